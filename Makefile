@@ -1,0 +1,37 @@
+# make demo, make test: all the set-up a fresh machine needs is Python >= 3.10 and make.
+#   PYTHON=python3.12     another interpreter        PIP_ARGS="--index-url URL"   another source of packages
+#   PYTEST_ARGS="-k ilp"  options of pytest          DEMO_ARGS="..."              options of hpml demo
+.PHONY: demo test lint clean
+
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+# The first interpreter that runs, is new enough, and can make a virtual environment.
+FITS := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python3.14 python; do \
+	"$$p" -c "$(FITS)" >/dev/null 2>&1 && echo "$$p" && break; done)
+
+# Made anew when what it was made from changes; the constraints keep pip from taking a torch of its own choice.
+.venv-%/.made: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.10 with venv found: install one (Debian: apt-get install \
+	python3 python3-venv), or say make PYTHON=/path/to/python"; exit 4; }
+	rm -rf .venv-$*
+	"$(PYTHON)" -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.$(EXTRAS)'
+	touch $@
+
+.venv-test/.made: EXTRAS = [test,lint]
+
+demo: .venv-demo/.made
+	.venv-demo/bin/hpml demo $(DEMO_ARGS)
+
+test: .venv-test/.made
+	.venv-test/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv-test/.made
+	.venv-test/bin/ruff check .
+	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
+
+clean:
+	rm -rf .venv-demo .venv-test *.egg-info build .pytest_cache .ruff_cache .hypothesis

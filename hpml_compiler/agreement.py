@@ -1,0 +1,64 @@
+"""All ranks use one plan: they compare graphs, rank 0 plans, the others receive. An error on one is an error on all."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from passes import compat
+from passes.errors import HpmlError
+
+T = TypeVar("T")
+
+
+class GraphMismatch(HpmlError):
+    """Ranks traced different graphs."""
+
+
+def first_difference(mine: str, reference: str) -> str:
+    """The first line in which two graphs differ, as text."""
+    ours, theirs = mine.splitlines(), reference.splitlines()
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
+        if a != b:
+            return f"node {number}: here `{a}`, on rank 0 `{b}`"
+    return f"here {len(ours)} nodes, on rank 0 {len(theirs)}"
+
+
+def same_graph(digest: str, text: Callable[[], str]) -> None:
+    """Raises GraphMismatch on every rank if any rank's graph differs from rank 0's, showing the first difference."""
+    with compat.outside_tracing():
+        _compare(digest, text)
+
+
+def _compare(digest: str, text: Callable[[], str]) -> None:
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not different:
+        return
+    shared = [text() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared, src=0)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, first_difference(text(), str(shared[0])) if dist.get_rank() in different else None)
+    raise GraphMismatch(
+        f"rank {different[0]} traced another graph than rank 0: {found[different[0]]}",
+        where=f"ranks {different}",
+        next_step="give every rank the same model, batch shape and options; look for code that depends on the rank",
+    )
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make()` gives on rank 0, on every rank; what it raises there is raised everywhere."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [(True, make())]
+        except Exception as error:  # sent to the ranks that wait for the answer, and raised again below
+            box = [(False, error)]
+    with compat.outside_tracing():
+        dist.broadcast_object_list(box, src=0)
+    good, answer = box[0]
+    if good:
+        return answer
+    raise answer

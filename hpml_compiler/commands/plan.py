@@ -1,0 +1,112 @@
+"""`hpml plan TARGET`: how a model would be split over a cluster and what a step would cost, without any device."""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from passes.errors import BadInput
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(plan)
+
+
+def plan(
+    target: Annotated[str, typer.Argument(help="FILE.py:FUNCTION or MODULE:FUNCTION that returns (model, batch).")],
+    cluster: Annotated[str | None, typer.Option(help="NODESxDEVICES:DEVICE, as 8x8:h100-80g, or a JSON file.")] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Pin an option by its name, else an axis (dp=2); repeatable."),
+    ] = None,
+    memory_budget: Annotated[str | None, typer.Option(help="Bytes per device: 64MiB, 24GB.")] = None,
+    solver: Annotated[str | None, typer.Option(help="A solver, by PuLP's name for it.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds the solver may take.")] = None,
+    gap: Annotated[float | None, typer.Option(help="Relative gap to the bound at which the solver may stop.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file (.svg, .png, .pdf).")] = None,
+) -> None:
+    """Plan TARGET on a cluster: print the table, or with --json one object."""
+    flags = {"cluster": cluster, "memory_budget": memory_budget, "solver": solver, "time_limit": time_limit, "gap": gap}
+    options = _options(fix or [], {name: value for name, value in flags.items() if value is not None})
+    with _stdout_to_stderr(), _progress() as tell:
+        found = _make(target, options, tell)
+    if save is not None:
+        found.save(save)
+    if as_json:
+        print(json.dumps(found.summary_json(), allow_nan=False))
+    else:
+        _print_table(found)
+    if svg is not None:  # last: without the program dot all else has been done
+        found.render(svg)
+
+
+def _options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
+    """The options of --fix and of the flags, checked before anything slow starts. Raises BadInput."""
+    from hpml_compiler.options import Options, parse_fixes
+
+    fixed = parse_fixes(fixes)
+    if twice := sorted(set(fixed) & set(flags)):
+        where = f"--fix {twice[0]}=... and --{twice[0].replace('_', '-')}"
+        raise BadInput(what=f"{', '.join(twice)} is given twice", where=where, next_step="leave one of them out")
+    options = {**fixed, **flags}
+    Options.parse(options)
+    return options
+
+
+def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
+    tell("loading the model")
+    from hpml_compiler import api
+    from hpml_compiler.targets import load_target
+
+    model, batch = load_target(target)
+    tell("planning")
+    rest = dict(options)
+    return api.plan(model, batch, cluster=rest.pop("cluster", None), **rest)
+
+
+def _print_table(found: Any) -> None:
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        from hpml_compiler.visualize.table import renderable
+
+        Console().print(renderable(found))
+    else:
+        print(found.table())
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Any]:
+    """A function that says what is being done: a spinner on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield status.update
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What the model's code prints, and what a solver writes to the file descriptor itself, goes to stderr: stdout
+    carries the table or the JSON object alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # a solver in C may still hold lines for a stdout that is a pipe
+        os.dup2(kept, 1)
+        os.close(kept)

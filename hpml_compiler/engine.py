@@ -1,0 +1,161 @@
+"""Compile one Dynamo graph for N ranks: trace the joint graph, agree on a plan, rewrite, lower, place parameters."""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from hpml_compiler import session
+from hpml_compiler.agreement import from_rank_0, same_graph
+from hpml_compiler.lowering import Lowering, boxed
+from hpml_compiler.options import Options
+from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
+from hpml_compiler.runtime.inputs import take_out_markers
+from hpml_compiler.runtime.parameters import install, parameter_name, placeable
+from hpml_compiler.runtime.world import device_type, ensure_process_group
+from passes import compat
+from passes.cluster import Cluster
+from passes.interface import GraphInput, describe, kind_of_input
+from passes.transform.normalize import normalize
+from passes.transform.shard import shard
+
+log = logging.getLogger("hpml")
+
+
+def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    world = ensure_process_group()
+    options.check_mesh(world)
+    if world == 1:
+        return _one_device(gm, example_inputs, options)
+    return _Compilation(gm, example_inputs, options).run()
+
+
+def _one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if options.compiler == "inductor":
+        return compat.inductor_whole(gm, example_inputs)
+    compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
+    return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
+
+
+def local_cluster(options: Options, world: int) -> Cluster:
+    """The cluster that the options name, else this machine's devices."""
+    if options.cluster is not None:
+        return Cluster.parse(options.cluster)
+    kind = device_type()
+    if kind == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Cluster.local(world, "cuda", device_name=properties.name, memory_bytes=properties.total_memory)
+    return Cluster.local(world, "cpu")
+
+
+class _Compilation:
+    """One graph on its way through the compiler."""
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options):
+        self.gm, self.given_inputs, self.options = gm, example_inputs, options
+        self.session = session.current()
+        self.lowering = Lowering(options.compiler)
+        self.planned: Planned | None = None
+        self.positions: dict[str, int] = {}
+        self.stored: dict[str, Any] = {}
+
+    def run(self) -> Callable[..., Any]:
+        gm, examples, placed = take_out_markers(self.gm, self.given_inputs)
+        sources = compat.input_sources(gm)
+        can_be_placed = set(placeable(self.gm, self.given_inputs)) if torch.is_grad_enabled() else set()
+        self.inputs = []
+        self.rows: set[int] = set()
+        for position, (value, source) in enumerate(zip(examples, sources, strict=True)):
+            kind = kind_of_input(value, "" if source is None else compat.source_name(source))
+            described = GraphInput(
+                parameter_name(source), kind, trainable=getattr(value, "requires_grad", False),
+                placeable=position in can_be_placed,
+            )
+            if position in placed and kind == "parameter":
+                described = replace(described, stored=session.from_dtensor(placed[position].placements))
+            elif position in placed:
+                self.rows.add(position)
+            self.inputs.append(described)
+        examples = [self._static(value) for value in examples]
+        function = compat.aot_autograd(
+            fw_compiler=self.lowering.forward,
+            bw_compiler=self.lowering.backward,
+            inference_compiler=self._inference,
+            partition_fn=self._partition,
+            decompositions=compat.inductor_decompositions(),
+        )(gm, examples)
+        assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
+        installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh))
+
+        def call(*args: Any) -> Any:
+            return function(*installed.locals(args))
+
+        return call
+
+    def _static(self, value: Any) -> Any:
+        """Sizes are numbers here: a batch of another size is another graph, with a plan of its own."""
+        if isinstance(value, torch.SymInt):
+            return int(value)
+        if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
+            for size in (*value.shape, *value.stride()):
+                int(size)  # a guard: Dynamo comes back for another size
+        return value
+
+    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        sharded = self._rewrite(joint, num_fwd_outputs)
+        return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+
+    def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
+        return self.lowering.inference(self._rewrite(gm, None))
+
+    def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
+        fake_mode = compat.fake_mode_of(gm)
+        normalize(gm, fake_mode)
+        annotated = annotate(gm, describe(gm, self.inputs, forward_outputs))
+        same_graph(annotated.hash(), annotated.text)
+        self.planned = planned = from_rank_0(lambda: self._plan(annotated))
+        self.session.graphs.append(planned.record)
+        self.session.rejected.extend(planned.rejected)
+        self.positions = dict(annotated.interface.positions)
+        self.annotated = annotated
+        if annotated.interface.training and self.session.mesh is None:
+            self.session.mesh = planned.mesh
+        start = time.perf_counter()
+        result = shard(gm, annotated.graph, annotated.rules, planned.decision, self.session.groups(planned.mesh), fake_mode)
+        planned.record.seconds["rewrite"] = time.perf_counter() - start
+        if dist.get_rank() == 0:
+            log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,
+                     planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
+        for target, nodes in annotated.graph.unruled.items():
+            if dist.get_rank() == 0:
+                log.debug("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
+        return result
+
+    def _plan(self, annotated: Annotated) -> Planned:
+        given = self.options.load_plan()
+        if given is not None and annotated.interface.training:
+            given.check(annotated.hash(), torch.__version__, dist.get_world_size())
+        names = {p: n for n, p in annotated.interface.positions.items()}
+        return plan_graph(
+            annotated, self.options, local_cluster(self.options, dist.get_world_size()),
+            fixed_mesh=self.session.mesh, name=f"graph_{len(self.session.graphs)}",
+            rows=frozenset(names[p] for p in self.rows if p in names), given=given,
+        )
+
+    def _placements(self) -> dict[int, Any]:
+        """Position of every parameter that gets placed now -> its DTensor placements."""
+        assert self.planned is not None
+        if not self.annotated.interface.training:
+            return {}
+        found = {}
+        for v, layout in self.planned.decision.inputs.items():
+            value = self.annotated.graph.values[v]
+            if value.kind == "parameter" and value.name not in self.annotated.interface.stored:
+                found[self.positions[value.name]] = session.to_dtensor(layout)
+        return found

@@ -1,0 +1,67 @@
+"""From a rewritten joint graph to two callables: partition it, then compile each half."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from passes import compat
+
+
+def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """A callable that takes its arguments as one list and empties it, so that they can be freed while it runs."""
+
+    def call(arguments: list[Any]) -> Any:
+        taken = list(arguments)
+        arguments.clear()
+        return function(*taken)
+
+    call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+    return call
+
+
+def values_of(gm: GraphModule) -> list[Any]:
+    """Fake values of the inputs of a graph: after rewriting, local ones."""
+    return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+class Lowering:
+    """Partitioning and compiling for one graph, with inductor or without ("eager")."""
+
+    def __init__(self, compiler: str, forward_outputs: int | None = None):
+        self.inductor = compiler == "inductor"
+        self.forward_outputs = forward_outputs
+
+    def partition(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
+        self.forward_outputs = forward_outputs
+        if not self.inductor:
+            return compat.default_partition(joint, inputs, forward_outputs, static_inputs)
+        joint = compat.inductor_joint_passes(joint)
+        return compat.min_cut_partition(joint, inputs, forward_outputs, static_inputs)
+
+    def forward(self, gm: GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+        return self._lower(gm, is_backward=False, is_inference=False)
+
+    def backward(self, gm: GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
+        return self._lower(gm, is_backward=True, is_inference=False)
+
+    def inference(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
+        if self.inductor:
+            gm = compat.inductor_joint_passes(gm)
+        return self._lower(gm, is_backward=False, is_inference=True)
+
+    def _lower(self, gm: GraphModule, *, is_backward: bool, is_inference: bool) -> Callable[[list[Any]], Any]:
+        if not self.inductor:
+            return boxed(torch.fx.GraphModule(gm, gm.graph).forward)
+        output = gm.graph.find_nodes(op="output")[0]
+        results = compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
+        visible = len(results) if is_backward or is_inference else self.forward_outputs or 0
+        output.meta["user_visible_output_idxs"] = [
+            i for i, x in enumerate(results[:visible]) if isinstance(x, torch.fx.Node)
+        ]
+        # Saved tensors and parameters keep their addresses between calls only for cudagraphs, which are not used here.
+        return compat.compile_with_inductor(
+            gm, values_of(gm), static_inputs=(), is_backward=is_backward, is_inference=is_inference
+        )

@@ -1,0 +1,187 @@
+"""The options of the backend, of `hpml_compiler.plan` and of the command line: one set, checked in one place."""
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+
+from hpml_compiler.plan import Plan, describe_errors
+from passes.errors import BadInput
+
+OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
+
+# tensors of the parameter's own shape and dtype that torch.optim keeps for each parameter it updates
+OPTIMIZER_STATES: dict[OptimizerName, int] = {
+    "adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "rmsprop": 1, "adagrad": 1,
+}
+
+_UNITS = {"b": 1} | {f"{letter}{suffix}": base ** power
+                     for power, letter in enumerate("kmgt", start=1) for suffix, base in (("b", 1000), ("ib", 1024))}
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes from an int or a text such as "64MiB" (2**20), "24GB" (10**9) or "1.5 TiB". Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+        unit = _UNITS.get(match[2].lower() or "b") if match else None
+        if match is None or unit is None:
+            raise ValueError(f"{value!r} is no number of bytes: write 64MiB (2**20), 24GB (10**9) or an integer")
+        size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if size < 1:
+        raise ValueError(f"{value!r} is less than one byte")
+    return size
+
+
+def _mesh_sizes(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    if not value:
+        raise ValueError("it names no axis; leave it out to let the solver choose")
+    for name, size in value.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{name!r} is no name for an axis: use letters, digits and underscores")
+        if name == "pp":
+            raise ValueError("the axis 'pp' is reserved for pipeline stages, which are not there yet: use 'dp', 'tp', "
+                             "or another name, whose use the solver decides")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"the size of axis {name!r} is {size!r}, not a positive integer")
+    return dict(value)
+
+
+def _path_text(value: object) -> object:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+AxisSizes = Annotated[dict[str, int], BeforeValidator(_mesh_sizes)]
+PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
+
+
+class Options(BaseModel):
+    """Checked options; a field's description is its help. Make them with `Options.parse`, whose errors are BadInput."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    compiler: Literal["inductor", "eager"] = Field(
+        "inductor", description='what lowers the rewritten graphs: "inductor", or "eager" for fast tests and debugging'
+    )
+    mesh: AxisSizes | None = Field(
+        None,
+        description='sizes by axis, such as {"dp": 2, "tp": 2}, multiplying to the number of ranks; on dp the batch is '
+        "sharded, on tp other dims, on an axis of any other name the solver decides",
+    )
+    memory_budget: Bytes | None = Field(
+        None, description='bytes per device that no plan may exceed: an integer, or text such as "64MiB" or "24GB"'
+    )
+    solver: str = Field("HiGHS", min_length=1, description="a solver, by the name that PuLP has for it")
+    solver_options: dict[str, JsonValue] = Field(
+        default_factory=dict, description='keyword arguments for PuLP\'s solver, such as {"threads": 1}'
+    )
+    # below the default timeout of a process group (60 s), within which the other ranks wait for the plan
+    time_limit: float = Field(30.0, gt=0, description="seconds the solver may take, over all meshes together")
+    gap: float = Field(1e-3, ge=0, description="relative gap to the proven bound at which the solver may stop")
+    plan: PlanOrPath | None = Field(None, description="a Plan or the path of one, obeyed in place of solving")
+    gather_outputs: bool = Field(
+        True, description="true: the model returns whole tensors on every rank; false: DTensors, placed as planned"
+    )
+    cluster: str | None = Field(
+        None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; without it, the devices here"
+    )
+    objective: Literal["time"] = Field("time", description='what the solver minimizes: "time", of one step')
+    optimizer: OptimizerName = Field("adamw", description="the optimizer whose state counts as memory")
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:
+        """Options from what the user gave (torch.compile's `options=`). Raises BadInput that names the option, what is
+        legal and, for an unknown name, the closest legal one."""
+        if isinstance(options, Options):
+            return options
+        if options is not None and not isinstance(options, Mapping):
+            raise BadInput(what=f"options are a dict, not {type(options).__name__}", where="options",
+                           next_step='write options={"memory_budget": "24GB"}')
+        given = dict(options or {})
+        for name in given:
+            if name not in cls.model_fields:
+                raise BadInput(what=f"unknown option {name!r}{_did_you_mean(str(name))}", where="options",
+                               next_step="the options are " + ", ".join(cls.model_fields))
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            raise BadInput(what=f"bad option {describe_errors(error, most=1)}", where=f"options[{name!r}]",
+                           next_step=f"{name}: {cls.model_fields[name].description}") from error
+
+    @property
+    def optimizer_states(self) -> int:
+        """How many tensors of a trainable parameter's shape and dtype the optimizer keeps for it."""
+        return OPTIMIZER_STATES[self.optimizer]
+
+    def load_plan(self) -> Plan | None:
+        """The plan to obey, read from its file if a path was given. Raises BadInput."""
+        return Plan.load(self.plan) if isinstance(self.plan, str) else self.plan
+
+    def check_mesh(self, world_size: int) -> None:
+        """Raises BadInput if a pinned mesh does not multiply to the number of ranks."""
+        if self.mesh is None or math.prod(self.mesh.values()) == world_size:
+            return
+        total = math.prod(self.mesh.values())
+        fitting = [f"{name}={world_size * size // total}" for name, size in self.mesh.items()
+                   if world_size * size % total == 0]
+        changes = [f"set {each}" for each in fitting] + [f"start {total} ranks", "leave the mesh to the solver"]
+        raise BadInput(what=f"the mesh {self.mesh} multiplies to {total}, but there are {world_size} ranks",
+                       where="options['mesh']", next_step=", or ".join(changes))
+
+    def to_json(self) -> dict[str, JsonValue]:
+        """The options that differ from the defaults, without the plan, as plain JSON: what a plan is stamped with."""
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan"})
+
+
+def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:
+    """Options from `--fix KEY=VALUE`: KEY is an option's name, else an axis of the mesh; VALUE is JSON, else text.
+
+    `["dp=2", "tp=4", "memory_budget=24GiB"]` gives `{"mesh": {"dp": 2, "tp": 4}, "memory_budget": "24GiB"}`. Values are
+    checked by `Options.parse`. Raises BadInput for anything that is not KEY=VALUE, and for a key that comes twice.
+    """
+    options: dict[str, Any] = {}
+    axes: dict[str, int] = {}
+    for fix in fixes:
+        key, equals, text = (part.strip() for part in fix.partition("="))
+        if not (key and equals and text):
+            raise BadInput(what=f"{fix!r} is not KEY=VALUE", where="--fix", next_step="write --fix dp=2")
+        if key in options or key in axes:
+            raise BadInput(what=f"{key} is given twice", where=f"--fix {fix}", next_step="leave one of them out")
+        if key in Options.model_fields:
+            options[key] = _json_or_text(text)
+        elif re.fullmatch(r"\d+", text) and not _did_you_mean(key):
+            axes[key] = int(text)
+        else:
+            raise BadInput(what=f"{key!r} is no option{_did_you_mean(key)}, and {key}={text} is no axis with its size",
+                           where=f"--fix {fix}", next_step="the options are " + ", ".join(Options.model_fields)
+                           + '; an axis takes a whole number, as in dp=2 or, for any name, mesh={"NAME": 2}')
+    if axes:
+        mesh = options.get("mesh", {})
+        if not isinstance(mesh, dict) or set(mesh) & set(axes):
+            raise BadInput(what=f"mesh={mesh} and {axes} do not go together", where="--fix",
+                           next_step="pin the axes one by one, or the mesh as a whole")
+        options["mesh"] = {**mesh, **axes}
+    return options
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _did_you_mean(name: str) -> str:
+    close = difflib.get_close_matches(name, Options.model_fields, n=1, cutoff=0.75)
+    return f" (did you mean {close[0]!r}?)" if close else ""

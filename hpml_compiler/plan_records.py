@@ -1,0 +1,214 @@
+"""The parts of a plan: frozen, validated records that hold numbers and strings only.
+
+Placements are strings, one per mesh axis in the mesh's order: "R" (replicate), "P" (partial sum), "M" (partial max),
+"S(d)" (dim d sharded) and "S(d.k)" (factor k of dim d sharded, such as the heads inside a flattened hidden dim; "S(d)"
+is factor 0). An empty list of placements stands for something that is no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+
+Placement = Annotated[str, StringConstraints(pattern=r"^(R|P|M|S\(\d+(\.\d+)?\))$")]
+# strict=False lets a list (which is what JSON has) become the tuple that a frozen model holds; items stay strict
+Placements = Annotated[tuple[Placement, ...], Field(strict=False)]
+PlacementsOfEach = Annotated[tuple[Placements, ...], Field(strict=False)]
+Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+# solvers number their classes, JSON's keys are strings
+ClassId = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
+Count = Annotated[int, Field(ge=0)]
+Microseconds = Annotated[float, Field(ge=0.0)]
+Mesh = dict[str, Annotated[int, Field(ge=1)]]
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    """How often a kind of collective runs in one step, and the sum of its payloads in bytes per device."""
+
+    count: int
+    bytes: int
+
+
+class Record(BaseModel):
+    """Base of all parts of a plan: immutable, every field checked, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ParameterPlan(Record):
+    """One parameter (or buffer): its whole shape, how it is stored, its bytes whole and on one (the fullest) device."""
+
+    shape: Shape
+    dtype: str
+    placements: Placements
+    trainable: bool
+    bytes_whole: Count
+    bytes_per_device: Count
+
+
+class OperationPlan(Record):
+    """One node of the joint graph. `inputs` and `outputs` hold the placements of each tensor in order, as the operation
+    itself reads and writes them (redistributions lie between). `block` is the path of its module ("" is the model
+    itself), `predicted_us` the cost of one run, `sources` the nodes and parameters read, in the order of `inputs`."""
+
+    op: str
+    block: str
+    backward: bool
+    class_id: ClassId
+    inputs: PlacementsOfEach
+    outputs: PlacementsOfEach
+    predicted_us: Microseconds
+    sources: Names = ()
+
+
+class Step(Record):
+    """One collective over one mesh axis. `bytes` is its payload on one device, the larger of what goes in and what
+    comes out; 0 marks a local step, such as the slice that makes R into S, which is no collective."""
+
+    collective: str
+    axis: str
+    bytes: Count
+    predicted_us: Microseconds
+
+
+class Redistribution(Record):
+    """A change of placement between the node or parameter `value` and the node `consumer` ("" is the graph's output or
+    the optimizer); it stands for `multiplicity` equal ones in the whole model. `shape` is that of the whole value."""
+
+    value: str
+    shape: Shape
+    dtype: str
+    consumer: str
+    source: Placements
+    target: Placements
+    steps: Annotated[tuple[Step, ...], Field(strict=False)]
+    multiplicity: Annotated[int, Field(ge=1)] = 1
+
+
+class LeftWhole(Record):
+    """A node or parameter that the plan leaves replicated although an axis was there, and why."""
+
+    name: str
+    reason: str
+
+
+class PredictedCost(Record):
+    """Predicted time of one step on the slowest device; parts may overlap, so they need not sum to the step."""
+
+    step_time_us: Microseconds
+    compute_us: Microseconds
+    communication_us: Microseconds
+    optimizer_us: Microseconds
+
+
+class MemoryBytes(Record):
+    """Predicted bytes on the fullest device; `peak` includes the largest transient."""
+
+    parameters: Count
+    gradients: Count
+    optimizer: Count
+    activations: Count
+    peak: Count
+
+
+class SolverReport(Record):
+    """What the solver said: status ("optimal", "feasible", ...), objective and proven bound, relative gap, sizes."""
+
+    status: str
+    objective_us: float | None
+    bound_us: float | None
+    gap: Annotated[float, Field(ge=0.0)] | None
+    variables: Count
+    binaries: Count
+    constraints: Count
+    seconds: Annotated[float, Field(ge=0.0)]
+    solver: str
+
+
+class MeshAttempt(Record):
+    """A mesh that was tried and not taken."""
+
+    mesh: Mesh
+    objective_us: float | None
+    bound_us: float | None
+    reason: str
+
+
+class DecisionRecord(Record):
+    """What one entity of the partition problem chose: layouts that it reads and makes, axes joined by commas.
+
+    A plan that is passed back pins these; entities that it does not name are solved again."""
+
+    inputs: Annotated[tuple[str | None, ...], Field(strict=False)]
+    outputs: Annotated[tuple[str | None, ...], Field(strict=False)]
+
+
+class GraphPlan(Record):
+    """The plan of one joint graph.
+
+    `parameters` lists every parameter of the model, also of layers whose operations are not listed.
+
+    `multiplicity[class_id]` says how many times in the whole model each *listed* operation of that class runs: 1 (or no
+    entry) where every layer's nodes are listed, 32 where one layer is listed for 32. So the time of a step is
+    the sum of `predicted_us * multiplicity` over the listed operations, and likewise over redistributions.
+    """
+
+    graph_hash: str
+    name: str
+    training: bool
+    mesh: Mesh
+    parameters: dict[str, ParameterPlan]
+    operations: dict[str, OperationPlan]
+    redistributions: Annotated[tuple[Redistribution, ...], Field(strict=False)]
+    left_whole: Annotated[tuple[LeftWhole, ...], Field(strict=False)]
+    predicted: PredictedCost
+    memory: MemoryBytes
+    solver: SolverReport
+    seconds: dict[str, Annotated[float, Field(ge=0.0)]]
+    multiplicity: dict[ClassId, Annotated[int, Field(ge=1)]]
+    decisions: dict[str, DecisionRecord] = Field(default_factory=dict)
+
+    def runs(self, operation: OperationPlan) -> int:
+        """How many times in one step of the whole model the listed `operation` runs."""
+        return self.multiplicity.get(operation.class_id, 1)
+
+    @property
+    def collectives(self) -> dict[str, CollectiveTotal]:
+        """Collectives of one step by kind; local steps (0 bytes) are not counted."""
+        return collective_totals(self.redistributions)
+
+    @model_validator(mode="after")
+    def _one_placement_per_axis(self) -> GraphPlan:
+        for owner, placements in self._all_placements():
+            if len(placements) not in (0, len(self.mesh)):
+                raise ValueError(f"{owner} has {len(placements)} placements {list(placements)}, "
+                                 f"but the mesh {self.mesh} has {len(self.mesh)} axes")
+        axes = {step.axis for move in self.redistributions for step in move.steps}
+        if unknown := sorted(axes - set(self.mesh)):
+            raise ValueError(f"redistributions name the axes {unknown}, but the mesh is {self.mesh}")
+        return self
+
+    def _all_placements(self) -> Iterable[tuple[str, Placements]]:
+        yield from ((f"parameter {name!r}", parameter.placements) for name, parameter in self.parameters.items())
+        for name, operation in self.operations.items():
+            yield from ((f"operation {name!r}", each) for each in (*operation.inputs, *operation.outputs))
+        for move in self.redistributions:
+            yield from ((f"redistribution of {move.value!r}", each) for each in (move.source, move.target))
+
+
+def collective_totals(redistributions: Iterable[Redistribution]) -> dict[str, CollectiveTotal]:
+    """Count and payload bytes per device of one step by kind of collective, sorted by kind."""
+    totals: dict[str, CollectiveTotal] = {}
+    for move in redistributions:
+        for step in move.steps:
+            if step.bytes:
+                old = totals.get(step.collective, CollectiveTotal(0, 0))
+                totals[step.collective] = CollectiveTotal(
+                    old.count + move.multiplicity, old.bytes + move.multiplicity * step.bytes
+                )
+    return dict(sorted(totals.items()))

@@ -1,0 +1,166 @@
+"""Plan one joint graph: try the meshes, keep the cheapest answer, and say it in the words of a `Plan`."""
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from hpml_compiler.options import Options
+from hpml_compiler.plan import Plan
+from hpml_compiler.plan_records import GraphPlan, MeshAttempt
+from hpml_compiler.pricing import MeshPrices
+from hpml_compiler.records import graph_plan
+from passes.analysis.flops import FLOPS, Flops
+from passes.analysis.operations import build_placement_graph
+from passes.analysis.shapes import Shapes
+from passes.annotations import read
+from passes.cluster import Cluster
+from passes.decision import Decision
+from passes.errors import BadInput, Infeasible
+from passes.interface import Interface
+from passes.mesh import Mesh, enumerate_meshes, mesh_from_pin
+from passes.partition.build import StateModel
+from passes.partition.place import Placed, place
+from passes.partition.solvers import SolverOptions
+from passes.placement_graph import PlacementGraph
+from passes.rules.base import Rule
+
+
+@dataclass
+class Annotated:
+    """A joint graph with what planning needs to know of it."""
+
+    gm: GraphModule
+    interface: Interface
+    graph: PlacementGraph
+    rules: list[Rule | None]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The graph without what differs from process to process: equal on ranks that run the same program."""
+        lines = []
+        for node in self.gm.graph.nodes:
+            value = node.meta.get("val")
+            shape = tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", ""))
+            lines.append(f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs} -> {shape}")
+        return "\n".join(lines)
+
+    def hash(self) -> str:
+        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What every rank needs to rewrite its graph, and the record for people."""
+
+    mesh: dict[str, int]
+    decision: Decision
+    record: GraphPlan
+    rejected: tuple[MeshAttempt, ...]
+
+
+def annotate(gm: GraphModule, interface: Interface) -> Annotated:
+    """Price operations and find rules; `gm` is normalized already."""
+    start = time.perf_counter()
+    Shapes()(gm)
+    Flops()(gm)
+    graph, rules = build_placement_graph(
+        gm, interface.kinds, interface.outputs, lambda node: read(FLOPS, node), trainable=interface.trainable
+    )
+    return Annotated(gm, interface, graph, rules, {"annotate": time.perf_counter() - start})
+
+
+def candidate_meshes(options: Options, cluster: Cluster, fixed: Mapping[str, int] | None) -> list[Mesh]:
+    """The mesh in use, the pinned one, the one of a given plan, or all of one and two axes."""
+    pin = fixed or options.mesh
+    if pin is None and options.plan is not None:
+        pin = options.load_plan().mesh  # type: ignore[union-attr]
+    if pin:
+        return [mesh_from_pin(pin, cluster)]
+    return enumerate_meshes(cluster, max_axes=2)
+
+
+def plan_graph(
+    annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
+    name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
+) -> Planned:
+    """Try every candidate mesh and keep the cheapest answer.
+
+    A mesh whose bound is above the best answer so far is dropped without an answer. Raises Infeasible if no mesh meets
+    the budget, with the smallest budget that any of them meets.
+    """
+    start = time.perf_counter()
+    budget = options.memory_budget if options.memory_budget is not None else cluster.device.memory_bytes
+    state = StateModel(optimizer=float(options.optimizer_states))
+    pinned = _pins(given, annotated)
+    meshes = candidate_meshes(options, cluster, fixed_mesh)
+    best: tuple[Mesh, Placed] | None = None
+    attempts: list[MeshAttempt] = []
+    misses: list[Infeasible] = []
+    for k, mesh in enumerate(meshes):
+        left = options.time_limit - (time.perf_counter() - start)
+        solver = SolverOptions(options.solver, max(left / (len(meshes) - k), 1.0), options.gap,
+                               extra=dict(options.solver_options))
+        axes = dict(zip(mesh.names, mesh.shape))
+        try:
+            answer = place(
+                annotated.graph, axes, MeshPrices(mesh, options.optimizer_states), options=solver, state=state,
+                budget_bytes=float(budget), stored=annotated.interface.stored, rows=rows, pinned=pinned,
+                cutoff_us=best[1].solution.objective_us if best else None,
+            )
+        except Infeasible as error:
+            misses.append(error)
+            attempts.append(MeshAttempt(mesh=axes, objective_us=None, bound_us=None, reason=str(error.what)))
+            continue
+        if isinstance(answer, Placed) and (
+            best is None or answer.solution.objective_us < best[1].solution.objective_us
+        ):
+            if best is not None:
+                attempts.append(_lost(*best))
+            best = (mesh, answer)
+        elif isinstance(answer, Placed):
+            attempts.append(_lost(mesh, answer))
+        else:
+            attempts.append(MeshAttempt(mesh=axes, objective_us=None, bound_us=_finite(answer.bound_us),
+                                        reason="its bound is above the best answer"))
+    if best is None:
+        raise _nothing_fits(misses, budget)
+    mesh, answer = best
+    seconds = {**annotated.seconds, "solve": time.perf_counter() - start}
+    return Planned(
+        dict(zip(mesh.names, mesh.shape)), answer.decision,
+        graph_plan(annotated, mesh, answer, name=name, seconds=seconds), tuple(attempts),
+    )
+
+
+def _pins(given: Plan | None, annotated: Annotated) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    digest = annotated.hash()
+    for graph in given.graphs:
+        if graph.graph_hash == digest:
+            return {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in graph.decisions.items()}
+    return None
+
+
+def _lost(mesh: Mesh, answer: Placed) -> MeshAttempt:
+    return MeshAttempt(mesh=dict(zip(mesh.names, mesh.shape)), objective_us=answer.solution.objective_us,
+                       bound_us=_finite(answer.solution.bound_us), reason="dearer")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _nothing_fits(misses: Sequence[Infeasible], budget: float) -> Exception:
+    known = [e for e in misses if getattr(e, "smallest_budget_bytes", None) is not None]
+    if not known:
+        return misses[0] if misses else BadInput("no mesh gave an answer in time", "solver",
+                                                 "raise time_limit, or pin the mesh")
+    least = min(known, key=lambda e: e.smallest_budget_bytes)  # type: ignore[attr-defined]
+    return least

@@ -1,0 +1,165 @@
+"""The record of an answer: from layouts and indices to names, strings and bytes."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from hpml_compiler.plan_records import (
+    DecisionRecord,
+    GraphPlan,
+    LeftWhole,
+    MemoryBytes,
+    OperationPlan,
+    ParameterPlan,
+    PredictedCost,
+    Redistribution,
+    SolverReport,
+    Step,
+)
+from hpml_compiler.pricing import MeshPrices
+from passes.decision import Route
+from passes.layouts import Layout, local_bytes
+from passes.mesh import Mesh
+from passes.partition.place import Placed
+from passes.partition.redistribution import change
+from passes.placement_graph import PlacementGraph
+from passes.rules.base import format_placement
+
+if TYPE_CHECKING:
+    from hpml_compiler.planning import Annotated
+
+
+def placements(layout: Layout) -> list[str]:
+    return [format_placement(p) for p in layout]
+
+
+def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, seconds: Mapping[str, float]) -> GraphPlan:
+    graph, decision, cost, solution = annotated.graph, answer.decision, answer.cost, answer.solution
+    prices = MeshPrices(mesh, 2)
+    peak = cost.held_bytes + _largest_transient(graph, answer)
+    return GraphPlan(
+        graph_hash=annotated.hash(),
+        name=name,
+        training=annotated.interface.training,
+        mesh=dict(zip(mesh.names, mesh.shape)),
+        parameters=_parameters(annotated, answer),
+        operations=_operations(graph, answer),
+        redistributions=_redistributions(graph, mesh, answer, prices),
+        left_whole=_left_whole(annotated, mesh, answer),
+        predicted=PredictedCost(
+            step_time_us=cost.step_us, compute_us=cost.compute_us, communication_us=cost.communication_us,
+            optimizer_us=cost.optimizer_us,
+        ),
+        memory=MemoryBytes(
+            parameters=round(cost.parameter_bytes), gradients=round(cost.gradient_bytes),
+            optimizer=round(cost.optimizer_bytes), activations=round(cost.activation_bytes), peak=round(peak),
+        ),
+        solver=SolverReport(
+            status=solution.status, objective_us=solution.objective_us, bound_us=solution.bound_us, gap=solution.gap,
+            variables=solution.variables, binaries=solution.binaries, constraints=solution.constraints,
+            seconds=solution.seconds, solver=solution.solver,
+        ),
+        seconds=dict(seconds),
+        multiplicity={},
+        decisions={
+            entity: DecisionRecord(inputs=list(inputs), outputs=list(outputs))
+            for entity, (inputs, outputs) in answer.problem.pins(solution).items()
+        },
+    )
+
+
+def _largest_transient(graph: PlacementGraph, answer: Placed) -> float:
+    """Bytes of the largest call's operands and results that are not held through the step."""
+    largest = 0.0
+    for op in graph.operations:
+        rows = answer.decision.operations[op.index]
+        pairs = [*zip(op.inputs, rows.inputs), *zip(op.outputs, rows.made)]
+        largest = max(largest, sum(
+            local_bytes(graph.values[v], p, answer.decision.sizes) for v, p in pairs if v not in answer.problem.saved))
+    return largest
+
+
+def _parameters(annotated: Annotated, answer: Placed) -> dict[str, ParameterPlan]:
+    found = {}
+    for v, layout in answer.decision.inputs.items():
+        value = annotated.graph.values[v]
+        if value.kind == "parameter":
+            found[annotated.interface.names[value.name]] = ParameterPlan(
+                shape=list(value.spec.shape), dtype=value.spec.dtype, placements=placements(layout),
+                trainable=value.trainable, bytes_whole=value.bytes,
+                bytes_per_device=round(local_bytes(value, layout, answer.decision.sizes)),
+            )
+    return found
+
+
+def _operations(graph: PlacementGraph, answer: Placed) -> dict[str, OperationPlan]:
+    names = [c.name for c in answer.problem.classes]
+    found = {}
+    for c in answer.problem.clusters:
+        number = answer.problem.cluster_class[c.index]
+        chosen = answer.problem.classes[number].choices[answer.solution.chosen[number]]
+        heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
+        for i in c.operations:
+            op, rows = graph.operations[i], answer.decision.operations[i]
+            found[op.name] = OperationPlan(
+                op=op.target, block=op.block, backward=op.backward, class_id=names[number],
+                inputs=[placements(p) for p in rows.inputs], outputs=[placements(p) for p in rows.outputs],
+                # A cluster is priced as one: its heavy operations carry the cost.
+                predicted_us=chosen.cost_us / len(heavy) if i in heavy else 0.0,
+                sources=[graph.values[v].name for v in op.inputs],
+            )
+    return found
+
+
+def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices) -> list[Redistribution]:
+    readers = _readers(graph, answer)
+    found = []
+    for route, start, stop, _ in answer.problem.paid_ways(answer.decision, answer.solution):
+        if start == stop:
+            continue
+        value = graph.values[route.value]
+        layout = route.hops[start - 1].layout if start else route.source
+        source, steps = layout, []
+        for hop in route.hops[start:stop]:
+            (axis,) = [a for a in range(len(layout)) if layout[a] != hop.layout[a]]
+            step = change(value, layout, axis, hop.layout[axis], answer.decision.sizes, prices)
+            assert step is not None
+            local = step.collective == "slice"
+            steps.append(Step(
+                collective=step.collective, axis=mesh.names[axis], bytes=0 if local else max(round(step.bytes), 1),
+                predicted_us=step.cost_us,
+            ))
+            layout = hop.layout
+        found.append(Redistribution(
+            value=value.name, shape=list(value.spec.shape), dtype=value.spec.dtype,
+            consumer=readers.get((route.value, route), ""), source=placements(source), target=placements(layout),
+            steps=steps,
+        ))
+    return found
+
+
+def _readers(graph: PlacementGraph, answer: Placed) -> dict[tuple[int, Route], str]:
+    """Some operation that reads a value at the end of a way."""
+    readers: dict[tuple[int, Route], str] = {}
+    for (index, _), route in answer.decision.routes.items():
+        for stop in range(len(route.hops) + 1):
+            key = (route.value, Route(route.value, route.source, route.hops[:stop]))
+            readers.setdefault(key, graph.operations[index].name)
+    return readers
+
+
+def _left_whole(annotated: Annotated, mesh: Mesh, answer: Placed) -> list[LeftWhole]:
+    """Operators without a rule, and parameters that no axis of the mesh divides."""
+    found = [
+        LeftWhole(name=node, reason=f"{target} has no rule")
+        for target, nodes in annotated.graph.unruled.items() for node in nodes
+    ]
+    for value in annotated.graph.values:
+        if value.kind == "parameter" and value.spec.shape:
+            heads = [f[0] for f in value.factors if f]
+            if not any(size % n == 0 for size in heads for n in mesh.shape if n > 1):
+                found.append(LeftWhole(
+                    name=annotated.interface.names[value.name],
+                    reason=f"no dim of shape {list(value.spec.shape)} divides by an axis of {list(mesh.shape)}",
+                ))
+    return found

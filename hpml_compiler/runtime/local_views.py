@@ -1,0 +1,62 @@
+"""From placed tensors to local ones and, with the gradients, back: once per graph, for all of them."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpml_compiler.runtime.placed import PlacedTensor
+from passes import compat
+
+
+class LocalViews(torch.autograd.Function):
+    """`LocalViews.apply(*placed)`: the local parts, as plain tensors.
+
+    A gradient is wrapped with its parameter's own placement. In an ordinary `backward()` it is put into `.grad` here,
+    since the engine would call Python several times for each DTensor: 200 parameters cost 0.4 ms instead of 2 ms.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *placed: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.placed = placed
+        ctx.set_materialize_grads(False)
+        return tuple([tensor._local_tensor.detach() for tensor in placed])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        with compat.plain_torch_functions():
+            if not torch.is_grad_enabled() and _may_accumulate(ctx):
+                _accumulate(ctx.placed, gradients)
+                return (None,) * len(gradients)
+            return tuple([None if gradient is None else _wrapped(gradient, tensor)
+                          for tensor, gradient in zip(ctx.placed, gradients, strict=True)])
+
+
+def _may_accumulate(ctx: Any) -> bool:
+    """Whether the engine would only add the gradients to `.grad`: no hooks, and nobody else asked for them."""
+    if any(t._backward_hooks or t._post_accumulate_grad_hooks or not t.is_leaf for t in ctx.placed):
+        return False
+    return compat.will_accumulate([node for node, _ in ctx.next_functions])
+
+
+def _accumulate(placed: tuple[DTensor, ...], gradients: tuple[torch.Tensor | None, ...]) -> None:
+    seen: set[int] = set()
+    for tensor, gradient in zip(placed, gradients, strict=True):
+        if gradient is None:
+            continue
+        old = tensor.grad
+        if old is None:
+            address = gradient.data_ptr()
+            if address in seen or gradient.stride() != tensor._local_tensor.stride():
+                gradient = torch.empty_like(tensor._local_tensor).copy_(gradient)
+            seen.add(address)
+            tensor.grad = _wrapped(gradient, tensor)
+        elif type(old) is PlacedTensor and old._spec is tensor._spec:
+            old._local_tensor.add_(gradient)
+        else:
+            old.add_(_wrapped(gradient, tensor))
+
+
+def _wrapped(gradient: torch.Tensor, tensor: DTensor) -> PlacedTensor:
+    return compat.make_dtensor(PlacedTensor, gradient, tensor._spec)

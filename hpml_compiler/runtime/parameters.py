@@ -1,0 +1,125 @@
+"""Parameters become placed tensors under the script's feet, while Dynamo compiles the first graph that uses them."""
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from hpml_compiler.runtime.local_views import LocalViews
+from hpml_compiler.runtime.optimizer_step import watch_optimizers
+from hpml_compiler.runtime.placed import place, place_like
+from hpml_compiler.runtime.rebinding import rebind
+from passes import compat
+from passes.errors import BadInput
+
+log = logging.getLogger(__name__)
+
+
+class Installed:
+    """How one compiled graph gets this rank's parts of its arguments."""
+
+    def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
+                 olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
+        self._placed, self._trainable = tuple(placed), tuple(trainable)
+        self._names, self._olds, self._news = names, olds, list(news)
+
+    def locals(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of a call with plain local tensors for DTensors, connected to them by autograd.
+
+        At the first call, the parameters that were replaced are replaced in the rest of the script too. (Not earlier:
+        while Dynamo compiles, it still needs the old ones.)
+        """
+        if self._olds:
+            self._replace_elsewhere()
+        result = list(args)
+        for index in self._placed:
+            result[index] = args[index]._local_tensor
+        if self._trainable and torch.is_grad_enabled():
+            views = LocalViews.apply(*[args[index] for index in self._trainable])
+            for index, view in zip(self._trainable, views, strict=True):
+                result[index] = view
+        return result
+
+    def _replace_elsewhere(self) -> None:
+        out_of_reach = rebind(self._names, self._olds, self._news)
+        self._news.clear()
+        if out_of_reach:
+            log.info("old objects of these parameters are still held somewhere, and raise an error when used: %s",
+                     ", ".join(out_of_reach))
+
+
+def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
+    """Positions of the graph inputs that `install` can place: plain parameters that Dynamo found in modules."""
+    return [i for i, (value, source) in enumerate(zip(example_inputs, compat.input_sources(gm), strict=True))
+            if type(value) is nn.Parameter and "._parameters[" in compat.source_name(source)]
+
+
+def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any],
+            mesh: DeviceMesh) -> Installed:
+    """Place parameters of a graph, inside a Dynamo backend and before it returns.
+
+    placements: position of a graph input -> its placement, one per axis of `mesh`; sizes must divide. `gm` and
+    `example_inputs` as Dynamo gave them. Modules hold the placed parameters when this returns; names, order, ties,
+    `requires_grad`, gradients and hooks stay. Inputs placed before (parameters in a recompile, rows of a batch) need
+    no entry. Raises BadInput for an input that cannot be placed.
+    """
+    olds = [example_inputs[i] for i in placements]
+    sites = find_sites(olds) if olds else {}
+    sources = compat.input_sources(gm)
+    names = [parameter_name(source) for source in sources]
+    for i, old in zip(placements, olds, strict=True):
+        if type(old) is not nn.Parameter or id(old) not in sites:
+            raise BadInput("only plain parameters that a module holds can be placed", f"graph input {names[i]}",
+                           "leave it out of the placements (see `placeable`)")
+    news = [place_parameter(old, mesh, placements[i]) for i, old in zip(placements, olds, strict=True)]
+    for old, new in zip(olds, news, strict=True):
+        for module, name in sites[id(old)]:
+            module._parameters[name] = new
+    before = [i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)]
+    placed = sorted([*placements, *before])
+    trainable = [i for i in placed if example_inputs[i].requires_grad]
+    compat.guard_on_type_and_grad([sources[i] for i in placed if isinstance(example_inputs[i], nn.Parameter)])
+    watch_optimizers()
+    return Installed(placed, trainable, [names[i] for i in placements], olds, news)
+
+
+def place_parameter(old: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """A parameter with a placement, in all else like the old one: values, attributes, hooks, accumulated gradient."""
+    new: Any = place(old, mesh, placements).requires_grad_(old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    new._is_param = True  # what nn.Parameter's isinstance asks for; calling it would make another object
+    if old.grad is not None:
+        new.grad = place_like(old.grad, new)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks) is not None:  # the dict itself, so that the handles that the script holds remove from it
+            setattr(new, hooks, getattr(old, hooks))
+    return new
+
+
+def find_sites(parameters: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Module, str]]]:
+    """id of a parameter -> the modules that hold it, with the name it has there; tied ones have several."""
+    wanted = {id(parameter) for parameter in parameters}
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
+    for module in [item for item in objects if type(item) in kinds]:  # isinstance would wake up lazy proxies
+        for name, parameter in module.__dict__.get("_parameters", {}).items():
+            if id(parameter) in wanted:
+                sites.setdefault(id(parameter), []).append((module, name))
+    return sites
+
+
+def parameter_name(source: Any) -> str:
+    """The dotted name of a parameter where Dynamo found it; for other inputs an expression."""
+    if source is None:
+        return "(made by Dynamo)"
+    expression = compat.source_name(source)
+    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']*)'\]", expression)) or expression

@@ -1,0 +1,143 @@
+"""Put the new parameters wherever the script still holds the old ones."""
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from passes.errors import HpmlError
+
+SINGLE_SCANS = 6  # scans of all objects for the referrers of one parameter; the next one is for all that are left
+_FRAMES = (types.FrameType, types.GeneratorType, types.CoroutineType)
+
+
+class ReplacedParameter(nn.Parameter):
+    """What is left of a parameter that was replaced, where the script holds it out of reach.
+
+    Local variables of running functions are out of reach. Any use raises an error that says which parameter it was.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = next((a.__dict__.get("replaced_name") for a in args if isinstance(a, ReplacedParameter)), None)
+        raise HpmlError(
+            f"parameter {name} was replaced by its placed form when the model was compiled; this is the old object",
+            f"call of {getattr(func, '__name__', func)}",
+            f"read it from the model again (model.get_parameter({name!r})) after the first call of the compiled model",
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"<replaced parameter {self.__dict__.get('replaced_name')}>"
+
+
+def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> list[str]:
+    """Replace old parameters by new ones in everything that holds them; empties `olds`, and frees their storage.
+
+    Lists, dicts (keys and values), sets, deques, closures, attributes, and tuples inside of these are changed in place:
+    so optimizers' parameter groups and state, and a script's own lists. Whatever stays out of reach becomes a
+    `ReplacedParameter`; the names of those are returned.
+    """
+    work = _Rebinding(olds, news)
+    work.run()
+    out_of_reach = []
+    while olds:
+        old, name = olds.pop(), names[len(olds)]
+        if sys.getrefcount(old) > 2:  # this variable and the call
+            old.grad = None
+            old.data = old.data.new_empty(0)
+            old.requires_grad_(False)
+            old.replaced_name = name  # pyright: ignore[reportAttributeAccessIssue]
+            old.__class__ = ReplacedParameter
+            out_of_reach.append(name)
+    return out_of_reach[::-1]
+
+
+class _Rebinding:
+    def __init__(self, olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
+        self.olds, self.news = olds, news
+        self.index = {id(old): i for i, old in enumerate(olds)}
+
+    def run(self) -> None:
+        """Most holders hold many parameters, so look for those of one, replace all in them, and go on with the next."""
+        tried: set[int] = set()
+        for _ in range(SINGLE_SCANS):
+            held = next((i for i in self._held() if i not in tried), None)
+            if held is None:
+                return
+            tried.add(held)
+            self._replace_in(gc.get_referrers(self.olds[held]))
+        left = [self.olds[i] for i in self._held() if i not in tried]
+        if left:
+            self._replace_in([holder for holder in gc.get_referrers(*left) if holder is not left])
+
+    def _held(self) -> list[int]:
+        """Indices of the parameters that somebody else holds."""
+        return [i for i in range(len(self.olds)) if sys.getrefcount(self.olds[i]) > 2]  # the list and the call
+
+    def new(self, value: Any) -> Any:
+        """What to put in the place of a value: a new parameter, a new tuple around one, or the value itself."""
+        index = self.index.get(id(value))
+        if index is not None:
+            return self.news[index]
+        if isinstance(value, tuple) and any(self.new(item) is not item for item in value):
+            items = [self.new(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    def _replace_in(self, holders: list[Any], depth: int = 0) -> None:
+        for holder in holders:
+            if holder is self.olds or holder is holders or isinstance(holder, _FRAMES):
+                continue
+            if isinstance(holder, tuple):
+                if depth < 2:  # (name, parameter) in a list of such pairs
+                    self._replace_in(gc.get_referrers(holder), depth + 1)
+            elif isinstance(holder, (list, deque)):
+                self._in_sequence(holder)
+            elif isinstance(holder, dict):
+                self._in_dict(holder)
+            elif isinstance(holder, set):
+                for item in [item for item in holder if id(item) in self.index]:
+                    holder.discard(item)
+                    holder.add(self.new(item))
+            elif isinstance(holder, types.CellType):
+                holder.cell_contents = self.new(holder.cell_contents)
+            elif not isinstance(holder, (type, torch.Tensor)):
+                self._in_object(holder)
+
+    def _in_sequence(self, holder: Any) -> None:
+        for position, item in enumerate(holder):
+            new = self.new(item)
+            if new is not item:
+                holder[position] = new
+
+    def _in_dict(self, holder: dict[Any, Any]) -> None:
+        for key, item in list(holder.items()):
+            new = self.new(item)
+            if new is not item:
+                holder[key] = new
+        if any(id(key) in self.index for key in holder):
+            items = [(self.new(key), item) for key, item in holder.items()]
+            holder.clear()
+            holder.update(items)
+
+    def _in_object(self, holder: Any) -> None:
+        """Attributes in the instance itself, or in slots."""
+        attributes = getattr(holder, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._in_dict(attributes)
+        for kind in type(holder).__mro__:
+            for slot in _slots(kind):
+                value = getattr(holder, slot, None)
+                if self.new(value) is not value:
+                    object.__setattr__(holder, slot, self.new(value))
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)

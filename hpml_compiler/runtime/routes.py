@@ -1,0 +1,62 @@
+"""How a torch function treats placed tensors: the names behind each route that `PlacedTensor` can take."""
+from __future__ import annotations
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+
+METADATA = _words(
+    """dim ndimension size stride numel nelement element_size storage_offset get_device data_ptr is_contiguous
+    is_floating_point is_complex is_signed is_inference is_same_size is_pinned is_shared is_conj is_neg
+    is_coalesced has_names untyped_storage storage _typed_storage _is_view _is_zerotensor _nnz dense_dim sparse_dim
+    requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward __len__ __hash__ __dir__
+    """
+)
+"""Asked of the wrapper itself: shapes are those of the whole."""
+
+COMPUTED_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
+"""Attributes that are ops. All others are metadata."""
+
+_POINTWISE = """add sub mul div true_divide addcmul addcdiv lerp pow sqrt rsqrt reciprocal square neg abs sign exp log
+    clamp clamp_min clamp_max minimum maximum copy zero fill conj positive"""
+_OPERATORS = """__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__
+    __itruediv__ __div__ __rdiv__ __idiv__ __pow__ __ipow__ __neg__ __abs__ __pos__ detach detach_ clone zeros_like
+    ones_like empty_like full_like rsub"""
+_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+ON_LOCALS = frozenset(
+    [variant for name in _POINTWISE.split() for variant in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")]
+    + _OPERATORS.split()
+    + _FUSED.split()
+    + ["_foreach_norm", "to"]
+)
+"""Element by element, so that operands with one placement need nothing but their local parts: what optimizers use. And
+what `clip_grad_norm_` uses."""
+
+NEEDS_WHOLE = _words(
+    """numpy __array__ tolist item __bool__ __float__ __int__ __index__ __complex__ __contains__ __iter__ nonzero unique
+    is_nonzero equal allclose isclose __setitem__ index_fill_ index_copy_ index_add_ index_put_ index_reduce_ scatter_
+    scatter_add_ scatter_reduce_ masked_scatter_ fill_diagonal_ put_ triu_ tril_
+    normal normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli bernoulli_ rand_like
+    randn_like randint_like multinomial poisson dropout feature_dropout alpha_dropout native_dropout rrelu"""
+)
+"""Ops that DTensor answers for one rank only, or with other random numbers than one device would draw."""
+
+KEEPS_ROWS = _words(
+    """to cpu cuda xpu type float double half bfloat16 long int short bool contiguous clone detach pin_memory
+    """
+)
+"""Ops on one tensor that leave every element in its row."""
+
+
+def in_place(name: str) -> bool:
+    """Whether a torch function of that name changes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name[3:] in _IN_PLACE_OPERATORS)
+    return name.endswith("_")
+
+
+_IN_PLACE_OPERATORS = _words(
+    """add__ sub__ mul__ div__ truediv__ floordiv__ pow__ mod__ and__ or__ xor__ lshift__ rshift__ matmul__"""
+)

@@ -1,0 +1,55 @@
+"""Rows of a batch: each rank holds some, and the script sees them all."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from hpml_compiler.runtime.local_ops import wrap
+from hpml_compiler.runtime.placed import PlacedTensor, changed_tensor, on_whole, through_whole
+from hpml_compiler.runtime.routes import KEEPS_ROWS
+from hpml_compiler.runtime.whole import whole
+from passes import compat
+
+
+class Rows(PlacedTensor):
+    """A tensor of a batch, `Shard(0)` over all ranks, that acts as the whole tensor at its first use.
+
+    Moves and casts (`.to(device)`, `.float()`) and pointwise ops on rows alone stay rows. In a compiled graph it is the
+    whole tensor, of which the plan takes what each rank needs. Any other op gathers it, and makes a plain tensor.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def _route(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, DTensor) and compat.is_fake(first._local_tensor):
+            return super()._route(func, name, args, kwargs)
+        target = changed_tensor(name, args, kwargs)
+        if isinstance(target, Rows):
+            return through_whole(func, name, args, kwargs)
+        if isinstance(target, DTensor):  # a parameter, changed by a value that happens to be rows
+            return PlacedTensor._route(func, name, tuple(_gathered(a) for a in args), kwargs)
+        if name in KEEPS_ROWS and isinstance(first, Rows) and not any(isinstance(a, DTensor) for a in args[1:]):
+            local = func(first._local_tensor, *args[1:], **kwargs)
+            return wrap(local, cls, first._spec) if isinstance(local, torch.Tensor) else local
+        return on_whole(func, args, kwargs)
+
+
+def take_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> Rows:
+    """This rank's rows of a whole tensor that is equal on all ranks; a view of it. The ranks must divide the rows."""
+    count, rows = mesh.size(), tensor.shape[0]
+    if rows % count:
+        raise ValueError(f"{rows} rows cannot be divided among {count} ranks")
+    each = rows // count
+    spec = compat.dtensor_spec(mesh, (Shard(0),), tensor)
+    return compat.make_dtensor(Rows, tensor.detach().narrow(0, mesh.get_local_rank() * each, each), spec)
+
+
+def _gathered(value: Any) -> Any:
+    return whole(value) if isinstance(value, Rows) else value

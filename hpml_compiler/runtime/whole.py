@@ -1,0 +1,58 @@
+"""Between a whole tensor and this rank's part of it."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from passes import compat
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole value of a DTensor as a plain tensor, differentiable; any other tensor as it is.
+
+    Every rank gets the same value, so every rank must call this. The gradient that arrives is whole and equal on all
+    ranks too; each rank keeps its part, without communication. While Dynamo traces, there is no communication.
+    """
+    return _Whole.apply(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's part of a whole plain tensor, equal on all ranks: no communication.
+
+    A part smaller than the whole gets storage of its own, so that the whole can be freed; strides keep their order.
+    """
+    shape, offset = compat.local_shape_and_offset(tensor.shape, mesh, placements)
+    if tuple(shape) == tuple(tensor.shape):
+        return tensor
+    part = tensor
+    for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
+        part = part.narrow(dim, start, size)
+    return part.clone()
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
+        ctx.kind, ctx.spec = type(tensor), tensor._spec
+        local = tensor._local_tensor
+        if compat.is_fake(local):  # Dynamo only asks for shape and type
+            return local.new_empty_strided(tensor.shape, tensor.stride())
+        if all(placement.is_replicate() for placement in tensor.placements):
+            return local.detach()  # autograd marks what it returns, so not the same object
+        return tensor.full_tensor()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        spec = ctx.spec
+        if any(placement.is_partial() for placement in spec.placements):
+            placements = [Replicate() if placement.is_partial() else placement for placement in spec.placements]
+            spec = compat.dtensor_spec(spec.mesh, placements, gradient)
+        part = local_part(gradient, spec.mesh, spec.placements)
+        # What arrives may be expanded, or be held by somebody else, who would see it being clipped in place.
+        return compat.make_dtensor(ctx.kind, part.clone() if part is gradient else part, spec)

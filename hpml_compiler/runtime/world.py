@@ -1,0 +1,42 @@
+"""The process group of all ranks, made if the script made none."""
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DEFAULT_TIMEOUT_S = 60  # torch's own is 30 minutes for gloo: too long to learn that a rank has died
+
+
+def ensure_process_group() -> int:
+    """Number of ranks. Under torchrun, makes the process group if there is none: nccl where there is CUDA, else gloo.
+
+    Its timeout is HPML_PG_TIMEOUT_S seconds, by default 60. Outside torchrun there is one rank and no group.
+    """
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return 1
+        timeout = timedelta(seconds=float(os.environ.get("HPML_PG_TIMEOUT_S", DEFAULT_TIMEOUT_S)))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
+    return dist.get_world_size()
+
+
+def device_type() -> str:
+    """What the ranks compute on, as far as the process group tells: cuda or cpu."""
+    return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
+
+
+def world_mesh() -> DeviceMesh:
+    """All ranks on one axis; the same mesh at every call for one process group."""
+    return _world_mesh(device_type(), id(dist.group.WORLD))
+
+
+@functools.lru_cache(maxsize=1)
+def _world_mesh(kind: str, group: int) -> DeviceMesh:
+    return init_device_mesh(kind, (dist.get_world_size(),))

@@ -1,0 +1,152 @@
+"""Blocks of a graph, equal ones folded: what the table has a row for and the graph a node for.
+
+A block is the module at a path up to its first number ("transformer.h.3"), or its first two names where there is none
+("transformer.wte"). Blocks whose paths differ in that number only are folded into one class if their parameters are
+equal in shape, dtype and placements and their forward operations in kind and placements.
+"""
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from hpml_compiler.plan_records import (
+    CollectiveTotal,
+    GraphPlan,
+    OperationPlan,
+    ParameterPlan,
+    Redistribution,
+    collective_totals,
+)
+
+MODEL = "(model)"
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the plan lists under one path. Names are those of the plan."""
+
+    path: str
+    parameters: dict[str, ParameterPlan]
+    operations: dict[str, OperationPlan]
+    redistributions: tuple[Redistribution, ...]
+
+
+@dataclass(frozen=True)
+class BlockClass:
+    """Equal blocks, and the sums over them. `blocks[0]` stands for all; `multiplicity` is how often they run in one
+    step of the whole model, listed or not."""
+
+    name: str
+    blocks: tuple[Block, ...]
+    multiplicity: int
+    compute_us: float
+    communication_us: float
+    parameter_count: int
+    bytes_per_device: int
+    collectives: dict[str, CollectiveTotal]
+
+
+def block_path(module_path: str) -> str:
+    """The block that a module belongs to; "" is the model itself."""
+    parts = module_path.split(".") if module_path else []
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return ".".join(parts[:2])
+
+
+def owner_path(parameter: str) -> str:
+    """The path of the module that holds the parameter of that fully qualified name."""
+    return parameter.rpartition(".")[0]
+
+
+def block_classes(graph: GraphPlan) -> list[BlockClass]:
+    """The classes of equal blocks of a graph, in the order in which their first operation runs."""
+    families: dict[tuple[str, tuple[object, ...], frozenset[object]], list[Block]] = defaultdict(list)
+    blocks = _blocks(graph)
+    for block in blocks:
+        families[(_pattern(block.path), _parameters_of(block), _forward_of(block))].append(block)
+    # where one layer's nodes are listed for all, the other layers have parameters only: fold them into that one
+    with_operations = {key[:2]: key for key in families if key[2]}
+    for key in [key for key in families if not key[2] and key[:2] in with_operations]:
+        families[with_operations[key[:2]]].extend(families.pop(key))
+    order = {block.path: position for position, block in enumerate(blocks)}
+    return sorted((_fold(graph, members) for members in families.values()), key=lambda c: order[c.blocks[0].path])
+
+
+def _blocks(graph: GraphPlan) -> list[Block]:
+    """All blocks, in the order of their first operation, those without any last."""
+    operations: dict[str, dict[str, OperationPlan]] = defaultdict(dict)
+    parameters: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
+    moves: dict[str, list[Redistribution]] = defaultdict(list)
+    for name, operation in graph.operations.items():
+        operations[block_path(operation.block)][name] = operation
+    for name, parameter in graph.parameters.items():
+        parameters[block_path(owner_path(name))][name] = parameter
+    for move in graph.redistributions:
+        moves[block_path(module_of(graph, move))].append(move)
+    paths = dict.fromkeys([*operations, *parameters, *moves])
+    return [Block(path, parameters[path], operations[path], tuple(moves[path])) for path in paths]
+
+
+def module_of(graph: GraphPlan, move: Redistribution) -> str:
+    """The module a redistribution is charged to: its consumer's, else its value's."""
+    for name in (move.consumer, move.value):
+        if name in graph.operations:
+            return graph.operations[name].block
+        if name in graph.parameters:
+            return owner_path(name)
+    return ""
+
+
+def _pattern(path: str) -> str:
+    head, dot, last = path.rpartition(".")
+    return f"{head}{dot}*" if last.isdigit() else path
+
+
+def _parameters_of(block: Block) -> tuple[object, ...]:
+    start = len(block.path)
+    return tuple(sorted((name[start:], each.shape, each.dtype, each.placements)
+                        for name, each in block.parameters.items()))
+
+
+def _forward_of(block: Block) -> frozenset[object]:
+    kinds = Counter((each.op, each.outputs) for each in block.operations.values() if not each.backward)
+    return frozenset(kinds.items())
+
+
+def _fold(graph: GraphPlan, members: list[Block]) -> BlockClass:
+    members = sorted(members, key=lambda block: not block.operations)  # stable: those with operations first
+    # a class id may cover a few operations of other blocks too, so the commonest multiplicity of a block is the block's
+    running = sum(Counter(graph.runs(each) for each in block.operations.values()).most_common(1)[0][0]
+                  for block in members if block.operations)
+    multiplicity = max(len(members), running)
+    parameters = [each for block in members for each in block.parameters.values()]
+    operations = [each for block in members for each in block.operations.values()]
+    moves = [each for block in members for each in block.redistributions]
+    return BlockClass(
+        name=_name([block.path for block in members]),
+        blocks=tuple(members),
+        multiplicity=multiplicity,
+        compute_us=sum(each.predicted_us * graph.runs(each) for each in operations),
+        communication_us=sum(step.predicted_us * move.multiplicity for move in moves for step in move.steps),
+        parameter_count=sum(math.prod(each.shape) for each in parameters),
+        bytes_per_device=sum(each.bytes_per_device for each in parameters),
+        collectives=collective_totals(moves),
+    )
+
+
+def _name(paths: list[str]) -> str:
+    """"h.0-2,5" for h.0, h.1, h.2 and h.5."""
+    if len(paths) == 1:
+        return paths[0] or MODEL
+    head, dot, _ = paths[0].rpartition(".")
+    numbers = sorted(int(path.rpartition(".")[2]) for path in paths)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return f"{head}{dot}" + ",".join("-".join(map(str, run)) for run in runs)

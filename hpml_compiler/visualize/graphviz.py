@@ -1,0 +1,109 @@
+"""A plan drawn with Graphviz: a node per class of equal blocks, or clusters of operations where blocks are opened."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import graphviz
+
+from hpml_compiler.plan import Plan
+from hpml_compiler.visualize.blocks import BlockClass, block_classes
+from hpml_compiler.visualize.layout import INPUTS, Edge, Layout, Node, layout
+from hpml_compiler.visualize.table import describe_memory, describe_solver
+from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
+from passes.errors import BadInput, MissingDependency
+
+FORMATS = (".svg", ".png", ".pdf")
+SPLIT, WHOLE = "#d7e8fb", "#f4f4f4"
+SHAPES = {"block": "box3d", "operation": "box", "parameter": "ellipse", "end": "plaintext"}
+
+
+def digraph(
+    plan: Plan, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300
+) -> graphviz.Digraph:
+    """The plan as a graph of at most `max_nodes` nodes (inputs and outputs not counted); a label says what is left out.
+
+    expanded opens every block, `expand` those named, as in the table or by the path of any block of the class. An
+    opened class shows the operations of its first block. Blue is split over the mesh, dashed is backward, red edges
+    carry collectives. Raises BadInput for a name that no block has.
+    """
+    names = {expand} if isinstance(expand, str) else set(expand)
+    all_classes = [block_classes(graph) for graph in plan.graphs]
+    if unknown := {name for name in names if not any(_is_named(each, {name}) for part in all_classes for each in part)}:
+        known = ", ".join(dict.fromkeys(each.name for part in all_classes for each in part))
+        raise BadInput(what=f"the plan has no block {', '.join(sorted(unknown))}", where="graphviz(expand=...)",
+                       next_step=f"the blocks are {known}")
+    font = {"fontname": "Helvetica", "fontsize": "10"}
+    drawing = graphviz.Digraph("plan", graph_attr=font | {"labelloc": "t"}, node_attr=font, edge_attr=font)
+    drawing.attr(label=f"mesh {format_mesh(plan.mesh)}, {plan.world_size} devices")
+    for position, (graph, classes) in enumerate(zip(plan.graphs, all_classes, strict=True)):
+        opened = {each.name for each in classes if expanded or _is_named(each, names)}
+        found = layout(graph, classes, opened, max(1, max_nodes // len(plan.graphs)))
+        title = (f"{graph.name}: {format_us(graph.predicted.step_time_us)} a step ({describe_solver(graph.solver)})\n"
+                 f"{describe_memory(graph.memory)}")
+        inner = graphviz.Digraph(f"cluster_g{position}")
+        _draw(inner, found, f"g{position}_", title)
+        drawing.subgraph(inner)
+    return drawing
+
+
+def render(plan: Plan, path: Path, **options: Any) -> Path:
+    """Draw into `path`, a file of one of FORMATS. Raises BadInput for another suffix; MissingDependency, with the .gv
+    written beside `path`, where the program `dot` is not there."""
+    if path.suffix.lower() not in FORMATS:
+        raise BadInput(what=f"cannot draw a file of type {path.suffix!r}", where=str(path),
+                       next_step=f"use one of {', '.join(FORMATS)}")
+    drawing = digraph(plan, **options)
+    kind = path.suffix.lower().lstrip(".")
+    try:
+        path.write_bytes(drawing.pipe(format=kind))
+    except graphviz.ExecutableNotFound as error:
+        source = path.with_suffix(".gv")
+        source.write_text(drawing.source, encoding="utf-8")
+        raise MissingDependency(
+            what=f"{path.name} is not drawn: the program dot of Graphviz is not installed",
+            where=f"the graph is in {source}",
+            next_step=f"apt-get install graphviz, then dot -T{kind} {source} -o {path}",
+        ) from error
+    return path
+
+
+def _is_named(each: BlockClass, names: set[str]) -> bool:
+    return each.name in names or any(block.path in names for block in each.blocks)
+
+
+def _draw(drawing: graphviz.Digraph, found: Layout, prefix: str, title: str) -> None:
+    drawing.attr(label=_escape(title), color="gray")
+    for index, (cluster, label) in enumerate(found.clusters.items()):
+        inner = graphviz.Digraph(f"cluster_{prefix}{index}", graph_attr={"label": _escape(label), "color": "black"})
+        _draw_nodes(inner, {name: node for name, node in found.nodes.items() if node.cluster == cluster}, prefix)
+        drawing.subgraph(inner)
+    _draw_nodes(drawing, {name: node for name, node in found.nodes.items() if not node.cluster}, prefix)
+    if found.left_out:
+        total = found.left_out + sum(node.kind != "end" for node in found.nodes.values())
+        drawing.node(f"{prefix}left_out", _escape(f"{found.left_out} of {total} nodes are left out, the cheapest"),
+                     shape="plaintext")
+    rank = {name: position for position, name in enumerate(found.nodes)}
+    for (tail, head), edge in found.edges.items():
+        # an edge back, such as from a block's last operation to the next block's first, must not turn the ranks over
+        forward = rank[tail] < rank[head] or tail == INPUTS
+        drawing.edge(prefix + tail, prefix + head, label=_escape(_edge_label(edge)), constraint=str(forward).lower(),
+                     style="dashed" if edge.backward else "solid",
+                     color="gray" if edge.order else "firebrick" if edge.collectives else "black")
+
+
+def _draw_nodes(drawing: graphviz.Digraph, nodes: dict[str, Node], prefix: str) -> None:
+    for name, node in nodes.items():
+        style = "" if node.kind == "end" else "filled,dashed" if node.backward else "filled"
+        drawing.node(prefix + name, _escape(node.label), shape=SHAPES[node.kind], style=style,
+                     fillcolor=SPLIT if node.split else WHOLE)
+
+
+def _edge_label(edge: Edge) -> str:
+    return "\n".join(f"{kind} x{total.count}\n{format_bytes(total.bytes)}" for kind, total in edge.collectives.items())
+
+
+def _escape(text: str) -> str:
+    """Text as dot wants it in a label: backslashes doubled, a newline as its escape."""
+    return graphviz.nohtml(graphviz.escape(text).replace("\n", "\\n"))

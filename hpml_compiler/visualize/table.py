@@ -1,0 +1,148 @@
+"""A plan as a table: a row per class of equal blocks, then memory, collectives, and what was left whole."""
+from __future__ import annotations
+
+import io
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpml_compiler.plan import Plan
+from hpml_compiler.plan_records import GraphPlan, MemoryBytes, SolverReport
+from hpml_compiler.visualize.blocks import BlockClass, block_classes
+from hpml_compiler.visualize.text import (
+    format_bytes,
+    format_collectives,
+    format_count,
+    format_mesh,
+    format_placements,
+    format_us,
+)
+
+MOST_ROWS = 40
+MOST_LINES = 4  # of placements in a row
+MOST_NAMES = 3  # of left-whole nodes, and of other meshes
+
+
+def render_text(plan: Plan, width: int = 100) -> str:
+    """The table as plain text of at most `width` columns."""
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None, force_terminal=False).print(renderable(plan))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def renderable(plan: Plan) -> RenderableType:
+    """The table for a rich console."""
+    where = f"{plan.world_size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
+    parts: list[RenderableType] = [Text(f"mesh {format_mesh(plan.mesh)}: {where}, torch {plan.torch_version}")]
+    for graph in plan.graphs:
+        parts += [Text(""), *_graph(graph)]
+    for attempt in plan.rejected[:MOST_NAMES]:
+        cost = "" if attempt.objective_us is None else f"{format_us(attempt.objective_us)}, "
+        parts.append(Text(f"not taken    mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
+    if len(plan.rejected) > MOST_NAMES:
+        parts.append(Text(f"             and {len(plan.rejected) - MOST_NAMES} more meshes"))
+    return Group(*parts)
+
+
+def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
+    cost = graph.predicted
+    yield Text(f"{graph.name} ({'training' if graph.training else 'inference'}): {format_us(cost.step_time_us)} a step "
+               f"predicted ({describe_solver(graph.solver)})")
+    yield Text(f"compute {format_us(cost.compute_us)}, communication {format_us(cost.communication_us)}, "
+               f"optimizer {format_us(cost.optimizer_us)}")
+    classes = block_classes(graph)
+    yield _table(graph, classes)
+    yield from _disagreements(graph, classes)
+    yield Text(f"per device   {describe_memory(graph.memory)}")
+    yield Text(f"collectives  {format_collectives(graph.collectives) or 'none'}")
+    for left in graph.left_whole[:MOST_NAMES]:
+        yield Text(f"left whole   {left.name}: {left.reason}")
+    if len(graph.left_whole) > MOST_NAMES:
+        yield Text(f"             and {len(graph.left_whole) - MOST_NAMES} more")
+
+
+def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[RenderableType]:
+    """A table that does not add up to the prediction above it says so."""
+    for what, predicted, total in (
+        ("compute", graph.predicted.compute_us, sum(each.compute_us for each in classes)),
+        ("communication", graph.predicted.communication_us, sum(each.communication_us for each in classes)),
+    ):
+        if abs(total - predicted) > 0.01 * max(total, predicted):
+            yield Text(f"note         the blocks' {what} adds up to {format_us(total)}, not {format_us(predicted)}")
+
+
+def describe_solver(report: SolverReport) -> str:
+    """Status, bound and gap of a solve, as far as they are known."""
+    bound = "" if report.bound_us is None else f", bound {format_us(report.bound_us)}"
+    gap = "" if report.gap is None else f", gap {report.gap:.2%}"
+    return f"{report.status}{bound}{gap}"
+
+
+def describe_memory(memory: MemoryBytes) -> str:
+    """The parts of the bytes on a device, the peak first."""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.model_dump().items() if name != "peak")
+    return f"peak {format_bytes(memory.peak)}: {parts}"
+
+
+def _table(graph: GraphPlan, classes: list[BlockClass]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("block", overflow="fold", max_width=30)
+    table.add_column("runs", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right", no_wrap=True)
+    table.add_column("placements", overflow="fold", ratio=1)
+    table.add_column("compute", justify="right", no_wrap=True)
+    table.add_column("communication", justify="right", no_wrap=True)
+    shown = _costliest(classes)
+    for each in shown:
+        sizes = f"{format_count(each.parameter_count)}\n{format_bytes(each.bytes_per_device)}/device"
+        table.add_row(*map(Text, (
+            each.name,
+            f"x{each.multiplicity}",
+            sizes if each.parameter_count else "",
+            "\n".join(_placement_lines(graph, each)),
+            format_us(each.compute_us),
+            f"{format_us(each.communication_us)}\n{_bytes_sent(each)}" if each.collectives else "",
+        )))
+    if len(shown) < len(classes):
+        rest = [each for each in classes if each not in shown]
+        table.add_row(*map(Text, (
+            f"{len(rest)} cheaper blocks", "", f"{format_count(sum(each.parameter_count for each in rest))}", "",
+            format_us(sum(each.compute_us for each in rest)), format_us(sum(each.communication_us for each in rest)),
+        )))
+    return table
+
+
+def _costliest(classes: list[BlockClass]) -> list[BlockClass]:
+    """At most MOST_ROWS classes, those of most time and then of most bytes, in their order."""
+    if len(classes) <= MOST_ROWS:
+        return classes
+    by_cost = sorted(classes, key=lambda c: (c.compute_us + c.communication_us, c.bytes_per_device), reverse=True)
+    kept = {id(each) for each in by_cost[:MOST_ROWS]}
+    return [each for each in classes if id(each) in kept]
+
+
+def _bytes_sent(each: BlockClass) -> str:
+    return format_bytes(sum(total.bytes for total in each.collectives.values()))
+
+
+def _placement_lines(graph: GraphPlan, each: BlockClass) -> Iterator[str]:
+    """A line for each placement of the block's parameters, the largest first, then where most of its values live."""
+    block = each.blocks[0]
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, parameter in sorted(block.parameters.items(), key=lambda item: -item[1].bytes_whole):
+        short = name[len(block.path):].lstrip(".")
+        names[format_placements(parameter.placements, graph.mesh)].append(short)
+    for placements, members in list(names.items())[:MOST_LINES]:
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        yield f"{placements}: {members[0]}{more}"
+    if len(names) > MOST_LINES:
+        yield f"and {len(names) - MOST_LINES} other placements"
+    values = Counter(format_placements(output, graph.mesh) for operation in block.operations.values()
+                     if not operation.backward for output in operation.outputs if output)
+    if values:
+        placements, count = values.most_common(1)[0]
+        yield f"values {placements}: {count} of {values.total()}"

@@ -1,0 +1,65 @@
+"""How numbers and placements are written, in one place."""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from hpml_compiler.plan_records import CollectiveTotal
+
+
+def format_us(time_us: float) -> str:
+    """Microseconds as text of three digits or so: 12.3 us, 4.56 ms, 7.89 s."""
+    for unit, scale in (("s", 1e6), ("ms", 1e3)):
+        if time_us >= scale:
+            return f"{_digits(time_us / scale)} {unit}"
+    return f"{_digits(time_us)} us"
+
+
+def format_bytes(size: float) -> str:
+    """Bytes as text with binary units: 512 B, 1.5 MiB, 80 GiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{_digits(size / 1024**power)} {unit}"
+    return f"{size:.0f} B"
+
+
+def format_count(number: int) -> str:
+    """A count as text: 512, 12.6 k, 8.03 G."""
+    for scale, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= scale:
+            return f"{_digits(number / scale)} {unit}"
+    return str(number)
+
+
+def format_mesh(mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
+
+
+def format_placements(placements: Sequence[str], mesh: Mapping[str, int]) -> str:
+    """Placements as "dp S(0), tp P", leaving out the axes a value is replicated on; "R" if those are all."""
+    split = [f"{axis} {each}" for axis, each in zip(mesh, placements, strict=False) if each != "R"]
+    return ", ".join(split) or "R"
+
+
+def format_collectives(totals: Mapping[str, CollectiveTotal]) -> str:
+    return ", ".join(f"{kind} x{total.count} ({format_bytes(total.bytes)})" for kind, total in totals.items())
+
+
+def describe_placements(placements: Sequence[str], mesh: Mapping[str, int]) -> list[str]:
+    """A sentence for each axis, such as "tp=4: dim 1 is sharded, a 4th on each device"."""
+    return [f"{axis}={size}: {_describe(each, size)}" for (axis, size), each
+            in zip(mesh.items(), placements, strict=False)]
+
+
+def _describe(placement: str, size: int) -> str:
+    if placement == "R":
+        return "replicated, whole on each device"
+    if placement in ("P", "M"):
+        return f"partial, the {'sum' if placement == 'P' else 'maximum'} over the devices is the value"
+    dim, factor = re.findall(r"\d+", f"{placement}.0")[:2]
+    part = f"factor {factor} of dim {dim}" if "." in placement else f"dim {dim}"
+    return f"{part} is sharded, one part of {size} on each device"
+
+
+def _digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 99.95 else f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

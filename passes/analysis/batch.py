@@ -1,0 +1,49 @@
+"""Which factors of which values are rows of the batch: what a pinned `dp` axis splits and a `tp` axis leaves alone.
+
+Union-find over the (value, dim, factor) triples that one strategy of a call splits together, from dim 0 of the inputs
+that are data. A weight is never among them: in `x @ w` only `x` and the result carry the row letter.
+"""
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from passes.placement_graph import PlacementGraph
+
+
+class UnionFind:
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
+
+    def find(self, x: Hashable) -> Hashable:
+        root = x
+        while self.parent.setdefault(root, root) != root:
+            root = self.parent[root]
+        while self.parent[x] != root:
+            self.parent[x], x = root, self.parent[x]
+        return root
+
+    def union(self, a: Hashable, b: Hashable) -> None:
+        self.parent[self.find(b)] = self.find(a)
+
+
+def mark_batch(graph: PlacementGraph) -> None:
+    """Set `Value.batch` of every value, in place."""
+    sets = UnionFind()
+    for operation in graph.operations:
+        ports = (*operation.inputs, *operation.outputs)
+        for strategy in operation.strategies:
+            together = [
+                (value, *placement)
+                for value, placement in zip(ports, strategy.inputs + strategy.outputs)
+                if isinstance(placement, tuple)
+            ]
+            for other in together[1:]:
+                sets.union(together[0], other)
+    roots = {sets.find((v.index, 0, 0)) for v in graph.values if v.kind == "batch" and v.spec.shape and v.factors[0]}
+    members: dict[int, set[tuple[int, int]]] = {}
+    for key in list(sets.parent):
+        if sets.find(key) in roots:
+            value, dim, factor = key  # type: ignore[misc]
+            members.setdefault(value, set()).add((dim, factor))
+    for value in graph.values:
+        value.batch = frozenset(members.get(value.index, ()))

@@ -1,0 +1,57 @@
+"""Which repeated block a node of a joint graph belongs to.
+
+A block is the outermost entry of the module stack whose path ends in a list index and whose module has parts of its
+own (a decoder layer; not a bare Linear in a Sequential, which is one step of a chain and not a repetition). A backward
+node belongs where the forward node with its `seq_nr` does; a node that has none, as a sum of gradients, where its
+first placed input does.
+"""
+from __future__ import annotations
+
+import re
+
+from torch.fx import GraphModule, Node
+
+_INDEXED = re.compile(r"(?:\.|\[)(\d+)\]?$")
+_PREFIX = re.compile(r"^L\['(\w+)'\]\.?")
+CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
+
+
+def clean_path(path: str) -> str:
+    """`L['self'].model.layers[3]` -> `model.layers.3`"""
+    path = _PREFIX.sub("", path)
+    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
+    path = re.sub(r"\['?(\w+)'?\]", r".\1", path)
+    return path.removeprefix("_orig_mod.").removeprefix("_modules.").lstrip(".")
+
+
+def _is_block(kind: type | str) -> bool:
+    module, name = (kind.__module__, kind.__name__) if isinstance(kind, type) else str(kind).rpartition(".")[::2]
+    return not module.startswith("torch.nn") or name in CONTAINERS or "Encoder" in name or "Decoder" in name
+
+
+def block_of(node: Node) -> str:
+    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+        if _INDEXED.search(path) and _is_block(kind):
+            return clean_path(path)
+    return ""
+
+
+def is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def assign_blocks(gm: GraphModule) -> dict[Node, str]:
+    """Block of every node, "" where there is none."""
+    by_sequence: dict[int, str] = {}
+    blocks: dict[Node, str] = {}
+    for node in gm.graph.nodes:
+        number = node.meta.get("seq_nr")
+        own = "" if is_backward(node) else block_of(node)
+        if not own and is_backward(node):
+            own = by_sequence.get(number, "") if number is not None else ""
+        if own and number is not None and not is_backward(node):
+            by_sequence.setdefault(number, own)
+        if not own and is_backward(node) and number is None:
+            own = next((blocks[x] for x in node.all_input_nodes if is_backward(x) and blocks.get(x)), "")
+        blocks[node] = own
+    return blocks

@@ -1,0 +1,136 @@
+"""Build the planner's view of a joint graph: operations with their strategies, values with their factors."""
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.analysis.batch import mark_batch
+from passes.analysis.blocks import assign_blocks, is_backward
+from passes.analysis.factors import RuledCall, factorize
+from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.rules.base import REPLICATE, Rule, Spec, Strategy, strategies
+from passes.rules.table import call_of, is_heavy, operand_nodes, rule_of_call, spec_of
+
+aten = torch.ops.aten
+VIEW_TARGETS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.t.default,
+    aten.transpose.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem,
+})
+
+
+def kind_of(target: Any) -> str:
+    if not is_heavy(target):
+        return "view" if target in VIEW_TARGETS else "pointwise"
+    name = str(target)
+    if "attention" in name:
+        return "attention"
+    if "convolution" in name:
+        return "convolution"
+    return "matmul" if "mm" in name else "lookup"
+
+
+class _Builder:
+    def __init__(self, gm: GraphModule, input_kinds: Mapping[str, str], trainable: Mapping[str, bool],
+                 flops: Mapping[Node, float] | Any):
+        self.gm, self.kinds, self.trainable, self.flops = gm, input_kinds, trainable, flops
+        self.values: list[Value] = []
+        self.of: dict[tuple[Node, int], int] = {}
+        self.blocks = assign_blocks(gm)
+
+    def value(self, node: Node, port: int, spec: Spec, producer: int | None, kind: str = "activation") -> int:
+        index = len(self.values)
+        name = node.name if not isinstance(node.meta.get("val"), (tuple, list)) else f"{node.name}.{port}"
+        self.values.append(Value(index, name, spec, (), producer, port, kind, self.trainable.get(node.name, False)))
+        self.of[node, port] = index
+        return index
+
+    def read(self, node: Node) -> int:
+        """Value that a node stands for, through `getitem`."""
+        if node.target is operator.getitem:
+            return self.of[node.args[0], node.args[1]]
+        return self.of[node, 0]
+
+    def build(self) -> tuple[PlacementGraph, list[Rule | None]]:
+        graph = PlacementGraph([], self.values, [])
+        rules: list[Rule | None] = []
+        for node in self.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    self.value(node, 0, spec_of(node.meta["val"]), None, self.kinds.get(node.name, "constant"))
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._operation(node, graph, rules)
+        return graph, rules
+
+    def _operation(self, node: Node, graph: PlacementGraph, rules: list[Rule | None]) -> None:
+        inputs = tuple(self.read(x) for x in operand_nodes(node))
+        result = node.meta.get("val")
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        outputs = tuple(
+            self.value(node, port, spec_of(x), len(graph.operations))
+            for port, x in enumerate(results) if isinstance(x, torch.Tensor)
+        )
+        rule = rule_of_call(call_of(node)) if outputs else None
+        if outputs and rule is None:
+            graph.unruled.setdefault(str(node.target), []).append(node.name)
+        rules.append(rule)
+        graph.operations.append(Operation(
+            index=len(graph.operations), name=node.name, target=str(node.target), kind=kind_of(node.target),
+            inputs=inputs, outputs=outputs, strategies=(), flops=float(self.flops(node)), backward=is_backward(node),
+            block=self.blocks[node], ruled=rule is not None,
+            linear=rule is not None and any(0 in group for group in rule.linear),
+        ))
+        for value in dict.fromkeys(inputs):
+            self.values[value].users.append(len(graph.operations) - 1)
+
+
+def build_placement_graph(
+    gm: GraphModule,
+    input_kinds: Mapping[str, str],
+    outputs: Sequence[tuple[Node, str | None]],
+    flops: Any,
+    trainable: Mapping[str, bool] | None = None,
+) -> tuple[PlacementGraph, list[Rule | None]]:
+    """Returns the graph and the rule of every operation.
+
+    `input_kinds`: placeholder name -> one of `GRAPH_INPUT_KINDS`; `outputs`: (node, name of the parameter whose
+    placement it takes, or None if it is returned whole); `flops(node)` -> FLOPs of a whole call.
+    """
+    builder = _Builder(gm, input_kinds, trainable or {}, flops)
+    graph, rules = builder.build()
+    calls = [
+        RuledCall(rule, op.inputs, op.outputs) for op, rule in zip(graph.operations, rules) if rule is not None
+    ]
+    for value, factors in zip(graph.values, factorize([v.spec.shape for v in graph.values], calls)):
+        value.factors = factors
+    for op, rule in zip(graph.operations, rules):
+        op.strategies = _consistent(op, strategies(
+            rule, [graph.values[v].factors for v in op.inputs], [graph.values[v].factors for v in op.outputs]
+        ), graph.values)
+    by_name = {v.name: v.index for v in graph.values if v.producer is None}
+    graph.outputs = [(builder.read(n), by_name[p] if p is not None else None) for n, p in outputs]
+    mark_batch(graph)
+    return graph, rules
+
+
+def _consistent(op: Operation, found: Sequence[Strategy], values: Sequence[Value]) -> tuple[Strategy, ...]:
+    """Strategies that make sense here: a value read twice has one placement, a graph input is never a partial sum, and
+    heavy work is not done whole on every rank just to keep a sum partial."""
+    kept = []
+    for s in found:
+        if op.heavy and not s.splits and any(p != REPLICATE for p in s.inputs):
+            continue
+        if any(not isinstance(p, tuple) and p != REPLICATE and values[v].producer is None
+               for v, p in zip(op.inputs, s.inputs)):
+            continue
+        placed: dict[int, Any] = {}
+        if all(placed.setdefault(v, p) == p for v, p in zip(op.inputs, s.inputs)):
+            kept.append(s)
+    return tuple(kept)
+
+

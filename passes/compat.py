@@ -1,0 +1,261 @@
+"""The only place that touches private modules of torch, and where releases 2.11 to 2.13 differ.
+
+What takes long to load, such as `torch._inductor` and `torch._dynamo`, is imported when it is used.
+"""
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree  # arguments and results of ops are nested; torch has no public name for this
+
+__all__ = [
+    "OpOverload",
+    "adopt_foreach_type",
+    "aot_autograd",
+    "compile_with_inductor",
+    "default_partition",
+    "fake_mode_of",
+    "inductor_joint_passes",
+    "inductor_whole",
+    "min_cut_partition",
+    "outside_tracing",
+    "dtensor_spec",
+    "fake_mode",
+    "guard_on_type_and_grad",
+    "inductor_decompositions",
+    "input_sources",
+    "is_fake",
+    "local_shape_and_offset",
+    "make_dtensor",
+    "norm_partial",
+    "plain_torch_functions",
+    "pytree",
+    "size_hint",
+    "source_name",
+    "will_accumulate",
+]
+
+_graph_ids = itertools.count()
+
+
+def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
+    """`torch._dynamo.backends.common.aot_autograd`: a backend that traces forward and backward into one graph."""
+    from torch._dynamo.backends.common import aot_autograd as make_backend
+
+    return make_backend(**kwargs)
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decomposition table that inductor traces with."""
+    import torch._inductor.lowering  # noqa: F401  # fills the table; without it some ops stay whole
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    """What `backend="inductor"` does with a Dynamo graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs)
+
+
+def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Inductor's passes over a joint graph (pattern matching, constant folding, its own random numbers)."""
+    import inspect
+
+    from torch._inductor import compile_fx
+
+    passes = compile_fx._recursive_joint_graph_passes
+    kwargs: dict[str, Any] = {"skip_invoke_subgraph": True}
+    if "input_device" in inspect.signature(passes).parameters:  # torch 2.13
+        devices = [n.meta["val"].device for n in joint.graph.find_nodes(op="placeholder")
+                   if isinstance(n.meta.get("val"), torch.Tensor)]
+        kwargs["input_device"] = devices[0] if devices else None
+    return passes(joint, **kwargs) or joint
+
+
+def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
+    """Inductor's partitioner: forward and backward graph, saving what costs least."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(
+        joint, inputs, compiler="inductor", num_fwd_outputs=forward_outputs, static_lifetime_input_indices=static_inputs
+    )
+
+
+def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
+    """Forward and backward graph, saving everything that backward reads."""
+    from torch._functorch.partitioners import default_partition as partition
+
+    return partition(joint, inputs, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=static_inputs)
+
+
+def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, static_inputs: Any, is_backward: bool,
+                          is_inference: bool) -> Callable[..., Any]:
+    """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(
+        gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward, is_inference=is_inference,
+        graph_id=next(_graph_ids),
+    )
+
+
+def outside_tracing() -> Any:
+    """A context in which tensors are real again, inside a backend: for communication while a graph is traced."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
+    """The fake mode that a traced graph's values live in, or None if they are real."""
+    for node in gm.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
+    """The number that stands for a size at trace time, without adding a guard.
+
+    unbacked: what to answer for a size that depends on data, for which there is no number.
+    """
+    if isinstance(size, int):
+        return size
+    from torch.fx.experimental import symbolic_shapes
+
+    if hasattr(symbolic_shapes, "optimization_hint"):  # torch 2.13
+        return int(symbolic_shapes.optimization_hint(size, fallback=unbacked))
+    return int(symbolic_shapes.hint_int(size, fallback=unbacked))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# DTensor's insides, for parameters that are DTensors (hpml_compiler/runtime).
+
+plain_torch_functions = torch._C.DisableTorchFunctionSubclass
+"""Context in which `__torch_function__` of subclasses is not called; only modes have a public one."""
+
+
+def make_dtensor(kind: type, local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
+    """A DTensor, or an instance of a subclass, from its local part and its spec (0.8 us).
+
+    DTensor's public constructors derive and check the spec first, and cost 30 us and more.
+    """
+    return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=requires_grad)
+
+
+def dtensor_spec(mesh: Any, placements: Any, like: torch.Tensor) -> Any:
+    """The DTensorSpec of a tensor with the shape, strides and dtype of the whole tensor `like`."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+
+
+def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part of a tensor, and where it starts in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def norm_partial(order: float) -> Any:
+    """The placement of norms of parts: reduced, they give the norm of the whole."""
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    return _NormPartial(order)
+
+
+@functools.cache
+def _fake_tensor_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it is a FakeTensor: shape and dtype without data, as Dynamo traces with."""
+    return type(tensor) is _fake_tensor_type()
+
+
+def will_accumulate(nodes: Any) -> bool:
+    """Whether the backward that is running will call all these nodes (`AccumulateGrad`s) to add to `.grad`.
+
+    False under `torch.autograd.grad` and `backward(inputs=...)` without them, whose callers want the gradient itself.
+    """
+    return all(torch._C._will_engine_execute_node(node) for node in nodes)
+
+
+def adopt_foreach_type(kind: type) -> None:
+    """Let optimizers and `clip_grad_norm_` choose their foreach implementation for a tensor type, as for DTensor."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if kind not in types:
+            types.append(kind)  # pyright: ignore[reportArgumentType]
+
+
+# What Dynamo knows while a backend runs.
+
+
+def fake_mode() -> Any:
+    """The fake mode that Dynamo is tracing under; raises RuntimeError outside a backend."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise RuntimeError("not called by Dynamo: there is no tracing context")
+    return context.fake_mode
+
+
+def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
+    """Where Dynamo found the value of each graph input, in order; None for one that it made itself."""
+    arguments = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
+    return [None if argument is None else argument.source for argument in arguments]
+
+
+def source_name(source: Any) -> str:
+    """A source as a Python expression, such as L['self']._modules['head']._parameters['weight']."""
+    return source.name() if callable(source.name) else source.name
+
+
+def guard_on_type_and_grad(sources: Any) -> None:
+    """Guard the tensors at these sources by type and `requires_grad` only, since nothing else about them can change.
+
+    The guards that Dynamo has collected on them and on their parts are dropped: they describe the values from before.
+    To be called inside a backend, after the values have been replaced: guards are built when it returns.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._guards import TracingContext
+
+    replaced = set(sources)
+    guards = TracingContext.get().guards_context.dynamo_guards
+    dtensor_parts = {"_spec", "_local_tensor", "device_mesh", "requires_grad"}
+
+    def stale(guard: Any) -> bool:
+        source = guard.originating_source
+        if source in replaced:  # guards on identity (tied parameters) stay
+            return guard.create_fn_name() in ("TENSOR_MATCH", "TYPE_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
+        while (base := getattr(source, "base", None)) is not None:
+            if isinstance(source, AttrSource) and source.member in dtensor_parts and base in replaced:
+                return True
+            source = base
+        return False
+
+    # remove_guards_with_source does this for one source at a time, which takes seconds for hundreds of parameters.
+    guards.inner = type(guards.inner)(guard for guard in guards.inner if not stale(guard))
+    if hasattr(guards, "source_to_guards"):  # torch 2.13 keeps an index
+        guards.source_to_guards.clear()
+        for guard in guards.inner:
+            guards.track_guard_by_source(guard)
+    for source in replaced:
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH),
+                      AttrSource(source, "requires_grad").make_guard(GuardBuilder.EQUALS_MATCH))

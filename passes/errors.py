@@ -1,0 +1,44 @@
+"""What goes wrong in a way that the user can mend: each error says what, where, and the next step."""
+from __future__ import annotations
+
+
+class HpmlError(Exception):
+    """Base of all errors meant for the user; the command line prints them without a traceback.
+
+    what: what is wrong, one sentence. where: the input, node, file or rank it was found in.
+    next_step: what to do about it. The command line ends with `exit_code`.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, where: str = "", next_step: str = "") -> None:
+        super().__init__(what, where, next_step)  # all three, so that the error survives pickling between ranks
+        self.what = what
+        self.where = where
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.next_step:
+            lines.append(f"  next step: {self.next_step}")
+        return "\n".join(lines)
+
+
+class BadInput(HpmlError):
+    """An option, file, mesh, plan or model that cannot be used as it was given."""
+
+    exit_code = 2
+
+
+class Infeasible(HpmlError):
+    """No plan meets the constraints, such as a byte budget."""
+
+    exit_code = 3
+
+
+class MissingDependency(HpmlError):
+    """A program, package or device that the request needs is not there."""
+
+    exit_code = 4

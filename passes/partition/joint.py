@@ -1,0 +1,136 @@
+"""Joint strategies of a cluster on one mesh axis: one strategy per operation, consistent on every value inside.
+
+Found by a dynamic program over the operations in order. A state is the placement of every value still needed; states
+that agree on those are merged, the cheaper one stays. Three things are free of the rule that a value has one placement:
+
+- what an operation that cannot be split makes inside (a random mask) may be used split: a slice costs nothing;
+- a small partial result may be reduced where it is made (the statistics of a norm over a split dim), at its price;
+- a value that is not used again is forgotten.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from passes.partition.clusters import SMALL_FRACTION, Cluster
+from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Strategy
+
+MAX_STATES = 400
+REDUCIBLE = (PARTIAL, PARTIAL_MAX)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one operation of the cluster does: its strategy, and which of its results are reduced at once."""
+
+    strategy: Strategy
+    reduced: tuple[bool, ...]
+
+    def placed(self) -> tuple[Placement, ...]:
+        """Placements of the results after that reduction."""
+        return tuple(REPLICATE if r else p for p, r in zip(self.strategy.outputs, self.reduced))
+
+
+@dataclass(frozen=True)
+class Joint:
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    steps: tuple[Step, ...]
+
+
+def divides(value: Value, placement: Placement, size: int) -> bool:
+    return not isinstance(placement, tuple) or value.factors[placement[0]][placement[1]] % size == 0
+
+
+def _options(op: Operation, graph: PlacementGraph, size: int, small: int, allowed: Callable) -> list[Step]:
+    found = []
+    for s in op.strategies:
+        if not all(divides(graph.values[v], p, size) for v, p in zip(op.inputs, s.inputs)):
+            continue
+        if not all(divides(graph.values[v], p, size) for v, p in zip(op.outputs, s.outputs)):
+            continue
+        if not allowed(op, s):
+            continue
+        found.append(Step(s, (False,) * len(op.outputs)))
+        reducible = [p in REDUCIBLE and graph.values[v].bytes <= small for v, p in zip(op.outputs, s.outputs)]
+        if any(reducible):
+            found.append(Step(s, tuple(reducible)))
+    return found
+
+
+def join(
+    cluster: Cluster,
+    graph: PlacementGraph,
+    size: int,
+    reduce_us: Callable[[int], float],
+    us_per_byte: float,
+    us_per_flop: float,
+    allowed: Callable[[Operation, Strategy], bool] = lambda op, s: True,
+) -> list[Joint]:
+    """All joint strategies on an axis of `size`, the cheapest for each placement of the cluster's boundary.
+
+    `reduce_us(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis).
+    """
+    operations = [graph.operations[i] for i in cluster.operations]
+    largest = max((graph.values[v].bytes for op in operations for v in (*op.inputs, *op.outputs)), default=0)
+    last_use = {v: k for k, op in enumerate(operations) for v in op.inputs}
+    boundary = {*cluster.inputs, *cluster.outputs}
+    unsplittable = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
+    # state: frozenset of (value, placement) -> (cost, steps)
+    states: dict[frozenset, tuple[float, tuple[Step, ...]]] = {frozenset(): (0.0, ())}
+    for k, op in enumerate(operations):
+        options = _options(op, graph, size, largest // SMALL_FRACTION, allowed)
+        following: dict[frozenset, tuple[float, tuple[Step, ...]]] = {}
+        for state, (cost, steps) in states.items():
+            known = dict(state)
+            for step in options:
+                new = _read(op, step.strategy.inputs, known, unsplittable)
+                if new is None:
+                    continue
+                price = cost + _price(op, step, graph, size, reduce_us, us_per_byte, us_per_flop)
+                env = {**known, **new, **dict(zip(op.outputs, step.placed()))}
+                key = frozenset((v, p) for v, p in env.items() if v in boundary or last_use.get(v, -1) > k)
+                if key not in following or following[key][0] > price:
+                    following[key] = (price, (*steps, step))
+        if len(following) > MAX_STATES:
+            following = dict(sorted(following.items(), key=lambda kv: kv[1][0])[:MAX_STATES])
+        states = following
+    found = []
+    for state, (cost, steps) in sorted(states.items(), key=lambda kv: kv[1][0]):
+        env = dict(state)
+        new = Joint(tuple(env[v] for v in cluster.inputs), tuple(env[v] for v in cluster.outputs), steps)
+        if not any(_dominates(old, new) for old, _ in found):
+            found.append((new, cost))
+    return [new for new, _ in found]
+
+
+def _dominates(old: Joint, new: Joint) -> bool:
+    """Whether `old`, not the dearer one, can stand in for `new` wherever that is used: a slice costs nothing, so what
+    reads a part may be given the whole, and a whole result serves who wants a part."""
+    return all(a == b or (isinstance(a, tuple) and b == REPLICATE) for a, b in zip(old.inputs, new.inputs)) and all(
+        a == b or (a == REPLICATE and isinstance(b, tuple)) for a, b in zip(old.outputs, new.outputs)
+    )
+
+
+def _read(op: Operation, wanted: Sequence[Placement], known: dict[int, Placement], unsplittable: set[int]):
+    """Placements that reading adds, or None if a value is not placed as wanted."""
+    new: dict[int, Placement] = {}
+    for v, p in zip(op.inputs, wanted):
+        have = known.get(v, new.get(v))
+        if have is None:
+            new[v] = p
+        elif have != p and not (have == REPLICATE and isinstance(p, tuple) and v in unsplittable):
+            return None
+    return new
+
+
+def _price(op: Operation, step: Step, graph: PlacementGraph, size: int, reduce_us, us_per_byte, us_per_flop) -> float:
+    share = 1 / size if step.strategy.splits else 1.0
+    total = op.flops * share * us_per_flop
+    for v, p, reduced in zip(op.outputs, step.strategy.outputs, step.reduced):
+        local = graph.values[v].bytes / (size if isinstance(p, tuple) else 1)
+        total += local * us_per_byte
+        if reduced:
+            total += reduce_us(int(local))
+    return total

@@ -1,0 +1,65 @@
+"""Choose placements for one placement graph on one mesh: build the problem, solve it, check the answer, decode it."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from passes.decision import Decision
+from passes.layouts import Layout
+from passes.partition.axes import axis_rule
+from passes.partition.build import Pin, PlacementProblem, StateModel
+from passes.partition.choices import Prices
+from passes.partition.problem import Solution
+from passes.partition.reprice import Cost, reprice
+from passes.partition.search import solve
+from passes.partition.solvers import SolverOptions
+from passes.partition.verify import VerificationError
+from passes.placement_graph import PlacementGraph
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An answer: the decision, what the solver said, and the cost recomputed on the unfolded graph."""
+
+    problem: PlacementProblem
+    solution: Solution
+    decision: Decision
+    cost: Cost
+
+
+def place(
+    graph: PlacementGraph,
+    axes: Mapping[str, int],
+    prices: Prices,
+    *,
+    options: SolverOptions | None = None,
+    state: StateModel | None = None,
+    budget_bytes: float | None = None,
+    stored: Mapping[str, Layout] | None = None,
+    rows: frozenset[str] = frozenset(),
+    pinned: Mapping[str, Pin] | None = None,
+    cutoff_us: float | None = None,
+    fold: bool = True,
+) -> Placed | Solution:
+    """Returns the bare `Solution` if its status is "no_solution" (every answer is dearer than `cutoff_us`, or none was
+    found in time). Raises Infeasible with the smallest budget that works, BadInput for pins that cannot be met."""
+    state = state or StateModel()
+    sizes = tuple(axes.values())
+    problem = PlacementProblem(
+        graph, sizes, prices, [axis_rule(name, size, graph) for name, size in axes.items()],
+        state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned, fold=fold,
+    )
+    solution = solve(problem.problem, options, cutoff_us=cutoff_us)
+    if solution.status == "no_solution":
+        return solution
+    decision = problem.decode(solution)
+    cost = reprice(graph, problem.clusters, problem.saved, decision, prices, state,
+                   problem.paid_ways(decision, solution))
+    for name, ours, theirs in (
+        ("objective", cost.step_us, solution.objective_us), ("held bytes", cost.held_bytes, solution.held_bytes)
+    ):
+        if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
+            raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")
+    return Placed(problem, solution, decision, cost)

@@ -1,0 +1,182 @@
+"""Any solver that PuLP knows, by name: found, configured, run, and asked what it really proved.
+
+PuLP's own `status` is not enough: it says "Optimal" when only the time ran out, and it does not carry the solver's bound.
+"""
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pulp
+
+from passes.errors import BadInput, MissingDependency
+
+DEFAULT_TIME_LIMIT_S = 60.0
+
+# how to get the solvers that a package index or Debian has; PuLP's name -> what to run
+_INSTALL = {
+    "HiGHS": "pip install highspy",
+    "HiGHS_CMD": "put HiGHS's `highs` program on the PATH, or use HiGHS (pip install highspy)",
+    "COIN_CMD": "apt-get install coinor-cbc",
+    "GLPK_CMD": "apt-get install glpk-utils",
+    "PYGLPK": "pip install glpk",
+    "SCIP_PY": "pip install pyscipopt",
+    "SCIP_CMD": "put SCIP's `scip` program on the PATH, or use SCIP_PY (pip install pyscipopt)",
+    "GUROBI": "pip install gurobipy",
+    "CPLEX_PY": "pip install cplex",
+    "MOSEK": "pip install mosek",
+    "XPRESS_PY": "pip install xpress",
+    "COPT": "pip install coptpy",
+    "CyLP": "pip install cylp",
+}
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """How to solve.
+
+    solver: PuLP's name of it, in any case. time_limit_s: for everything that one call solves, `DEFAULT_TIME_LIMIT_S` if
+    None. gap: relative, at which to stop. threads: the solver's default if None. extra: passed on to the solver by name.
+    """
+
+    solver: str = "HiGHS"
+    time_limit_s: float | None = None
+    gap: float = 1e-3
+    threads: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
+            raise BadInput(f"time limit is {self.time_limit_s} s", "solver options", "give a positive number of seconds")
+        if not 0 <= self.gap < 1:
+            raise BadInput(f"gap is {self.gap}", "solver options", "give a relative gap, such as 0.001")
+        if self.threads is not None and self.threads < 1:
+            raise BadInput(f"threads is {self.threads}", "solver options", "give 1 or more")
+
+    @property
+    def seconds(self) -> float:
+        """The time limit that holds."""
+        return DEFAULT_TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of a solver proved; the values lie in the model's variables.
+
+    state: "optimal" (within the gap), "feasible", "infeasible" or "unknown" (no values). bound: in the model's objective,
+    None if the solver tells none.
+    """
+
+    state: Literal["optimal", "feasible", "infeasible", "unknown"]
+    bound: float | None
+
+
+class _StartedHiGHS(pulp.HiGHS):
+    """PuLP's HiGHS, which has no `warmStart`: starts from the variables' values where they are set."""
+
+    def callSolver(self, lp: pulp.LpProblem) -> None:
+        import highspy
+
+        values = [variable.varValue for variable in lp.variables()]
+        if None not in values:
+            start = highspy.HighsSolution()
+            start.col_value = values
+            lp.solverModel.setSolution(start)
+        if self.threads is not None:
+            highspy.Highs.resetGlobalScheduler(True)  # else HiGHS refuses another number of threads than the first
+        super().callSolver(lp)
+
+
+def check_options(options: SolverOptions) -> str:
+    """PuLP's spelling of the solver's name. Raises `BadInput` (unknown solver or option) or `MissingDependency`."""
+    legal = sorted(set(pulp.listSolvers()))
+    name = next((known for known in legal if known.lower() == options.solver.lower()), None)
+    if name is None:
+        raise BadInput(f"unknown solver {options.solver!r}", "solver options", "use one of " + ", ".join(legal))
+    try:
+        available = _make(name, {"msg": False}).available()
+    except (pulp.PulpError, OSError):
+        available = False
+    if not available:
+        how = _INSTALL.get(name, f"install the program or package that PuLP runs as {name}")
+        here = ", ".join(sorted(pulp.listSolvers(onlyAvailable=True)))
+        raise MissingDependency(f"solver {name} is not installed", "solver options", f"{how}; installed here: {here}")
+    if name == "HiGHS":
+        _check_highs_options(options.extra)
+    return name
+
+
+def run(model: pulp.LpProblem, options: SolverOptions, *, gap: float, time_limit_s: float, start: bool) -> Outcome:
+    """Solve `model` as it is; `start`: its variables hold a feasible assignment to start from, if the solver can.
+
+    Raises `BadInput` when the solver does not take an option of `options.extra` or breaks off.
+    """
+    name = check_options(options)
+    if not start:
+        for variable in model.variables():
+            variable.varValue = None
+    wanted = {"msg": False, "timeLimit": time_limit_s, "gapRel": gap, "threads": options.threads, "warmStart": start}
+    known = inspect.signature(_solver_class(name).__init__).parameters
+    settings = {key: value for key, value in wanted.items() if key in known and value is not None}
+    try:
+        solver = _make(name, {**settings, **options.extra})
+    except TypeError as error:
+        legal = ", ".join(key for key in known if key != "self")
+        raise BadInput(f"solver {name} does not take these options: {error}", f"solver options {dict(options.extra)}",
+                       f"use {legal}") from error
+    try:
+        model.solve(solver)
+    except pulp.PulpError as error:
+        raise BadInput(f"solver {name} broke off: {error}", "solving the placement ILP",
+                       "add {'msg': True} to the solver options to see its log, or use the solver HiGHS") from error
+    if name == "HiGHS":
+        return _outcome_of_highs(model)
+    state: dict[int, Literal["optimal", "feasible", "infeasible", "unknown"]] = {
+        pulp.LpSolutionOptimal: "optimal",
+        pulp.LpSolutionIntegerFeasible: "feasible",
+        pulp.LpSolutionInfeasible: "infeasible",
+    }
+    return Outcome(state.get(model.sol_status, "unknown"), None)
+
+
+def _solver_class(name: str) -> Any:
+    return _StartedHiGHS if name == "HiGHS" else type(_instance(name, {"msg": False}))
+
+
+def _instance(name: str, settings: Mapping[str, Any]) -> Any:
+    with warnings.catch_warnings():  # PULP_CBC_CMD warns that a later PuLP drops it; whoever names it knows that
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return pulp.getSolver(name, **settings)
+
+
+def _make(name: str, settings: Mapping[str, Any]) -> Any:
+    return _StartedHiGHS(**settings) if name == "HiGHS" else _instance(name, settings)
+
+
+def _check_highs_options(extra: Mapping[str, Any]) -> None:
+    import highspy
+
+    known = inspect.signature(pulp.HiGHS.__init__).parameters
+    probe = highspy.Highs()
+    probe.setOptionValue("output_flag", False)
+    for key, value in extra.items():
+        if key not in known and probe.setOptionValue(key, value) != highspy.HighsStatus.kOk:
+            raise BadInput(f"HiGHS does not take {key}={value!r}", "solver options",
+                           "see https://ergo-code.github.io/HiGHS/dev/options/definitions/ for names and values")
+
+
+def _outcome_of_highs(model: pulp.LpProblem) -> Outcome:
+    import highspy
+
+    highs = model.solverModel
+    status, info = highs.getModelStatus(), highs.getInfo()
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return Outcome("infeasible", None)  # never unbounded: no cost is negative
+    if status == highspy.HighsModelStatus.kOptimal:
+        return Outcome("optimal", info.mip_dual_bound if model.isMIP() else info.objective_function_value)
+    bound = info.mip_dual_bound if model.isMIP() else None
+    feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return Outcome("feasible" if feasible else "unknown", bound)

@@ -1,0 +1,75 @@
+"""A joint graph as the planner sees it: operations, values and what each may be, in plain numbers.
+
+Analyses fill it (`passes.analysis.operations`), partitioning reads it, rewriting maps it back by node names. It holds
+no FX node and no tensor, so that it can be built by hand in tests.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from passes.rules.base import Factors, Spec, Strategy
+
+GRAPH_INPUT_KINDS = ("parameter", "buffer", "batch", "tangent", "constant")
+
+
+@dataclass
+class Value:
+    """A tensor of the graph. `producer` is the index of its operation, or None for a graph input."""
+
+    index: int
+    name: str
+    spec: Spec
+    factors: Factors
+    producer: int | None
+    port: int = 0
+    kind: str = "activation"
+    """"activation" or one of GRAPH_INPUT_KINDS."""
+    trainable: bool = False
+    batch: frozenset[tuple[int, int]] = frozenset()
+    """The (dim, factor) pairs that stem from the batch dim of an input."""
+    users: list[int] = field(default_factory=list)
+    """Operations that read the value, each once, in order."""
+
+    @property
+    def bytes(self) -> int:
+        return self.spec.bytes
+
+
+@dataclass
+class Operation:
+    """One call. `inputs` and `outputs` are value indices; a strategy has one placement for each."""
+
+    index: int
+    name: str
+    target: str
+    kind: str
+    """"matmul", "attention", "convolution", "lookup" (worth a decision each), "view" or "pointwise"."""
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    flops: float
+    backward: bool
+    block: str
+    """Module path with list indices, e.g. `transformer.h.3`; "" outside of repeated modules."""
+    ruled: bool = True
+    linear: bool = False
+
+    @property
+    def heavy(self) -> bool:
+        return self.kind not in ("view", "pointwise")
+
+
+@dataclass
+class PlacementGraph:
+    operations: list[Operation]
+    values: list[Value]
+    outputs: list[tuple[int, int | None]]
+    """What the graph returns: (value, parameter whose placement its gradient takes, or None: returned whole)."""
+    unruled: dict[str, list[str]] = field(default_factory=dict)
+    """Operators without a rule -> nodes."""
+
+
+def block_class(block: str) -> str:
+    """Path with list indices starred, `transformer.h.*`: equal for the repetitions of a block."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", block)

@@ -1,0 +1,99 @@
+"""Passes by name, and which pass provides an annotation.
+
+The project's own passes are found by importing the modules of `passes.analysis`, `passes.partition` and
+`passes.transform`; those of other packages through the entry-point group `hpml_passes`, whose entries name a pass class
+or a module that registers passes when it is imported:
+
+    [project.entry-points.hpml_passes]
+    my_pass = "my_package.my_pass:MyPass"
+"""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import pkgutil
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from passes.annotations import Key
+from passes.errors import BadInput
+
+if TYPE_CHECKING:
+    from passes.base import Pass
+
+P = TypeVar("P", bound="type[Pass]")
+
+ENTRY_POINT_GROUP = "hpml_passes"
+_PACKAGES = ("analysis", "partition", "transform")
+_passes: dict[str, type[Pass]] = {}
+
+
+def register(cls: P) -> P:
+    """Class decorator, above `@dataclass(frozen=True)`: find the pass by its `name`, which nobody else may have."""
+    where = f"{cls.__module__}.{cls.__qualname__}"
+    if "__dataclass_params__" not in vars(cls):
+        raise BadInput("a pass is a frozen dataclass", where, "write @dataclass(frozen=True) below @register")
+    name = vars(cls).get("name")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise BadInput(f"the name of a pass must be an identifier, got {name!r}", where, 'set `name = "my_pass"`')
+    other = _passes.get(name)
+    # The same class again is a module that was reloaded or a notebook cell that was run twice.
+    if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise BadInput(
+            f"two passes are called {name!r}", f"{where} and {other.__module__}.{other.__qualname__}", "rename one"
+        )
+    _passes[name] = cls
+    return cls
+
+
+def names() -> tuple[str, ...]:
+    """The names of all passes that can be found, sorted."""
+    _discover()
+    return tuple(sorted(_passes))
+
+
+def lookup(name: str) -> type[Pass]:
+    """The pass class of that name; BadInput, with the names that come close, if there is none."""
+    if name not in _passes:
+        _discover()
+    if name not in _passes:
+        close = difflib.get_close_matches(name, _passes) or sorted(_passes)
+        raise BadInput(f"no pass is called {name!r}", "registry", f"did you mean {', '.join(close)}?")
+    return _passes[name]
+
+
+def providers(key: Key[Any]) -> tuple[str, ...]:
+    """The names of the passes that provide an annotation, sorted."""
+    _discover()
+    return tuple(sorted(name for name, cls in _passes.items() if key in getattr(cls, "provides", ())))
+
+
+@functools.cache
+def _discover() -> None:
+    """Import everything that may register a pass, once."""
+    import passes
+
+    for package in pkgutil.iter_modules(passes.__path__, "passes."):
+        if package.ispkg and package.name.rpartition(".")[2] in _PACKAGES:
+            for module in pkgutil.iter_modules(importlib.import_module(package.name).__path__, f"{package.name}."):
+                importlib.import_module(module.name)
+    load_entry_points()
+
+
+def load_entry_points() -> None:
+    """Load the passes of other packages; one that cannot be loaded is left out with a warning that names it."""
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            found = entry.load()
+            if dataclasses.is_dataclass(found) and isinstance(found, type) and found not in _passes.values():
+                register(found)  # pyright: ignore[reportArgumentType]
+        except Exception as error:  # another package's bug must not keep this one from working
+            package = entry.dist.name if entry.dist else "an unknown package"
+            warnings.warn(
+                f"pass {entry.name!r} of {package} ({entry.value}) is left out, it failed to load: {error!r}",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,1 @@
+"""Passes that change the graph, one per file. They carry out what annotations say and decide nothing."""

@@ -1,0 +1,170 @@
+"""Emit the nodes of one redistribution step on local tensors.
+
+A local tensor keeps the dim order of the whole one; a split factor is shorter. Collectives of torch gather and scatter
+along the first dim, so a split anywhere else is packed before or unpacked after: the tensor is seen as (A, n, B) around
+the split factor, and n moves to the front or back from it.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from passes.layouts import Layout
+from passes.placement_graph import Value
+from passes.rules.base import PARTIAL_MAX, REPLICATE
+from passes.transform.insert import Inserter
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """This rank's place: per mesh axis its size, this rank's coordinate and the name of its process group."""
+
+    sizes: tuple[int, ...]
+    coordinates: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def local_factors(value: Value, layout: Layout, sizes: Sequence[int]) -> list[list[int]]:
+    """Sizes of the factors of every dim as one rank holds them; a dim of size 1 has none."""
+    rows = [list(f) for f in value.factors]
+    for p, n in zip(layout, sizes):
+        if isinstance(p, tuple):
+            rows[p[0]][p[1]] //= n
+    return rows
+
+
+def local_shape(value: Value, layout: Layout, sizes: Sequence[int]) -> list[int]:
+    shape = []
+    for size, row in zip(value.spec.shape, local_factors(value, layout, sizes)):
+        n = 1
+        for f in row:
+            n *= f
+        shape.append(n if row else size)
+    return shape
+
+
+def around(value: Value, layout: Layout, place: tuple[int, int], sizes: Sequence[int]) -> tuple[int, int]:
+    """(elements before, elements from) the factor at `place` in memory order of a local tensor."""
+    before = after = 1
+    for d, row in enumerate(local_factors(value, layout, sizes)):
+        for k, f in enumerate(row):
+            if (d, k) < place:
+                before *= f
+            else:
+                after *= f
+    return before, after
+
+
+class Redistributor:
+    """Emits steps for this rank. `insert` is where the nodes go."""
+
+    def __init__(self, groups: MeshGroups):
+        self.groups = groups
+
+    def step(self, insert: Inserter, x: Node, value: Value, source: Layout, target: Layout) -> Node:
+        """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`."""
+        (axis,) = [a for a, (p, q) in enumerate(zip(source, target)) if p != q]
+        p, q = source[axis], target[axis]
+        if p == REPLICATE:
+            return self._slice(insert, x, value, source, target, axis)
+        if x.meta["val"].dtype == torch.bool:  # gloo moves no bools
+            wide = insert(torch.ops.prims.convert_element_type.default, x, torch.uint8)
+            moved = self._move(insert, wide, value, source, target, axis, p, q)
+            return insert(torch.ops.prims.convert_element_type.default, moved, torch.bool)
+        return self._move(insert, x, value, source, target, axis, p, q)
+
+    def _move(self, insert, x, value, source, target, axis, p, q) -> Node:
+        if isinstance(p, tuple):
+            return (self._all_gather if q == REPLICATE else self._all_to_all)(insert, x, value, source, target, axis)
+        if q == REPLICATE:
+            kind = "max" if p == PARTIAL_MAX else "sum"
+            return self._wait(insert, c10d.all_reduce.default, self._packed(insert, x), kind, self.groups.names[axis])
+        return self._reduce_scatter(insert, x, value, source, target, axis)
+
+    def _wait(self, insert: Inserter, target, *args) -> Node:
+        return insert(c10d.wait_tensor.default, insert(target, *args))
+
+    def _packed(self, insert: Inserter, x: Node) -> Node:
+        if x.meta["val"].is_contiguous():
+            return x
+        return insert(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def _shaped(self, insert: Inserter, x: Node, shape: Sequence[int]) -> Node:
+        return x if list(x.meta["val"].shape) == list(shape) else reshape(insert, x, shape)
+
+    def _slice(self, insert: Inserter, x: Node, value: Value, source: Layout, target: Layout, axis: int) -> Node:
+        n, mine = self.groups.sizes[axis], self.groups.coordinates[axis]
+        dim, factor = target[axis]
+        rows = local_factors(value, source, self.groups.sizes)
+        outer = 1
+        for f in rows[dim][:factor]:
+            outer *= f
+        local = local_shape(value, target, self.groups.sizes)
+        if outer == 1:
+            return insert(aten.slice.Tensor, x, dim, mine * local[dim], (mine + 1) * local[dim])
+        shape = list(x.meta["val"].shape)
+        inner = shape[dim] // (outer * n)
+        apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
+        return reshape(insert, insert(aten.select.int, apart, dim + 1, mine), local)
+
+    def _to_front(self, insert: Inserter, x: Node, before: int, n: int) -> Node:
+        """(before, n, rest) -> (n, before, rest), packed."""
+        total = x.meta["val"].numel()
+        x = reshape(insert, x, [before, n, total // (before * n)])
+        return self._packed(insert, insert(aten.permute.default, x, [1, 0, 2]) if before > 1 else
+                            reshape(insert, x, [n, 1, total // n]))
+
+    def _from_front(self, insert: Inserter, x: Node, before: int, n: int, shape: Sequence[int]) -> Node:
+        """(n, before, rest) in one block -> (before, n, rest), in `shape`."""
+        total = x.meta["val"].numel()
+        if before > 1:
+            x = reshape(insert, x, [n, before, total // (before * n)])
+            x = insert(aten.permute.default, x, [1, 0, 2])
+        return self._shaped(insert, x, shape)
+
+    def _all_gather(self, insert, x, value, source, target, axis) -> Node:
+        n, name = self.groups.sizes[axis], self.groups.names[axis]
+        before, _ = around(value, source, source[axis], self.groups.sizes)
+        gathered = self._wait(insert, c10d.all_gather_into_tensor.default, self._packed(insert, x), n, name)
+        return self._from_front(insert, gathered, before, n, local_shape(value, target, self.groups.sizes))
+
+    def _reduce_scatter(self, insert, x, value, source, target, axis) -> Node:
+        n, name = self.groups.sizes[axis], self.groups.names[axis]
+        before, _ = around(value, source, target[axis], self.groups.sizes)
+        front = self._to_front(insert, x, before, n)
+        part = self._wait(insert, c10d.reduce_scatter_tensor.default, front, "sum", n, name)
+        return self._shaped(insert, part, local_shape(value, target, self.groups.sizes))
+
+    def _all_to_all(self, insert, x, value, source, target, axis) -> Node:
+        n, name = self.groups.sizes[axis], self.groups.names[axis]
+        before, _ = around(value, source, target[axis], self.groups.sizes)
+        front = self._to_front(insert, x, before, n)
+        rows = [1] * n
+        received = self._wait(insert, c10d.all_to_all_single.default, front, rows, rows, name)
+        # Block r holds rank r's part of the source factor, already cut down in the target factor.
+        both = list(source)
+        both[axis] = REPLICATE
+        cut = local_factors(value, tuple(both), self.groups.sizes)
+        for (dim, factor) in (source[axis], target[axis]):
+            cut[dim][factor] //= n
+        inside = 1
+        for d, row in enumerate(cut):
+            for k, f in enumerate(row):
+                if (d, k) < source[axis]:
+                    inside *= f
+        return self._from_front(insert, received, inside, n, local_shape(value, target, self.groups.sizes))
+
+
+def reshape(insert: Inserter, x: Node, shape: Sequence[int]) -> Node:
+    """A view where the strides allow it, else a copy."""
+    shape = list(shape)
+    try:
+        x.meta["val"].view(shape)
+    except RuntimeError:
+        x = insert(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return insert(aten.view.default, x, shape)

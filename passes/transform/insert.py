@@ -1,0 +1,41 @@
+"""Insert calls into an FX graph with their fake value and the provenance of the node they stand for."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from passes.compat import pytree
+
+PROVENANCE = ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "source_fn_stack", "original_aten", "from_node")
+
+
+def fake_value(target: Callable, args: tuple, kwargs: dict | None = None) -> Any:
+    """What `target` returns for the fake values of its arguments."""
+    args, kwargs = pytree.tree_map(
+        lambda x: x.meta["val"] if isinstance(x, Node) else x, (args, kwargs or {}), is_leaf=lambda x: isinstance(x, Node)
+    )
+    return target(*args, **kwargs)
+
+
+class Inserter:
+    """Calls inserted before one node, with that node's provenance (or another's)."""
+
+    def __init__(self, graph: Graph, before: Node, like: Node | None = None, fake_mode: Any = None):
+        self.graph, self.before, self.like, self.fake_mode = graph, before, like or before, fake_mode
+
+    def __call__(self, target: Callable, *args: Any, value: Any = None, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        for key in PROVENANCE:
+            if key in self.like.meta:
+                node.meta[key] = self.like.meta[key]
+        if value is None:
+            if self.fake_mode is None:
+                value = fake_value(target, args, kwargs)
+            else:
+                with self.fake_mode:
+                    value = fake_value(target, args, kwargs)
+        node.meta["val"] = value
+        return node

@@ -1,0 +1,197 @@
+"""Rewrite a joint graph into the form that rules and clusters want, with the same values.
+
+- `alias` and `detach` go where nobody outside can tell;
+- a fused bias (`addmm`) is taken apart, so that the product may be a partial sum while the bias is added once;
+- `mean`, `var` and `var_mean` become sums: over a split dim these are partial sums, so that the statistics of a
+  BatchNorm over a split batch are those of the whole batch by themselves;
+- every heavy operation gets its own copies of the views that lead to it, so that the value before the views is the one
+  shared by its users.
+"""
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.rules.table import is_heavy
+from passes.transform.insert import Inserter
+
+aten, prims = torch.ops.aten, torch.ops.prims
+VIEWS = frozenset({
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.t.default,
+    aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
+})
+IDENTITIES = (aten.alias.default, aten.detach.default)
+
+
+def normalize(gm: GraphModule, fake_mode=None) -> bool:
+    """Normalize `gm` in place; returns whether anything changed. Node values (`meta["val"]`) are needed and kept."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
+        if rewrite is not None and rewrite(node, Inserter(gm.graph, node, fake_mode=fake_mode)):
+            gm.graph.erase_node(node)
+            changed = True
+    changed |= _private_views(gm)
+    if changed:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+    return changed
+
+
+def _identity(node: Node, insert: Inserter) -> bool:
+    source = node.args[0]
+    # An output that aliases an input or another output is AOTAutograd's business: leave those.
+    if any(user.op == "output" for user in node.users) or not isinstance(source, Node):
+        return False
+    node.replace_all_uses_with(source)
+    return True
+
+
+def _fused_bias(product):
+    def rewrite(node: Node, insert: Inserter) -> bool:
+        bias, a, b = node.args
+        beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+        result = insert(product, a, b)
+        if alpha != 1:
+            result = insert(aten.mul.Tensor, result, alpha)
+        if beta == 0:
+            node.replace_all_uses_with(result)
+            return True
+        if beta != 1:
+            bias = insert(aten.mul.Tensor, bias, beta)
+        node.replace_all_uses_with(insert(aten.add.Tensor, result, bias))
+        return True
+
+    return rewrite
+
+
+def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def _reduced(node: Node, position: int = 1) -> tuple[list[int], bool, int]:
+    """Reduced dims, whether they are kept, and how many elements each sum has."""
+    x = node.args[0].meta["val"]
+    dims = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+    if dims is None or dims == []:
+        dims = list(range(x.ndim))
+    dims = [d % max(x.ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
+    keep = node.kwargs.get("keepdim", node.args[position + 1] if len(node.args) > position + 1 else False)
+    count = 1
+    for d in dims:
+        count *= int(x.shape[d])
+    return dims, bool(keep) if not isinstance(keep, torch.dtype) else False, count
+
+
+def _mean(node: Node, insert: Inserter) -> bool:
+    x = node.args[0]
+    value = x.meta["val"]
+    out = node.meta["val"]
+    if node.target is aten.mean.default:
+        dims, keep, count = list(range(value.ndim)), False, value.numel()
+    else:
+        dims, keep, count = _reduced(node)
+    if count == 0 or value.ndim == 0 or not out.dtype.is_floating_point:
+        return False
+    wide = _accumulation_dtype(out)
+    total = insert(aten.sum.dim_IntList, x, dims, keep, dtype=wide)
+    result = insert(aten.div.Tensor, total, count)
+    if wide != out.dtype:
+        result = insert(prims.convert_element_type.default, result, out.dtype)
+    node.replace_all_uses_with(result)
+    return True
+
+
+def _moments(node: Node, insert: Inserter) -> tuple[Node, Node] | None:
+    """(variance, mean) in two passes: the mean first, then the squares of the deviations."""
+    x = node.args[0]
+    value = x.meta["val"]
+    if not value.dtype.is_floating_point:
+        return None
+    dims, keep, count = _reduced(node)
+    keep = bool(node.kwargs.get("keepdim", False))
+    correction = node.kwargs.get("correction")
+    correction = 1 if correction is None else correction
+    if count - correction <= 0:
+        return None
+    wide = _accumulation_dtype(value)
+    if wide != value.dtype:
+        x = insert(prims.convert_element_type.default, x, wide)
+    mean = insert(aten.div.Tensor, insert(aten.sum.dim_IntList, x, dims, True), count)
+    deviation = insert(aten.sub.Tensor, x, mean)
+    squares = insert(aten.sum.dim_IntList, insert(aten.mul.Tensor, deviation, deviation), dims, True)
+    variance = insert(aten.div.Tensor, squares, count - correction)
+    results = []
+    for result in (variance, mean):
+        if wide != value.dtype:
+            result = insert(prims.convert_element_type.default, result, value.dtype)
+        results.append(result if keep else insert(aten.squeeze.dims, result, dims))
+    return results[0], results[1]
+
+
+def _var_mean(node: Node, insert: Inserter) -> bool:
+    pair = _moments(node, insert)
+    if pair is None:
+        return False
+    for user in list(node.users):
+        if user.op != "call_function" or len(user.args) != 2 or not isinstance(user.args[1], int):
+            return False
+    for user in list(node.users):
+        user.replace_all_uses_with(pair[user.args[1]])
+        node.graph.erase_node(user)
+    return True
+
+
+def _var(node: Node, insert: Inserter) -> bool:
+    pair = _moments(node, insert)
+    if pair is None:
+        return False
+    node.replace_all_uses_with(pair[0])
+    return True
+
+
+REWRITES = {
+    **dict.fromkeys(IDENTITIES, _identity),
+    aten.addmm.default: _fused_bias(aten.mm.default),
+    aten.baddbmm.default: _fused_bias(aten.bmm.default),
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.var_mean.correction: _var_mean,
+    aten.var.correction: _var,
+}
+
+
+def _private_views(gm: GraphModule) -> bool:
+    changed = False
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or not is_heavy(node.target):
+            continue
+        copies: dict[Node, Node] = {}
+
+        def private(x: Node) -> Node:
+            if x.op != "call_function" or x.target not in VIEWS or len(x.users) == 1 and private_source(x):
+                return x
+            if x not in copies:
+                source = private(x.args[0])
+                with gm.graph.inserting_before(node):
+                    copies[x] = gm.graph.node_copy(x, lambda a: source if a is x.args[0] else a)
+                copies[x].meta = dict(x.meta)
+                # The copy belongs to its user: forward views that feed backward products are made there.
+                for key in ("partitioner_tag", "seq_nr", "nn_module_stack"):
+                    if key in node.meta:
+                        copies[x].meta[key] = node.meta[key]
+            return copies[x]
+
+        def private_source(x: Node) -> bool:
+            source = x.args[0]
+            return source.op != "call_function" or source.target not in VIEWS or (
+                len(source.users) == 1 and private_source(source)
+            )
+
+        for operand in list(node.all_input_nodes):
+            own = private(operand)
+            if own is not operand:
+                node.replace_input_with(operand, own)
+                changed = True
+    return changed

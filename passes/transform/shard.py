@@ -1,0 +1,199 @@
+"""Rewrite a whole graph into what one rank does: local tensors, with collectives where layouts change.
+
+Obeys a `Decision`; decides nothing. A redistribution is emitted once per value, way and phase and shared by all readers
+that go the same way. What backward needs of a value that forward made travels in backward: the nodes are tagged
+`must_be_in_backward`, so that the partitioner saves the value before its way and not after.
+"""
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.compat import pytree
+from passes.decision import Decision, OperationLayouts, Route
+from passes.layouts import Layout
+from passes.placement_graph import PlacementGraph
+from passes.rules.base import Rule
+from passes.rules.table import operand_nodes
+from passes.transform.collectives import MeshGroups, Redistributor, local_shape
+from passes.transform.insert import PROVENANCE, Inserter
+from passes.transform.localize import Local, localize, shifted_ranges
+
+
+class _Appender(Inserter):
+    """Appends to the graph under construction instead of inserting before a node."""
+
+    def __init__(self, graph: Graph, like: Node, fake_mode: Any, tag: str | None = None):
+        super().__init__(graph, like, like, fake_mode)
+        self.tag = tag
+
+    def __call__(self, target, *args, value=None, **kwargs):
+        node = self.graph.call_function(target, args, kwargs)
+        for key in PROVENANCE:
+            if key in self.like.meta:
+                node.meta[key] = self.like.meta[key]
+        if self.tag is not None:
+            node.meta["partitioner_tag"] = self.tag
+        with self.fake_mode:
+            get = lambda x: x.meta["val"] if isinstance(x, Node) else x  # noqa: E731
+            a, k = pytree.tree_map(get, (args, kwargs), is_leaf=lambda x: isinstance(x, Node))
+            node.meta["val"] = target(*a, **k)
+        return node
+
+
+class Sharder:
+    def __init__(self, gm: GraphModule, graph: PlacementGraph, rules: list[Rule | None], decision: Decision,
+                 groups: MeshGroups, fake_mode: Any):
+        self.gm, self.graph, self.rules, self.decision = gm, graph, rules, decision
+        self.groups, self.fake_mode = groups, fake_mode
+        self.redistributor = Redistributor(groups)
+        self.new = Graph()
+        self.env: dict[Node, Node] = {}
+        self.made: dict[int, tuple[Node, Layout]] = {}
+        """Value -> (local node, layout in which it is made)."""
+        self.moved: dict[tuple, Node] = {}
+        self.by_name = {op.name: op for op in graph.operations}
+        self.ports: dict[tuple[str, int], int] = {}
+        for value in graph.values:
+            name = value.name if value.producer is None else graph.operations[value.producer].name
+            self.ports[name, value.port] = value.index
+
+    def run(self) -> GraphModule:
+        for node in self.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._input(node)
+            elif node.op == "output":
+                self._output(node)
+            elif node.target is operator.getitem and (node.args[0].name, node.args[1]) in self.ports:
+                self.env[node] = self.made[self.ports[node.args[0].name, node.args[1]]][0]
+            elif node.name in self.by_name and self.by_name[node.name].outputs:
+                self._call(node)
+            else:
+                self.env[node] = self._copy(node)
+        result = GraphModule(self.gm, self.new)
+        result.graph.eliminate_dead_code()
+        result.graph.lint()
+        result.meta.update(self.gm.meta)
+        return result
+
+    def _copy(self, node: Node) -> Node:
+        new = self.new.node_copy(node, lambda n: self.env[n])
+        new.meta = dict(node.meta)
+        return new
+
+    def _input(self, node: Node) -> None:
+        new = self._copy(node)
+        self.env[node] = new
+        index = self.ports.get((node.name, 0))
+        if index is None:
+            return
+        layout = self.decision.inputs.get(index, ("R",) * len(self.groups.sizes))
+        value = self.graph.values[index]
+        shape = local_shape(value, layout, self.groups.sizes)
+        old = node.meta["val"]
+        if list(old.shape) != shape:
+            with self.fake_mode:
+                new.meta["val"] = torch.empty(shape, dtype=old.dtype, device=old.device).requires_grad_(old.requires_grad)
+            new.meta.pop("tensor_meta", None)
+        self.made[index] = (new, layout)
+
+    def _arrive(self, route: Route, reader: Node) -> Node:
+        node, layout = self.made[route.value]
+        value = self.graph.values[route.value]
+        key: tuple = (route.value,)
+        for hop in route.hops:
+            key = (*key, hop)
+            if key not in self.moved:
+                # A gradient's own phase is backward; a forward value (or an input) is moved there on purpose.
+                made_backward = node.meta.get("partitioner_tag") == "is_backward"
+                tag = "is_forward" if not hop.backward else "is_backward" if made_backward else "must_be_in_backward"
+                self.moved[key] = self.redistributor.step(
+                    _Appender(self.new, reader, self.fake_mode, tag), node, value, layout, hop.layout
+                )
+            node, layout = self.moved[key], hop.layout
+        return node
+
+    def _call(self, node: Node) -> None:
+        op = self.by_name[node.name]
+        rule = self.rules[op.index]
+        layouts = self.decision.operations[op.index]
+        arrived = iter([
+            self._arrive(self.decision.routes[op.index, k], node) for k in range(len(op.inputs))
+        ])
+        operands = set(operand_nodes(node))
+
+        def swap(x: Any) -> Any:
+            if not isinstance(x, Node):
+                return x
+            return next(arrived) if x in operands else self.env[x]
+
+        args, kwargs = pytree.tree_map(swap, (node.args, dict(node.kwargs)), is_leaf=lambda x: isinstance(x, Node))
+        values = [self.graph.values[v] for v in op.outputs]
+        insert = _Appender(self.new, node, self.fake_mode)
+        new = localize(
+            Local(
+                target=node.target, args=tuple(args), kwargs=kwargs,
+                whole=tuple(v.spec.shape for v in values),
+                local=tuple(tuple(local_shape(v, p, self.groups.sizes)) for v, p in zip(values, layouts.made)),
+                rule=rule, ranges=shifted_ranges(rule, lambda i, t, d: self._range(op, layouts, i, t, d)),
+            ),
+            insert,
+        )
+        self.env[node] = new
+        self._check(node, op, values, layouts, new)
+        for value, made, after in zip(values, layouts.made, layouts.outputs):
+            part = new
+            if isinstance(node.meta["val"], (tuple, list)):
+                part = insert(operator.getitem, new, value.port)
+            layout = made
+            for axis in range(len(made)):
+                if layout[axis] != after[axis]:
+                    following = (*layout[:axis], after[axis], *layout[axis + 1 :])
+                    part = self.redistributor.step(insert, part, value, layout, following)
+                    layout = following
+            self.made[value.index] = (part, layout)
+
+    def _range(self, op, layouts: OperationLayouts, is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
+        """(first index, number) of this rank's part of a split dim."""
+        value = self.graph.values[(op.inputs if is_input else op.outputs)[tensor]]
+        layout = (layouts.inputs if is_input else layouts.made)[tensor]
+        parts, mine = 1, 0
+        for p, n, c in zip(layout, self.groups.sizes, self.groups.coordinates):
+            if isinstance(p, tuple) and p[0] == dim:
+                parts, mine = parts * n, mine * n + c
+        count = value.spec.shape[dim] // parts
+        return None if parts == 1 else (mine * count, count)
+
+    def _check(self, node, op, values, layouts, new) -> None:
+        made = new.meta["val"]
+        made = made if isinstance(made, (tuple, list)) else [made]
+        for value, layout in zip(values, layouts.made):
+            got, expected = list(made[value.port].shape), local_shape(value, layout, self.groups.sizes)
+            if got != expected:
+                raise AssertionError(
+                    f"{node.name}: {node.target} on local operands {[tuple(x.meta['val'].shape) for x in new.all_input_nodes]}"
+                    f" gave shape {got}, expected {expected} for layout {layout}"
+                )
+
+    def _output(self, node: Node) -> None:
+        remaining = iter(self.decision.outputs)
+
+        def swap(x: Any) -> Any:
+            if not isinstance(x, Node):
+                return x
+            if isinstance(x.meta.get("val"), torch.Tensor):
+                return self._arrive(next(remaining), x)
+            return self.env[x]
+
+        args = pytree.tree_map(swap, node.args, is_leaf=lambda x: isinstance(x, Node))
+        new = self.new.output(args[0])
+        new.meta = dict(node.meta)
+
+
+def shard(gm: GraphModule, graph: PlacementGraph, rules: list[Rule | None], decision: Decision, groups: MeshGroups,
+          fake_mode: Any) -> GraphModule:
+    """The graph that one rank runs; placeholders and outputs keep their order, placeholders have local shapes."""
+    return Sharder(gm, graph, rules, decision, groups, fake_mode).run()

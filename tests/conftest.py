@@ -1,0 +1,24 @@
+"""Fixtures and skips that every test may use."""
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """`launch(fn, world_size=2, args=(), timeout_s=60, init=True, check=True)`: see `tests.helpers.ranks.run_ranks`."""
+    return functools.partial(run_ranks, tmp_path)

@@ -1,0 +1,172 @@
+"""The command line as a user meets it: `hpml run` on real processes, exit codes, and a fast `--help`."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpml_compiler import cli
+from hpml_compiler.commands import run as run_command
+
+REPORT = """
+import json, os, sys
+names = ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HPML_PG_TIMEOUT_S", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+with open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"]), "w") as f:
+    json.dump({"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}, f)
+"""
+RESTARTED = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(5)
+with open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"]), "w") as f:
+    f.write(str(value.item()))
+dist.destroy_process_group()
+"""
+ENDS = """
+import os, sys
+if os.environ["RANK"] == "1":
+    {how}
+"""
+
+
+SLEEPS = """
+import os, time
+open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"]), "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def _hpml(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run([sys.executable, "-m", "hpml_compiler.cli", *arguments], env={**clean, **environment},
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
+
+
+def _script(folder: Path, source: str) -> str:
+    path = folder / "train.py"
+    path.write_text(source)
+    return str(path)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_script_arguments_stay_untouched_and_defaults_are_set(tmp_path):
+    arguments = ["--nproc", "7", "--", "-m", "--help", "x y"]
+    done = _hpml("run", "--nproc", "2", _script(tmp_path, REPORT), *arguments)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert seen == {
+            "arguments": arguments, "RANK": str(rank), "WORLD_SIZE": "2", "HPML_PG_TIMEOUT_S": "60",
+            "OMP_NUM_THREADS": str(max(1, run_command.available_cores() // 2)),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def test_the_users_environment_wins_and_a_module_can_be_run(tmp_path):
+    _script(tmp_path, REPORT)
+    done = _hpml("run", "--nproc", "1", "-m", "train", OMP_NUM_THREADS="3", HPML_PG_TIMEOUT_S="9",
+                 PYTHONPATH=os.pathsep.join([str(tmp_path), str(Path(cli.__file__).parent.parent)]))
+    assert done.returncode == 0, done.stderr
+    seen = json.loads((tmp_path / "rank0").read_text())
+    assert (seen["OMP_NUM_THREADS"], seen["HPML_PG_TIMEOUT_S"]) == ("3", "9")
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 128 + 9)])
+def test_exit_code_is_that_of_the_failing_rank(tmp_path, how, exit_code):
+    done = _hpml("run", "--nproc", "2", _script(tmp_path, ENDS.format(how=how)))
+    assert done.returncode == exit_code
+    assert "hpml: rank 1 was the first to fail" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_ranks_and_is_the_exit_code(tmp_path, number):
+    command = [sys.executable, "-m", "hpml_compiler.cli", "run", "--nproc", "2", _script(tmp_path, SLEEPS)]
+    launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    pids = [tmp_path / f"rank{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(pid.exists() and pid.read_text() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + number and "SignalException" not in errors
+    assert not [pid for pid in pids if psutil.pid_exists(int(pid.read_text()))]
+
+
+def test_gloo_ranks_meet_again_after_a_restart(tmp_path):
+    done = _hpml("run", "--nproc", "2", "--max-restarts", "1", _script(tmp_path, RESTARTED))
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_two_nodes_make_one_world(tmp_path, numbered):
+    endpoint = f"127.0.0.1:{_free_port()}"
+    nodes = []
+    for node in range(2):
+        command = [sys.executable, "-m", "hpml_compiler.cli", "run", "--nproc", "1", "--nnodes", "2",
+                   "--rdzv-endpoint", endpoint, *(["--node-rank", str(node)] if numbered else []),
+                   _script(tmp_path, REPORT)]
+        nodes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+    try:
+        for node in nodes:
+            _, errors = node.communicate(timeout=60)
+            assert node.returncode == 0, errors
+    finally:
+        for node in nodes:
+            node.terminate()
+    assert [json.loads((tmp_path / f"rank{rank}").read_text())["WORLD_SIZE"] for rank in range(2)] == ["2", "2"]
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["nowhere.py"], "the script does not exist\n  where: nowhere.py\n  next step: "),
+    (["--nnodes", "2", __file__], "--rdzv-endpoint HOST:PORT"),
+    (["--nproc", "0", __file__], "--nproc"),
+    (["--unknown", __file__], "--unknown"),
+])
+def test_bad_input_ends_with_2_and_says_why(arguments, said, capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["run", *arguments])
+    assert exit.value.code == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and "Traceback" not in captured.err and not captured.out
+
+
+def test_debug_keeps_the_traceback():
+    done = _hpml("run", "nowhere.py", HPML_DEBUG="1")
+    assert "Traceback" in done.stderr and "BadInput" in done.stderr
+
+
+@pytest.mark.parametrize(("cuda", "cores", "ranks"), [(8, 64, 8), (0, 2, 2), (0, 64, run_command.MOST_CPU_RANKS)])
+def test_as_many_ranks_as_devices(monkeypatch, cuda, cores, ranks):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: cuda)
+    monkeypatch.setattr(run_command, "available_cores", lambda: cores)
+    assert run_command.default_ranks() == ranks
+    assert run_command.environment_defaults(ranks)["OMP_NUM_THREADS"] == str(cores // ranks)
+
+
+def test_more_ranks_than_cores_still_get_a_thread(monkeypatch):
+    monkeypatch.setattr(run_command, "available_cores", lambda: 2)
+    assert run_command.environment_defaults(8)["OMP_NUM_THREADS"] == "1"
+
+
+def test_help_does_not_load_torch():
+    source = "import sys, hpml_compiler.cli as c\ntry: c.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "doctor" in done.stdout and "run" in done.stdout

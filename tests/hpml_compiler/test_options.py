@@ -1,0 +1,134 @@
+"""Options: what is taken, what is refused and how the refusal helps."""
+from __future__ import annotations
+
+import pytest
+
+from hpml_compiler.options import Options, parse_bytes, parse_fixes
+from passes.errors import BadInput
+from tests.hpml_compiler.plans import gpt_plan
+
+
+@pytest.mark.parametrize(("text", "size"), [
+    (1000, 1000), ("1000", 1000), ("64MiB", 64 * 2**20), ("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("2 kb", 2000),
+    ("1TiB", 2**40),
+])
+def test_bytes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["24G", "GB", "-1GB", "1e9", "", "nan", True, 1.5, 0, -5, None, "0.0001KB"])
+def test_no_bytes(text):
+    with pytest.raises(ValueError, match=r"no number of bytes|less than one byte"):
+        parse_bytes(text)
+
+
+def test_defaults():
+    options = Options.parse(None)
+    assert options == Options.parse({})
+    assert (options.compiler, options.solver, options.gather_outputs) == ("inductor", "HiGHS", True)
+    assert options.to_json() == {}
+    assert options.load_plan() is None
+
+
+def test_to_json_gives_the_same_options_again():
+    options = Options.parse({"mesh": {"tp": 2, "dp": 4}, "memory_budget": "1GiB", "gap": 0, "compiler": "eager",
+                             "solver_options": {"threads": 1}, "optimizer": "sgd"})
+    assert Options.parse(options.to_json()) == options
+    assert options.to_json()["memory_budget"] == 2**30
+    assert list(options.to_json()["mesh"]) == ["tp", "dp"]
+    assert Options.parse(options) is options
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd", 0), ("sgd_momentum", 1)])
+def test_optimizer_states(optimizer, states):
+    assert Options.parse({"optimizer": optimizer}).optimizer_states == states
+
+
+def test_optimizer_states_are_those_torch_keeps():
+    """The tensors of a parameter's shape in the state after one step, for every optimizer in the table."""
+    import torch
+
+    from hpml_compiler.options import OPTIMIZER_STATES
+
+    made = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
+            "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "rmsprop": torch.optim.RMSprop,
+            "adagrad": torch.optim.Adagrad}
+    found = {}
+    for name, make in made.items():
+        weight = torch.nn.Parameter(torch.ones(3, 2))
+        weight.grad = torch.ones(3, 2)
+        optimizer = make([weight])
+        optimizer.step()
+        state = optimizer.state[weight].values()
+        found[name] = sum(isinstance(each, torch.Tensor) and each.shape == weight.shape for each in state)
+    assert found == OPTIMIZER_STATES
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"memry_budget": 1}, r"unknown option 'memry_budget' \(did you mean 'memory_budget'"),
+    ({"zzz": 1}, r"unknown option 'zzz'\n[^\n]*\n.*compiler, mesh, memory_budget"),
+    ({1: 2}, "unknown option 1"),
+    ("gap=1", "options are a dict, not str"),
+    ({"memory_budget": "24 G"}, "'24 G' is no number of bytes"),
+    ({"mesh": {"pp": 2}}, "'pp' is reserved for pipeline stages, which are not there yet"),
+    ({"mesh": {"dp": 0}}, "size of axis 'dp' is 0"),
+    ({"mesh": {"dp": 2.0}}, "size of axis 'dp' is 2.0"),
+    ({"mesh": {"d p": 2}}, "'d p' is no name"),
+    ({"mesh": {}}, "names no axis"),
+    ({"mesh": "2x2"}, "mesh"),
+    ({"gap": -0.1}, "gap"),
+    ({"gap": True}, "gap"),
+    ({"gap": float("nan")}, "finite"),
+    ({"time_limit": 0}, "time_limit"),
+    ({"compiler": "llvm"}, "'inductor' or 'eager'"),
+    ({"optimizer": "lion"}, "sgd_momentum"),
+    ({"gather_outputs": 1}, "gather_outputs"),
+    ({"plan": 3}, "plan"),
+    ({"solver_options": {"callback": print}}, "JSON"),
+])
+def test_bad_options(options, message):
+    with pytest.raises(BadInput, match=r"(?s)" + message) as caught:
+        Options.parse(options)
+    assert caught.value.where and caught.value.next_step and caught.value.exit_code == 2
+
+
+def test_check_mesh_says_which_sizes_fit():
+    options = Options.parse({"mesh": {"dp": 2, "tp": 2}})
+    options.check_mesh(4)
+    with pytest.raises(BadInput, match="multiplies to 4, but there are 8 ranks") as caught:
+        options.check_mesh(8)
+    assert "dp=4" in caught.value.next_step and "tp=4" in caught.value.next_step
+    with pytest.raises(BadInput, match="3 ranks") as caught:
+        options.check_mesh(3)
+    assert "dp=" not in caught.value.next_step
+    Options.parse(None).check_mesh(8)
+
+
+def test_plan_by_object_and_by_path(tmp_path):
+    plan = gpt_plan(1)
+    plan.save(tmp_path / "plan.json")
+    for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        options = Options.parse({"plan": given})
+        assert options.load_plan() == plan
+        assert options.to_json() == {}
+
+
+def test_fixes_are_options_before_axes():
+    assert parse_fixes(["dp=2", "tp=4", "memory_budget=24GiB", "gap=1e-2", 'solver_options={"threads": 1}']) == {
+        "mesh": {"dp": 2, "tp": 4}, "memory_budget": "24GiB", "gap": 0.01, "solver_options": {"threads": 1}}
+    assert parse_fixes(["x=8"]) == {"mesh": {"x": 8}}
+    assert parse_fixes(['mesh={"a": 2}', "b=4"]) == {"mesh": {"a": 2, "b": 4}}
+    assert parse_fixes([]) == {}
+
+
+@pytest.mark.parametrize(("fixes", "message"), [
+    (["dp"], "not KEY=VALUE"),
+    (["=2"], "not KEY=VALUE"),
+    (["dp=2", "dp=4"], "dp is given twice"),
+    (["dp=x"], "'dp' is no option"),
+    (["memry_budget=100"], "did you mean 'memory_budget'"),
+    (['mesh={"dp": 2}', "dp=4"], "do not go together"),
+])
+def test_bad_fixes(fixes, message):
+    with pytest.raises(BadInput, match=message):
+        parse_fixes(fixes)

@@ -1,0 +1,47 @@
+"""diff: nothing between equal plans, and each kind of change where there is one."""
+from __future__ import annotations
+
+from hpml_compiler.plan import CollectiveTotal
+from tests.hpml_compiler.plans import gpt_graph, gpt_plan
+
+
+def test_equal_plans_agree():
+    found = gpt_plan().diff(gpt_plan())
+    assert not found and str(found) == "the plans agree"
+
+
+def test_placements_are_grouped_by_class_and_change():
+    found = gpt_plan(12).diff(gpt_plan(12, column="R"))
+    assert found and not found.settings and not found.costs
+    assert [(len(each.names), each.before, each.after) for each in found.parameters] == [
+        (12, "tp S(0)", "R"), (12, "tp S(1)", "R")]
+    assert [each.names[0] for each in found.operations] == ["fc_0", "gelu_0", "proj_0"]
+    assert "fc_0 and 11 more: dp S(0), tp S(2) from dp S(0) | tp S(0) -> dp S(0) from dp S(0) | R" in str(found)
+
+
+def test_costs_and_collectives():
+    found = gpt_plan(2).diff(gpt_plan(4))
+    assert found.costs["step_time_us"] == (118.0, 214.0)
+    assert found.collectives == {"all_reduce": (CollectiveTotal(4, 4096), CollectiveTotal(8, 8192))}
+    text = str(found)
+    assert "step_time: 118 us -> 214 us (+81.4%)" in text and "all_reduce: 4 (4.00 KiB) -> 8 (8.00 KiB)" in text
+    assert "h.2.ln.weight and 1 more: absent -> R" in text
+
+
+def test_settings():
+    before, graph = gpt_plan(), gpt_graph(3)
+    mesh = {"dp": 8}
+    moved = graph.model_copy(update={"mesh": mesh, "operations": {}, "redistributions": (), "parameters": {
+        name: each.model_copy(update={"placements": ("R",)}) for name, each in graph.parameters.items()}})
+    after = before.model_copy(update={"mesh": mesh, "graphs": (moved,), "options": {"gap": 0.1}, "cluster": None})
+    found = before.diff(after)
+    assert {each.names[0]: (each.before, each.after) for each in found.settings} == {
+        "mesh": ("dp=2 x tp=4", "dp=8"), "cluster": ("1x8:h100-80g", "None"),
+        "option memory_budget": (str(2**30), "absent"), "option gap": ("absent", "0.1")}
+    # replicated over both axes and over one: no change
+    assert not any("h.0.ln.weight" in each.names or "wte.weight" in each.names for each in found.parameters)
+
+
+def test_graph_that_is_gone():
+    found = gpt_plan(1).diff(gpt_plan(1).model_copy(update={"graphs": ()}))
+    assert all(each.after == "absent" for each in found.operations) and found.operations

@@ -1,0 +1,58 @@
+"""explain: where something lives, what moves around it, and what to do about a name that is not there."""
+from __future__ import annotations
+
+import pytest
+
+from passes.errors import BadInput
+from tests.hpml_compiler.plans import gpt_graph, gpt_plan
+
+
+def test_operation():
+    text = gpt_plan(12, listed=2).explain("proj_1")
+    assert "aten.proj, forward, in h.1.proj, class proj_last" in text
+    assert "dp=2: dim 0 is sharded, one part of 2 on each device" in text
+    assert "tp=4: partial, the sum over the devices is the value" in text
+    assert "11 runs a step: 110 us of 418 us compute" in text
+    assert "reads input 1 from h.1.proj.weight as tp S(1)" in text
+    assert "dp S(0), tp P becomes dp S(0) by all_reduce over tp (1.00 KiB, 5.00 us), 11 times a step" in text
+
+
+def test_consumer_sees_the_redistribution_before_it():
+    assert "before it, proj_0" in gpt_plan().explain("add_0")
+
+
+def test_parameter():
+    text = gpt_plan().explain("h.0.fc.weight")
+    assert "trainable parameter, float32[256, 64], 64.0 KiB whole, 16.0 KiB on a device" in text
+    assert "tp=4: dim 0 is sharded" in text and "read by fc_0" in text
+    assert "nothing is redistributed" in text
+
+
+def test_parameter_of_a_layer_that_is_not_listed_points_to_the_one_that_is():
+    text = gpt_plan(12, listed=2).explain("h.7.fc.weight")
+    assert "h.0.fc.weight stands for it" in text and "nothing is redistributed" not in text
+
+
+def test_what_was_left_whole_says_why():
+    assert "left whole: dim 1 (100) is not a multiple of tp=4" in gpt_plan().explain("head")
+
+
+def test_factors_are_in_words():
+    graph = gpt_graph(1)
+    fc = graph.operations["fc_0"].model_copy(update={"outputs": (("S(0)", "S(2.1)"),)})
+    plan = gpt_plan(1).model_copy(update={"graphs": (graph.model_copy(update={"operations": {"fc_0": fc}}),)})
+    assert "tp=4: factor 1 of dim 2 is sharded" in plan.explain("fc_0")
+
+
+def test_name_in_several_graphs_is_explained_in_each():
+    plan = gpt_plan().model_copy(update={"graphs": (gpt_graph(3), gpt_graph(3, name="eval"))})
+    text = plan.explain("wte.weight")
+    assert "wte.weight in GPT" in text and "wte.weight in eval" in text
+
+
+@pytest.mark.parametrize(("name", "expected"), [("h.0.fc.wight", "h.0.fc.weight"), ("proj_grad", "proj_grad_0"),
+                                                ("qqqq", "name one of wte.weight")])
+def test_unknown_names_get_suggestions(name, expected):
+    with pytest.raises(BadInput, match=f"no node or parameter '{name}'") as caught:
+        gpt_plan().explain(name)
+    assert expected in caught.value.next_step
