@@ -27,6 +27,22 @@ def values_of(gm: GraphModule) -> list[Any]:
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
 
 
+def tag_by_dataflow(joint: GraphModule, forward_outputs: int) -> None:
+    """Tag as forward exactly what the forward outputs need: the default partitioner goes by tag and position, and takes
+    everything before the last node tagged forward for computed by then (so nothing is held back for backward here)."""
+    (output,) = joint.graph.find_nodes(op="output")
+    stack = [x for x in output.args[0][:forward_outputs] if isinstance(x, torch.fx.Node)]
+    needed = set(stack)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in needed:
+                needed.add(node)
+                stack.append(node)
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_forward" if node in needed else "is_backward"
+
+
 class Lowering:
     """Partitioning and compiling for one graph, with inductor or without ("eager")."""
 
@@ -37,6 +53,7 @@ class Lowering:
     def partition(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
         self.forward_outputs = forward_outputs
         if not self.inductor:
+            tag_by_dataflow(joint, forward_outputs)
             return compat.default_partition(joint, inputs, forward_outputs, static_inputs)
         joint = compat.inductor_joint_passes(joint)
         return compat.min_cut_partition(joint, inputs, forward_outputs, static_inputs)

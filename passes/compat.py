@@ -189,7 +189,10 @@ def will_accumulate(nodes: Any) -> bool:
 
     False under `torch.autograd.grad` and `backward(inputs=...)` without them, whose callers want the gradient itself.
     """
-    return all(torch._C._will_engine_execute_node(node) for node in nodes)
+    try:
+        return all(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:  # its answer under torch.autograd.grad
+        return False
 
 
 def adopt_foreach_type(kind: type) -> None:

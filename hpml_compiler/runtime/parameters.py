@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,6 +80,7 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
         if type(old) is not nn.Parameter or id(old) not in sites:
             raise BadInput("only plain parameters that a module holds can be placed", f"graph input {names[i]}",
                            "leave it out of the placements (see `placeable`)")
+        _check_divides(names[i], old, mesh, placements[i])
     news = [place_parameter(old, mesh, placements[i]) for i, old in zip(placements, olds, strict=True)]
     for old, new in zip(olds, news, strict=True):
         for module, name in sites[id(old)]:
@@ -89,6 +91,14 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     compat.guard_on_type_and_grad([sources[i] for i in placed if isinstance(example_inputs[i], nn.Parameter)])
     watch_optimizers()
     return Installed(placed, trainable, [names[i] for i in placements], olds, news)
+
+
+def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    for dim, size in enumerate(parameter.shape):
+        parts = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if placement.is_shard(dim))
+        if size % parts:
+            raise BadInput(f"{parts} ranks do not divide dim {dim} of size {size}", f"parameter {name}",
+                           "choose another placement for it")
 
 
 def place_parameter(old: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:

@@ -2,22 +2,28 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from hpml_compiler.runtime import foreach, local_ops
-from hpml_compiler.runtime.routes import COMPUTED_ATTRIBUTES, METADATA, NEEDS_WHOLE, ON_LOCALS, in_place
+from hpml_compiler.runtime import foreach
+from hpml_compiler.runtime.eager import (
+    ViewStep,
+    adopt,
+    as_dtensors,
+    changed_tensor,
+    on_whole,
+    tensors_in,
+    through_whole,
+)
+from hpml_compiler.runtime.local_ops import try_local
+from hpml_compiler.runtime.routes import COMPUTED_ATTRIBUTES, DIFFERENTIABLE, METADATA, NEEDS_WHOLE, ON_LOCALS, VIEWS
 from hpml_compiler.runtime.whole import local_part, whole
 from passes import compat
-
-log = logging.getLogger(__name__)
 
 
 class PlacedTensor(DTensor):
@@ -28,9 +34,10 @@ class PlacedTensor(DTensor):
 
     - Traced by Dynamo, it is the whole tensor in every op, so recompiled graphs look like the first.
     - Changed in place (`p.copy_(plain)`, `p[0] = 0`), it keeps its placement and takes its part of what is written.
-    - In ops with plain tensors of at least one dim, it is gathered, differentiably.
+      So do its views.
+    - In ops with plain tensors, it is gathered, differentiably. (Plain scalars that no gradient flows to do not count.)
     - Among DTensors it is a DTensor; an op that DTensor refuses is done whole. Pointwise ops without autograd, on equal
-      placements, run on the local parts directly, which is several times faster: what optimizers do.
+      placements, run on the local parts directly, which is several times faster.
     - Pickled, it is the whole tensor; copied by `copy.deepcopy`, it stays placed.
 
     As with every DTensor, all ranks must do the same, since some of this communicates.
@@ -43,11 +50,11 @@ class PlacedTensor(DTensor):
                            kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "")
         with compat.plain_torch_functions():
-            if name == "__get__" and func.__self__.__name__ not in COMPUTED_ATTRIBUTES:
+            if name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES:
                 return adopt(func(*args), PlacedTensor)  # the engine itself makes `.grad` a DTensor
             kwargs = kwargs or {}
             if name in ON_LOCALS:  # optimizers call thousands of these, so nothing else is looked at before
-                result = local_ops.try_local(func, name, args, kwargs)
+                result = try_local(func, name, args, kwargs)
                 if result is not NotImplemented:
                     return result
             elif name in METADATA:
@@ -58,24 +65,30 @@ class PlacedTensor(DTensor):
 
     @classmethod
     def _route(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        module = getattr(func, "__module__", None)
         operands = tensors_in((args, kwargs))
         placed = [operand for operand in operands if isinstance(operand, DTensor)]
-        if not placed:
+        if not placed or module == "torch.autograd":
             return func(*args, **kwargs)
-        target = changed_tensor(name, args, kwargs)
-        writes = isinstance(target, DTensor)
-        if compat.is_fake(placed[0]._local_tensor) and not writes:
+        writes = isinstance(changed_tensor(name, args, kwargs), DTensor)
+        if writes and (name in NEEDS_WHOLE or module == "torch.nn.init" or "out" in kwargs):
+            return through_whole(func, name, args, kwargs)
+        if not writes and (name in NEEDS_WHOLE or compat.is_fake(placed[0]._local_tensor)
+                           or (name not in DIFFERENTIABLE and _tracked(placed))):
             return on_whole(func, args, kwargs)
-        if name in NEEDS_WHOLE:
-            return through_whole(func, name, args, kwargs) if writes else on_whole(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return foreach.unscale(func, *args, **kwargs)
-        plain = any(operand.dim() and not isinstance(operand, DTensor) for operand in operands)
-        if plain and foreach.is_foreach(name):
-            return cls._route_by_kind(func, name, args, kwargs)
-        if plain and not writes and name != "stack":
-            return on_whole(func, args, kwargs)
-        return as_dtensors(func, name, args, kwargs, placed[0].device_mesh)
+        if name == "__iter__":
+            return iter(_view(torch.Tensor.unbind, "unbind", args, kwargs))
+        if name in VIEWS and placed[0] is args[0]:
+            return _view(func, name, args, kwargs)
+        plain = [operand for operand in operands if not isinstance(operand, DTensor)]
+        if _tracked(plain) or any(operand.dim() for operand in plain):
+            if foreach.is_foreach(name):
+                return cls._route_by_kind(func, name, args, kwargs)
+            if not writes and (_tracked(plain) or name != "stack"):  # stack: the norms of `clip_grad_norm_`
+                return on_whole(func, args, kwargs)
+        return as_dtensors(func, name, args, kwargs, placed[0].device_mesh, PlacedTensor)
 
     @classmethod
     def _route_by_kind(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -89,7 +102,7 @@ class PlacedTensor(DTensor):
         if groups[1]:
             return on_whole(func, args, kwargs)
         placed_args, placed_kwargs = foreach.like_targets(place_like, args, kwargs)
-        result = local_ops.try_local(func, name, tuple(placed_args), placed_kwargs)
+        result = try_local(func, name, tuple(placed_args), placed_kwargs)
         return adopt(func(*placed_args, **placed_kwargs), PlacedTensor) if result is NotImplemented else result
 
     @classmethod
@@ -123,6 +136,24 @@ class PlacedTensor(DTensor):
 compat.adopt_foreach_type(PlacedTensor)
 
 
+class GatheredView(PlacedTensor):
+    """What is a view on one device, but was gathered here, such as one row where rows are sharded.
+
+    Changed in place, it changes what it views. It is not refreshed when that is changed by others.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if isinstance(changed_tensor(name, args, kwargs or {}), GatheredView):
+            with compat.plain_torch_functions():
+                return through_whole(func, name, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 def place(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> PlacedTensor:
     """A whole plain tensor, equal on all ranks, as a PlacedTensor: each rank keeps its part; no communication.
 
@@ -138,89 +169,48 @@ def place_like(tensor: torch.Tensor, other: DTensor) -> torch.Tensor:
     return tensor if isinstance(tensor, DTensor) else place(tensor, other.device_mesh, other.placements)
 
 
-def adopt(value: Any, kind: type) -> Any:
-    """DTensors in a result become the subclass, so that they too may meet plain tensors."""
-    if type(value) is DTensor:
-        value.__class__ = kind
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            adopt(item, kind)
-    return value
+def _tracked(tensors: list[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for item in value for tensor in tensors_in(item)]
+def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A view; what does not share the source's storage is a GatheredView of it."""
+    source = args[0]
+    result = as_dtensors(func, name, args, kwargs, source.device_mesh, PlacedTensor)
+    if name == "__getitem__" and _copies(args[1]):
+        return result
+
+    def marked(view: torch.Tensor, index: int | None = None) -> torch.Tensor:
+        if not isinstance(view, DTensor):
+            if view.requires_grad:
+                return view
+            view = place(view, source.device_mesh, [Replicate()] * source.device_mesh.ndim)
+        ours, theirs = source._local_tensor.untyped_storage(), view._local_tensor.untyped_storage()
+        if type(source) is GatheredView or ours.data_ptr() != theirs.data_ptr():
+            view.__class__ = GatheredView
+            view.__dict__["view_step"] = ViewStep(source, func, args[1:], kwargs, index)
+        return view
+
+    if isinstance(result, (list, tuple)):
+        return type(result)(marked(view, index) for index, view in enumerate(result))
+    return marked(result)
 
 
-def changed_tensor(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The first tensor that the op writes to; None if it makes a new one."""
-    target = kwargs.get("out") if not in_place(name) else args[0] if args else None
-    return target[0] if isinstance(target, (list, tuple)) and target else target
-
-
-def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The op on whole plain tensors, as one device does it."""
-    return func(*_map(whole, args), **_map(whole, kwargs))
-
-
-def through_whole(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change a whole copy, and keep this rank's part of it."""
-    target = changed_tensor(name, args, kwargs)
-    if torch.is_grad_enabled() and target.requires_grad:
-        raise RuntimeError(f"{name} changes a tensor in place that requires a gradient; use torch.no_grad()")
-    with torch.no_grad():
-        value = whole(target).clone()
-        func(*_map(lambda tensor: value if tensor is target else whole(tensor), args),
-             **_map(lambda tensor: value if tensor is target else whole(tensor), kwargs))
-        target._local_tensor.copy_(local_part(value, target.device_mesh, target.placements))
-    return target
-
-
-def as_dtensors(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], mesh: DeviceMesh) -> Any:
-    """The op on DTensors, plain tensors being the same on all ranks; what DTensor refuses is done whole."""
-
-    def replicated(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor) or not tensor.dim():  # DTensor itself takes plain scalars
-            return tensor
-        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    try:
-        return adopt(func(*_map(replicated, args), **_map(replicated, kwargs)), PlacedTensor)
-    except dist.DistError:
-        raise
-    except Exception as refusal:
-        log.debug("%s is done on whole tensors, since DTensor says: %s", name, refusal)
-        if isinstance(changed_tensor(name, args, kwargs), DTensor):
-            return through_whole(func, name, args, kwargs)
-        return on_whole(func, args, kwargs)
-
-
-def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map(function, item) for item in value)
-    return value
+def _copies(index: Any) -> bool:
+    """Whether indexing with it makes a copy on one device too."""
+    if isinstance(index, tuple):
+        return any(map(_copies, index))
+    return not (index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int)
 
 
 def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:
     """`p.grad = ...` and `p.data = ...` with a whole plain tensor keep this rank's part of it."""
     name = func.__self__.__name__
     if isinstance(tensor, PlacedTensor) and isinstance(value, torch.Tensor) and name in ("grad", "data"):
+        if value.shape != tensor.shape:
+            raise ValueError(f"a placed tensor keeps its shape: {tuple(tensor.shape)}, not {tuple(value.shape)}")
         if name == "data":
-            if value.shape != tensor.shape:
-                raise ValueError(f"a placed tensor keeps its shape: {tuple(tensor.shape)}, not {tuple(value.shape)}")
             tensor._local_tensor.data = local_part(whole(value.detach()), tensor.device_mesh, tensor.placements)
             return
-        if value.shape == tensor.shape:
-            value = place_like(value, tensor)
+        value = place_like(value, tensor)
     func(tensor, value)

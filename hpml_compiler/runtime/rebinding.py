@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpml_compiler.runtime.eager import tensors_in
 from passes.errors import HpmlError
 
 SINGLE_SCANS = 6  # scans of all objects for the referrers of one parameter; the next one is for all that are left
 _FRAMES = (types.FrameType, types.GeneratorType, types.CoroutineType)
+
+
+def _references(items: list[Any], index: int) -> int:
+    return sys.getrefcount(items[index])
+
+
+_NOBODY = _references([object()], 0)
+"""The count for an object that only its list holds; releases of Python differ."""
 
 
 class ReplacedParameter(nn.Parameter):
@@ -25,7 +34,8 @@ class ReplacedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        name = next((a.__dict__.get("replaced_name") for a in args if isinstance(a, ReplacedParameter)), None)
+        operands = tensors_in((args, kwargs or {}))
+        name = next(operand.__dict__["replaced_name"] for operand in operands if isinstance(operand, cls))
         raise HpmlError(
             f"parameter {name} was replaced by its placed form when the model was compiled; this is the old object",
             f"call of {getattr(func, '__name__', func)}",
@@ -48,7 +58,7 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
     out_of_reach = []
     while olds:
         old, name = olds.pop(), names[len(olds)]
-        if sys.getrefcount(old) > 2:  # this variable and the call
+        if _references([old], 0) > _NOBODY + 1:  # the variable
             old.grad = None
             old.data = old.data.new_empty(0)
             old.requires_grad_(False)
@@ -78,7 +88,7 @@ class _Rebinding:
 
     def _held(self) -> list[int]:
         """Indices of the parameters that somebody else holds."""
-        return [i for i in range(len(self.olds)) if sys.getrefcount(self.olds[i]) > 2]  # the list and the call
+        return [i for i in range(len(self.olds)) if _references(self.olds, i) > _NOBODY]
 
     def new(self, value: Any) -> Any:
         """What to put in the place of a value: a new parameter, a new tuple around one, or the value itself."""

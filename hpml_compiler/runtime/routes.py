@@ -35,13 +35,24 @@ ON_LOCALS = frozenset(
 what `clip_grad_norm_` uses."""
 
 NEEDS_WHOLE = _words(
-    """numpy __array__ tolist item __bool__ __float__ __int__ __index__ __complex__ __contains__ __iter__ nonzero unique
+    """numpy __array__ tolist item __bool__ __float__ __int__ __index__ __complex__ __contains__ nonzero unique
     is_nonzero equal allclose isclose __setitem__ index_fill_ index_copy_ index_add_ index_put_ index_reduce_ scatter_
     scatter_add_ scatter_reduce_ masked_scatter_ fill_diagonal_ put_ triu_ tril_
     normal normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli bernoulli_ rand_like
     randn_like randint_like multinomial poisson dropout feature_dropout alpha_dropout native_dropout rrelu"""
 )
 """Ops that DTensor answers for one rank only, or with other random numbers than one device would draw."""
+
+VIEWS = _words(
+    """__getitem__ select narrow chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind view view_as
+    transpose permute t squeeze unsqueeze expand expand_as diagonal unflatten movedim swapaxes swapdims as_strided
+    unfold"""
+)
+"""Ops whose result shares storage with their first argument."""
+
+DIFFERENTIABLE = (ON_LOCALS - {"_foreach_norm"}) | VIEWS | _words("sum mean float double bfloat16 __get__ __iter__")
+"""Ops left to DTensor where a gradient flows: enough for penalties on parameters. DTensor's backward of others can be
+wrong (that of a maximum norm gives NaN)."""
 
 KEEPS_ROWS = _words(
     """to cpu cuda xpu type float double half bfloat16 long int short bool contiguous clone detach pin_memory

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
+from hpml_compiler.runtime.eager import changed_tensor, on_whole, through_whole
 from hpml_compiler.runtime.local_ops import wrap
-from hpml_compiler.runtime.placed import PlacedTensor, changed_tensor, on_whole, through_whole
+from hpml_compiler.runtime.placed import PlacedTensor
 from hpml_compiler.runtime.routes import KEEPS_ROWS
 from hpml_compiler.runtime.whole import whole
 from passes import compat
@@ -42,13 +43,15 @@ class Rows(PlacedTensor):
 
 
 def take_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> Rows:
-    """This rank's rows of a whole tensor that is equal on all ranks; a view of it. The ranks must divide the rows."""
+    """This rank's rows of a whole tensor that is equal on all ranks, copied. The ranks must divide the rows."""
     count, rows = mesh.size(), tensor.shape[0]
     if rows % count:
         raise ValueError(f"{rows} rows cannot be divided among {count} ranks")
     each = rows // count
-    spec = compat.dtensor_spec(mesh, (Shard(0),), tensor)
-    return compat.make_dtensor(Rows, tensor.detach().narrow(0, mesh.get_local_rank() * each, each), spec)
+    part = tensor.detach().narrow(0, mesh.get_local_rank() * each, each)
+    # Copied, since a view's storage offset differs from rank to rank, and Dynamo would trace other graphs for it.
+    local = torch.empty_like(part, pin_memory=part.is_pinned()).copy_(part)
+    return compat.make_dtensor(Rows, local, compat.dtensor_spec(mesh, (Shard(0),), tensor))
 
 
 def _gathered(value: Any) -> Any:

@@ -13,7 +13,7 @@ def brute_force(problem: Problem) -> Solution:
     """The optimum of `problem` by depth-first enumeration, entity after entity; takes exponential time.
 
     A branch is cut when its cost plus the cheapest choice of every later entity is no better than the best so far, or
-    when its bytes plus the lightest choices' exceed the budget. Bytes should be whole numbers: sums of others are rounded.
+    when its bytes plus the lightest choices' exceed the budget. Bytes should be whole numbers: other sums are rounded.
     Returns status "optimal" or "infeasible"; does not raise.
     """
     began = time.perf_counter()
@@ -32,7 +32,8 @@ def brute_force(problem: Problem) -> Solution:
 
     def path_of(index: int) -> _Path | None:
         edge = problem.edges[index]
-        return paths[index].get((problem.supplied(edge, chosen[edge.source]), problem.demanded(edge, chosen[edge.target])))
+        supplied = problem.supplied(edge, chosen[edge.source])
+        return paths[index].get((supplied, problem.demanded(edge, chosen[edge.target])))
 
     def visit(spent_us: float, held: float) -> None:
         nonlocal best_us, best
@@ -74,7 +75,7 @@ def brute_force(problem: Problem) -> Solution:
 
 
 def _paths(problem: Problem, edge: Edge) -> dict[tuple[Label | None, Label | None], _Path]:
-    """The cheapest path for each pair of labels that the choices may put on the edge; pairs without one are left out."""
+    """The cheapest path for each pair of labels that the choices may put on the edge, if there is one."""
     supplied = {problem.supplied(edge, choice) for choice in range(len(problem.entities[edge.source].choices))}
     demanded = {problem.demanded(edge, choice) for choice in range(len(problem.entities[edge.target].choices))}
     found: dict[tuple[Label | None, Label | None], _Path] = {}

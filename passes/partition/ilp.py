@@ -2,24 +2,25 @@
 
 Variables (only for what the reduction leaves undecided; see `reduce`)
     x[e,c] in {0,1}   entity e takes choice c
-    f[d,a] >= 0       how much of the value on edge d takes arc a, that is one collective on one axis
+    f[d,a] in [0,1]   how much of the value on edge d takes arc a, that is one collective on one axis
     decided = 1       carries the cost of everything that is already decided
 
 Objective
     minimize  sum_e,c cost[e,c] x[e,c]  +  sum_d,a multiplicity[d] cost[a] f[d,a]  +  decided cost
-    in a unit of 2^k us chosen so that the median coefficient is near 1: costs span nine orders of magnitude, and solvers
-    work with absolute tolerances
+    in a unit of 2^k us in which the optimum is near 1e5 (if no assignment is known yet: the median coefficient near 1),
+    because costs span nine orders of magnitude and solvers work with absolute tolerances of 1e-6
 
-Constraints, each family added by the function of the same name; rows and columns of an LP dump start with the same names
+Constraints, each family added by the function of the same name; rows and columns of an LP dump start with these names
     (1) one_choice[e]   sum_c x[e,c] = 1
     (2) flow[d,label]   sum of x that supply it + sum of f into it - sum of f out of it - sum of x that demand it = 0;
                         >= 0 where some choice demands nothing: then what is supplied may be dropped
-    (3) budget          sum_e,c bytes[e,c] x[e,c] <= budget - bytes of what is decided, in a power of 1024 near the budget
-    (4) cover[k]        sum_e x[e,c_k(e)] <= n - 1: not all n of these choices together. Added when a solution passes (3)
-                        within the solver's tolerance but, counted exactly, exceeds the budget
+    (3) budget          sum_e,c bytes[e,c] x[e,c] <= budget - bytes of what is decided, in a power of 1024 B below it
+    (4) cover[k]        sum_e x[e,c_k(e)] <= n - 1: not all n of these choices together. Added when a solution passes
+                        (3) within the solver's tolerance but, counted exactly, exceeds the budget
 
-An edge needs one f per arc instead of one variable per pair of choices: on a mesh of two axes that is less than half. With x
-integral the cheapest flow is a cheapest path, so f need not be integer, and the relaxation's bound equals that of pairs.
+An edge needs one f per arc instead of one variable per pair of labels: on a mesh of two axes less than half as many,
+for the same bound. With x integral the cheapest flow is a cheapest path, so f need not be integer. f <= 1 changes
+nothing, but without it HiGHS 1.13 can loop for ever while it presolves, whatever its time limit.
 """
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ from passes.partition.problem import Arc
 from passes.partition.reduce import Reduced
 
 _INTEGRAL = 1e-6  # how far from 0 and 1 an x may lie and still count as integral
+_OBJECTIVE = 1e5  # where the optimum should lie, in units of the objective
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -44,7 +46,7 @@ class Model:
     """The program of a reduced problem.
 
     choices: x per entity and candidate, empty for decided entities. arcs: each open edge's arcs with their f.
-    unit_us: µs per unit of the objective.
+    unit_us: µs per unit of the objective. covers: rows that `cover` has added.
     """
 
     reduced: Reduced
@@ -69,7 +71,8 @@ class Model:
 
     def objective_us(self) -> float:
         """The objective at the variables' values."""
-        return self.unit_us * float(pulp.value(self.program.objective))
+        terms = (self.program.objective or {}).items()
+        return self.unit_us * math.fsum(cost * _value(variable) for variable, cost in terms)
 
     def set_integer(self, integer: bool) -> None:
         """Make x integer, or continuous for the relaxation."""
@@ -79,10 +82,11 @@ class Model:
 
     def picked(self) -> list[int]:
         """The position of the candidate with the largest x, for each entity."""
-        return [int(np.argmax([x.varValue for x in choices])) if choices else 0 for choices in self.choices]
+        return [int(np.argmax([_value(x) for x in choices])) if choices else 0 for choices in self.choices]
 
     def is_integral(self) -> bool:
-        return all(min(abs(x.varValue), abs(x.varValue - 1)) <= _INTEGRAL for choices in self.choices for x in choices)
+        values = np.array([_value(x) for choices in self.choices for x in choices])
+        return bool((np.minimum(values, 1 - values) <= _INTEGRAL).all())
 
     def set_values(self, picked: Sequence[int]) -> None:
         """Set all variables to an assignment: x as picked, f along the cheapest paths."""
@@ -100,14 +104,14 @@ class Model:
         self.decided.varValue = 1.0
 
 
-def build(reduced: Reduced) -> Model:
-    """The program of `reduced`."""
+def build(reduced: Reduced, expected_us: float | None = None) -> Model:
+    """The program of `reduced`, which leaves something undecided. expected_us: what the optimum costs, about."""
     program = pulp.LpProblem("placement", pulp.LpMinimize)
     decided = _variable(program, "decided")
     decided.lowBound = decided.upBound = 1.0
     model = Model(reduced, program, decided)
     _add_variables(model)
-    _set_objective(model)
+    _set_objective(model, expected_us)
     one_choice(model)
     flow(model)
     budget(model)
@@ -156,7 +160,8 @@ def budget(model: Model) -> None:
     terms = {x: float(held) / unit
              for choices, helds in zip(model.choices, reduced.held_bytes, strict=True)
              for x, held in zip(choices, helds, strict=False) if held > 0}
-    _add_row(model, terms, pulp.LpConstraintLE, (limit - decided) / unit, f"budget_{_BYTE_UNITS[power]}")
+    if terms:
+        _add_row(model, terms, pulp.LpConstraintLE, (limit - decided) / unit, f"budget_{_BYTE_UNITS[power]}")
 
 
 def cover(model: Model, picked: Sequence[int]) -> None:
@@ -173,7 +178,7 @@ def _add_variables(model: Model) -> None:
     for index, left in enumerate(reduced.candidates):
         name = _word(reduced.problem.entities[index].name)
         numbers = left.tolist() if len(left) > 1 else []
-        model.choices.append([_variable(model.program, f"x_{index}_{name}_{number}", binary=True) for number in numbers])
+        model.choices.append([_variable(model.program, f"x_{index}_{name}_{n}", binary=True) for n in numbers])
     for index in reduced.open_edges:
         name = _word(reduced.problem.edges[index].name)
         model.arcs[index] = [
@@ -183,7 +188,7 @@ def _add_variables(model: Model) -> None:
         ]
 
 
-def _set_objective(model: Model) -> None:
+def _set_objective(model: Model, expected_us: float | None) -> None:
     reduced = model.reduced
     terms: dict[pulp.LpVariable, float] = {}
     for choices, cost in zip(model.choices, reduced.cost_us, strict=True):
@@ -192,7 +197,9 @@ def _set_objective(model: Model) -> None:
         multiplicity = reduced.problem.edges[index].multiplicity
         terms.update((f, multiplicity * arc.cost_us) for arc, f in arcs)
     positive = [cost for cost in terms.values() if cost > 0]
-    if positive:
+    if expected_us:
+        model.unit_us = 2.0 ** round(math.log2(expected_us / _OBJECTIVE))
+    elif positive:
         model.unit_us = 2.0 ** round(math.log2(float(np.median(positive))))
     terms[model.decided] = math.fsum(float(cost[0]) for cost in reduced.cost_us if len(cost) == 1)
     model.program.setObjective(pulp.LpAffineExpression({v: cost / model.unit_us for v, cost in terms.items()}))
@@ -203,6 +210,10 @@ def _variable(program: pulp.LpProblem, name: str, binary: bool = False) -> pulp.
     if hasattr(program, "add_variable"):  # from PuLP 3.3 on, where making an LpVariable directly is deprecated
         return program.add_variable(*settings)
     return pulp.LpVariable(*settings)
+
+
+def _value(variable: pulp.LpVariable) -> float:
+    return float(variable.varValue or 0.0)  # some solvers leave out zeros
 
 
 def _add_row(model: Model, terms: dict[pulp.LpVariable, float], sense: int, right: float, name: str) -> None:

@@ -34,9 +34,9 @@ def _over_budget(problem: Problem, lightest: Solution) -> Infeasible:
     where = f"budget of {_bytes(problem.budget_bytes or 0.0)} on each device"
     if lightest.status == "no_solution":
         return Infeasible("no assignment fits the memory budget", where,
-                          f"raise the budget to more than {_bytes(lightest.bound_us)}, or the time limit to learn which fits")
+                          f"set it to more than {_bytes(lightest.bound_us)}; a longer time limit tells to how much")
     smallest = lightest.held_bytes
-    exactly = "smallest budget that works" if lightest.status == "optimal" else "smallest budget known to work"
+    exactly = "smallest that works" if lightest.status == "optimal" else "smallest known to work"
     error = Infeasible(f"no assignment fits the memory budget; the {exactly} is {_bytes(smallest)}", where,
                        f"set the budget to at least {math.ceil(smallest)} bytes, or use more devices")
     error.smallest_budget_bytes = smallest  # type: ignore[attr-defined]
@@ -75,7 +75,7 @@ def _bytes_as_cost(problem: Problem) -> Problem:
 
 
 def _unmet_as_cost(problem: Problem) -> Problem:
-    """The same choices, to be made for the fewest unmet edges: any label turns into any other for 1, through `_UNMET`."""
+    """The same choices, to be made for the fewest unmet edges: for 1, `_UNMET` turns any label into any other."""
 
     def supplying(choice: Choice) -> Choice:
         return Choice(0.0, 0.0, choice.inputs, tuple(_NOTHING if label is None else label for label in choice.outputs))

@@ -1,15 +1,15 @@
-"""The partition problem as numbers: entities choose, edges pay for the change from what is supplied to what is demanded.
+"""The partition problem as numbers: entities choose, edges pay for turning what is supplied into what is demanded.
 
-Nothing here knows about tensors, meshes or torch. An *entity* (a cluster of ops, a stored parameter, a saved value) takes
-exactly one of its *choices*. A choice supplies a label on each out-port and demands one on each in-port; a *label* stands
-for the placement of a value on all mesh axes. An *edge* leads from an out-port to an in-port and has *arcs*, each one
-collective on one axis, that turn one label into another. Then
+Nothing here knows about tensors, meshes or torch. An *entity* (a cluster of ops, a stored parameter, a saved value)
+takes exactly one of its *choices*. A choice supplies a label on each out-port and demands one on each in-port; a
+*label* stands for the placement of a value on all mesh axes. An *edge* leads from an out-port to an in-port and has
+*arcs*, each one collective on one axis, that turn one label into another. Then
 
     objective_us = sum over entities of multiplicity * cost_us  +  sum over edges of multiplicity * cheapest path's cost
     held_bytes   = sum over entities of multiplicity * held_bytes  <=  budget_bytes
 
-An edge costs nothing where nothing is demanded (None). It cannot be met where something is demanded and nothing supplied,
-or where no path of arcs leads from the one label to the other.
+An edge costs nothing where nothing is demanded (None). It cannot be met where something is demanded and nothing
+supplied, or where no path of arcs leads from the one label to the other.
 """
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ Label = str  # placement of a value on all mesh axes, opaque here
 class Choice:
     """One strategy of an entity.
 
-    cost_us: time of one instance, >= 0. held_bytes: bytes that one instance holds on every device through the step, >= 0.
-    inputs: label demanded on each in-port (None: takes nothing). outputs: label supplied on each out-port (None: nothing).
+    cost_us: time of one instance, >= 0. held_bytes: bytes that one instance holds on every device through the step,
+    >= 0. inputs: label demanded on each in-port (None: takes nothing). outputs: label supplied on each out-port (None:
+    supplies nothing).
     """
 
     cost_us: float
@@ -60,8 +61,8 @@ class Arc:
 class Edge:
     """A value on its way from an out-port to an in-port; `source` and `target` are indices into `Problem.entities`.
 
-    It stands for `multiplicity` equal values. Source and target may be the same entity: one layer feeding the next one of
-    its class. Edges that share one `arcs` tuple (the same object) are cheaper to prepare.
+    It stands for `multiplicity` equal values. Source and target may be the same entity: one layer feeding the next one
+    of its class. Edges that share one `arcs` tuple (the same object) are cheaper to prepare.
     """
 
     source: int
@@ -75,7 +76,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Entities, edges and the bytes that each device may hold (None: no limit). Raises `BadInput` if it is malformed."""
+    """Entities, edges and the bytes that each device may hold (None: no limit). Raises `BadInput` if malformed."""
 
     entities: tuple[Entity, ...]
     edges: tuple[Edge, ...]

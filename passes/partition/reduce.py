@@ -9,7 +9,7 @@ Repeated until nothing changes:
 - *dominated*: a choice goes when another one, plus the collectives that turn its labels into those of the first, is not
   dearer (nor heavier if there is a budget). By the triangle inequality this holds whatever the neighbors choose.
 
-Without a budget bytes break ties only.
+Without a budget bytes break ties only. Once some assignment is known, choices that alone cost more go too (`cap`).
 """
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class NoAssignment(Exception):
 class Reduced:
     """What is left of a problem; all lists are indexed as its entities or edges.
 
-    Per entity: candidates, original indices of the choices that are left, (n,) ints; cost_us (settled edges included) and
-    held_bytes of these, for all instances together, (n,) floats; open_at, the edges at it that are not settled.
+    Per entity: candidates, original indices of the choices that are left, (n,) ints; cost_us (settled edges included)
+    and held_bytes of these, for all instances together, (n,) floats; open_at, the edges at it that are not settled.
     Per edge: paths; supply and demand, the index into the paths' table of each candidate's label, (n,) ints.
     """
 
@@ -57,7 +57,7 @@ class Reduced:
         return math.fsum(float(cost.min()) for cost in self.cost_us)
 
     def edge_cost_us(self, edge: int) -> np.ndarray:
-        """Cost of the edge for all its instances by label index, (labels + 1, labels + 1), inf where it cannot be met."""
+        """µs of all instances of the edge by label index, (labels + 1, labels + 1), inf where it cannot be met."""
         cost = self.paths[edge].cost.copy()
         cost[np.isfinite(cost)] *= self.problem.edges[edge].multiplicity  # 0 * inf would be nan
         return cost
@@ -69,20 +69,38 @@ class Reduced:
 
 def reduce(problem: Problem) -> Reduced:
     """Reduce `problem`. Raises `NoAssignment` if that shows it to be infeasible."""
-    reduced = _unreduced(problem)
-    changed = set(range(len(problem.entities)))
+    reduced = unreduced(problem)
+    _shrink(reduced, set(range(len(problem.entities))), dominated=True)
+    return reduced
+
+
+def cap(reduced: Reduced, picked: list[int], most_us: float) -> list[int]:
+    """Drop the choices that no assignment for `most_us` or less can take; changes `reduced` in place.
+
+    picked: positions of an assignment that costs no more; none of its choices go. Returns their new positions.
+    """
+    chosen = reduced.original(picked)
+    spare = most_us * (1 + _ROUNDING) - reduced.lower_bound_us
+    changed: set[int] = set()
+    for entity, cost in enumerate(reduced.cost_us):
+        changed |= _keep(reduced, entity, cost - cost.min() <= max(spare, cost[picked[entity]] - cost.min()))
+    _shrink(reduced, changed, dominated=False)  # what dominates the picked choices may be another equally good one
+    return [int(np.searchsorted(left, choice)) for left, choice in zip(reduced.candidates, chosen, strict=True)]
+
+
+def _shrink(reduced: Reduced, changed: set[int], dominated: bool) -> None:
     while changed:
         work, changed = changed, set()
         for edge in sorted({edge for entity in work for edge in reduced.open_at[entity]}):
             changed |= _drop_unmet(reduced, edge)
             changed |= _settle(reduced, edge)
         changed |= _drop_over_budget(reduced)
-        for entity in sorted(work | changed):
+        for entity in sorted(work | changed) if dominated else ():
             changed |= _drop_dominated(reduced, entity)
-    return reduced
 
 
-def _unreduced(problem: Problem) -> Reduced:
+def unreduced(problem: Problem) -> Reduced:
+    """All of `problem`, in the form that `reduce` works on."""
     tables: dict[tuple[int, frozenset], Paths] = {}  # edges often share their arcs
     paths, supply, demand = [], [], []
     for edge in problem.edges:
@@ -95,15 +113,16 @@ def _unreduced(problem: Problem) -> Reduced:
         paths.append(tables[key])
         supply.append(np.array([tables[key].index[label] for label in supplied]))
         demand.append(np.array([tables[key].index[label] for label in demanded]))
-    open_at: list[list[int]] = [[] for _ in problem.entities]
+    entities = problem.entities
+    open_at: list[list[int]] = [[] for _ in entities]
     for index, edge in enumerate(problem.edges):
         for entity in {edge.source, edge.target}:
             open_at[entity].append(index)
     return Reduced(
         problem,
-        candidates=[np.arange(len(entity.choices)) for entity in problem.entities],
-        cost_us=[np.array([e.multiplicity * c.cost_us for c in e.choices], dtype=float) for e in problem.entities],
-        held_bytes=[np.array([e.multiplicity * c.held_bytes for c in e.choices], dtype=float) for e in problem.entities],
+        candidates=[np.arange(len(entity.choices)) for entity in entities],
+        cost_us=[e.multiplicity * np.array([c.cost_us for c in e.choices], dtype=float) for e in entities],
+        held_bytes=[e.multiplicity * np.array([c.held_bytes for c in e.choices], dtype=float) for e in entities],
         open_at=open_at,
         paths=paths,
         supply=supply,
@@ -133,8 +152,8 @@ def _drop_unmet(reduced: Reduced, edge: int) -> set[int]:
     cost, supply, demand = reduced.paths[edge].cost, reduced.supply[edge], reduced.demand[edge]
     if source == target:
         return _keep(reduced, source, np.isfinite(cost[supply, demand]))
-    met = np.isfinite(cost[np.ix_(supply, demand)])
-    return _keep(reduced, source, met.any(axis=1)) | _keep(reduced, target, met.any(axis=0))
+    met: np.ndarray = np.isfinite(cost[np.ix_(supply, demand)])
+    return _keep(reduced, source, np.any(met, axis=1)) | _keep(reduced, target, np.any(met, axis=0))
 
 
 def _settle(reduced: Reduced, edge: int) -> set[int]:

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.partition import ilp, solvers, verify
 from passes.partition.infeasible import explain
 from passes.partition.problem import Problem, Solution
-from passes.partition.reduce import NoAssignment, Reduced, reduce
+from passes.partition.reduce import NoAssignment, Reduced, cap, reduce
 from passes.partition.rounding import rounded
 from passes.partition.solvers import SolverOptions
 
@@ -19,16 +19,19 @@ _TOLERANCE = 1e-6  # relative gap that a solver's own tolerances leave of a proo
 def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff_us: float | None = None) -> Solution:
     """The cheapest assignment of `problem`, proven within `options.gap` if the time suffices, and verified.
 
-    cutoff_us: an assignment that costs more is of no use; when the bound already says so, the answer is "no_solution" with
-    that bound. Raises `Infeasible` (no assignment meets every edge and the budget; with a budget the error has the
-    attribute `smallest_budget_bytes`), `BadInput` (solver options) and `MissingDependency` (solver not installed).
+    cutoff_us: an assignment that costs more is of no use; when the bound of the reduction or of the relaxation says
+    that all do, the answer is "no_solution" with that bound.
+    Raises `Infeasible` if no assignment meets every edge and the budget; where a larger budget would do, the error has
+    the attribute `smallest_budget_bytes`. Raises `BadInput` for solver options and `MissingDependency` for a solver
+    that is not installed.
     """
     options = options or SolverOptions()
     search = _Search(problem, options, solvers.check_options(options), time.perf_counter())
     try:
         solution = search.run(math.inf if cutoff_us is None else cutoff_us)
     except NoAssignment:
-        raise explain(problem, options, solve) from None
+        left_s = options.seconds - (time.perf_counter() - search.began)
+        raise explain(problem, replace(options, time_limit_s=max(left_s, 1.0)), solve) from None
     verify.check(problem, solution)
     return solution
 
@@ -49,60 +52,67 @@ class _Search:
 
     def run(self, cutoff_us: float) -> Solution:
         reduced = reduce(self.problem)
-        self.bound_us = reduced.lower_bound_us
-        if all(len(left) == 1 for left in reduced.candidates):
-            self._offer(reduced, [0] * len(reduced.candidates))
-            if self.best is None:
+        self._raise_bound(reduced.lower_bound_us)
+        if self.bound_us <= cutoff_us:
+            self._offer(reduced, rounded(reduced))
+            if self.best is not None:
+                self.best = cap(reduced, self.best, self.best_us)
+                self._raise_bound(reduced.lower_bound_us)
+            if any(len(left) > 1 for left in reduced.candidates):
+                self._use_solver(reduced, cutoff_us)
+            elif self.best is None:
                 raise NoAssignment
-        elif self.bound_us <= cutoff_us:
-            self.model = ilp.build(reduced)
-            self._relax(self.model)
-            if self.bound_us <= cutoff_us and not self._done(self.options.gap):
-                self._branch(self.model)
+        if self.bound_us > cutoff_us:
+            self.best, self.best_us = None, math.inf
         return self._solution(reduced)
+
+    def _use_solver(self, reduced: Reduced, cutoff_us: float) -> None:
+        if self._done(self.options.gap):
+            return
+        self.model = ilp.build(reduced, None if self.best is None else self.best_us)
+        self._relax(self.model)
+        if self.bound_us <= cutoff_us and not self._done(self.options.gap):
+            self._branch(self.model)
 
     def _relax(self, model: ilp.Model) -> None:
         """Solve the relaxation, for its bound and for the assignments near it."""
-        model.set_integer(False)
-        outcome = self._solver_run(model, start=False)
-        if outcome.state == "infeasible":
+        outcome = self._solver_run(model, integer=False)
+        if outcome.state == "infeasible" and self.best is None:
             raise NoAssignment
-        start = [0] * len(model.choices)
-        if outcome.state == "optimal":
-            self.bound_us = max(self.bound_us, model.objective_us())
-            start = model.picked()
-            self._offer(model.reduced, start)
-            self.integral_relaxation = model.is_integral() and self._done(0.0)
+        if outcome.state != "optimal":
+            return
+        self._raise_bound(model.objective_us())
+        picked = model.picked()
+        self._offer(model.reduced, picked)
+        self.integral_relaxation = model.is_integral() and self._done(0.0)
         if not self._done(0.0):
-            self._offer(model.reduced, rounded(model.reduced, start))
+            self._offer(model.reduced, rounded(model.reduced, picked))
 
     def _branch(self, model: ilp.Model) -> None:
         """Solve the integer program, again where its solution fits the budget only within the solver's tolerance."""
-        model.set_integer(True)
         while self._seconds_left() > 0:
-            if self.best is not None:
-                model.set_values(self.best)
-            outcome = self._solver_run(model, start=self.best is not None)
-            if outcome.state == "infeasible":
-                if self.best is None:
-                    raise NoAssignment
-                self.bound_us = self.best_us  # all that is left is excluded by covers
-                return
+            outcome = self._solver_run(model, integer=True)
+            if outcome.state == "infeasible" and self.best is None:
+                raise NoAssignment
             if outcome.bound is not None and math.isfinite(outcome.bound):
-                self.bound_us = max(self.bound_us, outcome.bound * model.unit_us)
-            if outcome.state == "unknown":
+                self._raise_bound(outcome.bound * model.unit_us)
+            if outcome.state in ("infeasible", "unknown"):
                 return
             picked = model.picked()
             if self._fits(model.reduced, picked):
                 self._offer(model.reduced, picked)
                 if outcome.state == "optimal" and outcome.bound is None:
-                    self.bound_us = max(self.bound_us, model.objective_us() * (1 - self.options.gap))
+                    self._raise_bound(model.objective_us() * (1 - self.options.gap))
                 return
             ilp.cover(model, picked)
 
-    def _solver_run(self, model: ilp.Model, start: bool) -> solvers.Outcome:
-        return solvers.run(model.program, self.options, gap=self.options.gap,
-                           time_limit_s=max(self._seconds_left(), 0.1), start=start)
+    def _solver_run(self, model: ilp.Model, integer: bool) -> solvers.Outcome:
+        model.set_integer(integer)
+        start = self.best if integer else None
+        if start is not None:
+            model.set_values(start)
+        return solvers.run(model.program, self.options, integer=integer, start=start is not None,
+                           time_limit_s=max(self._seconds_left(), 0.1))
 
     def _seconds_left(self) -> float:
         return self.options.seconds - (time.perf_counter() - self.began)
@@ -130,19 +140,24 @@ class _Search:
             terms.append(edge.multiplicity * cost if math.isfinite(cost) else cost)
         return math.fsum(terms)
 
+    def _raise_bound(self, bound_us: float) -> None:
+        self.bound_us = max(self.bound_us, bound_us)
+
     def _done(self, gap: float) -> bool:
         return self.best is not None and self.best_us - self.bound_us <= max(gap, _ROUNDING) * self.best_us
 
     def _solution(self, reduced: Reduced) -> Solution:
         chosen = () if self.best is None else reduced.original(self.best)
         paths = [
-            table.path(self.problem.supplied(edge, chosen[edge.source]), self.problem.demanded(edge, chosen[edge.target]))
+            table.path(self.problem.supplied(edge, chosen[edge.source]),
+                       self.problem.demanded(edge, chosen[edge.target]))
             for edge, table in zip(self.problem.edges, reduced.paths, strict=True)
         ] if self.best is not None else []
-        proven = self._done(_TOLERANCE)
+        within_gap = self._done(max(self.options.gap, _TOLERANCE))
+        proven = self.best is not None and abs(self.best_us - self.bound_us) <= _TOLERANCE * self.best_us
         gap = 0.0 if proven else 1.0 if self.best is None else (self.best_us - self.bound_us) / self.best_us
         return Solution(
-            status="no_solution" if self.best is None else "optimal" if self._done(max(self.options.gap, _TOLERANCE)) else "feasible",
+            status="no_solution" if self.best is None else "optimal" if within_gap else "feasible",
             chosen=chosen,
             paths=tuple(paths),
             objective_us=self.best_us,

@@ -1,6 +1,6 @@
 """Any solver that PuLP knows, by name: found, configured, run, and asked what it really proved.
 
-PuLP's own `status` is not enough: it says "Optimal" when only the time ran out, and it does not carry the solver's bound.
+PuLP's own `status` is not enough: it says "Optimal" when only the time ran out, and it does not carry the bound.
 """
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _INSTALL = {
 class SolverOptions:
     """How to solve.
 
-    solver: PuLP's name of it, in any case. time_limit_s: for everything that one call solves, `DEFAULT_TIME_LIMIT_S` if
-    None. gap: relative, at which to stop. threads: the solver's default if None. extra: passed on to the solver by name.
+    solver: PuLP's name of it, in any case. time_limit_s: of one call, `DEFAULT_TIME_LIMIT_S` if None. gap: relative, at
+    which to stop. threads: the solver's default if None. extra: passed on to PuLP's solver by name.
     """
 
     solver: str = "HiGHS"
@@ -50,7 +50,7 @@ class SolverOptions:
 
     def __post_init__(self) -> None:
         if self.time_limit_s is not None and not self.time_limit_s > 0:
-            raise BadInput(f"time limit is {self.time_limit_s} s", "solver options", "give a positive number of seconds")
+            raise BadInput(f"time limit is {self.time_limit_s} s", "solver options", "give a positive number")
         if not 0 <= self.gap < 1:
             raise BadInput(f"gap is {self.gap}", "solver options", "give a relative gap, such as 0.001")
         if self.threads is not None and self.threads < 1:
@@ -66,8 +66,8 @@ class SolverOptions:
 class Outcome:
     """What one run of a solver proved; the values lie in the model's variables.
 
-    state: "optimal" (within the gap), "feasible", "infeasible" or "unknown" (no values). bound: in the model's objective,
-    None if the solver tells none.
+    state: "optimal" (within the gap), "feasible", "infeasible" or "unknown" (no values). bound: in the model's
+    objective, None if the solver tells none.
     """
 
     state: Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -75,16 +75,18 @@ class Outcome:
 
 
 class _StartedHiGHS(pulp.HiGHS):
-    """PuLP's HiGHS, which has no `warmStart`: starts from the variables' values where they are set."""
+    """PuLP's HiGHS, which has no `warmStart`: starts from the variables' values if `start` is set."""
+
+    start = False
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
         import highspy
 
-        values = [variable.varValue for variable in lp.variables()]
-        if None not in values:
-            start = highspy.HighsSolution()
-            start.col_value = values
-            lp.solverModel.setSolution(start)
+        if self.start:
+            values = highspy.HighsSolution()
+            values.col_value = [float(variable.varValue or 0.0) for variable in lp.variables()]
+            highs: Any = lp.solverModel
+            highs.setSolution(values)
         if self.threads is not None:
             highspy.Highs.resetGlobalScheduler(True)  # else HiGHS refuses another number of threads than the first
         super().callSolver(lp)
@@ -104,21 +106,22 @@ def check_options(options: SolverOptions) -> str:
         how = _INSTALL.get(name, f"install the program or package that PuLP runs as {name}")
         here = ", ".join(sorted(pulp.listSolvers(onlyAvailable=True)))
         raise MissingDependency(f"solver {name} is not installed", "solver options", f"{how}; installed here: {here}")
-    if name == "HiGHS":
+    if name == "HiGHS" and options.extra:
         _check_highs_options(options.extra)
     return name
 
 
-def run(model: pulp.LpProblem, options: SolverOptions, *, gap: float, time_limit_s: float, start: bool) -> Outcome:
-    """Solve `model` as it is; `start`: its variables hold a feasible assignment to start from, if the solver can.
+def run(model: pulp.LpProblem, options: SolverOptions, *, integer: bool, time_limit_s: float, start: bool) -> Outcome:
+    """Solve `model` within `options.gap`; the values are left in its variables.
+
+    integer: whether it has integer variables. start: its variables hold a feasible assignment, to begin from if the
+    solver can.
 
     Raises `BadInput` when the solver does not take an option of `options.extra` or breaks off.
     """
     name = check_options(options)
-    if not start:
-        for variable in model.variables():
-            variable.varValue = None
-    wanted = {"msg": False, "timeLimit": time_limit_s, "gapRel": gap, "threads": options.threads, "warmStart": start}
+    wanted = {"msg": False, "timeLimit": time_limit_s, "gapRel": options.gap, "gapAbs": 0.0,
+              "threads": options.threads, "warmStart": start}
     known = inspect.signature(_solver_class(name).__init__).parameters
     settings = {key: value for key, value in wanted.items() if key in known and value is not None}
     try:
@@ -127,13 +130,15 @@ def run(model: pulp.LpProblem, options: SolverOptions, *, gap: float, time_limit
         legal = ", ".join(key for key in known if key != "self")
         raise BadInput(f"solver {name} does not take these options: {error}", f"solver options {dict(options.extra)}",
                        f"use {legal}") from error
+    if isinstance(solver, _StartedHiGHS):
+        solver.start = start
     try:
         model.solve(solver)
     except pulp.PulpError as error:
         raise BadInput(f"solver {name} broke off: {error}", "solving the placement ILP",
                        "add {'msg': True} to the solver options to see its log, or use the solver HiGHS") from error
-    if name == "HiGHS":
-        return _outcome_of_highs(model)
+    if isinstance(solver, _StartedHiGHS):
+        return _outcome_of_highs(model.solverModel, integer)
     state: dict[int, Literal["optimal", "feasible", "infeasible", "unknown"]] = {
         pulp.LpSolutionOptimal: "optimal",
         pulp.LpSolutionIntegerFeasible: "feasible",
@@ -168,15 +173,13 @@ def _check_highs_options(extra: Mapping[str, Any]) -> None:
                            "see https://ergo-code.github.io/HiGHS/dev/options/definitions/ for names and values")
 
 
-def _outcome_of_highs(model: pulp.LpProblem) -> Outcome:
+def _outcome_of_highs(highs: Any, integer: bool) -> Outcome:
     import highspy
 
-    highs = model.solverModel
     status, info = highs.getModelStatus(), highs.getInfo()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return Outcome("infeasible", None)  # never unbounded: no cost is negative
     if status == highspy.HighsModelStatus.kOptimal:
-        return Outcome("optimal", info.mip_dual_bound if model.isMIP() else info.objective_function_value)
-    bound = info.mip_dual_bound if model.isMIP() else None
+        return Outcome("optimal", info.mip_dual_bound if integer else info.objective_function_value)
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    return Outcome("feasible" if feasible else "unknown", bound)
+    return Outcome("feasible" if feasible else "unknown", info.mip_dual_bound if integer else None)

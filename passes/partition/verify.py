@@ -31,7 +31,9 @@ def check(problem: Problem, solution: Solution) -> None:
     terms = [entity.multiplicity * entity.choices[choice].cost_us for entity, choice in pairs]
     graphs: dict[int, _Graph] = {}  # by identity: arcs are shared between edges
     for edge, path in zip(problem.edges, solution.paths, strict=True):
-        graph = graphs.setdefault(id(edge.arcs), _graph(edge.arcs))
+        if id(edge.arcs) not in graphs:
+            graphs[id(edge.arcs)] = _graph(edge.arcs)
+        graph = graphs[id(edge.arcs)]
         terms.append(edge.multiplicity * _check_path(problem, edge, path, graph, solution.chosen))
     _compare("objective_us", solution.objective_us, math.fsum(terms))
 
@@ -53,12 +55,8 @@ def _graph(arcs: Iterable[Arc]) -> _Graph:
     return graph
 
 
-def cheapest(arcs: Iterable[Arc], source: Label, target: Label) -> float:
-    """Dijkstra: µs of the cheapest path from `source` to `target`, inf if there is none."""
-    return _dijkstra(_graph(arcs), source, target)
-
-
 def _dijkstra(graph: _Graph, source: Label, target: Label) -> float:
+    """µs of the cheapest path from `source` to `target`, inf if there is none."""
     queue, done = [(0.0, source)], set()
     while queue:
         cost, label = heapq.heappop(queue)
@@ -77,7 +75,7 @@ def _check_path(problem: Problem, edge: Edge, path: tuple[Arc, ...], graph: _Gra
     demanded = problem.entities[edge.target].choices[chosen[edge.target]].inputs[edge.target_port]
     if demanded is None or supplied == demanded:
         if path:
-            raise VerificationError(f"edge {edge.name!r} takes {len(path)} arcs from {supplied} to {demanded}, none is due")
+            raise VerificationError(f"edge {edge.name!r} takes {len(path)} arcs from {supplied} to {demanded}, not 0")
         return 0.0
     here = supplied
     for arc in path:

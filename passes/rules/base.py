@@ -64,6 +64,8 @@ class Call:
     kwargs: Mapping[str, Any]
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
+    strides: tuple[tuple[int, ...], ...] = ()
+    """Of the operands, in elements; what reads memory rather than dims (`as_strided`) needs them."""
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         if position < len(self.args):
@@ -89,6 +91,8 @@ class Rule:
               would be added once per rank.
     indexed:  letters that an integer operand points into (a vocabulary): split, the rank handles only its own range.
               Letter -> operand that holds the indices, which the rewrite shifts and masks.
+    ordered:  letters whose positions count (an iota): split, the rank handles one contiguous range and is told which.
+    repeated: letter -> results that it does not touch: split, every rank computes these whole.
     aside:    results that no letter touches (a generator state): replicated whatever is split.
     """
 
@@ -101,6 +105,8 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
     indexed: Mapping[Letter, int] = field(default_factory=dict)
+    ordered: frozenset[Letter] = frozenset()
+    repeated: Mapping[Letter, frozenset[int]] = field(default_factory=dict)
     aside: frozenset[int] = frozenset()
 
 
@@ -130,6 +136,8 @@ def make_rule(
     linear: Sequence[Sequence[int]] = (),
     addends: Sequence[int] = (),
     indexed: Mapping[Letter, int] | None = None,
+    ordered: Sequence[Letter] = (),
+    repeated: Mapping[Letter, Sequence[int]] | None = None,
     aside: Sequence[int] = (),
     sizes: Mapping[Letter, int] | None = None,
 ) -> Rule:
@@ -165,6 +173,8 @@ def make_rule(
         linear=tuple(frozenset(s) for s in linear),
         addends=frozenset(addends),
         indexed=dict(indexed or {}),
+        ordered=frozenset(ordered),
+        repeated={letter: frozenset(results) for letter, results in (repeated or {}).items()},
         aside=frozenset(aside),
     )
 
@@ -209,8 +219,9 @@ def strategies(rule: Rule | None, operands: Sequence[Factors], results: Sequence
             continue
         alike = len({own for *_, own in places}) == 1
         count = len(places[0][4]) if alike else min(1, *(len(own) for *_, own in places))
-        if letter in rule.indexed:  # a range of indices is contiguous only if the outermost factor is split
+        if letter in rule.indexed or letter in rule.ordered:  # a range is contiguous only along the outermost factor
             count = min(count, 1)
+        untouched = rule.aside | rule.repeated.get(letter, frozenset())
         for k in range(count):
             inputs: list[Placement] = [REPLICATE] * len(operands)
             outputs: list[Placement] = [REPLICATE] * len(results)
@@ -224,10 +235,10 @@ def strategies(rule: Rule | None, operands: Sequence[Factors], results: Sequence
             if twice:  # the letter stands twice in one tensor (a diagonal): no even split
                 continue
             reduced = PARTIAL if letter in rule.summed else PARTIAL_MAX if letter in rule.maxed else None
-            if reduced is None and not all(isinstance(p, tuple) or i in rule.aside for i, p in enumerate(outputs)):
+            if reduced is None and not all(isinstance(p, tuple) or i in untouched for i, p in enumerate(outputs)):
                 continue
             if reduced is not None:
-                outputs = [p if isinstance(p, tuple) or i in rule.aside else reduced for i, p in enumerate(outputs)]
+                outputs = [p if isinstance(p, tuple) or i in untouched else reduced for i, p in enumerate(outputs)]
                 if reduced == PARTIAL:
                     for i in rule.addends:
                         if inputs[i] == REPLICATE:

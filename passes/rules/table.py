@@ -103,6 +103,7 @@ def call_of(node: Node) -> Call:
         kwargs=kwargs,
         operands=tuple(spec_of(n.meta["val"]) for n in operands),
         results=tuple(spec_of(v) for v in results_of(node)),
+        strides=tuple(tuple(n.meta["val"].stride()) for n in operands),
     )
 
 

@@ -165,6 +165,6 @@ def reshape(insert: Inserter, x: Node, shape: Sequence[int]) -> Node:
     shape = list(shape)
     try:
         x.meta["val"].view(shape)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # real tensors raise the one, fake ones the other
         x = insert(aten.clone.default, x, memory_format=torch.contiguous_format)
     return insert(aten.view.default, x, shape)

@@ -6,7 +6,7 @@ Most operators need nothing: the local call on local operands gives the local re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Local:
     rule: Rule | None
     ranges: Mapping[int, tuple[int, int]]
     """Operand that holds indices -> (first index, number) of this rank's range, where the indexed dim is split."""
+    ordered: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Dim of the first result whose positions count -> (first position, number) of this rank's range, where it is split."""
 
     def ratio(self, dim: int) -> int:
         return self.whole[0][dim] // max(self.local[0][dim], 1)
@@ -226,3 +228,13 @@ def shifted_ranges(
                     if own is not None:
                         found[operand] = own
     return found
+
+
+def ordered_ranges(
+    rule: Rule | None, split: Callable[[bool, int, int], tuple[int, int] | None]
+) -> dict[int, tuple[int, int]]:
+    """Dim of the first result -> this rank's range, for every ordered letter whose dim is split; `split` as above."""
+    if rule is None or not rule.ordered:
+        return {}
+    ranges = {d: split(False, 0, d) for d, row in enumerate(rule.outputs[0]) if rule.ordered.intersection(row)}
+    return {d: own for d, own in ranges.items() if own is not None}

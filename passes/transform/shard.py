@@ -22,6 +22,9 @@ from passes.transform.collectives import MeshGroups, Redistributor, local_shape
 from passes.transform.insert import PROVENANCE, Inserter
 from passes.transform.localize import Local, localize, shifted_ranges
 
+BACKWARD_ON_PURPOSE = "must_be_in_backward"
+"""The partitioner's tag for a node that could run in forward and shall not."""
+
 
 class _Appender(Inserter):
     """Appends to the graph under construction instead of inserting before a node."""
@@ -37,6 +40,10 @@ class _Appender(Inserter):
                 node.meta[key] = self.like.meta[key]
         if self.tag is not None:
             node.meta["partitioner_tag"] = self.tag
+        if node.meta.get("partitioner_tag") != "is_backward" and any(
+            n.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE for n in node.all_input_nodes
+        ):
+            node.meta["partitioner_tag"] = BACKWARD_ON_PURPOSE  # what reads it cannot run before it
         with self.fake_mode:
             get = lambda x: x.meta["val"] if isinstance(x, Node) else x  # noqa: E731
             a, k = pytree.tree_map(get, (args, kwargs), is_leaf=lambda x: isinstance(x, Node))
@@ -56,6 +63,10 @@ class Sharder:
         """Value -> (local node, layout in which it is made)."""
         self.moved: dict[tuple, Node] = {}
         self.by_name = {op.name: op for op in graph.operations}
+        self.returned: dict[int, list[Route]] = {}
+        """Value -> ways of the outputs that return it."""
+        for (v, _), route in zip(graph.outputs, decision.outputs):
+            self.returned.setdefault(v, []).append(route)
         self.ports: dict[tuple[str, int], int] = {}
         for value in graph.values:
             name = value.name if value.producer is None else graph.operations[value.producer].name
@@ -109,7 +120,7 @@ class Sharder:
             if key not in self.moved:
                 # A gradient's own phase is backward; a forward value (or an input) is moved there on purpose.
                 made_backward = node.meta.get("partitioner_tag") == "is_backward"
-                tag = "is_forward" if not hop.backward else "is_backward" if made_backward else "must_be_in_backward"
+                tag = "is_forward" if not hop.backward else "is_backward" if made_backward else BACKWARD_ON_PURPOSE
                 self.moved[key] = self.redistributor.step(
                     _Appender(self.new, reader, self.fake_mode, tag), node, value, layout, hop.layout
                 )
@@ -155,6 +166,9 @@ class Sharder:
                     part = self.redistributor.step(insert, part, value, layout, following)
                     layout = following
             self.made[value.index] = (part, layout)
+            # Not at the end of the graph: what comes before the last forward output counts as forward.
+            for route in self.returned.get(value.index, ()):
+                self._arrive(route, node)
 
     def _range(self, op, layouts: OperationLayouts, is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
         """(first index, number) of this rank's part of a split dim."""

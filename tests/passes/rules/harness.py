@@ -1,0 +1,318 @@
+"""Run one call whole and, by each of its strategies, on parts; compare.
+
+A `Sample` is a call with real tensors. For every strategy of its rule and every axis size that divides, the operands
+are cut as the strategy says (P: random summands; M: random values whose maximum is the operand; S: pieces of a factor),
+the localized call runs once per rank in this process, and the results are put together by their placements.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes.analysis.factors import RuledCall, factorize
+from passes.compat import inductor_decompositions, pytree
+from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors, Placement, Rule, Strategy, format_placement, strategies
+from passes.rules.table import call_of, rule_of_call
+from passes.rules.views import view_letters
+from passes.transform.insert import Inserter
+from passes.transform.localize import Local, localize, ordered_ranges, shifted_ranges
+
+AXIS_SIZES = (2, 3, 4)
+inductor_decompositions()  # some primitives are registered when inductor's lowerings are imported
+_generator = torch.Generator().manual_seed(0)
+
+
+def f(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Random floats."""
+    return torch.randn(shape, generator=_generator, dtype=torch.float64).to(dtype)
+
+
+def i(high: int, *shape: int, low: int = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Random integers in [low, high)."""
+    return torch.randint(low, high, shape, generator=_generator).to(dtype)
+
+
+def b(*shape: int) -> torch.Tensor:
+    """Random bools."""
+    return torch.rand(shape, generator=_generator) < 0.5
+
+
+def permutation(n: int) -> torch.Tensor:
+    return torch.randperm(n, generator=_generator)
+
+
+def overloads(*namespaces: str) -> list[Any]:
+    """All functional operators of the namespaces, sorted by name."""
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if namespace in namespaces:
+            op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+            if op is not None and not op._schema.is_mutable:
+                found.append(op)
+    return found
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`expect`: strategies that the rule must allow, as "inputs -> outputs" (`describe`); others are run all the same.
+
+    stand_in: what computes the call here, if the operator has no CPU kernel. values: False if results are not defined
+    by the operands (`empty`); then only shapes are compared. device: of the fake tensors that rules and rewrite see.
+    """
+
+    target: Any
+    args: tuple
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    expect: tuple[str, ...] = ()
+    stand_in: Callable | None = None
+    values: bool = True
+    device: str = "cpu"
+    whole: bool = False
+
+    def __str__(self) -> str:
+        shapes = pytree.tree_map(lambda x: list(x.shape) if isinstance(x, torch.Tensor) else x, self.args)
+        return f"{self.target} {shapes} {dict(self.kwargs)}"
+
+
+def sample(target: Any, *args: Any, expect: str = "", stand_in: Callable | None = None, values: bool = True,
+           device: str = "cpu", whole: bool = False, **kwargs: Any) -> Sample:
+    """`expect` separates strategies by ";". `whole`: the call has no strategy that splits anything, on purpose."""
+    wanted = tuple(" ".join(e.split()) for e in expect.split(";") if e.strip())
+    return Sample(target, args, kwargs, wanted, stand_in, values, device, whole)
+
+
+def describe(strategy: Strategy) -> str:
+    """`S(0) R -> S(0)`"""
+    sides = (" ".join(map(format_placement, side)) for side in (strategy.inputs, strategy.outputs))
+    return " -> ".join(sides).strip()
+
+
+# --- cutting and joining ----------------------------------------------------------------------------------------------
+
+
+def _apart(x: torch.Tensor, dim: int, row: Sequence[int]) -> torch.Tensor:
+    return x.reshape(*x.shape[:dim], *row, *x.shape[dim + 1 :])
+
+
+def _summands(x: torch.Tensor, n: int) -> list[torch.Tensor]:
+    if x.dtype == torch.bool:  # a sum of bools is their disjunction
+        return [torch.where(b(*x.shape), x, False) if k else x & ~torch.zeros_like(x) for k in range(n)]
+    if x.dtype.is_complex:
+        parts = [torch.complex(f(*x.shape), f(*x.shape)).to(x.dtype) for _ in range(n - 1)]
+    elif x.dtype.is_floating_point:
+        parts = [f(*x.shape, dtype=x.dtype) for _ in range(n - 1)]
+    else:
+        parts = [i(9, *x.shape, low=-9, dtype=x.dtype) for _ in range(n - 1)]
+    return [*parts, x - sum(parts)]
+
+
+def _below(x: torch.Tensor, n: int) -> list[torch.Tensor]:
+    """Values whose elementwise maximum is x; at every place at least one rank has it."""
+    owner = i(n, *x.shape)
+    if x.dtype == torch.bool:
+        return [torch.where(owner == k, x, False) for k in range(n)]
+    return [torch.where(owner == k, x, x - i(5, *x.shape).to(x.dtype)) for k in range(n)]
+
+
+def cut(x: torch.Tensor, placement: Placement, factors: Factors, n: int) -> list[torch.Tensor]:
+    """What each of `n` ranks holds."""
+    if placement == REPLICATE:
+        return [x] * n
+    if placement == PARTIAL:
+        return _summands(x, n)
+    if placement == PARTIAL_MAX:
+        return _below(x, n)
+    dim, factor = placement
+    row = factors[dim]
+    local = list(x.shape)
+    local[dim] //= n
+    return [part.reshape(local) for part in _apart(x, dim, row).chunk(n, dim + factor)]
+
+
+def join(parts: Sequence[torch.Tensor], placement: Placement, factors: Factors) -> torch.Tensor:
+    """Inverse of `cut`."""
+    if placement == REPLICATE:
+        for part in parts[1:]:
+            torch.testing.assert_close(part, parts[0], equal_nan=True, msg=lambda m: f"ranks differ: {m}")
+        return parts[0]
+    if placement == PARTIAL:
+        total = sum(parts[1:], parts[0])
+        return total
+    if placement == PARTIAL_MAX:
+        return torch.stack(list(parts)).amax(0)
+    dim, factor = placement
+    row = list(factors[dim])
+    row[factor] //= len(parts)
+    shape = list(parts[0].shape)
+    shape[dim] *= len(parts)
+    return torch.cat([_apart(part, dim, row) for part in parts], dim + factor).reshape(shape)
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A sample with its rule and its whole results."""
+
+    def __init__(self, sample: Sample):
+        self.sample = sample
+        self.fake_mode = FakeTensorMode()
+        self.tensors = [x for x in pytree.tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(x, torch.Tensor)]
+        graph, node = self._emit(self.tensors, lambda insert, args, kwargs: insert(sample.target, *args, **kwargs))
+        self.call = call_of(node)
+        self.rule = rule_of_call(self.call)
+        self.results = self._execute(graph, self.tensors)
+        self.combinations = 0
+
+    def factors(self, finer: bool) -> list[Factors]:
+        """Factors of operands, then results. `finer`: as if other calls took every dim of composite size apart."""
+        shapes = [s.shape for s in self.call.operands] + [s.shape for s in self.call.results]
+        count = len(self.call.operands)
+        assert self.rule is not None
+        calls = [RuledCall(self.rule, tuple(range(count)), tuple(range(count, len(shapes))))]
+        if finer:
+            for value, shape in enumerate(list(shapes)):
+                apart = [p for s in shape for p in _two_factors(s)]
+                shapes.append(tuple(apart))
+                a, b_, sizes, _ = view_letters(shape, tuple(apart))
+                letters = [tuple(tuple(row) for row in side) for side in (a, b_)]
+                calls.append(RuledCall(Rule((letters[0],), (letters[1],), sizes), (value,), (len(shapes) - 1,)))
+        return factorize(shapes, calls)[: count + len(self.call.results)]
+
+    def check(self) -> set[str]:
+        """Run all strategies; returns their descriptions. Raises AssertionError naming the first that is wrong."""
+        if self.rule is None:
+            return set()
+        seen: set[str] = set()
+        for finer in (False, True):
+            factors = self.factors(finer)
+            ins, outs = factors[: len(self.call.operands)], factors[len(self.call.operands) :]
+            for strategy in strategies(self.rule, ins, outs):
+                seen.add(describe(strategy))
+                for n in AXIS_SIZES:
+                    if _divides(strategy, ins, outs, n):
+                        self._compare(strategy, ins, outs, n, strided=finer)
+        return seen
+
+    def _compare(self, strategy: Strategy, ins: list[Factors], outs: list[Factors], n: int, strided: bool) -> None:
+        where = f"{self.sample}: {describe(strategy)} on {n} ranks, factors {ins} -> {outs}"
+        self.combinations += 1
+        operands = [cut(x, p, g, n) for x, p, g in zip(self.tensors, strategy.inputs, ins)]
+        if strided:
+            operands = [[_strided(x) for x in parts] for parts in operands]
+        try:
+            ranks = [self._local([parts[k] for parts in operands], strategy, n, k) for k in range(n)]
+            for port, (whole, placement, own) in enumerate(zip(self.results, strategy.outputs, outs)):
+                parts = [results[port] for results in ranks]
+                assert all(part.dtype == whole.dtype for part in parts), f"dtype {parts[0].dtype}, not {whole.dtype}"
+                expected = cut(whole, placement, own, n)[0].shape
+                assert all(part.shape == expected for part in parts), f"local {parts[0].shape}, expected {expected}"
+                if self.sample.values:
+                    joined = join(parts, placement, own)
+                    torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False)
+        except Exception as error:
+            raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+
+    def _local(self, operands: list[torch.Tensor], strategy: Strategy, n: int, rank: int) -> list[torch.Tensor]:
+        def part(is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
+            placement = (strategy.inputs if is_input else strategy.outputs)[tensor]
+            if not isinstance(placement, tuple) or placement[0] != dim:
+                return None
+            size = (self.call.operands if is_input else self.call.results)[tensor].shape[dim] // n
+            return rank * size, size
+
+        def shape(spec, placement: Placement) -> tuple[int, ...]:
+            local = list(spec.shape)
+            if isinstance(placement, tuple):
+                local[placement[0]] //= n
+            return tuple(local)
+
+        def emit(insert: Inserter, args: tuple, kwargs: Mapping[str, Any]) -> fx.Node:
+            return localize(
+                Local(
+                    target=self.sample.target, args=args, kwargs=kwargs,
+                    whole=tuple(s.shape for s in self.call.results),
+                    local=tuple(shape(s, p) for s, p in zip(self.call.results, strategy.outputs)),
+                    rule=self.rule, ranges=shifted_ranges(self.rule, part), ordered=ordered_ranges(self.rule, part),
+                ),
+                insert,
+            )
+
+        graph, _ = self._emit(operands, emit)
+        return self._execute(graph, operands)
+
+    def _emit(self, tensors: Sequence[torch.Tensor], emit: Callable) -> tuple[fx.Graph, fx.Node]:
+        """A graph with a placeholder per tensor and what `emit(insert, args, kwargs)` makes of them."""
+        graph = fx.Graph()
+        output = graph.output(())
+        nodes = []
+        for k, tensor in enumerate(tensors):
+            with graph.inserting_before(output):
+                node = graph.placeholder(f"operand_{k}")
+            with self.fake_mode:
+                node.meta["val"] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.sample.device
+                )
+            nodes.append(node)
+        left = iter(nodes)
+        args, kwargs = pytree.tree_map(
+            lambda x: next(left) if isinstance(x, torch.Tensor) else x, (self.sample.args, dict(self.sample.kwargs))
+        )
+        node = emit(Inserter(graph, output, fake_mode=self.fake_mode), args, kwargs)
+        output.args = (node,)
+        graph.lint()
+        return graph, node
+
+    def _execute(self, graph: fx.Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        out = _Interpreter(fx.GraphModule({}, graph), self.sample).run(*tensors)
+        return [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, torch.Tensor)]
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, sample: Sample):
+        super().__init__(gm)
+        self.sample = sample
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        if target is self.sample.target and self.sample.stand_in is not None:
+            target = self.sample.stand_in
+        return super().call_function(target, args, kwargs)
+
+
+def _two_factors(size: int) -> tuple[int, ...]:
+    """8 -> 4, 2; 16 -> 4, 4; 7 -> 7"""
+    inner = next((k for k in range(math.isqrt(size), 1, -1) if size % k == 0), 1)
+    return (size // inner, inner) if inner > 1 else (size,)
+
+
+def _strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values in another order in memory, as a product of parts that were permuted may have."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim > 1 else x
+
+
+def _divides(strategy: Strategy, ins: Sequence[Factors], outs: Sequence[Factors], n: int) -> bool:
+    pairs = itertools.chain(zip(strategy.inputs, ins), zip(strategy.outputs, outs))
+    return all(not isinstance(p, tuple) or g[p[0]][p[1]] % n == 0 for p, g in pairs)
+
+
+def check(sample: Sample) -> int:
+    """Check all strategies of a sample and that the expected ones are among them; returns how many runs were compared."""
+    run = Run(sample)
+    seen = run.check()
+    missing = [e for e in sample.expect if e not in seen]
+    assert not missing, f"{sample}: expected strategies {missing}, the rule gives {sorted(seen)}"
+    splits = [s for s in seen if "S(" in s]
+    if sample.whole:
+        assert not splits, f"{sample}: meant to be left whole, but it has {splits}"
+    else:
+        assert splits, f"{sample}: nothing can be split; rule {run.rule}"
+    return run.combinations
