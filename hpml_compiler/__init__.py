@@ -1,1 +1,33 @@
 """hpml: plan and run a model over many devices by changing one line, `torch.compile(model, backend="hpml")`."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+# Before the function `plan` below: importing the module of the same name later would replace it.
+from hpml_compiler.plan import Plan
+
+if TYPE_CHECKING:
+    from hpml_compiler.api import last_plan
+    from hpml_compiler.loader import distribute
+
+__all__ = ["Plan", "distribute", "last_plan", "plan"]
+
+
+def plan(model: Any, batch: Any, cluster: Any = None, **options: Any) -> Plan:
+    """Plan one training step of `model` on `batch` for a cluster, without devices: see `hpml_compiler.api.plan`."""
+    from hpml_compiler.api import plan as make
+
+    return make(model, batch, cluster, **options)
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import; `hpml --help` shall not wait for it.
+    if name == "distribute":
+        from hpml_compiler.loader import distribute
+
+        return distribute
+    if name == "last_plan":
+        from hpml_compiler.api import last_plan
+
+        return last_plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler import session
+from hpml_compiler.api import last_plan
 from hpml_compiler.agreement import from_rank_0, same_graph
 from hpml_compiler.lowering import Lowering, boxed
 from hpml_compiler.options import Options
@@ -121,6 +123,7 @@ class _Compilation:
         same_graph(annotated.hash(), annotated.text)
         self.planned = planned = from_rank_0(lambda: self._plan(annotated))
         self.session.graphs.append(planned.record)
+        self.session.options, self.session.cluster = self.options, planned.cluster
         self.session.rejected.extend(planned.rejected)
         self.positions = dict(annotated.interface.positions)
         self.annotated = annotated
@@ -129,6 +132,7 @@ class _Compilation:
         start = time.perf_counter()
         result = shard(gm, annotated.graph, annotated.rules, planned.decision, self.session.groups(planned.mesh), fake_mode)
         planned.record.seconds["rewrite"] = time.perf_counter() - start
+        self._save_plan()
         if dist.get_rank() == 0:
             log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,
                      planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
@@ -136,6 +140,12 @@ class _Compilation:
             if dist.get_rank() == 0:
                 log.debug("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
         return result
+
+    def _save_plan(self) -> None:
+        """HPML_SAVE_PLAN=path: rank 0 leaves the plan there, so that a script need not ask for it."""
+        path = os.environ.get("HPML_SAVE_PLAN")
+        if path and dist.get_rank() == 0:
+            last_plan().save(path)
 
     def _plan(self, annotated: Annotated) -> Planned:
         given = self.options.load_plan()

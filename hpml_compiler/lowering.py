@@ -58,18 +58,19 @@ class Lowering:
         joint = compat.inductor_joint_passes(joint)
         return compat.min_cut_partition(joint, inputs, forward_outputs, static_inputs)
 
-    def forward(self, gm: GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
-        return self._lower(gm, is_backward=False, is_inference=False)
+    def forward(self, gm: GraphModule, _whole: Any) -> Callable[[list[Any]], Any]:
+        return self._lower(gm, values_of(gm), is_backward=False, is_inference=False)
 
-    def backward(self, gm: GraphModule, _inputs: Any) -> Callable[[list[Any]], Any]:
-        return self._lower(gm, is_backward=True, is_inference=False)
+    def backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
+        return self._lower(gm, inputs, is_backward=True, is_inference=False)
 
     def inference(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
         if self.inductor:
             gm = compat.inductor_joint_passes(gm)
-        return self._lower(gm, is_backward=False, is_inference=True)
+        return self._lower(gm, values_of(gm), is_backward=False, is_inference=True)
 
-    def _lower(self, gm: GraphModule, *, is_backward: bool, is_inference: bool) -> Callable[[list[Any]], Any]:
+    def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool) -> Callable[[list[Any]], Any]:
         if not self.inductor:
             return boxed(torch.fx.GraphModule(gm, gm.graph).forward)
         output = gm.graph.find_nodes(op="output")[0]
@@ -80,5 +81,5 @@ class Lowering:
         ]
         # Saved tensors and parameters keep their addresses between calls only for cudagraphs, which are not used here.
         return compat.compile_with_inductor(
-            gm, values_of(gm), static_inputs=(), is_backward=is_backward, is_inference=is_inference
+            gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference
         )

@@ -62,6 +62,7 @@ class Planned:
     decision: Decision
     record: GraphPlan
     rejected: tuple[MeshAttempt, ...]
+    cluster: str = ""
 
 
 def annotate(gm: GraphModule, interface: Interface) -> Annotated:
@@ -134,7 +135,7 @@ def plan_graph(
     seconds = {**annotated.seconds, "solve": time.perf_counter() - start}
     return Planned(
         dict(zip(mesh.names, mesh.shape)), answer.decision,
-        graph_plan(annotated, mesh, answer, name=name, seconds=seconds), tuple(attempts),
+        graph_plan(annotated, mesh, answer, name=name, seconds=seconds), tuple(attempts), str(cluster),
     )
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from hpml_compiler.options import Options
 from hpml_compiler.plan_records import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.world import device_type
 from passes import compat
@@ -23,6 +24,8 @@ class Session:
     mesh: dict[str, int] | None = None
     graphs: list[GraphPlan] = field(default_factory=list)
     rejected: list[MeshAttempt] = field(default_factory=list)
+    options: Options = field(default_factory=lambda: Options.parse(None))
+    cluster: str = ""
     device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:

@@ -4,6 +4,7 @@ What takes long to load, such as `torch._inductor` and `torch._dynamo`, is impor
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -34,6 +35,8 @@ __all__ = [
     "make_dtensor",
     "norm_partial",
     "plain_torch_functions",
+    "quiet_dynamo",
+    "tracing_fake_mode",
     "pytree",
     "size_hint",
     "source_name",
@@ -112,6 +115,29 @@ def outside_tracing() -> Any:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+@functools.cache
+def tracing_fake_mode() -> Any:
+    """A fake mode for planning without devices; real constants inside a model are let in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def quiet_dynamo() -> Any:
+    """Trace on through logging calls of libraries (transformers warns once), which would break the graph."""
+    import logging
+
+    import torch._dynamo.config as config
+
+    functions = set(config.ignore_logging_functions) | {
+        function for name in ("warning_once", "info_once")
+        if (function := getattr(logging.Logger, name, None)) is not None
+    }
+    with config.patch(ignore_logging_functions=functions):
+        yield
 
 
 def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
@@ -197,12 +223,13 @@ def will_accumulate(nodes: Any) -> bool:
 
 def adopt_foreach_type(kind: type) -> None:
     """Let optimizers and `clip_grad_norm_` choose their foreach implementation for a tensor type, as for DTensor."""
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 
-    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-        if kind not in types:
-            types.append(kind)  # pyright: ignore[reportArgumentType]
+    supported: list[Any]
+    for supported in (of_optimizers, of_utilities):
+        if kind not in supported:
+            supported.append(kind)
 
 
 # What Dynamo knows while a backend runs.
@@ -226,7 +253,7 @@ def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
 
 def source_name(source: Any) -> str:
     """A source as a Python expression, such as L['self']._modules['head']._parameters['weight']."""
-    return source.name() if callable(source.name) else source.name
+    return str(source.name() if callable(source.name) else source.name)
 
 
 def guard_on_type_and_grad(sources: Any) -> None:

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from hpml_compiler.runtime.routes import in_place
-from hpml_compiler.runtime.whole import local_part, whole
+from hpml_compiler.runtime.whole import local_part, reduced, whole
 
 log = logging.getLogger(__name__)
+VIEW_STEP = "view_step"
+"""Attribute of a gathered view: how it was made."""
 
 
 def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -48,8 +50,8 @@ def through_whole(func: Callable[..., Any], name: str, args: tuple, kwargs: dict
     if torch.is_grad_enabled() and target.requires_grad:
         raise RuntimeError(f"{name} changes a tensor in place that requires a gradient; use torch.no_grad()")
     base, steps = target, []
-    while "view_step" in base.__dict__:
-        steps.append(base.__dict__["view_step"])
+    while hasattr(base, VIEW_STEP):
+        steps.append(getattr(base, VIEW_STEP))
         base = steps[-1].source
     with torch.no_grad():
         whole_base = value = whole(base).clone()
@@ -61,8 +63,14 @@ def through_whole(func: Callable[..., Any], name: str, args: tuple, kwargs: dict
 
         func(*_map(operand, args), **_map(operand, kwargs))
         for changed, new in ((base, whole_base), (target, value)):
-            changed._local_tensor.copy_(local_part(new, changed.device_mesh, changed.placements))
+            _keep_part(changed, new)
     return target
+
+
+def _keep_part(tensor: DTensor, value: torch.Tensor) -> None:
+    """Give the tensor a whole new value; it keeps its placement, but what was still to be reduced is reduced now."""
+    tensor._local_tensor.copy_(local_part(value, tensor.device_mesh, tensor.placements))
+    tensor._spec = reduced(tensor._spec, value)
 
 
 def as_dtensors(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], mesh: DeviceMesh,

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from hpml_compiler.runtime import foreach
 from hpml_compiler.runtime.eager import (
+    VIEW_STEP,
     ViewStep,
     adopt,
     as_dtensors,
@@ -169,7 +170,7 @@ def place_like(tensor: torch.Tensor, other: DTensor) -> torch.Tensor:
     return tensor if isinstance(tensor, DTensor) else place(tensor, other.device_mesh, other.placements)
 
 
-def _tracked(tensors: list[torch.Tensor]) -> bool:
+def _tracked(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -180,7 +181,7 @@ def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, An
     if name == "__getitem__" and _copies(args[1]):
         return result
 
-    def marked(view: torch.Tensor, index: int | None = None) -> torch.Tensor:
+    def marked(view: Any, index: int | None = None) -> torch.Tensor:
         if not isinstance(view, DTensor):
             if view.requires_grad:
                 return view
@@ -188,7 +189,7 @@ def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, An
         ours, theirs = source._local_tensor.untyped_storage(), view._local_tensor.untyped_storage()
         if type(source) is GatheredView or ours.data_ptr() != theirs.data_ptr():
             view.__class__ = GatheredView
-            view.__dict__["view_step"] = ViewStep(source, func, args[1:], kwargs, index)
+            setattr(view, VIEW_STEP, ViewStep(source, func, args[1:], kwargs, index))
         return view
 
     if isinstance(result, (list, tuple)):

@@ -35,6 +35,14 @@ def local_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     return part.clone()
 
 
+def reduced(spec: Any, like: torch.Tensor) -> Any:
+    """The DTensorSpec with Replicate for Partial; `like` is whole."""
+    if not any(placement.is_partial() for placement in spec.placements):
+        return spec
+    placements = [Replicate() if placement.is_partial() else placement for placement in spec.placements]
+    return compat.dtensor_spec(spec.mesh, placements, like)
+
+
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
@@ -49,10 +57,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        spec = ctx.spec
-        if any(placement.is_partial() for placement in spec.placements):
-            placements = [Replicate() if placement.is_partial() else placement for placement in spec.placements]
-            spec = compat.dtensor_spec(spec.mesh, placements, gradient)
+        spec = reduced(ctx.spec, gradient)
         part = local_part(gradient, spec.mesh, spec.placements)
         # What arrives may be expanded, or be held by somebody else, who would see it being clipped in place.
         return compat.make_dtensor(ctx.kind, part.clone() if part is gradient else part, spec)

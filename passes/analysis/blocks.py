@@ -2,8 +2,8 @@
 
 A block is the outermost entry of the module stack whose path ends in a list index and whose module has parts of its
 own (a decoder layer; not a bare Linear in a Sequential, which is one step of a chain and not a repetition). A backward
-node belongs where the forward node with its `seq_nr` does; a node that has none, as a sum of gradients, where its
-first placed input does.
+node belongs where the forward node with its `seq_nr` does; a node that has none, as a sum of gradients, where the
+last of its summands does.
 """
 from __future__ import annotations
 
@@ -44,14 +44,19 @@ def assign_blocks(gm: GraphModule) -> dict[Node, str]:
     """Block of every node, "" where there is none."""
     by_sequence: dict[int, str] = {}
     blocks: dict[Node, str] = {}
-    for node in gm.graph.nodes:
-        number = node.meta.get("seq_nr")
+    order: dict[Node, int] = {}
+    for position, node in enumerate(gm.graph.nodes):
+        order[node] = position
+        # A sum of gradients carries the number of whatever ran last in forward.
+        number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
         own = "" if is_backward(node) else block_of(node)
         if not own and is_backward(node):
             own = by_sequence.get(number, "") if number is not None else ""
         if own and number is not None and not is_backward(node):
             by_sequence.setdefault(number, own)
         if not own and is_backward(node) and number is None:
-            own = next((blocks[x] for x in node.all_input_nodes if is_backward(x) and blocks.get(x)), "")
+            # The summand that comes last: the others may have passed through many blocks (a residual stream).
+            summands = [x for x in node.all_input_nodes if is_backward(x) and blocks.get(x)]
+            own = blocks[max(summands, key=order.__getitem__)] if summands else ""
         blocks[node] = own
     return blocks

@@ -75,7 +75,7 @@ class Outcome:
 
 
 class _StartedHiGHS(pulp.HiGHS):
-    """PuLP's HiGHS, which has no `warmStart`: starts from the variables' values if `start` is set."""
+    """PuLP's HiGHS, made to start from the variables' values if `start` is set, and to end in any of HiGHS's ways."""
 
     start = False
 
@@ -90,6 +90,13 @@ class _StartedHiGHS(pulp.HiGHS):
         if self.threads is not None:
             highspy.Highs.resetGlobalScheduler(True)  # else HiGHS refuses another number of threads than the first
         super().callSolver(lp)
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
+        """PuLP's own raises KeyError for a limit of nodes or solutions; what was proven, `run` asks HiGHS."""
+        highs: Any = lp.solverModel
+        for variable, value in zip(lp.variables(), highs.getSolution().col_value, strict=False):
+            variable.varValue = value
+        return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
 
 
 def check_options(options: SolverOptions) -> str:

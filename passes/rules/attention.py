@@ -24,6 +24,7 @@ def _letters(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[list, list, dict]:
 
 
 def _mask(shape: tuple[int, ...], heads: object) -> list:
+    """A mask is broadcast where its size is 1. Its dim of keys stays whole."""
     full = ["b", heads, "s", None]
     return [x if size > 1 else None for x, size in zip(full[4 - len(shape):], shape)]
 
@@ -61,14 +62,15 @@ def _build(call: Call, roles: dict[int, str], outs: dict[int, str], q: int, k: i
     return make_rule(
         call, inputs, outputs, sizes=sizes,
         blocked=["s"] if causal or padded else (),
-        # Every rank's queries contribute to the gradients of all keys and of a group's keys.
-        summed=["s", "r"] if backward else (),
+        # All queries contribute to the gradients of all keys, those of a group to the group's, and whatever a mask is
+        # broadcast along to the mask's.
+        summed=["b", "g", "r", "s"] if backward else (),
         linear=[[0]] if backward else (),
         aside=[i for i in range(len(call.results)) if i not in outs],
     )
 
 
-def _forward(call: Call, mask: object, dropout: float, causal: bool, key_groups_split_by_r: bool = False) -> Rule | None:
+def _forward(call: Call, mask: object, dropout: float, causal: bool) -> Rule | None:
     roles = {0: "q", 1: "k", 2: "k"}
     if _index(mask) is not None:
         roles[_index(mask)] = "mask"
@@ -92,12 +94,13 @@ def biased_forward(call: Call) -> Rule | None:
                     call.argument(6, "is_causal", False))
 
 
-def _backward(call: Call, out: int, lse: int, mask: object, dropout: float, causal: bool) -> Rule | None:
+def _backward(call: Call, out: int | None, lse: int | None, mask: object, dropout: float, causal: bool) -> Rule | None:
     # Operand 0 is the gradient of the result; query, key, value follow.
+    assert out is not None and lse is not None
     roles = {0: "q", 1: "q", 2: "k", 3: "k", out: "q", lse: "lse"}
     if _index(mask) is not None:
         roles[_index(mask)] = "mask"
-    outs = {0: "q", 1: "k", 2: "k"}
+    outs = {0: "q", 1: "k", 2: "k", 3: "mask"}
     return _build(call, roles, outs, 1, 2, causal, dropout, True)
 
 
@@ -114,9 +117,9 @@ def flash_backward(call: Call) -> Rule | None:
 
 @rule(aten._scaled_dot_product_efficient_attention_backward.default, heavy=True)
 def efficient_backward(call: Call) -> Rule | None:
-    if len(call.results) > 3:  # a gradient of the bias is asked for
-        return None
-    return _backward(call, _index(call.args[5]), _index(call.args[6]), call.args[4], call.args[9], call.args[11])
+    """The fourth result, if there is one, is the gradient of the mask."""
+    return _backward(call, _index(call.args[5]), _index(call.args[6]), call.args[4], call.args[9],
+                     call.argument(11, "is_causal", False))
 
 
 @rule(aten._scaled_dot_product_cudnn_attention_backward.default, heavy=True)

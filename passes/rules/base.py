@@ -18,6 +18,7 @@ Values carry *factors*: each dim is a product of factor sizes, outer one first (
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
@@ -122,7 +123,23 @@ class Strategy:
         return any(isinstance(p, tuple) for p in self.inputs + self.outputs)
 
 
-RuleFunction = Callable[[Call], Rule | None]
+RuleFunction = Callable[[Call], Union[Rule, None]]
+
+
+def aligned(letters: Sequence[Any], own: Sequence[int], full: Sequence[int]) -> list[Any]:
+    """Letters of an operand of shape `own` that is broadcast to `full`, whose dims have `letters`; lined up at the right."""
+    shift = len(full) - len(own)
+    return [letters[d + shift] if size == full[d + shift] else None for d, size in enumerate(own)]
+
+
+def keeps_sums(source: str, target: str) -> bool:
+    """Whether converting from one dtype to another commutes with a sum, to rounding.
+
+    Truncation to integers does not. A sum of bools is their disjunction, which no other type has.
+    """
+    if "bool" in (source, target):
+        return source == target
+    return "int" not in target or "int" in source
 
 
 def make_rule(
@@ -144,7 +161,8 @@ def make_rule(
     """Build a rule from one entry per dim: a letter, a list of letters (outer first), or None (not split).
 
     Sizes of letters that stand alone in a dim are read off the tensors; others must be given in `sizes`.
-    A letter of size 1 is dropped. Raises ValueError if the entries do not fit the shapes.
+    A letter of size 1 is dropped, and so is a linear group that a change of dtype makes nonlinear. Raises ValueError if
+    the entries do not fit the shapes.
     """
     found: dict[Letter, int] = dict(sizes or {})
     for specs, entries in ((call.operands, inputs), (call.results, outputs)):
@@ -154,14 +172,21 @@ def make_rule(
             if len(dims) != len(spec.shape):
                 raise ValueError(f"{call.target}: rule names {len(dims)} dims for shape {spec.shape}")
             for size, entry in zip(spec.shape, dims):
-                if entry is not None and not isinstance(entry, list):
-                    if found.setdefault(entry, size) != size:
-                        raise ValueError(f"{call.target}: letter {entry!r} has sizes {found[entry]} and {size}")
+                if entry is None:
+                    continue
+                product = math.prod(found[x] for x in entry) if isinstance(entry, list) else found.setdefault(entry, size)
+                if product != size:
+                    raise ValueError(f"{call.target}: letters {entry!r} have the size {product} in a dim of {size}")
 
     def letters(dims: Sequence[Any]) -> Letters:
         return tuple(
             tuple(x for x in (() if e is None else e if isinstance(e, list) else (e,)) if found[x] > 1) for e in dims
         )
+
+    kept = [
+        group for group in linear
+        if all(keeps_sums(call.operands[i].dtype, r.dtype) for i in group for k, r in enumerate(call.results) if k not in aside)
+    ]
 
     return Rule(
         inputs=tuple(letters(d) for d in inputs),
@@ -170,7 +195,7 @@ def make_rule(
         summed=frozenset(summed),
         maxed=frozenset(maxed),
         blocked=frozenset(blocked),
-        linear=tuple(frozenset(s) for s in linear),
+        linear=tuple(frozenset(s) for s in kept),
         addends=frozenset(addends),
         indexed=dict(indexed or {}),
         ordered=frozenset(ordered),
@@ -183,7 +208,7 @@ def _segments(letters: Letters, sizes: Mapping[Letter, int], factors: Factors):
     """Yield (letter, dim, first factor index, factors of the letter) for every letter whose bounds are factor bounds.
 
     A letter that does not align with the factors of its dim yields an empty factor tuple, unless it is the outermost
-    one of the dim: then its first factor still means a contiguous split.
+    one of the dim and the first factor divides it: then that still means a contiguous split of the letter.
     """
     for dim, row in enumerate(letters):
         position, own = 0, factors[dim]
@@ -197,7 +222,7 @@ def _segments(letters: Letters, sizes: Mapping[Letter, int], factors: Factors):
                 yield letter, dim, start, own[start:position]
             else:
                 aligned = False
-                yield letter, dim, start, own[:1] if start == 0 else ()
+                yield letter, dim, start, own[:1] if start == 0 and size % own[0] == 0 else ()
 
 
 def strategies(rule: Rule | None, operands: Sequence[Factors], results: Sequence[Factors]) -> tuple[Strategy, ...]:

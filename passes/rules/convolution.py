@@ -1,78 +1,74 @@
-"""Convolution and pooling: batch and channels split, space stays whole."""
+"""Convolutions of one, two and three dims: batch, channels and groups of channels split, space stays whole.
+
+Letters: n batch, g groups, i input channels per group, o output channels per group. A depthwise convolution has as many
+groups as channels, so there splitting `g` splits the channels of all operands alike.
+"""
 from __future__ import annotations
 
 import torch
 
-from passes.rules.base import Call, Operand, Rule, make_rule
+from passes.rules.base import Call, Rule, make_rule
 from passes.rules.table import rule
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
+
+
+def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[list, list, list, list, dict]:
+    """(input, weight, bias, output, sizes); `weight` is its place among the operands."""
+    shape = call.operands[weight].shape
+    space = [None] * (len(shape) - 2)
+    # The weight is (input channels, output channels per group) if transposed, else (output, input per group).
+    per_group = [shape[0] // groups, shape[1]]
+    i, o = per_group if transposed else per_group[::-1]
+    rows, columns = ("i", "o") if transposed else ("o", "i")
+    return (
+        ["n", ["g", "i"], *space], [["g", rows], columns, *space], [["g", "o"]], ["n", ["g", "o"], *space],
+        {"g": groups, "i": i, "o": o},
+    )
 
 
 @rule(aten.convolution.default, heavy=True)
 def convolution(call: Call) -> Rule:
     """args: input, weight, bias, stride, padding, dilation, transposed, output_padding, groups"""
-    transposed, groups = call.args[6], call.args[8]
-    space = [None] * (len(call.operands[0].shape) - 2)
-    i, o = ("i", "o") if groups == 1 else (None, None)
-    weight = [i, o] if transposed else [o, i]
-    inputs = [["n", i, *space], [*weight, *space]]
+    x, weight, bias, out, sizes = _letters(call, 1, call.args[6], call.args[8])
     has_bias = len(call.operands) > 2
-    if has_bias:
-        inputs.append([o])
     return make_rule(
-        call, inputs, [["n", o, *space]], summed=["i"] if groups == 1 else (),
+        call, [x, weight, bias] if has_bias else [x, weight], [out], sizes=sizes, summed="i",
         linear=[[0, 2], [1, 2]] if has_bias else [[0], [1]], addends=[2] if has_bias else (),
     )
 
 
 @rule(aten.convolution_backward.default, heavy=True)
 def convolution_backward(call: Call) -> Rule | None:
-    """args: grad_output, input, weight, bias_sizes, ..., groups, output_mask; results only those that the mask asks for."""
-    transposed, groups, wanted = call.args[7], call.args[9], call.args[10]
-    space = [None] * (len(call.operands[0].shape) - 2)
-    i, o = ("i", "o") if groups == 1 else (None, None)
-    weight = [*([i, o] if transposed else [o, i]), *space]
-    full = [["n", i, *space], weight, [o]]
-    outs = [letters for letters, want in zip(full, wanted) if want]
+    """args: grad_output, input, weight, bias_sizes, ..., groups, output_mask; results only those that the mask asks for.
+
+    Splitting output channels sums the gradient of the input; splitting the batch sums those of weight and bias; the
+    gradient of the bias knows nothing of the input's channels.
+    """
+    wanted = call.args[10]
+    x, weight, bias, out, sizes = _letters(call, 2, call.args[7], call.args[9])
+    outs = [letters for letters, want in zip((x, weight, bias), wanted) if want]
     if len(outs) != len(call.results):
         return None
-    # Splitting output channels sums the gradient of the input; splitting the batch sums those of weight and bias.
-    # Input channels split the gradients of input and weight, but the bias gradient would be computed on every rank:
-    # it carries no `i`, so that letter is blocked where a bias gradient is asked for.
     return make_rule(
-        call, [["n", o, *space], ["n", i, *space], weight], outs,
-        summed=[x for x in ("n", o) if x is not None],
-        blocked=["i"] if wanted[2] else (), linear=[[0]],
+        call, [out, x, weight], outs, sizes=sizes, summed="no", repeated={"i": [len(outs) - 1]} if wanted[2] else None,
+        linear=[[0]],
     )
 
 
-@rule(
-    aten.max_pool2d_with_indices.default, aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default,
-    aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default, aten.avg_pool3d.default,
-    aten.max_pool2d_with_indices_backward.default, aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default,
-    aten.reflection_pad2d.default, aten.replication_pad2d.default, aten.upsample_nearest2d_backward.default,
-    aten.upsample_bilinear2d_backward.default, aten.reflection_pad2d_backward.default,
-)
-def per_channel(call: Call) -> Rule:
-    """Batch and channel dims pass through; the last two are taken together."""
-    rank = len(call.results[0].shape)
-    spatial = 3 if call.target is aten.avg_pool3d.default else 2
-    letters = [d if d < rank - spatial else None for d in range(rank)]
-    nonlinear = call.target in (aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default)
-    first = isinstance(call.args[0], Operand)
-    return make_rule(
-        call, [letters] * len(call.operands), [letters] * len(call.results),
-        linear=[] if nonlinear or not first or len(call.operands) > 1 else [[0]],
-    )
+@rule(aten._weight_norm_interface.default)
+def weight_norm(call: Call) -> Rule:
+    """direction, magnitude (size 1 in all dims but one), that dim -> weight, norms"""
+    dims = _one_dim(call, call.argument(2, "dim", 0))
+    return make_rule(call, [dims, dims], [dims, dims])
 
 
-def _low_memory_pool(call: Call) -> Rule:
-    rank = len(call.results[0].shape)
-    letters = [d if d < rank - 2 else None for d in range(rank)]
-    return make_rule(call, [letters] * len(call.operands), [letters] * len(call.results))
+@rule(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(call: Call) -> Rule:
+    """gradient of the weight, direction, magnitude, norms, the dim -> gradients of direction and magnitude"""
+    dims = _one_dim(call, call.argument(4, "dim"))
+    return make_rule(call, [dims] * 4, [dims, dims], linear=[[0]])
 
 
-for _name in ("_low_memory_max_pool_with_offsets", "_low_memory_max_pool_offsets_to_indices"):
-    if hasattr(prims, _name):  # inductor registers these when its lowerings are imported
-        rule(getattr(prims, _name).default)(_low_memory_pool)
+def _one_dim(call: Call, dim: int) -> list[int | None]:
+    return [d if d == dim else None for d in range(len(call.operands[0].shape))]

@@ -9,54 +9,61 @@ from passes.rules.table import rule
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def _dims(call: Call, rank: int) -> set[int]:
-    given = call.argument(1, "dim")
+def _dims(given: int | list[int] | None, rank: int) -> set[int]:
+    """Dims that are reduced; none given means all."""
     if given is None or given == []:
         return set(range(rank))
     return {d % rank for d in ([given] if isinstance(given, int) else given)} if rank else set()
 
 
-def _reduction(call: Call, **kinds) -> Rule:
+def _reduction(call: Call, position: int = 1, *, summed: bool = False, maxed: bool = False) -> Rule:
+    """`position`: of the argument `dim`."""
     rank = len(call.operands[0].shape)
-    dims = _dims(call, rank)
-    letters: list[int | None] = list(range(rank))
+    dims = _dims(call.argument(position, "dim"), rank)
     keep = len(call.results[0].shape) == rank and rank > 0
     out = [None if d in dims else d for d in range(rank)] if keep else [d for d in range(rank) if d not in dims]
     reduced = sorted(dims)
     return make_rule(
         call,
-        [letters],
+        [range(rank)],
         [out] * len(call.results),
-        summed=reduced if "summed" in kinds else (),
-        maxed=reduced if "maxed" in kinds else (),
-        blocked=() if kinds else reduced,
-        linear=[[0]] if "summed" in kinds else (),
+        summed=reduced if summed else (),
+        maxed=reduced if maxed else (),
+        blocked=() if summed or maxed else reduced,
+        linear=[[0]] if summed else (),
     )
 
 
-@rule(aten.sum.default, aten.sum.dim_IntList)
+@rule(aten.sum.default)
 def total(call: Call) -> Rule:
-    if "float" not in call.results[0].dtype and call.operands[0].dtype == "bool":
-        return _reduction(call, summed=True)
+    return _reduction(Call(call.target, call.args[:1], {}, call.operands, call.results), summed=True)
+
+
+@rule(aten.sum.dim_IntList)
+def sum_(call: Call) -> Rule:
     return _reduction(call, summed=True)
 
 
-@rule(aten.amax.default)
+@rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim, aten.any.dims)
 def maximum(call: Call) -> Rule:
+    """`any` is the maximum of bools."""
     return _reduction(call, maxed=True)
 
 
 @rule(
-    aten.amin.default, aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.prod.default,
-    aten.mean.default, aten.mean.dim, aten.var.correction, aten.var_mean.correction, aten.argmax.default,
-    aten.argmin.default, aten.logsumexp.default, aten.linalg_vector_norm.default,
+    aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default,
+    aten.prod.dim_int, aten.mean.default, aten.mean.dim, aten.var.correction, aten.var_mean.correction,
+    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.logsumexp.default,
 )
 def whole_reduction(call: Call) -> Rule:
     """The reduced dims stay whole; `mean` and `var_mean` are rewritten into sums before planning."""
-    if call.target is aten.linalg_vector_norm.default:
-        dims = call.argument(2, "dim")
-        call = Call(call.target, (call.args[0], dims), {}, call.operands, call.results)
     return _reduction(call)
+
+
+@rule(aten.linalg_vector_norm.default, aten.kthvalue.default)
+def whole_reduction_by_order(call: Call) -> Rule:
+    """As above, with the order of the norm, or k, before the dims."""
+    return _reduction(call, 2)
 
 
 def _along(call: Call, position: int, default: int, linear: bool = False) -> Rule:
@@ -65,12 +72,7 @@ def _along(call: Call, position: int, default: int, linear: bool = False) -> Rul
     letters: list[int | None] = list(range(rank))
     if rank:
         letters[call.argument(position, "dim", default) % rank] = None
-    return make_rule(
-        call,
-        [letters] * len(call.operands),
-        [letters if len(r.shape) == rank else [None] * len(r.shape) for r in call.results],
-        linear=[[0]] if linear else (),
-    )
+    return make_rule(call, [letters] * len(call.operands), [letters] * len(call.results), linear=[[0]] if linear else ())
 
 
 @rule(aten.cumsum.default)
@@ -78,22 +80,26 @@ def cumsum(call: Call) -> Rule:
     return _along(call, 1, 0, linear=True)
 
 
-@rule(aten.sort.default, aten._softmax.default, aten._log_softmax.default, aten.cumprod.default)
+@rule(
+    aten.sort.default, aten._softmax.default, aten._log_softmax.default, aten.cumprod.default, aten.logcumsumexp.default,
+    aten.cummax.default, aten.cummin.default,
+)
 def along_second(call: Call) -> Rule:
     return _along(call, 1, -1)
 
 
-@rule(aten.sort.stable)
-def sort_stable(call: Call) -> Rule:
+@rule(aten.sort.stable, aten.topk.default)
+def along_third(call: Call) -> Rule:
     return _along(call, 2, -1)
 
 
-@rule(aten.topk.default)
-def topk(call: Call) -> Rule:
-    return _along(call, 2, -1)
+@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def softmax_backward(call: Call) -> Rule:
+    """args: gradient, result, dim, dtype"""
+    return _along(call, 2, -1, linear=True)
 
 
-@rule(aten.flip.default)
+@rule(aten.flip.default, prims.rev.default)
 def flip(call: Call) -> Rule:
     rank = len(call.operands[0].shape)
     dims = {d % rank for d in call.args[1]}

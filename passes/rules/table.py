@@ -1,12 +1,12 @@
 """The table of op rules: which function gives the rule of an operator.
 
 A family (a file beside this one) registers its functions with `@rule(op, ...)`; operators that torch tags pointwise
-need no entry. `rule_of(node)` reads the call off an FX node and asks the table.
+need no entry, and those that it tags as drawing random numbers are left whole. `rule_of(node)` reads the call off an FX
+node and asks the table.
 """
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,23 +17,34 @@ from torch.fx import Node
 from passes.compat import OpOverload, pytree
 from passes.rules.base import Call, Operand, Rule, RuleFunction, Spec
 
-log = logging.getLogger("hpml.rules")
-FAMILIES = ("attention", "convolution", "creation", "embedding", "matmul", "pointwise", "reductions", "routing", "views")
-_table: dict[Any, RuleFunction] = {}
-_heavy: set[Any] = set()
+FAMILIES = (
+    "attention", "convolution", "creation", "embedding", "matmul", "pointwise", "pooling", "reductions", "routing", "scatter",
+    "special", "views", "windows",
+)
+_table: dict[str, RuleFunction] = {}
+_heavy: set[str] = set()
+
+
+def name_of(target: Any) -> str:
+    """`aten::add.Tensor`, `aten::neg`: operators stand in the table by name, so that one which is registered later, or
+    only in some releases, can have a rule too."""
+    return target.name() if isinstance(target, OpOverload) else str(target)
 
 
 def rule(*targets: Any, heavy: bool = False) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for operators. `heavy` marks those whose work is worth a decision of its own
-    (matrix products, attention, table look-ups): others are clustered with their neighbors."""
+    """Register a rule function for operators, given themselves or by name.
+
+    `heavy` marks those whose work is worth a decision of its own (matrix products, attention, table look-ups): others
+    are clustered with their neighbors.
+    """
 
     def register(function: RuleFunction) -> RuleFunction:
-        for target in targets:
-            if target in _table:
-                raise ValueError(f"two rules for {target}")
-            _table[target] = function
-        if heavy:
-            _heavy.update(targets)
+        for name in map(name_of, targets):
+            if name in _table:
+                raise ValueError(f"two rules for {name}")
+            _table[name] = function
+            if heavy:
+                _heavy.add(name)
         return function
 
     return register
@@ -45,29 +56,34 @@ def load() -> None:
         importlib.import_module(f"passes.rules.{family}")
 
 
-def targets() -> tuple[Any, ...]:
-    """All operators with an entry, in no particular order."""
+def targets() -> tuple[str, ...]:
+    """Names of all operators with an entry, in no particular order."""
     load()
     return tuple(_table)
 
 
+def is_random(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def is_pointwise(target: Any) -> bool:
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags and not is_random(target)
+
+
 def _lookup(target: Any) -> RuleFunction | None:
-    """An operator that another package registers, maybe after this table is loaded, stands in it by name."""
-    return _table.get(target) or (_table.get(target.name()) if isinstance(target, OpOverload) else None)
+    load()
+    if name_of(target) in _table:
+        return _table[name_of(target)]
+    return _table["pointwise"] if is_pointwise(target) else _table["random"] if is_random(target) else None
 
 
 def is_heavy(target: Any) -> bool:
     load()
-    return target in _heavy or (isinstance(target, OpOverload) and target.name() in _heavy)
+    return name_of(target) in _heavy
 
 
 def has_rule(target: Any) -> bool:
-    load()
-    return _lookup(target) is not None or is_pointwise(target)
-
-
-def is_pointwise(target: Any) -> bool:
-    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+    return _lookup(target) is not None
 
 
 def spec_of(value: Any) -> Spec:
@@ -108,10 +124,7 @@ def call_of(node: Node) -> Call:
 
 
 def rule_of_call(call: Call) -> Rule | None:
-    load()
     function = _lookup(call.target)
-    if function is None and is_pointwise(call.target):
-        from passes.rules.pointwise import pointwise as function
     return None if function is None else function(call)
 
 

@@ -1,5 +1,7 @@
-"""Views and copies that move elements: reshape, transpose, slice, concatenate, pad."""
+"""Views and copies that move elements: reshape, transpose, expand, repeat, roll."""
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -10,14 +12,17 @@ aten = torch.ops.aten
 
 
 def view_letters(old: tuple[int, ...], new: tuple[int, ...]):
-    """Letters of a reshape: `(entries of old, entries of new, sizes)`, in factors common to both shapes.
+    """Letters of a reshape: `(entries of old, entries of new, sizes, blocked letters)`, in factors common to both shapes.
 
-    (6, 4) -> (2, 12) has the letters 2, 3, 4: ([a b], c) -> (a, [b c]). Dims that share no factor boundary keep one
-    outer letter if one size divides the other, and the rest of the group is not split.
+    (6, 4) -> (2, 12) has the letters 2, 3, 4: ([2 3], [4]) -> ([2], [3 4]). Both shapes are read from the outer side, and
+    the next letter is what the rests of the two dims have in common. Where that is nothing, as in (3, 5) -> (5, 3), the
+    inner parts cannot be told apart: they get letters of their own, which are blocked, up to the next common boundary.
     """
     a: list[list] = [[] for _ in old]
     b: list[list] = [[] for _ in new]
     sizes: dict[object, int] = {}
+    if 0 in old:
+        return a, b, sizes, []
     i = j = 0
     rest_a = rest_b = 1
     while True:
@@ -27,38 +32,40 @@ def view_letters(old: tuple[int, ...], new: tuple[int, ...]):
             rest_b, j = new[j], j + 1
         if rest_a == 1 or rest_b == 1:
             break
-        # Both shapes are read from the outer side; the next common factor is the smaller rest if it divides.
-        small, large = sorted((rest_a, rest_b))
-        letter = len(sizes)
-        if large % small == 0:
-            sizes[letter] = small
+        common = math.gcd(rest_a, rest_b)
+        if common > 1:
+            letter = len(sizes)
+            sizes[letter] = common
             a[i - 1].append(letter)
             b[j - 1].append(letter)
-            rest_a //= small
-            rest_b //= small
+            rest_a //= common
+            rest_b //= common
             continue
-        # No common boundary here: the inner parts of this group cannot be told apart. Close the group.
-        pa, pb = rest_a, rest_b
+        part_a, part_b = rest_a, rest_b
         broken_a, broken_b = [i - 1], [j - 1]
-        while pa != pb:
-            if pa < pb:
-                pa, i = pa * old[i], i + 1
+        while part_a != part_b:
+            if part_a < part_b:
+                part_a, i = part_a * old[i], i + 1
                 broken_a.append(i - 1)
             else:
-                pb, j = pb * new[j], j + 1
+                part_b, j = part_b * new[j], j + 1
                 broken_b.append(j - 1)
         for row, shape, dims, tag in ((a, old, broken_a, "a"), (b, new, broken_b, "b")):
             for d in dims:
-                done = 1
-                for x in row[d]:
-                    done *= sizes[x]
+                done = math.prod(sizes[x] for x in row[d])
                 if shape[d] > done:
-                    key = (tag, d)
-                    sizes[key] = shape[d] // done
-                    row[d].append(key)
+                    sizes[tag, d] = shape[d] // done
+                    row[d].append((tag, d))
         rest_a = rest_b = 1
-    blocked = [k for k in sizes if isinstance(k, tuple)]
-    return a, b, sizes, blocked
+    return a, b, sizes, [k for k in sizes if isinstance(k, tuple)]
+
+
+def _reshape(call: Call, operand: int, linear: list[list[int]]) -> Rule:
+    """All elements of one operand in their order; others have the shape of the result and are not read."""
+    a, b, sizes, blocked = view_letters(call.operands[operand].shape, call.results[0].shape)
+    a, b = ([row or None for row in side] for side in (a, b))
+    inputs = [a if i == operand else b for i in range(len(call.operands))]
+    return make_rule(call, inputs, [b], sizes=sizes, blocked=blocked, linear=linear)
 
 
 @rule(
@@ -66,8 +73,55 @@ def view_letters(old: tuple[int, ...], new: tuple[int, ...]):
     aten.squeeze.dim, aten.squeeze.dims,
 )
 def view(call: Call) -> Rule:
-    a, b, sizes, blocked = view_letters(call.operands[0].shape, call.results[0].shape)
-    return make_rule(call, [a], [b], sizes=sizes, blocked=blocked, linear=[[0]])
+    return _reshape(call, 0, [[0]])
+
+
+def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@rule(aten.as_strided.default)
+def as_strided(call: Call) -> Rule | None:
+    """A reshape if operand and result are packed and of one size; else it reads memory, and nobody can follow."""
+    same = call.operands[0].elements == call.results[0].elements and not call.argument(3, "storage_offset", 0)
+    if not same or not _contiguous(call.operands[0].shape, call.strides[0]):
+        return None
+    return _reshape(call, 0, [[0]]) if _contiguous(call.results[0].shape, call.args[2]) else None
+
+
+@rule(aten.as_strided_scatter.default)
+def as_strided_scatter(call: Call) -> Rule | None:
+    """args: self, source, size, stride, offset; where the source covers all of self, the result is the source."""
+    same = call.operands[0].elements == call.operands[1].elements and not call.argument(4, "storage_offset", 0)
+    if not same or not _contiguous(call.operands[0].shape, call.strides[0]):
+        return None
+    return _reshape(call, 1, [[1], [0, 1]]) if _contiguous(call.operands[1].shape, call.args[3]) else None
+
+
+@rule(aten.view.dtype)
+def view_dtype(call: Call) -> Rule:
+    """The same bits read as another type; another item size makes the last dim longer or shorter."""
+    dims: list = list(range(len(call.results[0].shape)))
+    if dims and call.operands[0].itemsize != call.results[0].itemsize:
+        dims[-1] = None
+    return make_rule(call, [dims], [dims])
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(call: Call) -> Rule:
+    dims = list(range(len(call.operands[0].shape)))
+    return make_rule(call, [dims], [[*dims, None]], linear=[[0]])
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(call: Call) -> Rule:
+    dims = list(range(len(call.results[0].shape)))
+    return make_rule(call, [[*dims, None]], [dims], linear=[[0]])
 
 
 @rule(aten.permute.default)
@@ -105,131 +159,15 @@ def expand(call: Call) -> Rule:
 
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Rule:
+    """Every dim is its repetitions (outer) of the dim of the operand: both split, in parts of the count or of the dim."""
     old, new, times = call.operands[0].shape, call.results[0].shape, call.args[1]
     shift = len(new) - len(old)
-    inputs = [i + shift if times[i + shift] == 1 else None for i in range(len(old))]
-    return make_rule(call, [inputs], [[i if times[i] == 1 else None for i in range(len(new))]], linear=[[0]])
-
-
-def _window(size: int, start: int, stop: int, step: int) -> tuple[list, list, dict, list] | None:
-    """Letters of `x[start:stop:step]` along a dim of `size`: an aligned block of equal blocks keeps its inner letter."""
-    start, stop = min(start + size, size) if start < 0 else min(start, size), stop + size if stop < 0 else min(stop, size)
-    length = stop - start
-    if step == 1 and length > 0 and size % length == 0 and start % length == 0:
-        return ["blocks", "window"], ["window"], {"blocks": size // length, "window": length}, ["blocks"]
-    return None
-
-
-def _sliced(call: Call, small_is_result: bool) -> tuple[list, list, dict, list]:
-    big = (call.operands[0] if small_is_result else call.results[0]).shape
-    offset = 1 if small_is_result else 2
-    rank = len(big)
-    dim = call.argument(offset, "dim", 0) % rank
-    stop = call.argument(offset + 2, "end")
-    window = _window(
-        big[dim],
-        call.argument(offset + 1, "start") or 0,
-        big[dim] if stop is None else stop,
-        call.argument(offset + 3, "step", 1),
-    )
-    whole: list = list(range(rank))
-    part: list = list(range(rank))
-    if window is None:
-        whole[dim] = part[dim] = None
-        return whole, part, {}, []
-    whole[dim], part[dim], sizes, blocked = window
-    return whole, part, sizes, blocked
-
-
-@rule(aten.slice.Tensor)
-def slice_(call: Call) -> Rule:
-    whole, part, sizes, blocked = _sliced(call, True)
-    return make_rule(call, [whole], [part], sizes=sizes, blocked=blocked, linear=[[0]])
-
-
-@rule(aten.slice_scatter.default)
-def slice_scatter(call: Call) -> Rule:
-    whole, part, sizes, blocked = _sliced(call, False)
-    return make_rule(call, [whole, part], [whole], sizes=sizes, blocked=blocked, linear=[[0, 1]])
-
-
-@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
-def split(call: Call) -> Rule:
-    shape = call.operands[0].shape
-    rank = len(shape)
-    position = 1 if call.target is aten.unbind.int else 2
-    dim = call.argument(position, "dim", 0) % rank
-    whole: list = list(range(rank))
-    if call.target is aten.unbind.int:
-        whole[dim] = None
-        return make_rule(call, [whole], [whole[:dim] + whole[dim + 1 :]] * len(call.results), linear=[[0]])
-    parts = {r.shape[dim] for r in call.results}
-    part: list = list(range(rank))
-    sizes: dict = {}
-    if len(parts) == 1:
-        sizes = {"blocks": len(call.results), "window": parts.pop()}
-        whole[dim], part[dim] = ["blocks", "window"], ["window"]
-    else:
-        whole[dim] = part[dim] = None
-    return make_rule(call, [whole], [part] * len(call.results), sizes=sizes, blocked=["blocks"], linear=[[0]])
-
-
-@rule(aten.cat.default)
-def cat(call: Call) -> Rule:
-    out = call.results[0].shape
-    rank = len(out)
-    dim = call.argument(1, "dim", 0) % rank
-    parts = {o.shape[dim] if len(o.shape) == rank else None for o in call.operands}
-    whole: list = list(range(rank))
-    part: list = list(range(rank))
-    sizes: dict = {}
-    if len(parts) == 1 and None not in parts:
-        sizes = {"blocks": len(call.operands), "window": parts.pop()}
-        whole[dim], part[dim] = ["blocks", "window"], ["window"]
-    else:
-        whole[dim] = part[dim] = None
-    inputs = [part if len(o.shape) == rank else [None] * len(o.shape) for o in call.operands]
-    return make_rule(
-        call, inputs, [whole], sizes=sizes, blocked=["blocks"], linear=[list(range(len(call.operands)))]
-    )
-
-
-@rule(aten.stack.default)
-def stack(call: Call) -> Rule:
-    rank = len(call.results[0].shape)
-    dim = call.argument(1, "dim", 0) % rank
-    out: list = list(range(rank))
-    part = out[:dim] + out[dim + 1 :]
-    out[dim] = None
-    return make_rule(call, [part] * len(call.operands), [out], linear=[list(range(len(call.operands)))])
-
-
-@rule(aten.select.int)
-def select(call: Call) -> Rule:
-    rank = len(call.operands[0].shape)
-    dim = call.args[1] % rank
-    letters: list = list(range(rank))
-    letters[dim] = None
-    return make_rule(call, [letters], [letters[:dim] + letters[dim + 1 :]], linear=[[0]])
-
-
-@rule(aten.select_scatter.default)
-def select_scatter(call: Call) -> Rule:
-    rank = len(call.results[0].shape)
-    dim = call.args[2] % rank
-    letters: list = list(range(rank))
-    letters[dim] = None
-    return make_rule(call, [letters, letters[:dim] + letters[dim + 1 :]], [letters], linear=[[0, 1]])
-
-
-@rule(aten.constant_pad_nd.default)
-def constant_pad_nd(call: Call) -> Rule:
-    old, new = call.operands[0].shape, call.results[0].shape
-    pads = list(call.args[1]) + [0] * (2 * len(new) - len(call.args[1]))
-    kept = [pads[2 * (len(new) - 1 - i)] == 0 and pads[2 * (len(new) - 1 - i) + 1] == 0 for i in range(len(new))]
-    letters = [i if kept[i] and old[i] == new[i] else None for i in range(len(new))]
-    zero = call.argument(2, "value", 0) in (0, 0.0, None)
-    return make_rule(call, [letters], [letters], linear=[[0]] if zero else ())
+    inputs = [i + shift for i in range(len(old))]
+    out = [[("times", i), i] if i >= shift else [("times", i)] for i in range(len(new))]
+    sizes = {**{("times", i): n for i, n in enumerate(times)}, **{i + shift: n for i, n in enumerate(old)}}
+    if 0 in new:
+        return make_rule(call, [[None] * len(old)], [[None] * len(new)])
+    return make_rule(call, [inputs], [out], sizes=sizes, linear=[[0]])
 
 
 @rule(aten.roll.default)
@@ -241,14 +179,37 @@ def roll(call: Call) -> Rule:
     return make_rule(call, [letters], [letters], linear=[[0]])
 
 
-@rule(aten.diagonal.default, aten.unfold.default)
-def leading_view(call: Call) -> Rule:
-    """Views that leave some dims alone; those they take apart stay whole."""
-    old = call.operands[0].shape
-    if call.target is aten.unfold.default:
-        dim = call.args[1] % len(old)
-        letters = [None if d == dim else d for d in range(len(old))]
-        return make_rule(call, [letters], [[*letters, None]], linear=[[0]])
-    i, j = call.argument(2, "dim1", 0) % len(old), call.argument(3, "dim2", 1) % len(old)
-    letters = [None if d in (i, j) else d for d in range(len(old))]
-    return make_rule(call, [letters], [[d for d in range(len(old)) if d not in (i, j)] + [None]], linear=[[0]])
+@rule(aten.diagonal.default)
+def diagonal(call: Call) -> Rule:
+    """args: self, offset, dim1, dim2"""
+    whole, part = _diagonal_letters(call.operands[0].shape, call.argument(2, "dim1", 0), call.argument(3, "dim2", 1))
+    return make_rule(call, [whole], [part], linear=[[0]])
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(call: Call) -> Rule:
+    """args: self, source, offset, dim1, dim2"""
+    whole, part = _diagonal_letters(call.results[0].shape, call.argument(3, "dim1", 0), call.argument(4, "dim2", 1))
+    return make_rule(call, [whole, part], [whole], linear=[[0, 1]])
+
+
+def _diagonal_letters(shape: tuple[int, ...], dim1: int, dim2: int) -> tuple[list, list]:
+    taken = {dim1 % len(shape), dim2 % len(shape)}
+    whole = [None if d in taken else d for d in range(len(shape))]
+    return whole, [*(d for d in whole if d is not None), None]
+
+
+@rule(aten.unfold.default)
+def unfold(call: Call) -> Rule:
+    """args: self, dim, size, step"""
+    rank = len(call.operands[0].shape)
+    letters: list = [None if d == call.args[1] % max(rank, 1) else d for d in range(rank)]
+    return make_rule(call, [letters], [[*letters, None]], linear=[[0]])
+
+
+@rule(aten.unfold_backward.default)
+def unfold_backward(call: Call) -> Rule:
+    """args: gradient, sizes of the operand, dim, size, step"""
+    rank = len(call.results[0].shape)
+    letters: list = [None if d == call.args[2] % max(rank, 1) else d for d in range(rank)]
+    return make_rule(call, [[*letters, None]], [letters], linear=[[0]])

@@ -1,12 +1,13 @@
 """Turn the arguments of a whole call into those of the call on local tensors.
 
 Most operators need nothing: the local call on local operands gives the local result. What carries sizes (`view`,
-`full`) gets local ones, and what carries indices into a split dim is shifted into the rank's own range and masked.
+`full`) gets local ones, positions start where the rank's range does, and what carries indices into a split dim is
+shifted into that range and masked (`passes.transform.indexed`).
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from passes.rules.base import Rule
 from passes.transform.collectives import reshape
 from passes.transform.insert import Inserter
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -33,63 +34,177 @@ class Local:
     """Operand that holds indices -> (first index, number) of this rank's range, where the indexed dim is split."""
     ordered: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """Dim of the first result whose positions count -> (first position, number) of this rank's range, where it is split."""
+    strides: tuple[tuple[int, ...], ...] = ()
+    """Of the whole operands; only what reads memory rather than dims needs them."""
 
     def ratio(self, dim: int) -> int:
         return self.whole[0][dim] // max(self.local[0][dim], 1)
 
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
 
 SIZES_AT = {
     aten.expand.default: 1, aten.full.default: 0, aten.empty.memory_format: 0, aten.zeros.default: 0,
-    aten.ones.default: 0, aten.new_full.default: 1,
+    aten.ones.default: 0, aten.new_full.default: 1, aten.new_zeros.default: 1, aten.new_ones.default: 1,
+    aten.new_empty.default: 1, aten.unfold_backward.default: 1,
+    **{op: 2 for op in (
+        aten.upsample_nearest1d_backward.default, aten.upsample_nearest2d_backward.default,
+        aten.upsample_nearest3d_backward.default, aten._upsample_nearest_exact1d_backward.default,
+        aten._upsample_nearest_exact2d_backward.default, aten._upsample_nearest_exact3d_backward.default,
+        aten.upsample_linear1d_backward.default, aten.upsample_bilinear2d_backward.default,
+        aten.upsample_trilinear3d_backward.default, aten.upsample_bicubic2d_backward.default,
+    )},
 }
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+"""Operator -> position of the argument that is the shape of the (first) result."""
+VIEWS = {
+    **{op: 0 for op in (
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim,
+        aten.squeeze.dims, aten.as_strided.default,
+    )},
+    aten.as_strided_scatter.default: 1,
+}
+"""Reshapes, by the operand that is reshaped. A dim that is split down to size 1 must not be squeezed away."""
+
+
+PACKED_LAST = frozenset(
+    getattr(aten, f"_scaled_dot_product_{kind}_attention{rest}{direction}").default
+    for kind, rest in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""), ("cudnn", ""))
+    for direction in ("", "_backward")
+) | {aten.view.dtype, aten.view_as_complex.default}
+"""Kernels that take the last dim of their operands for packed, some without checking."""
+PACKED = (aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default)
+"""Kernels that take their operands for contiguous."""
 
 
 def localize(call: Local, insert: Inserter) -> Node:
     """Emit the local call; returns its node."""
-    if call.target in VIEWS:
-        return reshape(insert, call.args[0], call.local[0])
-    special = INDEXED if call.ranges else SPECIAL
-    if call.target in special:
-        return special[call.target](call, insert)
+    if call.target in PACKED_LAST or call.target in PACKED:
+        call = _packed(call, insert)
+    if call.target in VIEWS and call.rule is not None:
+        return reshape(insert, call.args[VIEWS[call.target]], call.local[0])
     if call.ranges:
-        raise AssertionError(f"{call.target}: no way to index a split dim")
+        from passes.transform.indexed import INDEXED
+
+        if call.target not in INDEXED:
+            raise AssertionError(f"{call.target}: its rule splits an indexed dim, but nothing here shifts its indices")
+        return INDEXED[call.target](call, insert)
+    if call.ordered and call.target not in SPECIAL:
+        raise AssertionError(f"{call.target}: its rule splits a dim of positions, but nothing here shifts them")
+    if call.target in SPECIAL:
+        return SPECIAL[call.target](call, insert)
     args = list(call.args)
     if call.target in SIZES_AT:
         args[SIZES_AT[call.target]] = list(call.local[0])
     return insert(call.target, *args, **call.kwargs)
 
 
-def _bound(bound: int | None, ratio: int, size: int) -> int | None:
-    return bound if bound is None or bound >= size else bound // ratio
+def _packed(call: Local, insert: Inserter) -> Local:
+    """Collectives leave values in orders in memory that the whole graph never had."""
+
+    def pack(x: Any) -> Any:
+        value = x.meta.get("val") if isinstance(x, Node) else None
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return x
+        loose = value.shape[-1] > 1 and value.stride(-1) != 1 if call.target in PACKED_LAST else not value.is_contiguous()
+        return insert(aten.clone.default, x, memory_format=torch.contiguous_format) if loose else x
+
+    return replace(call, args=tuple(map(pack, call.args)), kwargs={k: pack(x) for k, x in call.kwargs.items()})
 
 
 def _window(call: Local, insert: Inserter, first: int) -> Node:
-    """slice and slice_scatter: `first` is the position of dim among the arguments."""
-    args = list(call.args)
-    dim = (args[first] if len(args) > first else 0) % len(call.whole[0])
+    """slice and slice_scatter; `first` is the position of dim among the arguments."""
+    dim = call.argument(first, "dim", 0) % len(call.whole[0])
     ratio = call.ratio(dim)
-    if ratio > 1:
-        size = max(call.whole[0][dim], (args[0].meta["val"].shape[dim]) * ratio)
-        for k in (first + 1, first + 2):
-            if len(args) > k:
-                args[k] = _bound(args[k], ratio, size)
-    return insert(call.target, *args, **call.kwargs)
+    if ratio <= 1:
+        return insert(call.target, *call.args, **call.kwargs)
+    size = int(call.args[0].meta["val"].shape[dim])
+    step = call.argument(first + 3, "step", 1)
+    start, stop, _ = slice(call.argument(first + 1, "start"), call.argument(first + 2, "end"), step).indices(size * ratio)
+    # Of every `step` elements one: the same one. Of a run of blocks: the same blocks, each a part of the whole one.
+    bounds = (start, size) if step > 1 else (start // ratio, stop // ratio)
+    return insert(call.target, *call.args[:first], dim, *bounds, step)
 
 
 def _split(call: Local, insert: Inserter) -> Node:
+    dim = call.argument(2, "dim", 0) % len(call.whole[0])
+    ratio = call.ratio(dim)
+    sizes = call.args[1]
+    return insert(call.target, call.args[0], sizes // ratio if isinstance(sizes, int) else [s // ratio for s in sizes], dim)
+
+
+def _repeat(call: Local, insert: Inserter) -> Node:
+    """A dim of the result is its repetitions of the operand's: what is left of the result tells what is left of these."""
+    own = [1] * (len(call.local[0]) - call.args[0].meta["val"].dim()) + list(call.args[0].meta["val"].shape)
+    return insert(call.target, call.args[0], [n // size if size else t for n, size, t in zip(call.local[0], own, call.args[1])])
+
+
+def _convolution(call: Local, insert: Inserter) -> Node:
     args = list(call.args)
-    dim = (args[2] if len(args) > 2 else call.kwargs.get("dim", 0)) % len(call.whole[0])
-    args[1] = args[1] // call.ratio(dim) if isinstance(args[1], int) else [s // call.ratio(dim) for s in args[1]]
+    args[8] = _groups(args[1], call.local[0][1] if args[6] else args[0].meta["val"].shape[1])
     return insert(call.target, *args, **call.kwargs)
+
+
+def _groups(weight: Node, channels: int) -> int:
+    """Groups of channels, from the channels that the weight has per group (output channels if transposed)."""
+    return int(channels) // int(weight.meta["val"].shape[1])
 
 
 def _convolution_backward(call: Local, insert: Inserter) -> Node:
     args = list(call.args)
+    channels = int(args[0].meta["val"].shape[1])
     if args[3] is not None:  # sizes of the bias: output channels, as grad_output has them locally
-        channels = args[0].meta["val"].shape[1]
         args[3] = [channels]
+    args[9] = _groups(args[2], channels if args[7] else args[1].meta["val"].shape[1])
     return insert(call.target, *args, **call.kwargs)
+
+
+def _iota(call: Local, insert: Inserter) -> Node:
+    """args: length; start, step, …"""
+    if not call.ordered:
+        return insert(call.target, *call.args, **call.kwargs)
+    first, count = call.ordered[0]
+    start, step = call.kwargs["start"], call.kwargs["step"]
+    return insert(call.target, count, **{**call.kwargs, "start": start + first * step})
+
+
+def _arange(call: Local, insert: Inserter) -> Node:
+    """args: (end), (start, end) or (start, end, step); the result's type follows from theirs."""
+    if not call.ordered:
+        return insert(call.target, *call.args, **call.kwargs)
+    first, count = call.ordered[0]
+    number = int if all(isinstance(x, int) for x in call.args) else float
+    start = number(call.args[0] if len(call.args) > 1 else 0)
+    step = number(call.args[2] if len(call.args) > 2 else 1)
+    # Half a step before the next position: rounding must not make one more or one less.
+    end = start + (first + count) * step - (0 if number is int else step / 2)
+    return insert(aten.arange.start_step, start + first * step, end, step, **call.kwargs)
+
+
+def _empty_strided(call: Local, insert: Inserter) -> Node:
+    """args: size, stride; the local tensor is packed in the whole one's order of dims."""
+    order = sorted(range(len(call.local[0])), key=lambda d: -call.args[1][d])
+    strides, stride = [0] * len(order), 1
+    for d in reversed(order):
+        strides[d] = stride
+        stride *= max(call.local[0][d], 1)
+    return insert(call.target, list(call.local[0]), strides if call.local != call.whole else call.args[1], **call.kwargs)
+
+
+def _reads_memory(call: Local, insert: Inserter) -> Node:
+    """as_strided of a whole operand: a collective or another operator may have left it in another order in memory."""
+    x, value = call.args[0], call.args[0].meta["val"]
+    wanted = call.strides[0] if call.strides else value.stride()
+    if tuple(value.stride()) != tuple(wanted):
+        order = sorted(range(value.dim()), key=lambda d: -wanted[d])
+        x = insert(aten.clone.default, insert(aten.permute.default, x, order), memory_format=torch.contiguous_format)
+        x = insert(aten.permute.default, x, [order.index(d) for d in range(value.dim())])
+        sizes = value.shape
+        if any(size > 1 and a != b for size, a, b in zip(sizes, x.meta["val"].stride(), wanted)):
+            raise AssertionError(f"{call.target}: cannot lay out {tuple(sizes)} with strides {wanted}")
+    return insert(call.target, x, *call.args[1:], **call.kwargs)
 
 
 SPECIAL: dict[Any, Callable[[Local, Inserter], Node]] = {
@@ -97,116 +212,16 @@ SPECIAL: dict[Any, Callable[[Local, Inserter], Node]] = {
     aten.slice_scatter.default: lambda c, i: _window(c, i, 2),
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
+    aten.repeat.default: _repeat,
+    aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
-}
-
-
-# --- indices into a split dim ------------------------------------------------------------------------------------------
-
-
-def _own(insert: Inserter, index: Node, first: int, count: int, whole: int | None = None) -> tuple[Node, Node]:
-    """(index shifted into this rank's range, whether it lies there); negative indices count from the end of `whole`."""
-    if whole is not None:
-        wrapped = insert(aten.add.Tensor, index, whole)
-        index = insert(aten.where.self, insert(aten.lt.Scalar, index, 0), wrapped, index)
-    shifted = insert(aten.sub.Tensor, index, first)
-    valid = insert(aten.bitwise_and.Tensor, insert(aten.ge.Scalar, shifted, 0), insert(aten.lt.Scalar, shifted, count))
-    return insert(aten.mul.Tensor, shifted, valid), valid
-
-
-def _masked(insert: Inserter, x: Node, valid: Node, trailing: int = 0) -> Node:
-    for _ in range(trailing):
-        valid = insert(aten.unsqueeze.default, valid, -1)
-    zero = insert(aten.full.default, [], 0, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
-    return insert(aten.where.self, valid, x, zero)
-
-
-def _embedding(call: Local, insert: Inserter) -> Node:
-    weight, index = call.args[:2]
-    (first, count), = call.ranges.values()
-    safe, valid = _own(insert, index, first, count)
-    return _masked(insert, insert(call.target, weight, safe), valid, 1)
-
-
-def _index(call: Local, insert: Inserter) -> Node:
-    table, indices = call.args
-    (first, count), = call.ranges.values()
-    (dim,) = [d for d, x in enumerate(indices) if x is not None]
-    safe, valid = _own(insert, indices[dim], first, count, count * _parts(call, dim))
-    picked = insert(call.target, table, [safe if x is not None else None for x in indices])
-    return _masked(insert, picked, valid, len(table.meta["val"].shape) - 1 - dim)
-
-
-def _parts(call: Local, dim: int) -> int:
-    table = call.args[0].meta["val"]
-    assert call.rule is not None
-    (letter,) = call.rule.indexed
-    return call.rule.sizes[letter] // int(table.shape[dim])
-
-
-def _gather(call: Local, insert: Inserter) -> Node:
-    table, dim, index = call.args[:3]
-    (first, count), = call.ranges.values()
-    safe, valid = _own(insert, index, first, count)
-    return _masked(insert, insert(call.target, table, dim, safe), valid)
-
-
-def _index_select(call: Local, insert: Inserter) -> Node:
-    table, dim, index = call.args
-    (first, count), = call.ranges.values()
-    safe, valid = _own(insert, index, first, count)
-    rank = len(table.meta["val"].shape)
-    return _masked(insert, insert(call.target, table, dim, safe), valid, rank - 1 - dim % rank)
-
-
-def _scatter(call: Local, insert: Inserter) -> Node:
-    """What falls outside of the range goes into one more slot, which is cut off."""
-    table, dim, index, *rest = call.args
-    (first, count), = call.ranges.values()
-    rank = len(table.meta["val"].shape)
-    dim %= rank
-    shifted, valid = _own(insert, index, first, count)
-    spare = insert(aten.full.default, [], count, dtype=index.meta["val"].dtype, device=index.meta["val"].device)
-    slot = insert(aten.where.self, valid, shifted, spare)
-    pads = [0] * (2 * (rank - 1 - dim)) + [0, 1]
-    padded = insert(aten.constant_pad_nd.default, table, pads, 0)
-    scattered = insert(call.target, padded, dim, slot, *rest, **call.kwargs)
-    return insert(aten.slice.Tensor, scattered, dim, 0, count)
-
-
-def _masked_put(call: Local, insert: Inserter) -> Node:
-    table, mask, indices, values = call.args
-    (first, count), = call.ranges.values()
-    (dim,) = [d for d, x in enumerate(indices) if x is not None]
-    safe, valid = _own(insert, indices[dim], first, count)
-    while len(valid.meta["val"].shape) < len(mask.meta["val"].shape):
-        valid = insert(aten.unsqueeze.default, valid, -1)
-    both = insert(aten.bitwise_and.Tensor, mask, valid)
-    return insert(call.target, table, both, [safe if x is not None else None for x in indices], values)
-
-
-def _index_put(call: Local, insert: Inserter) -> Node:
-    table, indices, values, *rest = call.args
-    (first, count), = call.ranges.values()
-    (dim,) = [d for d, x in enumerate(indices) if x is not None]
-    safe, valid = _own(insert, indices[dim], first, count, count * _parts(call, dim))
-    trailing = len(table.meta["val"].shape) - 1 - dim
-    own = _masked(insert, values, valid, min(trailing, max(len(values.meta["val"].shape) - 1, 0)))
-    return insert(call.target, table, [safe if x is not None else None for x in indices], own, *rest)
-
-
-INDEXED: dict[Any, Callable[[Local, Inserter], Node]] = {
-    aten.embedding.default: _embedding,
-    aten.index.Tensor: _index,
-    aten._unsafe_index.Tensor: _index,
-    aten.gather.default: _gather,
-    aten.index_select.default: _index_select,
-    aten.scatter.value: _scatter,
-    aten.scatter.src: _scatter,
-    aten.scatter_add.default: _scatter,
-    aten._unsafe_masked_index_put_accumulate.default: _masked_put,
-    aten.index_put.default: _index_put,
-    aten._unsafe_index_put.default: _index_put,
+    aten.empty_strided.default: _empty_strided,
+    aten.as_strided.default: _reads_memory,
+    aten.as_strided_scatter.default: _reads_memory,
+    prims.iota.default: _iota,
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
 }
 
 

@@ -20,7 +20,7 @@ from passes.rules.base import Rule
 from passes.rules.table import operand_nodes
 from passes.transform.collectives import MeshGroups, Redistributor, local_shape
 from passes.transform.insert import PROVENANCE, Inserter
-from passes.transform.localize import Local, localize, shifted_ranges
+from passes.transform.localize import Local, localize, ordered_ranges, shifted_ranges
 
 BACKWARD_ON_PURPOSE = "must_be_in_backward"
 """The partitioner's tag for a node that could run in forward and shall not."""
@@ -144,12 +144,17 @@ class Sharder:
         args, kwargs = pytree.tree_map(swap, (node.args, dict(node.kwargs)), is_leaf=lambda x: isinstance(x, Node))
         values = [self.graph.values[v] for v in op.outputs]
         insert = _Appender(self.new, node, self.fake_mode)
+
+        def part(is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
+            return self._range(op, layouts, is_input, tensor, dim)
+
         new = localize(
             Local(
                 target=node.target, args=tuple(args), kwargs=kwargs,
                 whole=tuple(v.spec.shape for v in values),
                 local=tuple(tuple(local_shape(v, p, self.groups.sizes)) for v, p in zip(values, layouts.made)),
-                rule=rule, ranges=shifted_ranges(rule, lambda i, t, d: self._range(op, layouts, i, t, d)),
+                rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part),
+                strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
             insert,
         )

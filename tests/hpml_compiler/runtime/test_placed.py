@@ -51,6 +51,8 @@ EDITS = {
     "foreach": "torch._foreach_mul_([w, b, v], [2.0, 3.0, 4.0])",
     "foreach with plain": "torch._foreach_lerp_([w, b], [torch.ones(8, 6), torch.ones(8)], 0.5)",
     "lerp_ to plain": "w.lerp_(torch.ones(8, 6), 0.5)",
+    "a sum": "b.copy_(w.sum(0).square_().repeat(2)[:8])",
+    "a norm": "b.copy_(torch.norm(v, dim=0).mul_(-2).add_(1))",
     "a gradient": "w.grad = torch.ones(8, 6); w.add_(w.grad)",
 }
 

@@ -18,7 +18,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.analysis.factors import RuledCall, factorize
 from passes.compat import inductor_decompositions, pytree
-from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors, Placement, Rule, Strategy, format_placement, strategies
+from passes.rules.base import (
+    PARTIAL,
+    PARTIAL_MAX,
+    REPLICATE,
+    Factors,
+    Placement,
+    Rule,
+    Spec,
+    Strategy,
+    format_placement,
+    strategies,
+)
 from passes.rules.table import call_of, rule_of_call
 from passes.rules.views import view_letters
 from passes.transform.insert import Inserter
@@ -66,7 +77,7 @@ class Sample:
     """`expect`: strategies that the rule must allow, as "inputs -> outputs" (`describe`); others are run all the same.
 
     stand_in: what computes the call here, if the operator has no CPU kernel. values: False if results are not defined
-    by the operands (`empty`); then only shapes are compared. device: of the fake tensors that rules and rewrite see.
+    by the operands (`empty`); then only shapes are compared. on: the device of the fake tensors that rules and rewrite see.
     """
 
     target: Any
@@ -75,19 +86,21 @@ class Sample:
     expect: tuple[str, ...] = ()
     stand_in: Callable | None = None
     values: bool = True
-    device: str = "cpu"
+    on: str = "cpu"
     whole: bool = False
 
     def __str__(self) -> str:
-        shapes = pytree.tree_map(lambda x: list(x.shape) if isinstance(x, torch.Tensor) else x, self.args)
-        return f"{self.target} {shapes} {dict(self.kwargs)}"
+        args, kwargs = pytree.tree_map(
+            lambda x: list(x.shape) if isinstance(x, torch.Tensor) else x, (self.args, dict(self.kwargs))
+        )
+        return f"{self.target} {args} {kwargs or ''}".rstrip()
 
 
 def sample(target: Any, *args: Any, expect: str = "", stand_in: Callable | None = None, values: bool = True,
-           device: str = "cpu", whole: bool = False, **kwargs: Any) -> Sample:
+           on: str = "cpu", whole: bool = False, **kwargs: Any) -> Sample:
     """`expect` separates strategies by ";". `whole`: the call has no strategy that splits anything, on purpose."""
     wanted = tuple(" ".join(e.split()) for e in expect.split(";") if e.strip())
-    return Sample(target, args, kwargs, wanted, stand_in, values, device, whole)
+    return Sample(target, args, kwargs, wanted, stand_in, values, on, whole)
 
 
 def describe(strategy: Strategy) -> str:
@@ -108,6 +121,8 @@ def _summands(x: torch.Tensor, n: int) -> list[torch.Tensor]:
         return [torch.where(b(*x.shape), x, False) if k else x & ~torch.zeros_like(x) for k in range(n)]
     if x.dtype.is_complex:
         parts = [torch.complex(f(*x.shape), f(*x.shape)).to(x.dtype) for _ in range(n - 1)]
+    elif x.dtype.is_floating_point and x.dtype.itemsize < 4:  # exact: what is rounded away must not grow in the sum
+        parts = [i(3, *x.shape, low=-2, dtype=x.dtype) for _ in range(n - 1)]
     elif x.dtype.is_floating_point:
         parts = [f(*x.shape, dtype=x.dtype) for _ in range(n - 1)]
     else:
@@ -210,7 +225,7 @@ class Run:
         if strided:
             operands = [[_strided(x) for x in parts] for parts in operands]
         try:
-            ranks = [self._local([parts[k] for parts in operands], strategy, n, k) for k in range(n)]
+            ranks = self._locals(operands, strategy, n)
             for port, (whole, placement, own) in enumerate(zip(self.results, strategy.outputs, outs)):
                 parts = [results[port] for results in ranks]
                 assert all(part.dtype == whole.dtype for part in parts), f"dtype {parts[0].dtype}, not {whole.dtype}"
@@ -222,7 +237,19 @@ class Run:
         except Exception as error:
             raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
 
-    def _local(self, operands: list[torch.Tensor], strategy: Strategy, n: int, rank: int) -> list[torch.Tensor]:
+    def _locals(self, operands: list[list[torch.Tensor]], strategy: Strategy, n: int) -> list[list[torch.Tensor]]:
+        """Results of every rank. Ranks share a graph unless theirs depends on their range."""
+        found, graph, depends = [], None, True
+        for rank in range(n):
+            mine = [parts[rank] for parts in operands]
+            if graph is None or depends:
+                graph, depends = self._local_graph(mine, strategy, n, rank)
+            found.append(self._execute(graph, mine))
+        return found
+
+    def _local_graph(self, operands: list[torch.Tensor], strategy: Strategy, n: int, rank: int) -> tuple[fx.Graph, bool]:
+        """What one rank runs, and whether that depends on which one it is."""
+
         def part(is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
             placement = (strategy.inputs if is_input else strategy.outputs)[tensor]
             if not isinstance(placement, tuple) or placement[0] != dim:
@@ -230,11 +257,13 @@ class Run:
             size = (self.call.operands if is_input else self.call.results)[tensor].shape[dim] // n
             return rank * size, size
 
-        def shape(spec, placement: Placement) -> tuple[int, ...]:
+        def shape(spec: Spec, placement: Placement) -> tuple[int, ...]:
             local = list(spec.shape)
             if isinstance(placement, tuple):
                 local[placement[0]] //= n
             return tuple(local)
+
+        ranges, ordered = shifted_ranges(self.rule, part), ordered_ranges(self.rule, part)
 
         def emit(insert: Inserter, args: tuple, kwargs: Mapping[str, Any]) -> fx.Node:
             return localize(
@@ -242,13 +271,12 @@ class Run:
                     target=self.sample.target, args=args, kwargs=kwargs,
                     whole=tuple(s.shape for s in self.call.results),
                     local=tuple(shape(s, p) for s, p in zip(self.call.results, strategy.outputs)),
-                    rule=self.rule, ranges=shifted_ranges(self.rule, part), ordered=ordered_ranges(self.rule, part),
+                    rule=self.rule, ranges=ranges, ordered=ordered, strides=self.call.strides,
                 ),
                 insert,
             )
 
-        graph, _ = self._emit(operands, emit)
-        return self._execute(graph, operands)
+        return self._emit(operands, emit)[0], bool(ranges or ordered)
 
     def _emit(self, tensors: Sequence[torch.Tensor], emit: Callable) -> tuple[fx.Graph, fx.Node]:
         """A graph with a placeholder per tensor and what `emit(insert, args, kwargs)` makes of them."""
@@ -260,7 +288,7 @@ class Run:
                 node = graph.placeholder(f"operand_{k}")
             with self.fake_mode:
                 node.meta["val"] = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.sample.device
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.sample.on
                 )
             nodes.append(node)
         left = iter(nodes)

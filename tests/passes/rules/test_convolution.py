@@ -36,7 +36,6 @@ FORWARD = [
          expect="S(1) S(0) S(0) -> S(1); R S(0.1) S(0.1) -> S(1.1); S(1.1) S(1) P -> P"),
     conv(f(4, 8, 5), f(8, 4, 3), f(16), transposed=True, groups=4,
          expect="S(1) S(0) S(0) -> S(1); R S(1) S(0.1) -> S(1.1); S(1.1) S(0.1) P -> P"),
-    conv(f(6, 5, 5), f(8, 6, 3, 3), expect="R S(0) -> S(0); S(0) S(1) -> P"),  # no batch dim
 ]
 BACKWARD = [
     backward(f(4, 8, 3, 3), f(4, 6, 5, 5), f(8, 6, 3, 3),
@@ -98,7 +97,6 @@ POOLS = [
     sample(aten._upsample_nearest_exact2d.default, _x, [12, 12], expect=BOTH + "; P -> P"),
     sample(aten.upsample_nearest3d.default, _x3, [8, 8, 8], expect=BOTH + "; P -> P"),
     sample(aten.upsample_bilinear2d.default, _x, [12, 12], False, expect=BOTH + "; P -> P"),
-    sample(aten.upsample_bilinear2d.vec, _x, None, True, [2.0, 2.0], expect=BOTH + "; P -> P"),
     sample(aten.upsample_bicubic2d.default, _x, [12, 12], False, expect=BOTH + "; P -> P"),
     sample(aten.upsample_linear1d.default, f(4, 6, 8), [12], False, expect=BOTH + "; P -> P"),
     sample(aten.upsample_trilinear3d.default, _x3, [6, 6, 6], False, expect=BOTH + "; P -> P"),

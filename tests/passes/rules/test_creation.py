@@ -37,7 +37,6 @@ SAMPLES = [
     sample(aten.ones.default, [8, 4], expect="-> S(1)"),
     sample(aten.empty.memory_format, [8, 4], values=False, expect="-> S(0)"),
     sample(aten.empty_strided.default, [8, 4], [4, 1], values=False, expect="-> S(0)"),
-    sample(prims.empty_strided.default, [8, 4], [4, 1], dtype=torch.float32, device=CPU, requires_grad=False, values=False),
     iota(8), iota(12, start=3), iota(8, start=10, step=-2), iota(8, start=1, step=3, dtype=torch.int32),
     sample(aten.arange.start_step, 0, 8, expect="-> S(0)"),
     sample(aten.arange.start_step, 2, 16, 3, expect="-> S(0)"),

@@ -1,0 +1,144 @@
+"""Local calls of operators that index a dim which is split: each rank looks up, or writes, what lies in its own range.
+
+Indices are shifted by the first of the range. What lies outside is read at 0 and masked, or written to a spare slot.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from passes.transform.insert import Inserter
+
+if TYPE_CHECKING:
+    from passes.transform.localize import Local
+
+aten = torch.ops.aten
+
+
+def _range(call: Local) -> tuple[int, int]:
+    ((first, count),) = call.ranges.values()
+    return first, count
+
+
+def _whole(call: Local) -> int:
+    """Size of the indexed dim."""
+    assert call.rule is not None
+    (letter,) = call.rule.indexed
+    return call.rule.sizes[letter]
+
+
+def _own(call: Local, insert: Inserter, index: Node, wraps: bool = False) -> tuple[Node, Node]:
+    """(index shifted into this rank's range, or 0; whether it lies there). `wraps`: negative ones count from the end."""
+    first, count = _range(call)
+    if wraps:
+        index = insert(aten.where.self, insert(aten.lt.Scalar, index, 0), insert(aten.add.Tensor, index, _whole(call)), index)
+    shifted = insert(aten.sub.Tensor, index, first)
+    valid = insert(aten.bitwise_and.Tensor, insert(aten.ge.Scalar, shifted, 0), insert(aten.lt.Scalar, shifted, count))
+    return insert(aten.mul.Tensor, shifted, valid), valid
+
+
+def _before(insert: Inserter, x: Node, trailing: int) -> Node:
+    """A mask over indices, lined up with values that have `trailing` more dims behind."""
+    for _ in range(trailing):
+        x = insert(aten.unsqueeze.default, x, -1)
+    return x
+
+
+def _masked(insert: Inserter, x: Node, valid: Node) -> Node:
+    zero = insert(aten.full.default, [], 0, dtype=x.meta["val"].dtype, device=x.meta["val"].device)
+    return insert(aten.where.self, valid, x, zero)
+
+
+def _embedding(call: Local, insert: Inserter) -> Node:
+    safe, valid = _own(call, insert, call.args[1])
+    return _masked(insert, insert(call.target, call.args[0], safe), _before(insert, valid, 1))
+
+
+def _place(indices: list) -> int:
+    (dim,) = [d for d, x in enumerate(indices) if x is not None]
+    return dim
+
+
+def _trailing(call: Local, dim: int) -> int:
+    return call.args[0].meta["val"].dim() - 1 - dim
+
+
+def _index(call: Local, insert: Inserter) -> Node:
+    table, indices = call.args
+    dim = _place(indices)
+    safe, valid = _own(call, insert, indices[dim], wraps=True)
+    picked = insert(call.target, table, [safe if x is not None else None for x in indices])
+    return _masked(insert, picked, _before(insert, valid, _trailing(call, dim)))
+
+
+def _masked_index(call: Local, insert: Inserter) -> Node:
+    table, mask, indices, fill = call.args
+    dim = _place(indices)
+    safe, valid = _own(call, insert, indices[dim])
+    both = insert(aten.bitwise_and.Tensor, mask, _before(insert, valid, _trailing(call, dim)))
+    return insert(call.target, table, both, [safe if x is not None else None for x in indices], fill)
+
+
+def _gather(call: Local, insert: Inserter) -> Node:
+    safe, valid = _own(call, insert, call.args[2])
+    return _masked(insert, insert(call.target, call.args[0], call.args[1], safe), valid)
+
+
+def _index_select(call: Local, insert: Inserter) -> Node:
+    table, dim, index = call.args
+    safe, valid = _own(call, insert, index)
+    return _masked(insert, insert(call.target, table, dim, safe), _before(insert, valid, _trailing(call, dim % max(
+        table.meta["val"].dim(), 1))))
+
+
+def _scatter(call: Local, insert: Inserter) -> Node:
+    """What falls outside of the range goes into one more slot, which is cut off."""
+    table, dim, index, *rest = call.args
+    _, count = _range(call)
+    rank = table.meta["val"].dim()
+    dim %= rank
+    shifted, valid = _own(call, insert, index)
+    spare = insert(aten.full.default, [], count, dtype=index.meta["val"].dtype, device=index.meta["val"].device)
+    slot = insert(aten.where.self, valid, shifted, spare)
+    pads = [0] * (2 * (rank - 1 - dim)) + [0, 1]
+    padded = insert(aten.constant_pad_nd.default, table, pads, 0)
+    scattered = insert(call.target, padded, dim, slot, *rest, **call.kwargs)
+    return insert(aten.slice.Tensor, scattered, dim, 0, count)
+
+
+def _masked_put(call: Local, insert: Inserter) -> Node:
+    table, mask, indices, values = call.args
+    dim = _place(indices)
+    safe, valid = _own(call, insert, indices[dim])
+    both = insert(aten.bitwise_and.Tensor, mask, _before(insert, valid, _trailing(call, dim)))
+    return insert(call.target, table, both, [safe if x is not None else None for x in indices], values)
+
+
+def _index_put(call: Local, insert: Inserter) -> Node:
+    """Values are added up, so that zeros may be written anywhere."""
+    table, indices, values, *rest = call.args
+    dim = _place(indices)
+    safe, valid = _own(call, insert, indices[dim], wraps=True)
+    own = _masked(insert, values, _before(insert, valid, _trailing(call, dim)))
+    return insert(call.target, table, [safe if x is not None else None for x in indices], own, *rest, **call.kwargs)
+
+
+INDEXED: dict[Any, Callable[[Local, Inserter], Node]] = {
+    aten.embedding.default: _embedding,
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten._unsafe_masked_index.default: _masked_index,
+    aten.gather.default: _gather,
+    aten.index_select.default: _index_select,
+    aten.scatter.value: _scatter,
+    aten.scatter.src: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.scatter_reduce.two: _scatter,
+    aten.index_add.default: _scatter,
+    aten._unsafe_masked_index_put_accumulate.default: _masked_put,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+}

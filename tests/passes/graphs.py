@@ -1,0 +1,117 @@
+"""Placement graphs made by hand: call by call, with the real rules, but without FX and without a model."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from passes.analysis.batch import mark_batch
+from passes.analysis.factors import RuledCall, factorize
+from passes.analysis.operations import kind_of
+from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.rules.base import REPLICATE, Call, Operand, Rule, Strategy, strategies
+from passes.rules.table import rule_of_call, spec_of
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Builder:
+    """`v = builder.input((8, 4)); w = builder.call(aten.relu.default, v); graph = builder.finish([w])`.
+
+    Values are their indices; every operation has one result. `backward` and `block` are of the calls to come.
+    """
+
+    backward: bool = False
+    block: str = ""
+    values: list[Value] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    rules: list[Rule | None] = field(default_factory=list)
+
+    def input(self, shape: Sequence[int], kind: str = "batch") -> int:
+        index = len(self.values)
+        spec = spec_of(torch.empty(tuple(shape), device="meta"))
+        self.values.append(Value(index, f"{kind}_{index}", spec, (), None, 0, kind, kind == "parameter"))
+        return index
+
+    def call(self, target: Any, *args: Any, ruled: bool = True) -> int:
+        """`args`: values as `V(index)`, anything else as it is."""
+        operands = [a.index for a in args if isinstance(a, V)]
+        order = itertools.count()
+        real = [torch.empty(self.values[a.index].spec.shape, device="meta") if isinstance(a, V) else a for a in args]
+        result = spec_of(target(*real))
+        rule = rule_of_call(Call(
+            target, tuple(Operand(next(order)) if isinstance(a, V) else a for a in args), {},
+            tuple(self.values[v].spec for v in operands), (result,),
+            tuple(x.stride() for x in real if isinstance(x, torch.Tensor)),
+        )) if ruled else None
+        kind = kind_of(target)
+        flops = 0.0
+        if kind == "matmul":
+            flops = 2.0 * result.elements * self.values[operands[0]].spec.shape[-1]
+        number, out = len(self.operations), len(self.values)
+        self.values.append(Value(out, f"value_{out}", result, (), number))
+        self.operations.append(Operation(
+            number, f"op_{number}", str(target), kind, tuple(operands), (out,), (), flops, self.backward, self.block,
+            ruled, rule is not None and any(0 in group for group in rule.linear),
+        ))
+        self.rules.append(rule)
+        for v in dict.fromkeys(operands):
+            self.values[v].users.append(number)
+        return out
+
+    def finish(self, outputs: Sequence[int | tuple[int, int]]) -> PlacementGraph:
+        """outputs: values, or (gradient, parameter)."""
+        calls = [RuledCall(r, op.inputs, op.outputs) for r, op in zip(self.rules, self.operations) if r is not None]
+        for value, factors in zip(self.values, factorize([v.spec.shape for v in self.values], calls)):
+            value.factors = factors
+        for rule, op in zip(self.rules, self.operations):
+            found = strategies(
+                rule, [self.values[v].factors for v in op.inputs], [self.values[v].factors for v in op.outputs])
+            op.strategies = tuple(s for s in found if self._sensible(op, s))
+        graph = PlacementGraph(
+            self.operations, self.values, [(o, None) if isinstance(o, int) else o for o in outputs])
+        mark_batch(graph)
+        return graph
+
+    def _sensible(self, op: Operation, s: Strategy) -> bool:
+        """As the analysis of a real graph has it: partial sums neither go into graph inputs nor into whole products,
+        and a value that is read twice is placed alike."""
+        partial = [v for v, p in zip(op.inputs, s.inputs) if isinstance(p, str) and p != REPLICATE]
+        if partial and (op.heavy or any(self.values[v].producer is None for v in partial)):
+            return False
+        return all(len({p for u, p in zip(op.inputs, s.inputs) if u == v}) == 1 for v in op.inputs)
+
+
+@dataclass(frozen=True)
+class V:
+    """A value among the arguments of a call."""
+
+    index: int
+
+
+class Prices:
+    """Simple prices. `light`: whether pointwise kernels cost anything. axis k has latency[k] and us_per_byte[k]."""
+
+    def __init__(self, latency=(2.0, 5.0), us_per_byte=(0.01, 0.03), us_per_flop=0.001, memory=0.001, launch=0.5,
+                 optimizer=0.02, light=True):
+        self.latency, self.us_per_byte, self.us_per_flop = latency, us_per_byte, us_per_flop
+        self.memory, self.launch, self.optimizer, self.light = memory, launch, optimizer, light
+
+    def compute_us(self, flops: float, nbytes: float, dtype: str, kind: str) -> float:
+        if kind == "pointwise" and not self.light:
+            return 0.0
+        return max(flops * self.us_per_flop, nbytes * self.memory) + self.launch
+
+    def copy_us(self, nbytes: float) -> float:
+        return nbytes * self.memory + self.launch
+
+    def collective_us(self, kind: str, axis: int, nbytes: float) -> float:
+        rounds = 2 if kind == "all_reduce" else 1
+        return rounds * (self.latency[axis] + nbytes * self.us_per_byte[axis])
+
+    def optimizer_us(self, elements: float, dtype: str) -> float:
+        return elements * self.optimizer
