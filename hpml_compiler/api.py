@@ -1,7 +1,9 @@
 """`hpml_compiler.plan`: what would this model do on that cluster? No device is needed."""
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,12 +11,16 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.plan import Plan
-from hpml_compiler.planning import Planned, annotate, plan_graph
-from hpml_compiler.trace import trace
+from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
+from hpml_compiler.shorten import LONG, SHORT, depth, repeated_lists, shortened
+from hpml_compiler.trace import Traced, trace
 from passes import compat
 from passes.cluster import Cluster
 from passes.interface import describe
+from passes.partition.depth import NotLinear
 from passes.transform.normalize import normalize
+
+log = logging.getLogger("hpml")
 
 
 def plan(model: nn.Module, batch: Any, cluster: str | Cluster | None = None, **options: Any) -> Plan:
@@ -31,19 +37,75 @@ def plan(model: nn.Module, batch: Any, cluster: str | Cluster | None = None, **o
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     parsed.check_mesh(cluster.world_size)
     given = parsed.load_plan()
+    results = _plan_shortened(model, batch, parsed, cluster)
+    if results is None:
+        results = _plan_whole(model, batch, parsed, cluster, given)
+    return as_plan([r.record for r in results], [a for r in results for a in r.rejected], parsed, str(cluster))
+
+
+def _annotate(traced: Traced) -> Annotated:
+    start = time.perf_counter()
+    normalize(traced.gm, compat.fake_mode_of(traced.gm))
+    annotated = annotate(traced.gm, describe(traced.gm, traced.inputs, traced.forward_outputs))
+    annotated.seconds = {"trace": traced.seconds, "annotate": time.perf_counter() - start}
+    return annotated
+
+
+def _plan_whole(model: nn.Module, batch: Any, options: Options, cluster: Cluster, given: Plan | None) -> list[Planned]:
     results: list[Planned] = []
     for number, traced in enumerate(trace(model, batch)):
-        start = time.perf_counter()
-        normalize(traced.gm, compat.fake_mode_of(traced.gm))
-        annotated = annotate(traced.gm, describe(traced.gm, traced.inputs, traced.forward_outputs))
-        annotated.seconds = {"trace": traced.seconds, "annotate": time.perf_counter() - start}
+        annotated = _annotate(traced)
         if given is not None:
             given.check(annotated.hash(), torch.__version__, cluster.world_size)
         results.append(plan_graph(
-            annotated, parsed, cluster, name=f"graph_{number}", given=given,
+            annotated, options, cluster, name=f"graph_{number}", given=given,
             fixed_mesh=results[0].mesh if results else None,
         ))
-    return as_plan([r.record for r in results], [a for r in results for a in r.rejected], parsed, str(cluster))
+    return results
+
+
+def _plan_shortened(model: nn.Module, batch: Any, options: Options, cluster: Cluster) -> list[Planned] | None:
+    """Plan a deep model from traces of three and four of its layers; None if that is not sound or not worth it."""
+    layers = depth(model)
+    if layers is None or options.trace_all_layers or options.plan is not None:
+        return None
+    traces = []
+    for count in (SHORT, LONG):
+        with shortened(model, count):
+            found = trace(model, batch)
+        if len(found) != 1:
+            return None
+        traces.append(_annotate(found[0]))
+    short, long = traces
+    long.seconds = {k: long.seconds[k] + short.seconds[k] for k in long.seconds}
+    try:
+        planned = plan_graph(long, options, cluster, name="graph_0", shorter=short, further=layers - LONG)
+    except NotLinear:
+        log.info("the layers of the model are not alike: tracing all of them")
+        return None
+    return [_with_all_parameters(planned, model)]
+
+
+def _with_all_parameters(planned: Planned, model: nn.Module) -> Planned:
+    """Parameters of the layers that were not traced are stored as those of the last one that was."""
+    known = planned.record.parameters
+    complete = {}
+    for name, _ in model.named_parameters():
+        template = name if name in known else _of_layer(name, model)
+        if template in known:
+            complete[name] = known[template]
+    return replace(planned, record=planned.record.model_copy(update={"parameters": {**known, **complete}}))
+
+
+def _of_layer(name: str, model: nn.Module) -> str:
+    for parent, child, modules in repeated_lists(model):
+        for path, module in model.named_modules():
+            if module is parent:
+                prefix = f"{path}.{child}." if path else f"{child}."
+                if name.startswith(prefix):
+                    _, _, rest = name.removeprefix(prefix).partition(".")
+                    return f"{prefix}{min(LONG, len(modules)) - 1}.{rest}"
+    return name
 
 
 def as_plan(graphs: list, rejected: list, options: Options, cluster: str) -> Plan:

@@ -95,6 +95,10 @@ class Options(BaseModel):
     cluster: str | None = Field(
         None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; without it, the devices here"
     )
+    trace_all_layers: bool = Field(
+        False, description="true: `plan` traces every layer of a deep model, so that the plan can be passed back to a run; "
+        "false: it traces four of its repeated layers and counts the rest"
+    )
     objective: Literal["time"] = Field("time", description='what the solver minimizes: "time", of one step')
     optimizer: OptimizerName = Field("adamw", description="the optimizer whose state counts as memory")
 

@@ -83,12 +83,20 @@ def candidate_meshes(options: Options, cluster: Cluster, fixed: Mapping[str, int
         pin = options.load_plan().mesh  # type: ignore[union-attr]
     if pin:
         return [mesh_from_pin(pin, cluster)]
-    return enumerate_meshes(cluster, max_axes=2)
+    return sorted(enumerate_meshes(cluster, max_axes=2), key=lambda mesh: _off_hierarchy(mesh, cluster))
+
+
+def _off_hierarchy(mesh: Mesh, cluster: Cluster) -> float:
+    """How far the inner axis is from being a node: meshes that follow the links are tried first."""
+    if len(mesh.shape) < 2:
+        return math.inf if cluster.nodes > 1 else 0.0
+    return abs(math.log(mesh.shape[-1] / cluster.devices_per_node)) if cluster.nodes > 1 else 1.0
 
 
 def plan_graph(
     annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
+    shorter: Annotated | None = None, further: int = 0,
 ) -> Planned:
     """Try every candidate mesh and keep the cheapest answer.
 
@@ -103,16 +111,17 @@ def plan_graph(
     best: tuple[Mesh, Placed] | None = None
     attempts: list[MeshAttempt] = []
     misses: list[Infeasible] = []
-    for k, mesh in enumerate(meshes):
+    for mesh in meshes:
+        # The first mesh may take most of the time: with its answer, the bounds of the others often end them at once.
         left = options.time_limit - (time.perf_counter() - start)
-        solver = SolverOptions(options.solver, max(left / (len(meshes) - k), 1.0), options.gap,
-                               extra=dict(options.solver_options))
+        solver = SolverOptions(options.solver, max(0.7 * left, 1.0), options.gap, extra=dict(options.solver_options))
         axes = dict(zip(mesh.names, mesh.shape))
         try:
             answer = place(
                 annotated.graph, axes, MeshPrices(mesh, options.optimizer_states), options=solver, state=state,
                 budget_bytes=float(budget), stored=annotated.interface.stored, rows=rows, pinned=pinned,
                 cutoff_us=best[1].solution.objective_us if best else None,
+                shorter=shorter.graph if shorter else None, further=further,
             )
         except Infeasible as error:
             misses.append(error)
@@ -135,7 +144,7 @@ def plan_graph(
     seconds = {**annotated.seconds, "solve": time.perf_counter() - start}
     return Planned(
         dict(zip(mesh.names, mesh.shape)), answer.decision,
-        graph_plan(annotated, mesh, answer, name=name, seconds=seconds), tuple(attempts), str(cluster),
+        graph_plan(annotated, mesh, answer, name=name, seconds=seconds, shortened=shorter is not None), tuple(attempts), str(cluster),
     )
 
 

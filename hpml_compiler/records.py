@@ -18,33 +18,39 @@ from hpml_compiler.plan_records import (
 )
 from hpml_compiler.pricing import MeshPrices
 from passes.decision import Route
-from passes.layouts import Layout, local_bytes
+from passes.layouts import Layout, local_bytes, parse_layout
 from passes.mesh import Mesh
 from passes.partition.place import Placed
-from passes.partition.redistribution import change
+from passes.partition.redistribution import Change, change
 from passes.placement_graph import PlacementGraph
 from passes.rules.base import format_placement
 
 if TYPE_CHECKING:
     from hpml_compiler.planning import Annotated
 
+SHORTENED = "shortened:"
+"""Prefix of the hash of a graph with fewer layers than its model."""
+
 
 def placements(layout: Layout) -> list[str]:
     return [format_placement(p) for p in layout]
 
 
-def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, seconds: Mapping[str, float]) -> GraphPlan:
+def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, seconds: Mapping[str, float],
+               shortened: bool = False) -> GraphPlan:
+    """Record of an answer. `shortened`: the graph has fewer layers than the model, so one of each class is listed with
+    its multiplicity in the model, and the plan cannot be passed back (its hash says so)."""
     graph, decision, cost, solution = annotated.graph, answer.decision, answer.cost, answer.solution
     prices = MeshPrices(mesh, 2)
     peak = cost.held_bytes + _largest_transient(graph, answer)
     return GraphPlan(
-        graph_hash=annotated.hash(),
+        graph_hash=(SHORTENED if shortened else "") + annotated.hash(),
         name=name,
         training=annotated.interface.training,
         mesh=dict(zip(mesh.names, mesh.shape)),
         parameters=_parameters(annotated, answer),
-        operations=_operations(graph, answer),
-        redistributions=_redistributions(graph, mesh, answer, prices),
+        operations=_operations(graph, answer, shortened),
+        redistributions=(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices),
         left_whole=_left_whole(annotated, mesh, answer),
         predicted=PredictedCost(
             step_time_us=cost.step_us, compute_us=cost.compute_us, communication_us=cost.communication_us,
@@ -60,7 +66,9 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
             seconds=solution.seconds, solver=solution.solver,
         ),
         seconds=dict(seconds),
-        multiplicity={},
+        multiplicity={
+            e.name: e.multiplicity for e in answer.solved.entities if e.kind == "operations"
+        } if shortened else {},
         decisions={
             entity: DecisionRecord(inputs=list(inputs), outputs=list(outputs))
             for entity, (inputs, outputs) in answer.problem.pins(solution).items()
@@ -92,11 +100,15 @@ def _parameters(annotated: Annotated, answer: Placed) -> dict[str, ParameterPlan
     return found
 
 
-def _operations(graph: PlacementGraph, answer: Placed) -> dict[str, OperationPlan]:
+def _operations(graph: PlacementGraph, answer: Placed, once: bool) -> dict[str, OperationPlan]:
     names = [c.name for c in answer.problem.classes]
     found = {}
+    listed: set[int] = set()
     for c in answer.problem.clusters:
         number = answer.problem.cluster_class[c.index]
+        if once and number in listed:
+            continue
+        listed.add(number)
         chosen = answer.problem.classes[number].choices[answer.solution.chosen[number]]
         heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
         for i in c.operations:
@@ -122,13 +134,7 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
         source, steps = layout, []
         for hop in route.hops[start:stop]:
             (axis,) = [a for a in range(len(layout)) if layout[a] != hop.layout[a]]
-            step = change(value, layout, axis, hop.layout[axis], answer.decision.sizes, prices)
-            assert step is not None
-            local = step.collective == "slice"
-            steps.append(Step(
-                collective=step.collective, axis=mesh.names[axis], bytes=0 if local else max(round(step.bytes), 1),
-                predicted_us=step.cost_us,
-            ))
+            steps.append(_step(change(value, layout, axis, hop.layout[axis], answer.decision.sizes, prices), mesh))
             layout = hop.layout
         found.append(Redistribution(
             value=value.name, shape=list(value.spec.shape), dtype=value.spec.dtype,
@@ -136,6 +142,36 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
             steps=steps,
         ))
     return found
+
+
+def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices) -> list[Redistribution]:
+    """One per class of edges, with its multiplicity."""
+    by_name = {value.name: value for value in graph.values}
+    found = []
+    for edge, path in zip(answer.solved.edges, answer.solution.paths, strict=True):
+        if not path or not edge.multiplicity:
+            continue
+        value, steps = by_name[edge.name], []
+        layout = source = parse_layout(path[0].source)
+        for arc in path:
+            target = parse_layout(arc.target)
+            (axis,) = [a for a in range(len(layout)) if layout[a] != target[a]]
+            steps.append(_step(change(value, layout, axis, target[axis], answer.decision.sizes, prices), mesh))
+            layout = target
+        reader = answer.problem.classes[edge.target]
+        found.append(Redistribution(
+            value=value.name, shape=list(value.spec.shape), dtype=value.spec.dtype, source=placements(source),
+            consumer=reader.name.rpartition(":")[2] if reader.kind == "operations" else "",
+            target=placements(layout), steps=steps, multiplicity=edge.multiplicity,
+        ))
+    return found
+
+
+def _step(step: Change | None, mesh: Mesh) -> Step:
+    assert step is not None, "routes consist of legal steps"
+    local = step.collective == "slice"
+    return Step(collective=step.collective, axis=mesh.names[step.axis],
+                bytes=0 if local else max(round(step.bytes), 1), predicted_us=step.cost_us)
 
 
 def _readers(graph: PlacementGraph, answer: Placed) -> dict[tuple[int, Route], str]:

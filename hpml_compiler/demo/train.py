@@ -60,7 +60,7 @@ class GPT(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on the characters of a novel.")
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="characters in a row of the batch")
     parser.add_argument("--width", type=int, default=384)
@@ -70,7 +70,7 @@ def main() -> None:
     torch.manual_seed(0)
     text = torch.tensor(list(TEXT.read_bytes()))
     model = GPT(args.width, args.width // 64, args.layers, args.length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
 

@@ -19,8 +19,7 @@ Constraints, each family added by the function of the same name; rows and column
                         (3) within the solver's tolerance but, counted exactly, exceeds the budget
 
 An edge needs one f per arc instead of one variable per pair of labels: on a mesh of two axes less than half as many,
-for the same bound. With x integral the cheapest flow is a cheapest path, so f need not be integer. f <= 1 changes
-nothing, but without it HiGHS 1.13 can loop for ever while it presolves, whatever its time limit.
+for the same bound. With x integral the cheapest flow is a cheapest path, so f need not be integer.
 """
 from __future__ import annotations
 
@@ -183,8 +182,7 @@ def _add_variables(model: Model) -> None:
         name = _word(reduced.problem.edges[index].name)
         model.arcs[index] = [
             (arc, _variable(model.program, f"f_{index}_{name}_{number}_{_word(arc.source)}_{_word(arc.target)}"))
-            for number, arc in enumerate(reduced.paths[index].useful_arcs(np.unique(reduced.supply[index]),
-                                                                         np.unique(reduced.demand[index])))
+            for number, arc in enumerate(reduced.useful_arcs(index))
         ]
 
 

@@ -59,13 +59,13 @@ class Paths:
         return tuple(reversed(arcs))
 
     def useful_arcs(self, sources: np.ndarray, targets: np.ndarray) -> list[Arc]:
-        """The arcs on the chosen cheapest path from any of `sources` to any of `targets` (both: arrays of indices).
+        """The arcs on the chosen cheapest paths from each of `sources` to the one of `targets` at the same position.
 
-        All other arcs can be left out without making any pair dearer.
+        Both hold indices; a pair must have a path. All other arcs can be left out without making any pair dearer.
         """
         size = len(self.index) - 1
-        pairs = np.stack(np.meshgrid(sources[sources < size], targets[targets < size], indexing="ij")).reshape(2, -1)
-        origin, here = pairs[:, np.isfinite(self.cost[pairs[0], pairs[1]]) & (pairs[0] != pairs[1])]
+        moving = (sources != targets) & (targets != size)
+        origin, here = sources[moving], targets[moving]
         used = np.zeros((size, size), dtype=bool)
         while here.size:
             before = self._previous[origin, here]

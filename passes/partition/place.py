@@ -9,7 +9,8 @@ from passes.layouts import Layout
 from passes.partition.axes import axis_rule
 from passes.partition.build import Pin, PlacementProblem, StateModel
 from passes.partition.choices import Prices
-from passes.partition.problem import Solution
+from passes.partition.depth import extrapolate, extrapolate_cost
+from passes.partition.problem import Problem, Solution
 from passes.partition.reprice import Cost, reprice
 from passes.partition.search import solve
 from passes.partition.solvers import SolverOptions
@@ -27,6 +28,8 @@ class Placed:
     solution: Solution
     decision: Decision
     cost: Cost
+    solved: Problem
+    """The problem that was solved: that of `problem`, with the multiplicities of the real depth."""
 
 
 def place(
@@ -42,24 +45,38 @@ def place(
     pinned: Mapping[str, Pin] | None = None,
     cutoff_us: float | None = None,
     fold: bool = True,
+    shorter: PlacementGraph | None = None,
+    further: int = 0,
 ) -> Placed | Solution:
     """Returns the bare `Solution` if its status is "no_solution" (every answer is dearer than `cutoff_us`, or none was
-    found in time). Raises Infeasible with the smallest budget that works, BadInput for pins that cannot be met."""
+    found in time). `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
+    model has beyond `graph`; NotLinear says that the two do not correspond. Raises Infeasible with the smallest budget that works, BadInput for pins that cannot be met."""
     state = state or StateModel()
     sizes = tuple(axes.values())
-    problem = PlacementProblem(
-        graph, sizes, prices, [axis_rule(name, size, graph) for name, size in axes.items()],
-        state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned, fold=fold,
-    )
-    solution = solve(problem.problem, options, cutoff_us=cutoff_us)
+
+    def build(which: PlacementGraph) -> PlacementProblem:
+        return PlacementProblem(
+            which, sizes, prices, [axis_rule(name, size, which) for name, size in axes.items()],
+            state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned, fold=fold,
+        )
+
+    def cost_of(problem: PlacementProblem, solution: Solution) -> tuple[Decision, Cost]:
+        decision = problem.decode(solution)
+        ways = problem.paid_ways(decision, solution)
+        return decision, reprice(problem.graph, problem.clusters, problem.saved, decision, prices, state, ways)
+
+    problem = build(graph)
+    short = build(shorter) if shorter is not None else None
+    solved = extrapolate(problem, short, further) if short is not None else problem.problem
+    solution = solve(solved, options, cutoff_us=cutoff_us)
     if solution.status == "no_solution":
         return solution
-    decision = problem.decode(solution)
-    cost = reprice(graph, problem.clusters, problem.saved, decision, prices, state,
-                   problem.paid_ways(decision, solution))
+    decision, cost = cost_of(problem, solution)
+    if short is not None:
+        cost = extrapolate_cost(cost, cost_of(short, solution)[1], further)
     for name, ours, theirs in (
         ("objective", cost.step_us, solution.objective_us), ("held bytes", cost.held_bytes, solution.held_bytes)
     ):
         if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")
-    return Placed(problem, solution, decision, cost)
+    return Placed(problem, solution, decision, cost, solved)

@@ -9,7 +9,7 @@ Repeated until nothing changes:
 - *dominated*: a choice goes when another one, plus the collectives that turn its labels into those of the first, is not
   dearer (nor heavier if there is a budget). By the triangle inequality this holds whatever the neighbors choose.
 
-Without a budget bytes break ties only. Once some assignment is known, choices that alone cost more go too (`cap`).
+Without a budget bytes break ties only. Once an assignment is known, choices and paths that alone cost more go (`cap`).
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.partition.paths import Paths
-from passes.partition.problem import Problem
+from passes.partition.problem import Arc, Problem
 
 _ROUNDING = 1e-12  # relative: sums of a few numbers
 
@@ -35,6 +35,7 @@ class Reduced:
     Per entity: candidates, original indices of the choices that are left, (n,) ints; cost_us (settled edges included)
     and held_bytes of these, for all instances together, (n,) floats; open_at, the edges at it that are not settled.
     Per edge: paths; supply and demand, the index into the paths' table of each candidate's label, (n,) ints.
+    spare_us: no edge that costs more is of use (`cap`).
     """
 
     problem: Problem
@@ -45,6 +46,7 @@ class Reduced:
     paths: list[Paths]
     supply: list[np.ndarray]
     demand: list[np.ndarray]
+    spare_us: float = math.inf
 
     @property
     def open_edges(self) -> list[int]:
@@ -60,7 +62,15 @@ class Reduced:
         """µs of all instances of the edge by label index, (labels + 1, labels + 1), inf where it cannot be met."""
         cost = self.paths[edge].cost.copy()
         cost[np.isfinite(cost)] *= self.problem.edges[edge].multiplicity  # 0 * inf would be nan
+        cost[cost > self.spare_us] = math.inf
         return cost
+
+    def useful_arcs(self, edge: int) -> list[Arc]:
+        """The arcs of an open edge that cheapest paths between its candidates' labels take."""
+        supply, demand = np.unique(self.supply[edge]), np.unique(self.demand[edge])
+        met = np.isfinite(self.edge_cost_us(edge)[np.ix_(supply, demand)])
+        sources, targets = np.nonzero(met)
+        return self.paths[edge].useful_arcs(supply[sources], demand[targets])
 
     def original(self, picked: list[int]) -> tuple[int, ...]:
         """Choice indices of the problem, given a candidate's position for each entity."""
@@ -75,15 +85,16 @@ def reduce(problem: Problem) -> Reduced:
 
 
 def cap(reduced: Reduced, picked: list[int], most_us: float) -> list[int]:
-    """Drop the choices that no assignment for `most_us` or less can take; changes `reduced` in place.
+    """Drop the choices and paths that no assignment for `most_us` or less can take; changes `reduced` in place.
 
     picked: positions of an assignment that costs no more; none of its choices go. Returns their new positions.
     """
     chosen = reduced.original(picked)
-    spare = most_us * (1 + _ROUNDING) - reduced.lower_bound_us
-    changed: set[int] = set()
+    reduced.spare_us = most_us * (1 + _ROUNDING) - reduced.lower_bound_us
+    changed = {reduced.problem.edges[edge].source for edge in reduced.open_edges}
     for entity, cost in enumerate(reduced.cost_us):
-        changed |= _keep(reduced, entity, cost - cost.min() <= max(spare, cost[picked[entity]] - cost.min()))
+        added = cost - cost.min()
+        changed |= _keep(reduced, entity, added <= max(reduced.spare_us, added[picked[entity]]))
     _shrink(reduced, changed, dominated=False)  # what dominates the picked choices may be another equally good one
     return [int(np.searchsorted(left, choice)) for left, choice in zip(reduced.candidates, chosen, strict=True)]
 
@@ -149,7 +160,7 @@ def _keep(reduced: Reduced, entity: int, kept: np.ndarray) -> set[int]:
 def _drop_unmet(reduced: Reduced, edge: int) -> set[int]:
     """Drop choices that fit none at the other end of `edge`; returns the entities that lost some."""
     source, target = reduced.problem.edges[edge].source, reduced.problem.edges[edge].target
-    cost, supply, demand = reduced.paths[edge].cost, reduced.supply[edge], reduced.demand[edge]
+    cost, supply, demand = reduced.edge_cost_us(edge), reduced.supply[edge], reduced.demand[edge]
     if source == target:
         return _keep(reduced, source, np.isfinite(cost[supply, demand]))
     met: np.ndarray = np.isfinite(cost[np.ix_(supply, demand)])

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -25,17 +26,12 @@ class Inserter:
     def __init__(self, graph: Graph, before: Node, like: Node | None = None, fake_mode: Any = None):
         self.graph, self.before, self.like, self.fake_mode = graph, before, like or before, fake_mode
 
-    def __call__(self, target: Callable, *args: Any, value: Any = None, **kwargs: Any) -> Node:
+    def __call__(self, target: Callable, /, *args: Any, **kwargs: Any) -> Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
         for key in PROVENANCE:
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]
-        if value is None:
-            if self.fake_mode is None:
-                value = fake_value(target, args, kwargs)
-            else:
-                with self.fake_mode:
-                    value = fake_value(target, args, kwargs)
-        node.meta["val"] = value
+        with self.fake_mode or nullcontext():
+            node.meta["val"] = fake_value(target, args, kwargs)
         return node

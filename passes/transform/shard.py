@@ -33,7 +33,7 @@ class _Appender(Inserter):
         super().__init__(graph, like, like, fake_mode)
         self.tag = tag
 
-    def __call__(self, target, *args, value=None, **kwargs):
+    def __call__(self, target, /, *args, **kwargs):
         node = self.graph.call_function(target, args, kwargs)
         for key in PROVENANCE:
             if key in self.like.meta:

@@ -36,8 +36,9 @@ def test_useful_arcs_leave_out_what_no_cheapest_path_takes():
     direct, first, second = Arc("R", "P", 5.0), Arc("R", "S(0)", 1.0), Arc("S(0)", "P", 1.0)
     aside, slower = Arc("S(0)", "S(1)", 1.0), Arc("R", "S(0)", 2.0)
     paths = Paths((direct, slower, first, second, aside), ())
-    ends = np.array([paths.index["R"]]), np.array([paths.index["P"], paths.index[None]])
-    assert paths.useful_arcs(*ends) == [first, second]
+    ends = np.array([["R", "P"], ["P", "P"], ["R", None]], dtype=object)
+    indices = np.vectorize(paths.index.get)(ends)
+    assert paths.useful_arcs(indices[:, 0], indices[:, 1]) == [first, second]
 
 
 def test_fewer_arcs_among_equally_cheap_paths_and_free_circles_end():

@@ -39,7 +39,6 @@ INDEX = [
            expect="R S(0) R -> S(1); R R S(0) -> S(2); S(0) R R -> S(0); S(3) R R -> S(3)"),
     sample(aten.index.Tensor, f(4, 6, 8), [i(4, 6), i(6, 6)], expect="R S(0) S(0) -> S(0); S(2) R R -> S(1)"),
     sample(aten.index.Tensor, f(4, 6, 8), [i(4, 6), None, i(8, 6)], whole=True),
-    sample(aten.index.Tensor, f(4, 6), [b(4, 6)], whole=True),
     sample(aten.index.Tensor, f(12, 8), [torch.tensor(3)], expect="S(0) R -> P; S(1) R -> S(0)"),
     sample(aten._unsafe_index.Tensor, f(2, 4, 6, 8), [None, None, i(6, 12, 1), i(8, 16)],
            expect="S(0) R R -> S(0); S(1) R R -> S(1); R S(0) R -> S(2); R R S(0) -> S(3)"),

@@ -1,0 +1,127 @@
+"""`hpml demo`: one training script on two ranks and on one, the plan that it was split by, and both loss curves."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from passes.errors import HpmlError, MissingDependency
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpml_compiler.demo.runs import Run
+
+AGREE = 1e-4  # relative difference of losses up to which two runs agree: rounding, grown over the steps
+ROWS = 6  # of the table of losses
+
+
+def register(app: typer.Typer) -> None:
+    app.command("demo")(demo)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for plan.json, plan.svg and loss.png.")] = Path(),
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks of the run that is split.")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 40,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the GPT.")] = 6,
+    width: Annotated[int, typer.Option(min=64, help="Width of the GPT, a multiple of 64.")] = 384,
+) -> None:
+    """Train a small GPT with one script on several ranks and on one, and compare the losses.
+
+    Everything runs on the CPU, one thread per rank, one run after the other.
+    """
+    from rich.console import Console
+
+    from hpml_compiler.demo import picture, runs
+
+    out.mkdir(parents=True, exist_ok=True)
+    plan_path = out / "plan.json"
+    plan_path.unlink(missing_ok=True)  # an older one would be shown for this run's
+    arguments = [f"--steps={steps}", f"--layers={layers}", f"--width={width}"]
+    console = Console()
+    console.print(f"script: {runs.SCRIPT}", soft_wrap=True)
+    with _progress(console, steps) as stage:
+        def first(step: int, loss: float) -> None:
+            if step == 1:
+                _show_plan(console, plan_path)
+
+        many = runs.train(ranks, arguments, {"HPML_SAVE_PLAN": str(plan_path.resolve())},
+                          stage(f"{ranks} ranks", first))
+        one = runs.train(1, arguments, {}, stage("1 rank"))
+    _compare(console, one, many)
+    picture.draw(one, many, out / "loss.png")
+    _draw_plan(console, plan_path, out / "plan.svg")
+    console.print(f"wrote {', '.join(str(path) for path in _left(out))}", soft_wrap=True)
+    difference = runs.largest_difference(one, many)
+    if difference > AGREE:
+        raise HpmlError(f"the losses differ by {difference:.1e}, more than {AGREE:.0e}", where=str(out / "loss.png"),
+                        next_step="this is a bug: please report it with plan.json")
+
+
+@contextlib.contextmanager
+def _progress(console: Console, steps: int) -> Iterator[Callable[..., Callable[[int, float], None]]]:
+    """A function that begins a stage and gives what is to be called after each step: on a terminal it moves a bar."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+               TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        def stage(name: str, then: Callable[[int, float], None] = lambda step, loss: None):
+            task = bar.add_task(name, total=steps, loss="compiling")
+
+            def on_step(step: int, loss: float) -> None:
+                bar.update(task, completed=step, loss=f"loss {loss:.3f}")
+                then(step, loss)
+
+            return on_step
+
+        yield stage
+
+
+def _show_plan(console: Console, path: Path) -> None:
+    from hpml_compiler.plan import Plan
+    from hpml_compiler.visualize.table import renderable
+
+    plan = Plan.load(path)
+    if console.is_terminal:
+        console.print(renderable(plan))
+    else:
+        print(plan.table())
+
+
+def _draw_plan(console: Console, source: Path, target: Path) -> None:
+    from hpml_compiler.plan import Plan
+
+    try:
+        Plan.load(source).render(target)
+    except MissingDependency as error:  # everything else is there, and the error says how to get the picture
+        console.print(str(error), soft_wrap=True)
+
+
+def _left(out: Path) -> list[Path]:
+    return [path for path in (out / "plan.json", out / "plan.svg", out / "plan.gv", out / "loss.png") if path.exists()]
+
+
+def _compare(console: Console, one: Run, many: Run) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from hpml_compiler.demo.runs import largest_difference
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for title in ("step", "loss, 1 rank", f"loss, {many.ranks} ranks", "relative difference"):
+        table.add_column(title, justify="right")
+    count = len(one.curve)
+    for step in sorted({1 + round(k * (count - 1) / (ROWS - 1)) for k in range(ROWS)}):
+        a, b = one.curve[step - 1], many.curve[step - 1]
+        table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b) / abs(a):.1e}")
+    console.print(table)
+    console.print(f"{one.parameters / 1e6:.1f} M parameters, {count} steps: the largest relative difference of a loss is "
+                  f"{largest_difference(one, many):.1e}", highlight=False)
+    for run in (one, many):
+        console.print(f"{run.ranks} rank{'s' * (run.ranks > 1)}: first step after {run.first_step_s:.1f} s, then "
+                      f"{run.step_s * 1e3:.0f} ms a step", highlight=False)

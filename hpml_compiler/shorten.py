@@ -1,0 +1,54 @@
+"""Trace fewer layers than a deep model has: three and four of them tell what each further one adds.
+
+A `ModuleList` of equal modules is cut to its first entries while tracing. Whether the model really repeats itself is not
+taken on trust: the partition problems of both depths must correspond entity by entity and edge by edge
+(`passes.partition.depth`), else the whole model is traced.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch import nn
+
+SHORT, LONG = 3, 4
+WORTHWHILE = 8
+"""Depth from which two short traces are cheaper than a whole one."""
+
+
+def repeated_lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
+    """(parent, name, list) of every outermost list of `WORTHWHILE` or more modules of one class and equal parameters."""
+    found: list[tuple[nn.Module, str, nn.ModuleList]] = []
+    inside: set[int] = set()
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if isinstance(child, nn.ModuleList) and id(child) not in inside and _alike(child):
+                found.append((parent, name, child))
+                inside.update(id(m) for m in child.modules())
+    return found
+
+
+def _alike(modules: nn.ModuleList) -> bool:
+    def look(module: nn.Module):
+        return type(module), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in module.named_parameters())
+
+    return len(modules) >= WORTHWHILE and len({look(m) for m in modules}) == 1
+
+
+def depth(model: nn.Module) -> int | None:
+    """Length that all repeated lists share, or None if there are none or they differ."""
+    lengths = {len(modules) for _, _, modules in repeated_lists(model)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, count: int) -> Iterator[None]:
+    """The model with its repeated lists cut to `count` entries; whole again at the end."""
+    lists = repeated_lists(model)
+    try:
+        for parent, name, modules in lists:
+            parent._modules[name] = nn.ModuleList(list(modules)[:count])
+        yield
+    finally:
+        for parent, name, modules in lists:
+            parent._modules[name] = modules
