@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,8 @@ from hpml_compiler.plan import Plan
 from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
 from hpml_compiler.shorten import LONG, SHORT, depth, repeated_lists, shortened
 from hpml_compiler.trace import Traced, trace
-from passes import compat
 from passes.cluster import Cluster
-from passes.interface import describe
 from passes.partition.depth import NotLinear
-from passes.transform.normalize import normalize
 
 log = logging.getLogger("hpml")
 
@@ -44,10 +40,8 @@ def plan(model: nn.Module, batch: Any, cluster: str | Cluster | None = None, **o
 
 
 def _annotate(traced: Traced) -> Annotated:
-    start = time.perf_counter()
-    normalize(traced.gm, compat.fake_mode_of(traced.gm))
-    annotated = annotate(traced.gm, describe(traced.gm, traced.inputs, traced.forward_outputs))
-    annotated.seconds = {"trace": traced.seconds, "annotate": time.perf_counter() - start}
+    annotated = annotate(traced.gm, traced.inputs, traced.forward_outputs)
+    annotated.seconds["trace"] = traced.seconds
     return annotated
 
 

@@ -13,19 +13,20 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler import session
-from hpml_compiler.api import last_plan
 from hpml_compiler.agreement import from_rank_0, same_graph
+from hpml_compiler.api import last_plan
 from hpml_compiler.lowering import Lowering, boxed
 from hpml_compiler.options import Options
 from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
+from hpml_compiler.presets import after_planning
 from hpml_compiler.runtime.inputs import take_out_markers
 from hpml_compiler.runtime.parameters import install, parameter_name, placeable
 from hpml_compiler.runtime.world import device_type, ensure_process_group
 from passes import compat
+from passes.annotations import write
 from passes.cluster import Cluster
-from passes.interface import GraphInput, describe, kind_of_input
-from passes.transform.normalize import normalize
-from passes.transform.shard import shard
+from passes.interface import GraphInput, kind_of_input
+from passes.results import DECISION, Handle
 
 log = logging.getLogger("hpml")
 
@@ -117,9 +118,7 @@ class _Compilation:
         return self.lowering.inference(self._rewrite(gm, None))
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
-        fake_mode = compat.fake_mode_of(gm)
-        normalize(gm, fake_mode)
-        annotated = annotate(gm, describe(gm, self.inputs, forward_outputs))
+        annotated = annotate(gm, self.inputs, forward_outputs)
         same_graph(annotated.hash(), annotated.text)
         self.planned = planned = from_rank_0(lambda: self._plan(annotated))
         self.session.graphs.append(planned.record)
@@ -130,7 +129,8 @@ class _Compilation:
         if annotated.interface.training and self.session.mesh is None:
             self.session.mesh = planned.mesh
         start = time.perf_counter()
-        result = shard(gm, annotated.graph, annotated.rules, planned.decision, self.session.groups(planned.mesh), fake_mode)
+        write(DECISION, gm, Handle(planned.decision))
+        after_planning(self.session.groups(planned.mesh))(gm)
         planned.record.seconds["rewrite"] = time.perf_counter() - start
         self._save_plan()
         if dist.get_rank() == 0:
@@ -139,7 +139,7 @@ class _Compilation:
         for target, nodes in annotated.graph.unruled.items():
             if dist.get_rank() == 0:
                 log.debug("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
-        return result
+        return gm
 
     def _save_plan(self) -> None:
         """HPML_SAVE_PLAN=path: rank 0 leaves the plan there, so that a script need not ask for it."""

@@ -70,7 +70,8 @@ class Lowering:
             gm = compat.inductor_joint_passes(gm)
         return self._lower(gm, values_of(gm), is_backward=False, is_inference=True)
 
-    def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool) -> Callable[[list[Any]], Any]:
+    def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
+               ) -> Callable[[list[Any]], Any]:
         if not self.inductor:
             return boxed(torch.fx.GraphModule(gm, gm.graph).forward)
         output = gm.graph.find_nodes(op="output")[0]

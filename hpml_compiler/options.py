@@ -96,7 +96,7 @@ class Options(BaseModel):
         None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; without it, the devices here"
     )
     trace_all_layers: bool = Field(
-        False, description="true: `plan` traces every layer of a deep model, so that the plan can be passed back to a run; "
+        False, description="true: `plan` traces every layer of a deep model, so that the plan can be passed back; "
         "false: it traces four of its repeated layers and counts the rest"
     )
     objective: Literal["time"] = Field("time", description='what the solver minimizes: "time", of one step')

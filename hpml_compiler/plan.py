@@ -39,6 +39,7 @@ from passes.errors import BadInput
 
 if TYPE_CHECKING:
     from graphviz import Digraph
+
     from hpml_compiler.visualize.diff import PlanDiff
 
 __all__ = [

@@ -13,21 +13,20 @@ from torch.fx import GraphModule
 from hpml_compiler.options import Options
 from hpml_compiler.plan import Plan
 from hpml_compiler.plan_records import GraphPlan, MeshAttempt
+from hpml_compiler.presets import before_planning
 from hpml_compiler.pricing import MeshPrices
 from hpml_compiler.records import graph_plan
-from passes.analysis.flops import FLOPS, Flops
-from passes.analysis.operations import build_placement_graph
-from passes.analysis.shapes import Shapes
 from passes.annotations import read
 from passes.cluster import Cluster
 from passes.decision import Decision
 from passes.errors import BadInput, Infeasible
-from passes.interface import Interface
+from passes.interface import GraphInput, Interface
 from passes.mesh import Mesh, enumerate_meshes, mesh_from_pin
 from passes.partition.build import StateModel
 from passes.partition.place import Placed, place
 from passes.partition.solvers import SolverOptions
 from passes.placement_graph import PlacementGraph
+from passes.results import INTERFACE, OPERATIONS
 from passes.rules.base import Rule
 
 
@@ -65,15 +64,13 @@ class Planned:
     cluster: str = ""
 
 
-def annotate(gm: GraphModule, interface: Interface) -> Annotated:
-    """Price operations and find rules; `gm` is normalized already."""
+def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None) -> Annotated:
+    """Run the passes that planning needs over a traced graph. `forward_outputs` is None for a forward graph."""
     start = time.perf_counter()
-    Shapes()(gm)
-    Flops()(gm)
-    graph, rules = build_placement_graph(
-        gm, interface.kinds, interface.outputs, lambda node: read(FLOPS, node), trainable=interface.trainable
-    )
-    return Annotated(gm, interface, graph, rules, {"annotate": time.perf_counter() - start})
+    before_planning(inputs, forward_outputs)(gm)
+    operations = read(OPERATIONS, gm)
+    return Annotated(gm, read(INTERFACE, gm).value, operations.graph, operations.rules,
+                     {"annotate": time.perf_counter() - start})
 
 
 def candidate_meshes(options: Options, cluster: Cluster, fixed: Mapping[str, int] | None) -> list[Mesh]:
@@ -144,7 +141,8 @@ def plan_graph(
     seconds = {**annotated.seconds, "solve": time.perf_counter() - start}
     return Planned(
         dict(zip(mesh.names, mesh.shape)), answer.decision,
-        graph_plan(annotated, mesh, answer, name=name, seconds=seconds, shortened=shorter is not None), tuple(attempts), str(cluster),
+        graph_plan(annotated, mesh, answer, name=name, seconds=seconds, shortened=shorter is not None),
+        tuple(attempts), str(cluster),
     )
 
 

@@ -1,7 +1,7 @@
 """The record of an answer: from layouts and indices to names, strings and bytes."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hpml_compiler.plan_records import (
@@ -40,7 +40,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
                shortened: bool = False) -> GraphPlan:
     """Record of an answer. `shortened`: the graph has fewer layers than the model, so one of each class is listed with
     its multiplicity in the model, and the plan cannot be passed back (its hash says so)."""
-    graph, decision, cost, solution = annotated.graph, answer.decision, answer.cost, answer.solution
+    graph, cost, solution = annotated.graph, answer.cost, answer.solution
     prices = MeshPrices(mesh, 2)
     peak = cost.held_bytes + _largest_transient(graph, answer)
     return GraphPlan(
@@ -49,8 +49,11 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
         training=annotated.interface.training,
         mesh=dict(zip(mesh.names, mesh.shape)),
         parameters=_parameters(annotated, answer),
-        operations=_operations(graph, answer, shortened),
-        redistributions=(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices),
+        operations=_operations(graph, mesh, answer, prices, shortened),
+        redistributions=[
+            *(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices),
+            *_reductions(graph, mesh, answer, prices, shortened),
+        ],
         left_whole=_left_whole(annotated, mesh, answer),
         predicted=PredictedCost(
             step_time_us=cost.step_us, compute_us=cost.compute_us, communication_us=cost.communication_us,
@@ -100,7 +103,8 @@ def _parameters(annotated: Annotated, answer: Placed) -> dict[str, ParameterPlan
     return found
 
 
-def _operations(graph: PlacementGraph, answer: Placed, once: bool) -> dict[str, OperationPlan]:
+def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, once: bool,
+                ) -> dict[str, OperationPlan]:
     names = [c.name for c in answer.problem.classes]
     found = {}
     listed: set[int] = set()
@@ -111,13 +115,14 @@ def _operations(graph: PlacementGraph, answer: Placed, once: bool) -> dict[str, 
         listed.add(number)
         chosen = answer.problem.classes[number].choices[answer.solution.chosen[number]]
         heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
+        inside = sum(s.predicted_us for r in _reduced(graph, mesh, answer, prices, c.operations) for s in r.steps)
         for i in c.operations:
             op, rows = graph.operations[i], answer.decision.operations[i]
             found[op.name] = OperationPlan(
                 op=op.target, block=op.block, backward=op.backward, class_id=names[number],
                 inputs=[placements(p) for p in rows.inputs], outputs=[placements(p) for p in rows.outputs],
                 # A cluster is priced as one: its heavy operations carry the cost.
-                predicted_us=chosen.cost_us / len(heavy) if i in heavy else 0.0,
+                predicted_us=(chosen.cost_us - inside) / len(heavy) if i in heavy else 0.0,
                 sources=[graph.values[v].name for v in op.inputs],
             )
     return found
@@ -144,7 +149,44 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
     return found
 
 
-def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices) -> list[Redistribution]:
+def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, operations: Sequence[int],
+             multiplicity: int = 1) -> list[Redistribution]:
+    """Small partial sums that these operations reduce right where they make them, inside a cluster."""
+    found = []
+    for i in operations:
+        op, rows = graph.operations[i], answer.decision.operations[i]
+        for v, made, after in zip(op.outputs, rows.made, rows.outputs):
+            value, held = graph.values[v], local_bytes(graph.values[v], made, answer.decision.sizes)
+            steps = [
+                Step(collective="all_reduce", axis=mesh.names[axis], bytes=max(round(held), 1),
+                     predicted_us=prices.collective_us("all_reduce", axis, held))
+                for axis in range(len(made)) if made[axis] != after[axis]
+            ]
+            if steps:
+                found.append(Redistribution(
+                    value=value.name, shape=list(value.spec.shape), dtype=value.spec.dtype, consumer=op.name,
+                    source=placements(made), target=placements(after), steps=steps, multiplicity=multiplicity,
+                ))
+    return found
+
+
+def _reductions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, once: bool,
+                ) -> list[Redistribution]:
+    """Those of all clusters, or of one cluster per class with its multiplicity."""
+    found: list[Redistribution] = []
+    listed: set[int] = set()
+    for c in answer.problem.clusters:
+        number = answer.problem.cluster_class[c.index]
+        if once and number in listed:
+            continue
+        listed.add(number)
+        count = answer.solved.entities[number].multiplicity if once else 1
+        found += _reduced(graph, mesh, answer, prices, c.operations, count)
+    return found
+
+
+def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices,
+                           ) -> list[Redistribution]:
     """One per class of edges, with its multiplicity."""
     by_name = {value.name: value for value in graph.values}
     found = []

@@ -1,7 +1,7 @@
 """Trace fewer layers than a deep model has: three and four of them tell what each further one adds.
 
-A `ModuleList` of equal modules is cut to its first entries while tracing. Whether the model really repeats itself is not
-taken on trust: the partition problems of both depths must correspond entity by entity and edge by edge
+A `ModuleList` of equal modules is cut to its first entries while tracing. Whether the model really repeats itself is
+not taken on trust: the partition problems of both depths must correspond entity by entity and edge by edge
 (`passes.partition.depth`), else the whole model is traced.
 """
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORTHWHILE = 8
 
 
 def repeated_lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """(parent, name, list) of every outermost list of `WORTHWHILE` or more modules of one class and equal parameters."""
+    """(parent, name, list) of every outermost list of `WORTHWHILE` or more modules alike in class and parameters."""
     found: list[tuple[nn.Module, str, nn.ModuleList]] = []
     inside: set[int] = set()
     for parent in model.modules():

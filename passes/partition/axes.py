@@ -4,8 +4,6 @@ On a pinned axis the heavy operations that can be split that way have to be: a p
 """
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from passes.partition.choices import AxisRule
 from passes.placement_graph import Operation, PlacementGraph
 from passes.rules.base import Strategy

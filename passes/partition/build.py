@@ -22,7 +22,6 @@ from passes.partition.saved import saved_values
 from passes.placement_graph import PlacementGraph, Value
 from passes.rules.base import REPLICATE
 
-
 Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
 """Labels that a choice reads and makes."""
 
@@ -192,14 +191,16 @@ class PlacementProblem:
                 layout = ((0, 0),) * len(self.sizes) if value.name in self.rows else self.whole
                 self.input_entity[value.index] = self._entity(
                     ("input", value.index),
-                    lambda value=value, layout=layout: self._port_entity(value.name, "input", [(layout, 0.0, 0.0)], 0, 1),
+                    lambda value=value, layout=layout: self._port_entity(
+                        value.name, "input", [(layout, 0.0, 0.0)], 0, 1),
                 )
 
     def _storage(self, value: Value, trained: bool, stored: Layout | None) -> list[tuple[Layout, float, float]]:
         if stored is not None:
             layouts = [stored]
         else:
-            per_axis = [[REPLICATE, *((d, 0) for d in range(len(value.spec.shape)) if value.factors[d])]] * len(self.sizes)
+            dims = [(d, 0) for d in range(len(value.spec.shape)) if value.factors[d]]
+            per_axis = [[REPLICATE, *dims]] * len(self.sizes)
             layouts = [p for p in itertools.product(*per_axis) if legal(value, p, self.sizes)]
         held = 1.0 + (self.state.gradient + self.state.optimizer if trained else 0.0)
         rows = []
@@ -385,5 +386,7 @@ class PlacementProblem:
         return list(ways.values())
 
     def _route(self, v: int, source: Layout, chain: _Chain, solution: Solution) -> Route:
-        hops = [Hop(parse_layout(arc.target), backward) for edge, backward in chain.edges for arc in solution.paths[edge]]
+        hops = [
+            Hop(parse_layout(arc.target), backward) for edge, backward in chain.edges for arc in solution.paths[edge]
+        ]
         return Route(v, source, tuple(hops))

@@ -1,4 +1,4 @@
-"""Choices of a cluster on a whole mesh: one joint strategy per axis, what they cost together, where they fit together."""
+"""Choices of a cluster on a whole mesh: one joint strategy per axis, whether they fit, what they cost together."""
 from __future__ import annotations
 
 import itertools

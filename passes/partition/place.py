@@ -48,9 +48,11 @@ def place(
     shorter: PlacementGraph | None = None,
     further: int = 0,
 ) -> Placed | Solution:
-    """Returns the bare `Solution` if its status is "no_solution" (every answer is dearer than `cutoff_us`, or none was
-    found in time). `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
-    model has beyond `graph`; NotLinear says that the two do not correspond. Raises Infeasible with the smallest budget that works, BadInput for pins that cannot be met."""
+    """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff_us`, or none was
+    found in time. `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
+    model has beyond `graph`; NotLinear says that the two do not correspond. Raises Infeasible with the smallest budget
+    that works, and BadInput for pins that cannot be met.
+    """
     state = state or StateModel()
     sizes = tuple(axes.values())
 

@@ -3,7 +3,7 @@
 Where several axes split one factor, earlier axes are the outer ones; so an axis may change only if no later axis splits
 the factor that it leaves or enters.
 
-    P -> R all_reduce    P -> S reduce_scatter    S -> R all_gather    S -> S' all_to_all    R -> S slice    M -> R all_reduce
+    P -> R, M -> R all_reduce    P -> S reduce_scatter    S -> R all_gather    S -> S' all_to_all    R -> S slice
 """
 from __future__ import annotations
 

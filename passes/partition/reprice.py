@@ -93,7 +93,7 @@ def reprice(
         operations = [graph.operations[i] for i in c.operations]
         heavy = [op for op in operations if op.heavy]
         compute += sum(walk.operation_us(op.index) for op in heavy)
-        compute += sum(walk.reductions_us(op.index) for op in operations)
+        communication += sum(walk.reductions_us(op.index) for op in operations)
         layouts: dict[int, Layout] = {}
         first: dict[int, Layout] = {}
         for op in operations:

@@ -123,7 +123,7 @@ class Strategy:
         return any(isinstance(p, tuple) for p in self.inputs + self.outputs)
 
 
-RuleFunction = Callable[[Call], Union[Rule, None]]
+RuleFunction = Callable[[Call], Rule | None]
 
 
 def aligned(letters: Sequence[Any], own: Sequence[int], full: Sequence[int]) -> list[Any]:

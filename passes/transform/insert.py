@@ -9,13 +9,16 @@ from torch.fx import Graph, Node
 
 from passes.compat import pytree
 
-PROVENANCE = ("nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "source_fn_stack", "original_aten", "from_node")
+PROVENANCE = (
+    "nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "source_fn_stack", "original_aten", "from_node",
+)
 
 
 def fake_value(target: Callable, args: tuple, kwargs: dict | None = None) -> Any:
     """What `target` returns for the fake values of its arguments."""
     args, kwargs = pytree.tree_map(
-        lambda x: x.meta["val"] if isinstance(x, Node) else x, (args, kwargs or {}), is_leaf=lambda x: isinstance(x, Node)
+        lambda x: x.meta["val"] if isinstance(x, Node) else x, (args, kwargs or {}),
+        is_leaf=lambda x: isinstance(x, Node),
     )
     return target(*args, **kwargs)
 

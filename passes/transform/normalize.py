@@ -9,9 +9,14 @@
 """
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import GraphModule, Node
 
+from passes.base import TransformPass
+from passes.compat import fake_mode_of
+from passes.registry import register
 from passes.rules.table import is_heavy
 from passes.transform.insert import Inserter
 
@@ -37,6 +42,17 @@ def normalize(gm: GraphModule, fake_mode=None) -> bool:
         gm.graph.lint()
         gm.recompile()
     return changed
+
+
+@register
+@dataclass(frozen=True)
+class Normalize(TransformPass):
+    """See the module's docstring. Values (`meta["val"]`) of all nodes are kept up to date."""
+
+    name = "normalize"
+
+    def run(self, graph_module: GraphModule) -> bool:
+        return normalize(graph_module, fake_mode_of(graph_module))
 
 
 def _identity(node: Node, insert: Inserter) -> bool:
@@ -165,33 +181,37 @@ REWRITES = {
 def _private_views(gm: GraphModule) -> bool:
     changed = False
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or not is_heavy(node.target):
-            continue
-        copies: dict[Node, Node] = {}
-
-        def private(x: Node) -> Node:
-            if x.op != "call_function" or x.target not in VIEWS or len(x.users) == 1 and private_source(x):
-                return x
-            if x not in copies:
-                source = private(x.args[0])
-                with gm.graph.inserting_before(node):
-                    copies[x] = gm.graph.node_copy(x, lambda a: source if a is x.args[0] else a)
-                copies[x].meta = dict(x.meta)
-                # The copy belongs to its user: forward views that feed backward products are made there.
-                for key in ("partitioner_tag", "seq_nr", "nn_module_stack"):
-                    if key in node.meta:
-                        copies[x].meta[key] = node.meta[key]
-            return copies[x]
-
-        def private_source(x: Node) -> bool:
-            source = x.args[0]
-            return source.op != "call_function" or source.target not in VIEWS or (
-                len(source.users) == 1 and private_source(source)
-            )
-
-        for operand in list(node.all_input_nodes):
-            own = private(operand)
-            if own is not operand:
-                node.replace_input_with(operand, own)
-                changed = True
+        if node.op == "call_function" and is_heavy(node.target):
+            copies: dict[Node, Node] = {}
+            for operand in list(node.all_input_nodes):
+                own = _private(operand, node, copies)
+                if own is not operand:
+                    node.replace_input_with(operand, own)
+                    changed = True
     return changed
+
+
+def _private(x: Node, user: Node, copies: dict[Node, Node]) -> Node:
+    """`x`, or a copy of the chain of views that leads to it if anybody else reads from that chain."""
+    if x.op != "call_function" or x.target not in VIEWS or _alone(x):
+        return x
+    if x not in copies:
+        old = x.args[0]
+        source = _private(old, user, copies)
+        with user.graph.inserting_before(user):
+            copies[x] = user.graph.node_copy(x, lambda a: source if a is old else a)
+        copies[x].meta = dict(x.meta)
+        # The copy belongs to its user: forward views that feed backward products are made there.
+        for key in ("partitioner_tag", "seq_nr", "nn_module_stack"):
+            if key in user.meta:
+                copies[x].meta[key] = user.meta[key]
+    return copies[x]
+
+
+def _alone(x: Node) -> bool:
+    """Whether a view and the views before it have one reader each."""
+    while x.op == "call_function" and x.target in VIEWS:
+        if len(x.users) > 1:
+            return False
+        x = x.args[0]
+    return True

@@ -7,15 +7,20 @@ that go the same way. What backward needs of a value that forward made travels i
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from passes.compat import pytree
+from passes.annotations import read
+from passes.base import TransformPass
+from passes.compat import fake_mode_of, pytree
 from passes.decision import Decision, OperationLayouts, Route
 from passes.layouts import Layout
 from passes.placement_graph import PlacementGraph
+from passes.registry import register
+from passes.results import DECISION, INTERFACE, OPERATIONS
 from passes.rules.base import Rule
 from passes.rules.table import operand_nodes
 from passes.transform.collectives import MeshGroups, Redistributor, local_shape
@@ -107,7 +112,8 @@ class Sharder:
         old = node.meta["val"]
         if list(old.shape) != shape:
             with self.fake_mode:
-                new.meta["val"] = torch.empty(shape, dtype=old.dtype, device=old.device).requires_grad_(old.requires_grad)
+                local = torch.empty(shape, dtype=old.dtype, device=old.device)
+                new.meta["val"] = local.requires_grad_(old.requires_grad)
             new.meta.pop("tensor_meta", None)
         self.made[index] = (new, layout)
 
@@ -193,8 +199,8 @@ class Sharder:
             got, expected = list(made[value.port].shape), local_shape(value, layout, self.groups.sizes)
             if got != expected:
                 raise AssertionError(
-                    f"{node.name}: {node.target} on local operands {[tuple(x.meta['val'].shape) for x in new.all_input_nodes]}"
-                    f" gave shape {got}, expected {expected} for layout {layout}"
+                    f"{node.name}: {node.target} on local operands "
+                    f"{[tuple(x.meta['val'].shape) for x in new.all_input_nodes]} gave shape {got}, expected {expected} for layout {layout}"
                 )
 
     def _output(self, node: Node) -> None:
@@ -216,3 +222,23 @@ def shard(gm: GraphModule, graph: PlacementGraph, rules: list[Rule | None], deci
           fake_mode: Any) -> GraphModule:
     """The graph that one rank runs; placeholders and outputs keep their order, placeholders have local shapes."""
     return Sharder(gm, graph, rules, decision, groups, fake_mode).run()
+
+
+@register
+@dataclass(frozen=True)
+class Shard(TransformPass):
+    """Replaces the whole graph by what one rank does. groups: this rank's place in the mesh."""
+
+    name = "shard"
+    requires = (INTERFACE, OPERATIONS, DECISION)
+
+    groups: MeshGroups = MeshGroups((), (), ())
+
+    def run(self, graph_module: GraphModule) -> bool:
+        operations = read(OPERATIONS, graph_module)
+        decision = read(DECISION, graph_module).value
+        sharded = shard(
+            graph_module, operations.graph, operations.rules, decision, self.groups, fake_mode_of(graph_module)
+        )
+        graph_module.graph = sharded.graph
+        return True

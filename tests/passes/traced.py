@@ -11,8 +11,7 @@ from torch import fx, nn
 
 from hpml_compiler.planning import Annotated, annotate
 from passes import compat
-from passes.interface import GraphInput, describe, kind_of_input
-from passes.transform.normalize import normalize
+from passes.interface import GraphInput, kind_of_input
 
 
 class _Captured(Exception):
@@ -30,8 +29,7 @@ class Joint:
 
     def annotated(self) -> Annotated:
         """Normalizes the graph in place, too."""
-        normalize(self.gm, compat.fake_mode_of(self.gm))
-        return annotate(self.gm, describe(self.gm, self.inputs, self.forward_outputs))
+        return annotate(self.gm, self.inputs, self.forward_outputs)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,27 @@
+"""The order of passes: the only place where it is written."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.analysis.describe import Describe
+from passes.analysis.find_operations import FindOperations
+from passes.analysis.flops import Flops
+from passes.analysis.shapes import Shapes
+from passes.interface import GraphInput
+from passes.manager import PassManager
+from passes.results import DECISION, INTERFACE, OPERATIONS
+from passes.transform.collectives import MeshGroups
+from passes.transform.normalize import Normalize
+from passes.transform.shard import Shard
+
+
+def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None) -> PassManager:
+    """From a traced graph to one that can be planned."""
+    return PassManager((Normalize(), Shapes(), Flops(), Describe(tuple(inputs), forward_outputs), FindOperations()))
+
+
+def after_planning(groups: MeshGroups) -> PassManager:
+    """From a planned graph (which has INTERFACE, OPERATIONS, DECISION) to what this rank runs."""
+    manager = PassManager((Shard(groups),))
+    manager.check(available=(INTERFACE, OPERATIONS, DECISION))
+    return manager

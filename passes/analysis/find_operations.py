@@ -1,0 +1,31 @@
+"""Pass: the planner's view of a graph, with rules, strategies and factors."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.analysis.flops import FLOPS
+from passes.analysis.operations import build_placement_graph
+from passes.annotations import read, write
+from passes.base import AnalysisPass
+from passes.registry import register
+from passes.results import INTERFACE, OPERATIONS, Operations
+
+
+@register
+@dataclass(frozen=True)
+class FindOperations(AnalysisPass):
+    """Writes OPERATIONS. The graph should be normalized before."""
+
+    name = "find_operations"
+    requires = (FLOPS, INTERFACE)
+    provides = (OPERATIONS,)
+
+    def run(self, graph_module: fx.GraphModule) -> None:
+        interface = read(INTERFACE, graph_module).value
+        graph, rules = build_placement_graph(
+            graph_module, interface.kinds, interface.outputs, lambda node: read(FLOPS, node),
+            trainable=interface.trainable,
+        )
+        write(OPERATIONS, graph_module, Operations(graph, rules))
