@@ -50,11 +50,12 @@ def assign_blocks(gm: GraphModule) -> dict[Node, str]:
         # A sum of gradients carries the number of whatever ran last in forward.
         number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
         own = "" if is_backward(node) else block_of(node)
-        if not own and is_backward(node):
+        if is_backward(node):
             own = by_sequence.get(number, "") if number is not None else ""
-        if own and number is not None and not is_backward(node):
-            by_sequence.setdefault(number, own)
-        if not own and is_backward(node) and number is None:
+        elif number is not None and not by_sequence.get(number):
+            by_sequence[number] = own
+        # No number, or that of a forward node that is gone (a view of which every reader has a copy of its own).
+        if is_backward(node) and number not in by_sequence:
             # The summand that comes last: the others may have passed through many blocks (a residual stream).
             summands = [x for x in node.all_input_nodes if is_backward(x) and blocks.get(x)]
             own = blocks[max(summands, key=order.__getitem__)] if summands else ""

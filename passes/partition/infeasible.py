@@ -7,27 +7,27 @@ from dataclasses import replace
 
 from passes.errors import Infeasible
 from passes.partition.problem import Arc, Choice, Edge, Entity, Label, Problem, Solution
+from passes.partition.reduce import NoAssignment
 from passes.partition.solvers import SolverOptions
 
-Solve = Callable[[Problem, SolverOptions], Solution]
+Find = Callable[[Problem, SolverOptions], Solution]  # raises NoAssignment
 
 _UNMET, _NOTHING = "\0unmet", "\0nothing"  # labels that no caller uses
 _NAMED = 3  # edges that the message names
 
 
-def explain(problem: Problem, options: SolverOptions, solve: Solve) -> Infeasible:
-    """The error for `problem`, which has no solution. `solve` solves the two problems that find the reason.
+def explain(problem: Problem, options: SolverOptions, find: Find) -> Infeasible:
+    """The error for `problem`, which has no solution. `find` solves the problems that tell the reason.
 
-    With a budget the error has the attribute `smallest_budget_bytes`.
+    Where a larger budget would do, the error has the attribute `smallest_budget_bytes`.
     """
-    options = replace(options, gap=0.0)
     if problem.budget_bytes is not None:
         try:
-            lightest = solve(_bytes_as_cost(problem), options)
-        except Infeasible as error:  # no budget would do
-            return error
+            lightest = find(_bytes_as_cost(problem), options)
+        except NoAssignment:  # no budget would do
+            return explain(replace(problem, budget_bytes=None), options, find)
         return _over_budget(problem, lightest)
-    return _without_path(problem, solve(_unmet_as_cost(problem), options))
+    return _without_path(problem, find(_unmet_as_cost(problem), options))
 
 
 def _over_budget(problem: Problem, lightest: Solution) -> Infeasible:

@@ -26,12 +26,17 @@ def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff_us: 
     that is not installed.
     """
     options = options or SolverOptions()
-    search = _Search(problem, options, solvers.check_options(options), time.perf_counter())
+    began = time.perf_counter()
     try:
-        solution = search.run(math.inf if cutoff_us is None else cutoff_us)
+        return _find(problem, options, math.inf if cutoff_us is None else cutoff_us)
     except NoAssignment:
-        left_s = options.seconds - (time.perf_counter() - search.began)
-        raise explain(problem, replace(options, time_limit_s=max(left_s, 1.0)), solve) from None
+        left_s = options.seconds - (time.perf_counter() - began)
+        raise explain(problem, replace(options, gap=0.0, time_limit_s=max(left_s, 1.0)), _find) from None
+
+
+def _find(problem: Problem, options: SolverOptions, cutoff_us: float = math.inf) -> Solution:
+    """Like `solve`, but raises `NoAssignment` where that raises `Infeasible`."""
+    solution = _Search(problem, options, solvers.check_options(options), time.perf_counter()).run(cutoff_us)
     verify.check(problem, solution)
     return solution
 

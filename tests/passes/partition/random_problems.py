@@ -91,16 +91,16 @@ def tangled(seed: int) -> Problem:
 
 
 def hard_chain(entities: int = 120, budget: bool = True) -> Problem:
-    """A chain whose optimum under its budget takes a solver seconds to prove."""
+    """A chain whose optimum under its budget takes a solver seconds to prove: what is cheaper holds more bytes."""
     rng = random.Random(0)
     arcs = tuple(Arc(a, b, rng.uniform(10, 900)) for a in LABELS for b in LABELS if a != b)
-    layers = tuple(
-        Entity(f"layer {i}", "op", 1, tuple(
-            Choice(rng.uniform(10, 1000), float(rng.randint(10**6, 10**8)),
-                   (rng.choice(LABELS),), (rng.choice(LABELS),))
-            for _ in range(8)))
-        for i in range(entities)
-    )
+
+    def choice() -> Choice:
+        held = rng.randint(10**6, 10**8)
+        cost = 1100 - held / 1e5 + rng.uniform(0, 1)
+        return Choice(cost, float(held), (rng.choice(LABELS),), (rng.choice(LABELS),))
+
+    layers = tuple(Entity(f"layer {i}", "op", 1, tuple(choice() for _ in range(8))) for i in range(entities))
     edges = tuple(Edge(i, 0, i + 1, 0, 1, arcs, f"value {i}") for i in range(entities - 1))
     lightest = sum(min(choice.held_bytes for choice in layer.choices) for layer in layers)
-    return Problem(layers, edges, 1.5 * lightest if budget else None)
+    return Problem(layers, edges, 3.0 * lightest if budget else None)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 import re
 
-import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from passes.partition import Arc, Choice, Edge, Entity, Problem, SolverOptions, ilp, solvers
 from passes.partition.brute_force import brute_force
 from passes.partition.reduce import reduce, unreduced
-from tests.passes.partition.random_problems import problems, tangled
+from tests.passes.partition.random_problems import hard_chain, problems, tangled
 
 EXACT = SolverOptions(gap=0.0)
 
@@ -127,10 +126,16 @@ def test_the_objective_is_scaled(shared_value, scale):
     assert math.log2(model.unit_us).is_integer()
 
 
-def test_a_decided_entity_needs_no_variable(shared_value):
-    entities = (shared_value.entities[0], Entity("reader", "op", 2, shared_value.entities[1].choices[:1]),
-                shared_value.entities[2])
-    model = ilp.build(reduce(Problem(entities, shared_value.edges, shared_value.budget_bytes)))
-    assert model.choices[1] == []
-    assert list(model.arcs) == [1]  # the edge to it is settled
-    assert pulp.value(model.program.objective[model.decided]) * model.unit_us == 2 * 9.0
+def test_what_is_decided_needs_no_variable():
+    problem = hard_chain(9)
+    layers = list(problem.entities)
+    layers[4] = Entity("decided", "op", 1, layers[4].choices[:1])
+    reduced = reduce(Problem(tuple(layers), problem.edges, problem.budget_bytes))
+    model = ilp.build(reduced)
+    assert model.choices[4] == [] and all(len(choices) > 1 for i, choices in enumerate(model.choices) if i != 4)
+    assert list(model.arcs) == [0, 1, 2, 5, 6, 7]  # the edges at it are settled
+    assert math.isclose(model.program.objective[model.decided] * model.unit_us, float(reduced.cost_us[4][0]))
+    rows = model.program.toDict()["constraints"]
+    assert [row["name"] for row in rows if "budget" in row["name"]] == ["budget_MiB"]
+    budget = next(row for row in rows if row["name"] == "budget_MiB")
+    assert math.isclose(-budget["constant"] * 2**20, problem.budget_bytes - layers[4].choices[0].held_bytes)

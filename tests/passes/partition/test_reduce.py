@@ -41,9 +41,9 @@ def test_an_edge_with_one_label_at_an_end_is_settled():
 
 
 def test_a_layer_that_feeds_itself_is_settled():
-    choices = (Choice(0.0, 1.0, ("R",), ("S",)), Choice(5.0, 0.0, ("S",), ("S",)))
+    choices = (Choice(0.0, 1.0, ("R",), ("S",)), Choice(8.0, 0.0, ("S",), ("S",)))
     reduced = reduce(Problem((Entity("layer", "op", 4, choices),), (Edge(0, 0, 0, 0, 3, BOTH, "next"),), 9.0))
-    assert reduced.cost_us[0].tolist() == [3 * 10.0, 4 * 5.0]
+    assert reduced.cost_us[0].tolist() == [3 * 10.0, 4 * 8.0]
     assert reduced.open_edges == []
 
 
