@@ -110,7 +110,7 @@ def as_plan(graphs: list, rejected: list, options: Options, cluster: str) -> Pla
         size *= n
     return Plan(
         torch_version=torch.__version__, world_size=size, cluster=cluster, mesh=mesh, options=options.to_json(),
-        graphs=[g for g in graphs if dict(g.mesh) == mesh], rejected=rejected,
+        graphs=tuple(g for g in graphs if dict(g.mesh) == mesh), rejected=tuple(rejected),
     )
 
 

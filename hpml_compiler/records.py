@@ -32,8 +32,8 @@ SHORTENED = "shortened:"
 """Prefix of the hash of a graph with fewer layers than its model."""
 
 
-def placements(layout: Layout) -> list[str]:
-    return [format_placement(p) for p in layout]
+def placements(layout: Layout) -> tuple[str, ...]:
+    return tuple(format_placement(p) for p in layout)
 
 
 def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, seconds: Mapping[str, float],
@@ -50,11 +50,11 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
         mesh=dict(zip(mesh.names, mesh.shape)),
         parameters=_parameters(annotated, answer),
         operations=_operations(graph, mesh, answer, prices, shortened),
-        redistributions=[
+        redistributions=(
             *(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices),
             *_reductions(graph, mesh, answer, prices, shortened),
-        ],
-        left_whole=_left_whole(annotated, mesh, answer),
+        ),
+        left_whole=tuple(_left_whole(annotated, mesh, answer)),
         predicted=PredictedCost(
             step_time_us=cost.step_us, compute_us=cost.compute_us, communication_us=cost.communication_us,
             optimizer_us=cost.optimizer_us,
@@ -73,7 +73,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
             e.name: e.multiplicity for e in answer.solved.entities if e.kind == "operations"
         } if shortened else {},
         decisions={
-            entity: DecisionRecord(inputs=list(inputs), outputs=list(outputs))
+            entity: DecisionRecord(inputs=tuple(inputs), outputs=tuple(outputs))
             for entity, (inputs, outputs) in answer.problem.pins(solution).items()
         },
     )
@@ -96,7 +96,7 @@ def _parameters(annotated: Annotated, answer: Placed) -> dict[str, ParameterPlan
         value = annotated.graph.values[v]
         if value.kind == "parameter":
             found[annotated.interface.names[value.name]] = ParameterPlan(
-                shape=list(value.spec.shape), dtype=value.spec.dtype, placements=placements(layout),
+                shape=value.spec.shape, dtype=value.spec.dtype, placements=placements(layout),
                 trainable=value.trainable, bytes_whole=value.bytes,
                 bytes_per_device=round(local_bytes(value, layout, answer.decision.sizes)),
             )
@@ -120,10 +120,10 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshP
             op, rows = graph.operations[i], answer.decision.operations[i]
             found[op.name] = OperationPlan(
                 op=op.target, block=op.block, backward=op.backward, class_id=names[number],
-                inputs=[placements(p) for p in rows.inputs], outputs=[placements(p) for p in rows.outputs],
+                inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
                 # A cluster is priced as one: its heavy operations carry the cost.
                 predicted_us=(chosen.cost_us - inside) / len(heavy) if i in heavy else 0.0,
-                sources=[graph.values[v].name for v in op.inputs],
+                sources=tuple(graph.values[v].name for v in op.inputs),
             )
     return found
 
@@ -142,9 +142,9 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
             steps.append(_step(change(value, layout, axis, hop.layout[axis], answer.decision.sizes, prices), mesh))
             layout = hop.layout
         found.append(Redistribution(
-            value=value.name, shape=list(value.spec.shape), dtype=value.spec.dtype,
+            value=value.name, shape=value.spec.shape, dtype=value.spec.dtype,
             consumer=readers.get((route.value, route), ""), source=placements(source), target=placements(layout),
-            steps=steps,
+            steps=tuple(steps),
         ))
     return found
 
@@ -164,8 +164,8 @@ def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPric
             ]
             if steps:
                 found.append(Redistribution(
-                    value=value.name, shape=list(value.spec.shape), dtype=value.spec.dtype, consumer=op.name,
-                    source=placements(made), target=placements(after), steps=steps, multiplicity=multiplicity,
+                    value=value.name, shape=value.spec.shape, dtype=value.spec.dtype, consumer=op.name,
+                    source=placements(made), target=placements(after), steps=tuple(steps), multiplicity=multiplicity,
                 ))
     return found
 
@@ -202,9 +202,9 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, pr
             layout = target
         reader = answer.problem.classes[edge.target]
         found.append(Redistribution(
-            value=value.name, shape=list(value.spec.shape), dtype=value.spec.dtype, source=placements(source),
+            value=value.name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(source),
             consumer=reader.name.rpartition(":")[2] if reader.kind == "operations" else "",
-            target=placements(layout), steps=steps, multiplicity=edge.multiplicity,
+            target=placements(layout), steps=tuple(steps), multiplicity=edge.multiplicity,
         ))
     return found
 

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._ops import OpOverload
@@ -65,7 +65,7 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..
     """What `backend="inductor"` does with a Dynamo graph."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs)
+    return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
 
 
 def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:

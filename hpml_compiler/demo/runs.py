@@ -1,6 +1,7 @@
 """Start the training script on some ranks, read the losses that it prints, and compare two runs."""
 from __future__ import annotations
 
+import math
 import os
 import re
 import statistics
@@ -15,7 +16,8 @@ from pathlib import Path
 from passes.errors import HpmlError
 
 SCRIPT = Path(__file__).with_name("train.py")
-_STEP = re.compile(r"step (\d+) loss (\S+)")
+# Ranks write to one pipe, each text at once but not always with its newline: a line may hold the texts of several.
+_STEP = re.compile(r"step (\d+) loss (\d+\.\d{8}|nan|inf)")
 _PARAMETERS = re.compile(r"parameters (\d+)")
 _LINES_KEPT = 30  # of what a script printed, for the error when it fails
 
@@ -55,7 +57,7 @@ def train(ranks: int, arguments: Sequence[str], environment: Mapping[str, str],
     one_thread_each = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     began = time.perf_counter()
     arrivals: list[float] = []
-    losses: list[list[float]] = []
+    losses: dict[int, list[float]] = {}
     parameters = 0
     last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
     process = subprocess.Popen(
@@ -66,29 +68,30 @@ def train(ranks: int, arguments: Sequence[str], environment: Mapping[str, str],
     try:
         for line in process.stdout:
             last_lines.append(line)
-            if found := _PARAMETERS.fullmatch(line.strip()):
+            if found := _PARAMETERS.search(line):
                 parameters = int(found[1])
-            elif found := _STEP.fullmatch(line.strip()):
-                step, loss = int(found[1]), float(found[2])
-                if step > len(losses):
-                    losses.append([])
+            for text, value in _STEP.findall(line):
+                step, loss = int(text), float(value)
+                if step not in losses:
+                    losses[step] = []
                     arrivals.append(time.perf_counter() - began)
                     on_step(step, loss)
-                losses[step - 1].append(loss)
+                losses[step].append(loss)
         code = process.wait()
     finally:
         if process.poll() is None:  # left by an error or Ctrl-C: torchrun ends its ranks when it is told to end
             process.terminate()
             process.wait()
     if code or not losses:
-        raise HpmlError(f"the training script failed on {ranks} rank{'s' * (ranks > 1)} (exit code {code})",
-                        where="".join(last_lines).rstrip(), next_step=" ".join(command(ranks, arguments)))
+        raise HpmlError(f"the training script failed (exit code {code}); it ended with\n{''.join(last_lines).rstrip()}",
+                        where=f"{ranks} rank{'s' * (ranks > 1)}", next_step=" ".join(command(ranks, arguments)))
     between = [later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)]
-    return Run(ranks, parameters, tuple(map(tuple, losses)), arrivals[0], statistics.median(between or [0.0]))
+    rows = tuple(tuple(losses[step]) for step in sorted(losses))
+    return Run(ranks, parameters, rows, arrivals[0], statistics.median(between or [0.0]))
 
 
 def largest_difference(one: Run, many: Run) -> float:
-    """Largest relative difference of a loss on any rank of `many` to that of the same step of `one`.
+    """Largest relative difference of a loss on any rank of `many` to that of the same step of `one`; inf for no number.
 
     Raises HpmlError unless every rank of both runs printed every step.
     """
@@ -98,4 +101,5 @@ def largest_difference(one: Run, many: Run) -> float:
             raise HpmlError(f"the run on {run.ranks} ranks printed {len(run.losses)} steps, each {sorted(counts)} times",
                             where=str(SCRIPT), next_step="look at what the script prints; every rank prints every step")
     pairs = zip(one.curve, many.losses, strict=True)
-    return max(abs(loss - reference) / abs(reference) for reference, row in pairs for loss in row)
+    differences = [abs(loss - reference) / abs(reference) for reference, row in pairs for loss in row]
+    return max(difference if math.isfinite(difference) else math.inf for difference in differences)

@@ -82,6 +82,7 @@ class PlacementProblem:
         self.stored, self.rows = stored or {}, rows
         self.whole: Layout = (REPLICATE,) * len(sizes)
         self.clusters: list[Cluster] = cluster(graph, merge)
+        self._owner = {i: c.index for c in self.clusters for i in c.operations}
         self.cluster_class, names = classes_of(self.clusters, graph, fold)
         self.saved = saved_values(graph)
         self.classes: list[_Class] = []
@@ -142,9 +143,8 @@ class PlacementProblem:
         readers = {self._cluster_of(u) for u in value.users} - {own}
         return not self.clusters[own].backward and any(self.clusters[c].backward for c in readers)
 
-    def _cluster_of(self, operation: int) -> int:
-        if not hasattr(self, "_owner"):
-            self._owner = {i: c.index for c in self.clusters for i in c.operations}
+    def _cluster_of(self, operation: int | None) -> int:
+        assert operation is not None, "a graph input is in no cluster"
         return self._owner[operation]
 
     def _entity(self, key: Hashable, make) -> int:
@@ -235,8 +235,8 @@ class PlacementProblem:
     # --- edges ----------------------------------------------------------------------------------------------------
 
     def _layouts(self, entity: int, port: int, side: int) -> list[Layout]:
-        return list(dict.fromkeys(
-            row[side][port] for row in self.classes[entity].layouts if row[side][port] is not None))
+        found = (row[side][port] for row in self.classes[entity].layouts)
+        return list(dict.fromkeys(layout for layout in found if layout is not None))
 
     def _edge(self, source: tuple[int, int], target: tuple[int, int], value: Value) -> int:
         key = (source, target, value_signature(value))
@@ -341,9 +341,9 @@ class PlacementProblem:
         decision = Decision(self.sizes)
         source_layout: dict[int, Layout] = {}
         for v, (entity, port) in self.value_source.items():
-            source_layout[v] = self.classes[entity].layouts[solution.chosen[entity]][1][port]
+            source_layout[v] = self._supplied(entity, port, solution)
         for v, entity in self.input_entity.items():
-            decision.inputs[v] = source_layout.get(v, self.classes[entity].layouts[solution.chosen[entity]][1][0])
+            decision.inputs[v] = self._supplied(entity, 0, solution)
         for c in self.clusters:
             number = self.cluster_class[c.index]
             choice = self.choices[number][self.classes[number].original(solution.chosen[number])]
@@ -365,6 +365,11 @@ class PlacementProblem:
         ]
         return decision
 
+    def _supplied(self, entity: int, port: int, solution: Solution) -> Layout:
+        layout = self.classes[entity].layouts[solution.chosen[entity]][1][port]
+        assert layout is not None, "every port of these entities has a layout"
+        return layout
+
     def paid_ways(self, decision: Decision, solution: Solution) -> list[tuple[Route, int, int, bool]]:
         """Every way that is paid for by itself: (route, first hop, hop after the last, whether its end is saved)."""
         ways: dict[tuple, tuple[Route, int, int, bool]] = {}
@@ -372,9 +377,7 @@ class PlacementProblem:
         chains += [(v, chain) for (v, _), chain in zip(self.graph.outputs, self.output_chains)]
         for number, (v, chain) in enumerate(chains):
             entity, port = self.value_source[v]
-            source = self.classes[entity].layouts[solution.chosen[entity]][1][port]
-            assert source is not None
-            route = self._route(v, source, chain, solution)
+            route = self._route(v, self._supplied(entity, port, solution), chain, solution)
             done = 0
             for k, (edge, _) in enumerate(chain.edges):
                 after = done + len(solution.paths[edge])

@@ -4,6 +4,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from passes.decision import OperationLayouts
 from passes.layouts import Layout, local_bytes
@@ -14,7 +15,7 @@ from passes.placement_graph import Operation, PlacementGraph
 from passes.rules.base import REPLICATE, Strategy
 
 
-class Prices(CollectivePrices):
+class Prices(CollectivePrices, Protocol):
     """What building a problem needs to know of the devices; `passes.costs` provides it."""
 
     def compute_us(self, flops: float, nbytes: float, dtype: str, kind: str) -> float: ...

@@ -88,30 +88,32 @@ class _Grouping:
         sources = [v for v in big if near(v)] or [v for v in operands if near(v)]
         if not sources:
             return
-        anchors = {self.anchor[v.producer] for v in sources}
-        if len(anchors) == 1 and None not in anchors and op.linear and len(big) == 1:
-            (anchor,) = anchors
+        makers = [v.producer for v in sources if v.producer is not None]
+        anchors = {self.anchor[m] for m in makers}
+        (anchor,) = anchors if len(anchors) == 1 else (None,)
+        if anchor is not None and op.linear and len(big) == 1:
             widest = max(values[v].bytes for v in operations[anchor].outputs)
             if sum(values[v].bytes for v in op.outputs) <= widest:
                 self.anchor[op.index] = anchor
                 self.join(op.index, anchor)
                 return
         summing = "add.Tensor" in op.target and len(big) >= 2
-        if summing and all(self.anchor[v.producer] is not None or self.sum_of_heavy[v.producer] for v in sources) \
-                and len(sources) == len(big):
+        if summing and len(sources) == len(big) and all(
+            self.anchor[m] is not None or self.sum_of_heavy[m] for m in makers
+        ):
             self.sum_of_heavy[op.index] = True
-            for v in sources:
-                if self.sum_of_heavy[v.producer] and len(v.users) == 1:
-                    self.join(op.index, v.producer)
+            for v, maker in zip(sources, makers, strict=True):
+                if self.sum_of_heavy[maker] and len(v.users) == 1:
+                    self.join(op.index, maker)
             return
         same_phase_users = [
             u for v in op.outputs for u in values[v].users if operations[u].backward == op.backward
         ]
         if summing and len(same_phase_users) > 1:
             return
-        for v in sources:
-            if self.anchor[v.producer] is None and not self.sum_of_heavy[v.producer]:
-                self.join(op.index, v.producer)
+        for maker in makers:
+            if self.anchor[maker] is None and not self.sum_of_heavy[maker]:
+                self.join(op.index, maker)
 
 
 def cluster(graph: PlacementGraph, merge: bool = True) -> list[Cluster]:

@@ -5,6 +5,8 @@ values are needed whole by every query position, so their sequence carries no le
 attention is not causal (a causal kernel derives the mask from positions that start at 0). With dropout the kernel
 draws its own mask from a seed, which splitting would repeat: such a call has no rule.
 """
+# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
 import torch

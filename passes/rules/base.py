@@ -21,10 +21,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 REPLICATE, PARTIAL, PARTIAL_MAX = "R", "P", "M"
-Placement = Union[str, tuple[int, int]]
+Placement = str | tuple[int, int]
 Letter = Hashable
 Letters = tuple[tuple[Letter, ...], ...]
 """Letters of one tensor: per dim, outer letter first."""
@@ -152,11 +152,11 @@ def make_rule(
     blocked: Sequence[Letter] = (),
     linear: Sequence[Sequence[int]] = (),
     addends: Sequence[int] = (),
-    indexed: Mapping[Letter, int] | None = None,
+    indexed: Mapping[Any, int] | None = None,
     ordered: Sequence[Letter] = (),
     repeated: Mapping[Letter, Sequence[int]] | None = None,
     aside: Sequence[int] = (),
-    sizes: Mapping[Letter, int] | None = None,
+    sizes: Mapping[Any, int] | None = None,
 ) -> Rule:
     """Build a rule from one entry per dim: a letter, a list of letters (outer first), or None (not split).
 

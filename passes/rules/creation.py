@@ -46,7 +46,7 @@ def zeros(call: Call) -> Rule:
 
 @rule(
     aten.ones.default, aten.ones_like.default, aten.new_ones.default, aten.empty.memory_format, aten.empty_like.default,
-    aten.new_empty.default, aten.empty_strided.default,
+    aten.new_empty.default, aten.empty_strided.default, aten.new_empty_strided.default,
 )
 def others(call: Call) -> Rule:
     return _constant(call, None)

@@ -3,6 +3,8 @@
 A split table takes what falls into its own range. Where values are added up, the rows that write may be split too: then
 each rank holds a partial sum, and the table that they are added to has to be one as well.
 """
+# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
 import torch
@@ -41,9 +43,27 @@ def _put(call: Call, indices: list, values: int, mask: int | None, accumulate: b
     )
 
 
+def _put_where(call: Call, mask: int, first: int) -> Rule | None:
+    """`self[..., mask] = values`, the mask over dims from `first` on: pointwise, if the chosen share their values."""
+    table = list(range(len(call.results[0].shape)))
+    behind = first + len(call.operands[mask].shape)
+    values = next(i for i in range(1, len(call.operands)) if i != mask)
+    shape = (*call.results[0].shape[:first], 1, *call.results[0].shape[behind:])
+    own = call.operands[values].shape
+    if len(own) > len(shape) - 1 - first and own[len(own) - (len(shape) - first)] != 1:
+        return None  # one value per chosen element: which one goes where depends on the mask
+    inputs: list = [None] * len(call.operands)
+    inputs[0], inputs[mask] = table, table[first:behind]
+    inputs[values] = aligned([*table[:first], None, *table[behind:]], own, shape)
+    return make_rule(call, inputs, [table], linear=[[0, values]])
+
+
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(call: Call) -> Rule | None:
     """args: self, indices, values, accumulate"""
+    given = [x for x in call.args[1] if x is not None]
+    if len(given) == 1 and call.operands[given[0].index].dtype == "bool":
+        return _put_where(call, given[0].index, len(call.args[1]) - 1)
     return _put(call, list(call.args[1]), call.args[2].index, None, bool(call.argument(3, "accumulate", False)))
 
 

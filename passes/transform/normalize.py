@@ -7,6 +7,10 @@
 - every heavy operation gets its own copies of the views that lead to it, so that the value before the views is the one
   shared by its users.
 """
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportReturnType=false
+# pyright: reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -213,5 +217,5 @@ def _alone(x: Node) -> bool:
     while x.op == "call_function" and x.target in VIEWS:
         if len(x.users) > 1:
             return False
-        x = x.args[0]
+        (x, *_) = x.args  # pyright: ignore[reportAssignmentType]
     return True

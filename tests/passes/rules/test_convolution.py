@@ -91,10 +91,8 @@ POOLS = [
     sample(aten._adaptive_avg_pool2d_backward.default, f(4, 6, 3, 3), _x, expect="S(0) S(0) -> S(0); P R -> P"),
     sample(aten._adaptive_avg_pool3d.default, _x3, [3, 3, 3], expect=BOTH + "; P -> P"),
     sample(aten._adaptive_avg_pool3d_backward.default, f(2, 4, 3, 3, 3), _x3, expect="S(0) S(0) -> S(0); P R -> P"),
-    sample(aten.adaptive_max_pool2d.default, _x, [3, 3], expect="S(0) -> S(0) S(0)"),
     sample(aten.upsample_nearest1d.default, f(4, 6, 8), [16], expect=BOTH + "; P -> P"),
     sample(aten.upsample_nearest2d.default, _x, [16, 16], expect=BOTH + "; P -> P"),
-    sample(aten._upsample_nearest_exact2d.default, _x, [12, 12], expect=BOTH + "; P -> P"),
     sample(aten.upsample_nearest3d.default, _x3, [8, 8, 8], expect=BOTH + "; P -> P"),
     sample(aten.upsample_bilinear2d.default, _x, [12, 12], False, expect=BOTH + "; P -> P"),
     sample(aten.upsample_bicubic2d.default, _x, [12, 12], False, expect=BOTH + "; P -> P"),
@@ -105,23 +103,47 @@ POOLS = [
     sample(aten.upsample_nearest3d_backward.default, f(2, 4, 8, 8, 8), [8, 8, 8], [2, 4, 4, 4, 4], expect=BOTH + "; P -> P"),
     sample(aten.upsample_bilinear2d_backward.default, f(4, 6, 12, 12), [12, 12], [4, 6, 8, 8], False,
            expect=BOTH + "; P -> P"),
+    sample(aten.upsample_linear1d_backward.default, f(4, 6, 12), [12], [4, 6, 8], False, expect=BOTH + "; P -> P"),
     sample(aten.upsample_bicubic2d_backward.default, f(4, 6, 12, 12), [12, 12], [4, 6, 8, 8], False,
            expect=BOTH + "; P -> P"),
     sample(aten.upsample_trilinear3d_backward.default, f(2, 4, 6, 6, 6), [6, 6, 6], [2, 4, 4, 4, 4], False,
            expect=BOTH + "; P -> P"),
-    sample(aten.reflection_pad1d.default, f(4, 6, 8), [1, 2], expect=BOTH + "; P -> P"),
-    sample(aten.reflection_pad2d.default, _x, [1, 2, 0, 1], expect=BOTH + "; P -> P"),
-    sample(aten.reflection_pad3d.default, _x3, [1, 1, 0, 1, 1, 0], expect=BOTH + "; P -> P"),
-    sample(aten.replication_pad2d.default, _x, [1, 2, 0, 1], expect=BOTH + "; P -> P"),
-    sample(aten.replication_pad3d.default, _x3, [1, 1, 0, 1, 1, 0], expect=BOTH + "; P -> P"),
-    sample(aten.reflection_pad2d_backward.default, f(4, 6, 9, 11), _x, [1, 2, 0, 1], expect="S(1) S(1) -> S(1); P R -> P"),
     sample(aten._weight_norm_interface.default, f(8, 4, 2), f(8, 1, 1), 0, expect="S(0) S(0) -> S(0) S(0)"),
     sample(aten._weight_norm_interface_backward.default, f(8, 4, 2), f(8, 4, 2), f(8, 1, 1), f(8, 1, 1).abs() + 1, 0,
            expect="S(0) S(0) S(0) S(0) -> S(0) S(0); P R R R -> P P"),
     sample(aten._weight_norm_interface_backward.default, f(8, 4, 2), f(8, 4, 2), f(1, 1, 2), f(1, 1, 2).abs() + 1, 2,
            expect="S(2) S(2) S(2) S(2) -> S(2) S(2)"),
 ]
-SAMPLES = FORWARD + BACKWARD + POOLS
+EXACT = [
+    case
+    for n, x in ((1, f(4, 6, 8)), (2, _x), (3, _x3))
+    for case in (
+        sample(getattr(aten, f"_upsample_nearest_exact{n}d").default, x, [6] * n, expect=BOTH + "; P -> P"),
+        sample(getattr(aten, f"_upsample_nearest_exact{n}d_backward").default, f(*x.shape[:2], *[6] * n), [6] * n,
+               list(x.shape), expect=BOTH + "; P -> P"),
+    )
+]
+BORDERS = [
+    case
+    for n, x in ((1, f(4, 6, 8)), (2, _x), (3, _x3))
+    for kind in ("reflection", "replication")
+    for case in (
+        sample(getattr(aten, f"{kind}_pad{n}d").default, x, [1, 2] * n, expect=BOTH + "; P -> P"),
+        sample(getattr(aten, f"{kind}_pad{n}d_backward").default, f(*x.shape[:2], *(s + 3 for s in x.shape[2:])), x,
+               [1, 2] * n, expect="S(0) S(0) -> S(0); S(1) S(1) -> S(1); P R -> P"),
+    )
+]
+ADAPTIVE = [
+    case
+    for n, x in ((2, _x), (3, _x3))
+    for case in (
+        sample(getattr(aten, f"adaptive_max_pool{n}d").default, x, [2] * n, expect="S(0) -> S(0) S(0); S(1) -> S(1) S(1)"),
+        sample(getattr(aten, f"adaptive_max_pool{n}d_backward").default, f(*x.shape[:2], *[2] * n), x,
+               getattr(aten, f"adaptive_max_pool{n}d")(x, [2] * n)[1],
+               expect="S(0) S(0) S(0) -> S(0); S(1) S(1) S(1) -> S(1); P R R -> P"),
+    )
+]
+SAMPLES = FORWARD + BACKWARD + POOLS + EXACT + BORDERS + ADAPTIVE
 
 
 @pytest.mark.parametrize("case", SAMPLES, ids=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.passes.rules.harness import b, check, f, i, permutation, sample
+from tests.passes.rules.harness import b, check, f, i, sample
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -30,6 +30,7 @@ SAMPLES = [
     sample(aten.any.dims, b(8, 4, 2), [0, 2], expect="S(1) -> S(0); S(2) -> M"),
     sample(aten.all.dim, b(8, 4), 1, expect="S(0) -> S(0)"),
     sample(aten.all.default, b(8, 4), whole=True),
+    sample(aten.all.dims, b(8, 4, 2), [0, 2], True, expect="S(1) -> S(1)"),
     sample(aten.amin.default, f(8, 6), [0], expect="S(1) -> S(0)"),
     sample(aten.min.default, f(8, 4), whole=True),
     sample(aten.prod.default, f(8), whole=True),
@@ -69,19 +70,6 @@ SAMPLES = [
     sample(aten.topk.default, f(8, 6), 2, 0, expect="S(1) -> S(1) S(1)"),
     sample(aten.flip.default, f(8, 6), [0], expect="S(1) -> S(1); P -> P"),
     sample(prims.rev.default, f(8, 6), [1], expect="S(0) -> S(0); P -> P"),
-    sample(aten.histc.default, f(8, 4).clamp(-3, 3), 5, -3, 3, expect="S(0) -> P; S(1) -> P"),
-    sample(aten.histc.default, f(8, 4), 5, whole=True),
-    sample(aten._cdist_forward.default, f(2, 6, 4), f(2, 8, 4), 2.0, None,
-           expect="S(0) S(0) -> S(0); S(1) R -> S(1); R S(1) -> S(2)"),
-    sample(aten._cdist_backward.default, f(2, 6, 8), f(2, 6, 4), f(2, 8, 4), 2.0, f(2, 6, 8).abs() + 1,
-           expect="S(0) S(0) S(0) S(0) -> S(0); S(2) R S(1) S(2) -> P; S(1) S(1) R S(1) -> S(1); R S(2) S(2) R -> S(2)"),
-    sample(aten._fft_c2c.default, torch.complex(f(4, 8, 6), f(4, 8, 6)), [1], 0, True,
-           expect="S(0) -> S(0); S(2) -> S(2); P -> P"),
-    sample(aten._fft_r2c.default, f(4, 8, 6), [1, 2], 0, True, expect="S(0) -> S(0); P -> P"),
-    sample(aten._fft_c2r.default, torch.complex(f(4, 5), f(4, 5)), [1], 2, 8, expect="S(0) -> S(0); P -> P"),
-    sample(aten.bucketize.Tensor, f(8, 4), f(5).sort().values, expect="S(0) R -> S(0)"),
-    sample(aten.searchsorted.Tensor, f(4, 6).sort().values, f(4, 8), expect="S(0) S(0) -> S(0); R S(1) -> S(1)"),
-    sample(aten.searchsorted.Tensor, f(6).sort().values, f(4, 8), expect="R S(0) -> S(0)"),
 ]
 
 

@@ -1,0 +1,97 @@
+"""The table as a whole: every operator in it is sampled, and what is not in it is left whole."""
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+
+from passes.rules.base import Call, make_rule
+from passes.rules.table import has_rule, is_heavy, is_pointwise, name_of, rule, rule_of, targets
+from tests.passes.rules import (
+    test_attention,
+    test_convolution,
+    test_creation,
+    test_embedding,
+    test_matmul,
+    test_pointwise,
+    test_reductions,
+    test_routing,
+    test_special,
+    test_views,
+    test_windows,
+)
+from tests.passes.rules.harness import Run, f, overloads, sample
+
+aten = torch.ops.aten
+FAMILIES = (
+    test_attention, test_convolution, test_creation, test_embedding, test_matmul, test_pointwise, test_reductions,
+    test_routing, test_special, test_views, test_windows,
+)
+FALLBACKS = {"pointwise", "random"}
+"""Entries that stand for all operators with a tag."""
+NEEDS_A_SEED = {"prims::inductor_seed", "prims::inductor_lookup_seed", "prims::inductor_randint"}
+"""Drawn whole like `prims::inductor_random`, which is sampled."""
+
+
+def samples() -> list:
+    return [s for family in FAMILIES for name in ("SAMPLES", "RANDOM", "DROPOUT") for s in getattr(family, name, [])]
+
+
+def test_every_operator_in_the_table_is_sampled():
+    assert set(targets()) - FALLBACKS - NEEDS_A_SEED - {name_of(s.target) for s in samples()} == set()
+
+
+def test_every_operator_has_a_sample_that_splits_or_is_whole_by_nature():
+    whole = {name_of(s.target) for s in samples()} - {name_of(s.target) for s in samples() if not s.whole}
+    random = {name_of(s.target) for s in test_creation.RANDOM}
+    # A number has no dims; all bools, or the least, have no reduction over ranks; a product neither; the order of all
+    # chosen elements counts.
+    assert whole - random == {
+        "aten::scalar_tensor", "aten::all", "aten::min", "aten::prod", "aten::mean", "aten::masked_scatter",
+        "aten::masked_scatter_backward",
+    }
+
+
+def test_an_operator_without_a_rule_is_left_whole():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = f(4, 4)
+    node = graph.call_function(aten.linalg_qr.default, (x,))
+    node.meta["val"] = aten.linalg_qr.default(f(4, 4))
+    assert not has_rule(aten.linalg_qr.default) and rule_of(node) is None
+    assert not has_rule(operator.getitem)
+
+
+def test_an_operator_may_stand_in_the_table_before_it_is_registered():
+    assert has_rule(torch.ops.transformers.grouped_mm_fallback.default)
+    assert is_heavy(torch.ops.transformers.grouped_mm_fallback.default) and not is_heavy(aten.add.Tensor)
+    assert "aten::_grouped_mm" in targets()
+
+
+def test_two_rules_for_one_operator_are_refused():
+    with pytest.raises(ValueError, match="two rules for aten::mm"):
+        rule(aten.mm.default)(lambda call: None)
+
+
+def test_no_operator_is_both_pointwise_by_tag_and_drawn_at_random():
+    assert [op for op in overloads("aten", "prims") if is_pointwise(op) and torch.Tag.nondeterministic_seeded in op.tags] == []
+
+
+def test_samples_are_many():
+    assert len(samples()) > 400 and len(targets()) > 200
+
+
+def test_a_rule_that_does_not_fit_the_call_is_an_error():
+    spec = sample(aten.mm.default, f(8, 4), f(4, 6))
+    run = Run(spec)
+    call: Call = run.call
+    with pytest.raises(ValueError, match="names 1 tensors, the call has 2"):
+        make_rule(call, ["mk"], ["mn"])
+    with pytest.raises(ValueError, match="names 3 dims for shape"):
+        make_rule(call, ["mkx", "kn"], ["mn"])
+    with pytest.raises(ValueError, match="letters 'k' have the size 4 in a dim of 6"):
+        make_rule(call, ["mk", "nk"], ["mn"])
+    with pytest.raises(ValueError, match=r"letters \['a', 'b'\] have the size 6 in a dim of 8"):
+        make_rule(call, [[["a", "b"], "k"], "kn"], [[["a", "b"], "n"]], sizes={"a": 2, "b": 3})
