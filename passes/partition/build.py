@@ -15,7 +15,7 @@ from passes.errors import BadInput
 from passes.layouts import Layout, format_layout, legal, local_bytes, parse_layout
 from passes.partition.choices import AxisRule, ClusterChoice, Prices, cluster_choices, slices
 from passes.partition.clusters import Cluster, cluster
-from passes.partition.folding import classes_of, value_signature
+from passes.partition.folding import classes_of, cluster_signature, value_signature
 from passes.partition.problem import Arc, Choice, Edge, Entity, Problem, Solution
 from passes.partition.redistribution import changes_between
 from passes.partition.saved import saved_values
@@ -59,7 +59,8 @@ class PlacementProblem:
     """Builds `problem` on construction; `decode(solution)` gives the decision.
 
     `pinned`: entity name -> (input labels, output labels) that its choice must have, as a saved plan states them;
-    `stored`: parameter name -> layout that it has already; `rows`: graph inputs handed in split by rows on all axes.
+    `stored`: parameter name -> layout that it has already; `rows`: graph inputs handed in split by rows on all axes;
+    `memo`: choices by cluster signature, to share between problems of one mesh.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class PlacementProblem:
         stored: Mapping[str, Layout] | None = None,
         rows: frozenset[str] = frozenset(),
         pinned: Mapping[str, Pin] | None = None,
+        memo: dict[Hashable, list[ClusterChoice]] | None = None,
         fold: bool = True,
         merge: bool = True,
     ):
@@ -83,14 +85,16 @@ class PlacementProblem:
         self.whole: Layout = (REPLICATE,) * len(sizes)
         self.clusters: list[Cluster] = cluster(graph, merge)
         self._owner = {i: c.index for c in self.clusters for i in c.operations}
-        self.cluster_class, names = classes_of(self.clusters, graph, fold)
         self.saved = saved_values(graph)
+        self.held_inside = [self._held_inside(c) for c in self.clusters]
+        self.cluster_class, names = classes_of(self.clusters, graph, fold, self.held_inside)
         self.classes: list[_Class] = []
         self.edges: dict[Hashable, int] = {}
         self.edge_rows: list[list] = []
         self._arcs: dict[Hashable, tuple[Arc, ...]] = {}
         self._keys: dict[Hashable, int] = {}
         self.choices: list[list[ClusterChoice]] = []
+        self.memo = {} if memo is None else memo
         self.reads: dict[tuple[int, int], _Chain] = {}
         self.output_chains: list[_Chain] = []
         self.value_source: dict[int, tuple[int, int]] = {}
@@ -110,17 +114,17 @@ class PlacementProblem:
     # --- entities -------------------------------------------------------------------------------------------------
 
     def _cluster_entities(self, names: list[str], axis_rules: Sequence[AxisRule], fold: bool) -> None:
-        returned = {v for v, _ in self.graph.outputs}
         for c, number in zip(self.clusters, self.cluster_class):
             if number == len(self.classes):
-                found = cluster_choices(c, self.graph, self.sizes, self.prices, axis_rules)
+                signature = cluster_signature(c, self.graph)
+                if signature not in self.memo:
+                    self.memo[signature] = cluster_choices(c, self.graph, self.sizes, self.prices, axis_rules)
+                found = self.memo[signature]
                 entity = _Class(names[number], "operations", [], [])
                 for choice in found:
                     held = sum(
-                        local_bytes(self.graph.values[v], layout, self.sizes)
-                        for i, row in zip(c.operations, choice.operations)
-                        for v, layout in zip(self.graph.operations[i].outputs, row.outputs)
-                        if v in self.saved and not self._kept_apart(v, c, returned)
+                        local_bytes(self._made(c, k, port), choice.operations[k].outputs[port], self.sizes)
+                        for k, port in self.held_inside[c.index]
                     )
                     entity.choices.append(Choice(
                         choice.cost_us, held, tuple(map(format_layout, choice.inputs)),
@@ -131,9 +135,15 @@ class PlacementProblem:
                 self.classes.append(entity)
             self.classes[number].multiplicity += 1
 
-    def _kept_apart(self, v: int, c: Cluster, returned: set[int]) -> bool:
-        """Whether the value has a shared copy, which then carries its bytes."""
-        return v in c.outputs and self._has_backward_reader(v)
+    def _made(self, c: Cluster, position: int, port: int) -> Value:
+        return self.graph.values[self.graph.operations[c.operations[position]].outputs[port]]
+
+    def _held_inside(self, c: Cluster) -> tuple[tuple[int, int], ...]:
+        """(position of the operation, port) of the saved values that have no shared copy, which would carry their bytes."""
+        return tuple(
+            (k, port) for k, i in enumerate(c.operations) for port, v in enumerate(self.graph.operations[i].outputs)
+            if v in self.saved and not (v in c.outputs and self._has_backward_reader(v))
+        )
 
     def _has_backward_reader(self, v: int) -> bool:
         value = self.graph.values[v]

@@ -63,12 +63,12 @@ def cluster_choices(
 
 def _layouts(operations: Sequence[Operation], combination: Sequence[Joint]) -> tuple[OperationLayouts, ...]:
     rows = []
-    for k, op in enumerate(operations):
+    for k in range(len(operations)):
         steps = [j.steps[k] for j in combination]
+        made = tuple(zip(*(s.strategy.outputs for s in steps)))
         rows.append(OperationLayouts(
-            tuple(tuple(s.strategy.inputs[i] for s in steps) for i in range(len(op.inputs))),
-            tuple(tuple(s.strategy.outputs[i] for s in steps) for i in range(len(op.outputs))),
-            tuple(tuple(s.placed()[i] for s in steps) for i in range(len(op.outputs))),
+            tuple(zip(*(s.strategy.inputs for s in steps))), made,
+            tuple(zip(*(s.placed() for s in steps))) if any(any(s.reduced) for s in steps) else made,
         ))
     return tuple(rows)
 

@@ -1,8 +1,9 @@
 """Classes of clusters that choose alike: the repetitions of a block share one decision.
 
 Two clusters are of one class if they do the same (operations, strategies, shapes, factors, wiring), in the same phase,
-at the same place of repetitions of one block. Tying decisions narrows the choice, it never changes a price: what a
-class chooses is charged once per instance, so the objective is exactly the cost of the unfolded graph.
+at the same place of repetitions of one block, and keep the same of their values for backward. Tying decisions narrows
+the choice, it never changes a price: what a class chooses is charged once per instance, so the objective is exactly
+the cost of the unfolded graph.
 """
 from __future__ import annotations
 
@@ -32,15 +33,21 @@ def cluster_signature(cluster: Cluster, graph: PlacementGraph) -> Hashable:
     )
 
 
-def classes_of(clusters: Sequence[Cluster], graph: PlacementGraph, fold: bool = True) -> tuple[list[int], list[str]]:
-    """(class of every cluster, name of every class). Classes are numbered in order of appearance."""
+def classes_of(
+    clusters: Sequence[Cluster], graph: PlacementGraph, fold: bool = True, marks: Sequence[Hashable] | None = None
+) -> tuple[list[int], list[str]]:
+    """(class of every cluster, name of every class). Classes are numbered in order of appearance.
+
+    marks: one per cluster; those of one class are equal.
+    """
     numbers: dict[Hashable, int] = {}
     names: list[str] = []
     signatures: dict[Hashable, int] = {}
     seen: dict[Hashable, int] = {}
     result = []
     for cluster in clusters:
-        signature = signatures.setdefault(cluster_signature(cluster, graph), len(signatures))
+        mark = None if marks is None else marks[cluster.index]
+        signature = signatures.setdefault((cluster_signature(cluster, graph), mark), len(signatures))
         place = (cluster.block, signature)
         ordinal = seen.get(place, 0)
         seen[place] = ordinal + 1

@@ -56,10 +56,12 @@ def place(
     state = state or StateModel()
     sizes = tuple(axes.values())
 
+    memo: dict = {}
+
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(
             which, sizes, prices, [axis_rule(name, size, which) for name, size in axes.items()],
-            state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned, fold=fold,
+            state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned, memo=memo, fold=fold,
         )
 
     def cost_of(problem: PlacementProblem, solution: Solution) -> tuple[Decision, Cost]:

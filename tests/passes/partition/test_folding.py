@@ -65,13 +65,28 @@ def test_layers_that_differ_are_not_folded():
 
 def test_equal_clusters_in_one_block_stay_apart():
     b = Builder()
-    x = b.input((8, 4))
+    x = b.call(aten.tanh.default, V(b.input((8, 4))))
     for k in range(2):
         b.block = f"layers.{k}"
         for _ in range(2):
             x = b.call(aten.mm.default, V(x), V(b.input((4, 4), "parameter")))
     numbers, _ = classes(b)
-    assert numbers == [0, 1, 0, 1]
+    assert numbers == [0, 1, 2, 1, 2]
+
+
+def test_what_one_layer_alone_keeps_for_backward_sets_it_apart():
+    b = Builder()
+    x = b.call(aten.tanh.default, V(b.input((8, 4))))
+    for k in range(3):
+        b.block = f"layers.{k}"
+        x = b.call(aten.mm.default, V(x), V(b.input((4, 4), "parameter")))
+        x = b.call(aten.exp.default, V(x))
+    b.block, b.backward = "", True
+    b.call(aten.tanh.default, V(x))  # needs the last product, since the exponential is recomputed
+    graph = b.finish([len(b.values) - 1])
+    placed = place(graph, {"x": 2}, Prices(latency=(1e3,)))  # everything whole
+    assert placed.cost.activation_bytes == 8 * 4 * 4
+    assert sorted(e.multiplicity for e in placed.problem.problem.entities if ":op_" in e.name) == [1, 1, 2, 2]
 
 
 def test_the_kind_of_what_is_read_and_the_phase_count():

@@ -97,9 +97,17 @@ def test_costs_that_span_nine_orders_of_magnitude_are_told_apart():
         agrees_with_brute_force(Problem(entities, edges, budget))
 
 
-def test_when_time_runs_out_there_are_an_incumbent_a_bound_and_a_gap():
-    solution = solve(hard_chain(), SolverOptions(gap=0.0, time_limit_s=0.3))
+def test_when_time_runs_out_there_are_an_incumbent_a_bound_and_a_gap(monkeypatch):
+    outcomes = []
+    original = solvers.run
+    monkeypatch.setattr(solvers, "run", lambda *args, **kw: outcomes.append(original(*args, **kw)) or outcomes[-1])
+    solution = solve(hard_chain(), SolverOptions(gap=0.0, time_limit_s=0.5))
     assert solution.status == "feasible"
+    relaxation, program = outcomes
+    assert (relaxation.state, program.state) == ("optimal", "feasible")
+    assert program.bound >= relaxation.bound  # the solver's own bound, not the relaxation's again
+    unit_us = solution.bound_us / program.bound
+    assert math.log2(unit_us).is_integer()
     assert 0 < solution.bound_us < solution.objective_us < math.inf
     assert math.isclose(solution.gap, 1 - solution.bound_us / solution.objective_us, rel_tol=1e-9)
     assert solution.seconds < 5

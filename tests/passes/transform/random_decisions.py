@@ -1,0 +1,78 @@
+"""A decision that nobody would take: for every operation one of its strategies at random, on every axis of a mesh."""
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from passes.decision import Decision, Hop, OperationLayouts, Route
+from passes.layouts import Layout, legal
+from passes.partition.redistribution import cheapest_route
+from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.rules.base import REPLICATE, Strategy
+
+
+class Free:
+    """Prices: all routes cost alike, so the shortest is taken."""
+
+    def collective_us(self, kind: str, axis: int, nbytes: float) -> float:
+        return 1.0
+
+    def copy_us(self, nbytes: float) -> float:
+        return 0.0
+
+
+def route(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...], backward: bool) -> Route | None:
+    found = cheapest_route(value, source, target, sizes, Free())
+    return None if found is None else Route(value.index, source, tuple(Hop(step.target, backward) for step in found[1]))
+
+
+def decide(graph: PlacementGraph, sizes: tuple[int, ...], rng: random.Random, tries: int = 12) -> Decision:
+    """Inputs and outputs are placed at random too. An operation none of whose tries can be fed is left whole."""
+    decision = Decision(sizes)
+    placed: dict[int, Layout] = {}
+    for value in graph.values:
+        if value.producer is None:
+            placed[value.index] = decision.inputs[value.index] = _split(value, sizes, rng)
+    for op in graph.operations:
+        for attempt in range(tries + 1):
+            whole = attempt == tries
+            strategies = [op.strategies[0] if whole else _choose(op.strategies, rng) for _ in sizes]
+            if _feed(decision, graph, op, strategies, placed, sizes):
+                break
+    for v, _ in graph.outputs:
+        value = graph.values[v]
+        way = route(value, placed[v], _split(value, sizes, rng), sizes, True)
+        way = way or route(value, placed[v], (REPLICATE,) * len(sizes), sizes, True)
+        assert way is not None
+        decision.outputs.append(way)
+    return decision
+
+
+def _choose(strategies: Sequence[Strategy], rng: random.Random) -> Strategy:
+    """Mostly one that splits, if there is one."""
+    splits = [s for s in strategies if s.splits]
+    return rng.choice(splits if splits and rng.random() < 0.8 else strategies)
+
+
+def _split(value: Value, sizes: tuple[int, ...], rng: random.Random) -> Layout:
+    places = [REPLICATE, *((d, k) for d, row in enumerate(value.factors) for k in range(len(row)))]
+    layout = tuple(rng.choice(places) for _ in sizes)
+    return layout if legal(value, layout, sizes) else (REPLICATE,) * len(sizes)
+
+
+def _feed(decision: Decision, graph: PlacementGraph, op: Operation, strategies: list[Strategy], placed: dict[int, Layout],
+          sizes: tuple[int, ...]) -> bool:
+    """Take these strategies, one per axis, if they divide and every operand can be brought where they want it."""
+    inputs = [tuple(s.inputs[k] for s in strategies) for k in range(len(op.inputs))]
+    made = [tuple(s.outputs[k] for s in strategies) for k in range(len(op.outputs))]
+    ports = [*zip(op.inputs, inputs), *zip(op.outputs, made)]
+    if not all(legal(graph.values[v], layout, sizes) for v, layout in ports):
+        return False
+    ways = [route(graph.values[v], placed[v], layout, sizes, op.backward) for v, layout in zip(op.inputs, inputs)]
+    if any(way is None for way in ways):
+        return False
+    for k, way in enumerate(ways):
+        decision.routes[op.index, k] = way  # type: ignore[assignment]
+    decision.operations[op.index] = OperationLayouts(tuple(inputs), tuple(made), tuple(made))
+    placed.update(zip(op.outputs, made))
+    return True
