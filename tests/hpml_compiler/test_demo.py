@@ -117,18 +117,18 @@ def test_losses_that_differ_are_an_error(tmp_path, monkeypatch, capsys, last, ag
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_demo(tmp_path):
-    """Whole, with two layers of the full width and few steps."""
+    """Whole, with one layer of the full width and few steps."""
     out = tmp_path / "made" / "here"
     done = subprocess.run(
-        [sys.executable, "-m", "hpml_compiler.cli", "demo", "--out", str(out), "--steps", "4", "--layers", "2"],
+        [sys.executable, "-m", "hpml_compiler.cli", "demo", "--out", str(out), "--steps", "3", "--layers", "1"],
         capture_output=True, text=True, timeout=220, env={**os.environ, "COLUMNS": "100"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "mesh x=2" in done.stdout and "3.7 M parameters, 4 steps" in done.stdout
+    assert "mesh x=2" in done.stdout and "1.9 M parameters, 3 steps" in done.stdout
     assert "\x1b" not in done.stdout, "escape codes are for terminals"
     plan = Plan.load(out / "plan.json")
     assert (plan.world_size, len(plan.graphs)) == (2, 1)
-    assert plan.collectives, "two layers of this width are worth splitting"
+    assert plan.collectives, "a layer of this width is worth splitting"
     left = {path.name for path in out.iterdir()}
     assert left == {"plan.json", "loss.png", "plan.svg" if shutil.which("dot") else "plan.gv"}
     assert json.loads((out / "plan.json").read_text())["world_size"] == 2

@@ -86,7 +86,7 @@ def test_what_one_layer_alone_keeps_for_backward_sets_it_apart():
     graph = b.finish([len(b.values) - 1])
     placed = place(graph, {"x": 2}, Prices(latency=(1e3,)))  # everything whole
     assert placed.cost.activation_bytes == 8 * 4 * 4
-    assert sorted(e.multiplicity for e in placed.problem.problem.entities if ":op_" in e.name) == [1, 1, 2, 2]
+    assert sorted(e.multiplicity for e in placed.problem.problem.entities if ":op_" in e.name) == [1, 2, 3]
 
 
 def test_the_kind_of_what_is_read_and_the_phase_count():

@@ -101,7 +101,7 @@ def test_when_time_runs_out_there_are_an_incumbent_a_bound_and_a_gap(monkeypatch
     outcomes = []
     original = solvers.run
     monkeypatch.setattr(solvers, "run", lambda *args, **kw: outcomes.append(original(*args, **kw)) or outcomes[-1])
-    solution = solve(hard_chain(), SolverOptions(gap=0.0, time_limit_s=0.5))
+    solution = solve(hard_chain(), SolverOptions(gap=0.0, time_limit_s=1.5))
     assert solution.status == "feasible"
     relaxation, program = outcomes
     assert (relaxation.state, program.state) == ("optimal", "feasible")
@@ -110,7 +110,7 @@ def test_when_time_runs_out_there_are_an_incumbent_a_bound_and_a_gap(monkeypatch
     assert math.log2(unit_us).is_integer()
     assert 0 < solution.bound_us < solution.objective_us < math.inf
     assert math.isclose(solution.gap, 1 - solution.bound_us / solution.objective_us, rel_tol=1e-9)
-    assert solution.seconds < 5
+    assert solution.seconds < 20
     assert solution.held_bytes <= hard_chain().budget_bytes
     assert (solution.variables, solution.binaries) > (0, 0) and solution.constraints > 0
 

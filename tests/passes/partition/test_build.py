@@ -1,0 +1,210 @@
+"""Placement graphs before -> problems whose optimum is the best of all placements, and decisions, after."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.errors import BadInput
+from passes.partition.build import PlacementProblem, StateModel
+from passes.partition.clusters import cluster
+from passes.partition.redistribution import SLICE_US, collective
+from passes.partition.search import solve
+from passes.partition.solvers import SolverOptions
+from tests.passes.graphs import Builder, Prices, V, aten
+from tests.passes.partition.exhaustive import Game
+from tests.passes.partition.random_graphs import graphs
+
+FREE = (lambda op, strategy: True,) * 2
+EXACT = SolverOptions(gap=0.0)
+
+
+def problem(graph, sizes=(2,), prices=None, **options) -> PlacementProblem:
+    return PlacementProblem(graph, sizes, prices or Prices(), FREE[: len(sizes)], **options)
+
+
+def compare(graph, sizes, prices, merge):
+    """The solver's optimum and that of trying everything are equal, but for slices: a choice that reads parts stands
+    in for one that reads the whole, and `SLICE_US` is not added for that."""
+    built = problem(graph, sizes, prices, merge=merge, fold=False)
+    found = solve(built.problem, EXACT).objective_us
+    best = Game(graph, sizes, prices, cluster(graph, merge)).optimum_us()
+    slack = 2 * len(sizes) * len(built.edge_rows) * SLICE_US
+    assert best * (1 - 1e-9) - 1e-9 <= found <= best * (1 + 1e-6) + slack
+
+
+PER_BYTE, LATENCY = st.sampled_from([0.001, 0.05, 1.0]), st.sampled_from([0.0, 2.0, 20.0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(graphs(most=6), st.sampled_from([2, 3]), st.booleans(), PER_BYTE, LATENCY)
+def test_one_axis_agrees_with_brute_force(graph, size, merge, per_byte, latency):
+    compare(graph, (size,), Prices(latency=(latency,), us_per_byte=(per_byte,)), merge)
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs(most=4), st.sampled_from([(2, 2), (2, 3)]), st.booleans(), PER_BYTE, LATENCY)
+def test_two_axes_agree_with_brute_force(graph, sizes, merge, per_byte, latency):
+    compare(graph, sizes, Prices(latency=(latency, 3 * latency), us_per_byte=(per_byte, 3 * per_byte)), merge)
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(most=6), PER_BYTE, LATENCY)
+def test_clustering_never_beats_single_operations(graph, per_byte, latency):
+    """With pointwise kernels for nothing, so that fusing them saves nothing."""
+    prices = Prices(latency=(latency,), us_per_byte=(per_byte,), light=False)
+    merged, single = (solve(problem(graph, prices=prices, merge=m, fold=False).problem, EXACT) for m in (True, False))
+    assert merged.objective_us >= single.objective_us * (1 - 1e-9) - SLICE_US * len(graph.operations)
+
+
+def test_clustering_loses_nothing_where_one_split_suits_all_it_joins():
+    b = Builder()
+    x = b.input((8, 4))
+    for _ in range(2):
+        w = b.call(aten.permute.default, V(b.input((4, 4), "parameter")), [1, 0])
+        x = b.call(aten.mm.default, V(x), V(w))
+        x = b.call(aten.tanh.default, V(b.call(aten.exp.default, V(x))))
+    graph = b.finish([x])
+    prices = Prices(us_per_flop=1.0, light=False)
+    merged, single = (solve(problem(graph, prices=prices, merge=m, fold=False).problem, EXACT) for m in (True, False))
+    assert merged.objective_us == pytest.approx(single.objective_us, rel=1e-12)
+
+
+# --- the parts of a problem -------------------------------------------------------------------------------------------
+
+
+def training_step():
+    """y = x @ w; loss = sum(exp(y)); the gradient of w. Backward reads x and exp(y)."""
+    b = Builder()
+    x, w = b.input((8, 4)), b.input((4, 6), "parameter")
+    y = b.call(aten.mm.default, V(x), V(w))
+    e = b.call(aten.exp.default, V(y))
+    loss = b.call(aten.sum.dim_IntList, V(e), [0, 1])
+    b.backward = True
+    tangent = b.input((8, 6), "tangent")
+    d = b.call(aten.mul.Tensor, V(e), V(tangent))
+    t = b.call(aten.permute.default, V(x), [1, 0])
+    g = b.call(aten.mm.default, V(t), V(d))
+    return b.finish([loss, (g, w)]), {"x": x, "w": w, "y": y, "e": e, "loss": loss, "d": d, "g": g}
+
+
+def test_entities_of_a_training_step():
+    graph, _ = training_step()
+    built = problem(graph)
+    kinds = sorted((e.kind, e.name.split("#")[0]) for e in built.problem.entities)
+    assert kinds == [
+        ("input", "batch_0"), ("input", "tangent_5"),
+        ("kept", "kept:value_3"),
+        ("operations", "op_0"), ("operations", "op_1"), ("operations", "op_3"), ("operations", "op_5"),
+        ("output", "output:value_4"), ("parameter", "parameter_1"),
+    ]
+    (w,) = [e for e in built.problem.entities if e.kind == "parameter"]
+    assert [c.outputs for c in w.choices] == [("R",), ("S(0)",), ("S(1)",)] == [c.inputs for c in w.choices]
+    # parameter, gradient and two states; the optimizer's time by elements
+    assert [c.held_bytes for c in w.choices] == [4 * 96, 4 * 48, 4 * 48]
+    assert [c.cost_us for c in w.choices] == pytest.approx([24 * 0.02, 12 * 0.02, 12 * 0.02])
+    assert len({e.name for e in built.problem.entities}) == len(built.problem.entities)
+
+
+def test_the_state_model_and_frozen_parameters():
+    graph, values = training_step()
+    (w,) = [e for e in problem(graph, state=StateModel(0.5, 0.0)).problem.entities if e.kind == "parameter"]
+    assert [c.held_bytes for c in w.choices] == [1.5 * 96, 1.5 * 48, 1.5 * 48]
+    graph.outputs = [o for o in graph.outputs if o[1] is None]
+    (w,) = [e for e in problem(graph).problem.entities if e.kind == "parameter"]
+    assert [(c.cost_us, c.held_bytes) for c in w.choices] == [(0, 96), (0, 48), (0, 48)]
+    assert w.choices[0].inputs == ()
+
+
+def test_a_value_that_backward_reads_is_held_once_in_the_layout_of_its_copy():
+    # exp is recomputed in backward, from what the product made
+    graph, values = training_step()
+    built = problem(graph)
+    assert built.saved == {values["y"]}
+    (kept,) = [e for e in built.problem.entities if e.kind == "kept"]
+    assert {c.held_bytes for c in kept.choices} == {0.0}  # of exp(y): not saved
+    (product,) = [e for e in built.problem.entities if e.name == "op_0"]
+    held = {c.outputs[0]: c.held_bytes for c in product.choices}
+    assert held["R"] == 192 and held["S(0)"] == held["S(1)"] == 96
+
+
+def test_stored_parameters_and_rows_have_one_choice():
+    graph, _ = training_step()
+    built = problem(graph, stored={"parameter_1": ((1, 0),)}, rows=frozenset({"batch_0"}))
+    by_name = {e.name: e for e in built.problem.entities}
+    assert [c.outputs for c in by_name["parameter_1"].choices] == [("S(1)",)]
+    assert [c.outputs for c in by_name["batch_0"].choices] == [("S(0)",)]
+    assert [c.outputs for c in by_name["tangent_5"].choices] == [("R",)]
+
+
+@pytest.mark.parametrize("prices", [Prices(), Prices(us_per_flop=10.0), Prices(latency=(1e4, 1e4))])
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_the_decision_is_consistent(prices, sizes):
+    graph, values = training_step()
+    built = problem(graph, sizes, prices)
+    solution = solve(built.problem, EXACT)
+    decision = built.decode(solution)
+    assert set(decision.operations) == set(range(len(graph.operations)))
+    assert set(decision.inputs) == {v.index for v in graph.values if v.producer is None}
+    made = dict(decision.inputs)
+    for op in graph.operations:
+        rows = decision.operations[op.index]
+        made.update(zip(op.outputs, rows.outputs))
+    for op in graph.operations:
+        for position, v in enumerate(op.inputs):
+            route = decision.routes[op.index, position]
+            assert route.value == v and route.source == made[v]
+            assert route.target == decision.operations[op.index].inputs[position]
+            assert op.backward or not any(hop.backward for hop in route.hops), "forward cannot wait for backward"
+            _check_steps(route)
+    for (v, parameter), route in zip(graph.outputs, decision.outputs):
+        assert route.source == made[v]
+        assert route.target == (("R",) * len(sizes) if parameter is None else decision.inputs[parameter])
+        _check_steps(route)
+
+
+def _check_steps(route):
+    layout = route.source
+    for hop in route.hops:
+        (axis,) = [a for a, (p, q) in enumerate(zip(layout, hop.layout)) if p != q]
+        assert collective(layout[axis], hop.layout[axis]) is not None
+        layout = hop.layout
+
+
+def test_what_was_chosen_can_be_pinned_and_gives_the_same_again():
+    graph, _ = training_step()
+    first = problem(graph, (2, 2), Prices(us_per_flop=10.0))
+    solution = solve(first.problem, EXACT)
+    again = problem(graph, (2, 2), Prices(us_per_flop=10.0), pinned=first.pins(solution))
+    assert all(len(e.choices) == 1 for e in again.problem.entities)
+    same = solve(again.problem, EXACT)
+    assert same.objective_us == pytest.approx(solution.objective_us, rel=1e-12)
+    assert again.decode(same) == first.decode(solution)
+
+
+def test_a_pin_narrows_one_choice_and_leaves_the_others():
+    graph, _ = training_step()
+    built = problem(graph, pinned={"parameter_1": (("S(1)",), ("S(1)",))})
+    by_name = {e.name: e for e in built.problem.entities}
+    assert len(by_name["parameter_1"].choices) == 1 < len(by_name["op_0"].choices)
+    assert built.decode(solve(built.problem, EXACT)).inputs[1] == ((1, 0),)
+
+
+def test_a_pin_that_cannot_be_met_is_bad_input():
+    graph, _ = training_step()
+    with pytest.raises(BadInput, match="parameter_1.*S\\(7\\)"):
+        problem(graph, pinned={"parameter_1": (("S(7)",), ("S(7)",))})
+
+
+def test_ways_are_paid_once_for_a_shared_copy():
+    b = Builder()
+    whole = b.call(aten.exp.default, V(b.input((8, 4))), ruled=False)
+    readers = [b.call(aten.mm.default, V(whole), V(b.input((4, 8), "buffer"))) for _ in range(3)]
+    graph = b.finish(readers)
+    built = problem(graph, prices=Prices(us_per_flop=100.0, latency=(0.1,), us_per_byte=(1e-4,)))
+    solution = solve(built.problem, EXACT)
+    decision = built.decode(solution)
+    (way,) = {decision.routes[k + 1, 0].hops for k in range(3)}
+    assert len(way) == 1 and way[0].layout[0] in ((0, 0), (1, 0)), "the products are split, or this test says nothing"
+    paid = [(start, stop) for route, start, stop, _ in built.paid_ways(decision, solution) if route.value == whole]
+    assert sorted(paid) == [(0, 1), (1, 1), (1, 1), (1, 1)]  # to the copy, and from there to each reader

@@ -1,0 +1,159 @@
+"""A placement graph and axes before -> an answer that fits, or an error that says why not, after."""
+from __future__ import annotations
+
+import pytest
+
+from passes.errors import BadInput, Infeasible
+from passes.partition.axes import axis_rule
+from passes.partition.depth import NotLinear
+from passes.partition.place import Placed, place
+from passes.partition.solvers import SolverOptions
+from tests.passes.graphs import Builder, Prices, V, aten
+from tests.passes.partition.test_build import training_step
+from tests.passes.partition.test_folding import layers
+
+SPLIT = Prices(us_per_flop=10.0)
+SLOW_LINKS = Prices(latency=(1e5, 1e5), us_per_flop=0.01)
+
+
+def placed(graph, axes=None, prices=SPLIT, **options) -> Placed:
+    answer = place(graph, axes or {"x": 2}, prices, **options)
+    assert isinstance(answer, Placed)
+    return answer
+
+
+def test_dear_work_is_split_and_dear_links_are_not_used():
+    graph, _ = training_step()
+    split = placed(graph)
+    assert all(any(p != ("R",) for p in rows.inputs) for i, rows in split.decision.operations.items()
+               if graph.operations[i].heavy)
+    whole = placed(graph, prices=SLOW_LINKS)
+    assert whole.cost.communication_us < 1e5
+    assert split.solution.status == whole.solution.status == "optimal"
+    assert split.solution.bound_us == pytest.approx(split.solution.objective_us, rel=1e-3)
+
+
+def test_a_budget_is_met_and_costs_time():
+    graph, _ = training_step()
+    free = placed(graph, prices=SLOW_LINKS, stored=None)
+    tight = placed(graph, prices=SLOW_LINKS, budget_bytes=free.cost.held_bytes - 1)
+    assert tight.cost.held_bytes < free.cost.held_bytes
+    assert tight.cost.step_us > free.cost.step_us
+
+
+def test_a_budget_that_nobody_meets_names_the_smallest_that_works():
+    graph, _ = training_step()
+    with pytest.raises(Infeasible) as error:
+        place(graph, {"x": 2}, SPLIT, budget_bytes=1.0)
+    smallest = error.value.smallest_budget_bytes
+    assert placed(graph, budget_bytes=smallest).cost.held_bytes == smallest
+    with pytest.raises(Infeasible, match="smallest that works"):
+        place(graph, {"x": 2}, SPLIT, budget_bytes=smallest - 1)
+
+
+def test_a_cutoff_below_the_optimum_gives_no_answer():
+    graph, _ = training_step()
+    best = placed(graph).solution.objective_us
+    nothing = place(graph, {"x": 2}, SPLIT, cutoff_us=best * 0.5)
+    assert not isinstance(nothing, Placed) and nothing.status == "no_solution" and nothing.bound_us > best * 0.5
+    assert placed(graph, cutoff_us=best * 2).solution.objective_us == pytest.approx(best)
+
+
+def test_pins_of_one_answer_give_it_again():
+    graph, _ = training_step()
+    first = placed(graph, {"x": 2, "y": 2})
+    again = placed(graph, {"x": 2, "y": 2}, pinned=first.problem.pins(first.solution))
+    assert again.decision == first.decision and again.cost == first.cost
+    with pytest.raises(BadInput):
+        place(graph, {"x": 2}, SPLIT, pinned=first.problem.pins(first.solution))
+
+
+def test_axes_of_one_rank_change_nothing():
+    graph, _ = training_step()
+    one = placed(graph, {"x": 1})
+    assert one.cost.communication_us <= 0.1 and one.cost.compute_us == pytest.approx(
+        placed(graph, {"x": 1, "y": 1}).cost.compute_us)
+    assert placed(graph).cost.step_us < one.cost.step_us
+
+
+# --- pinned axes ------------------------------------------------------------------------------------------------------
+
+
+def splits(answer: Placed, axis: int) -> dict[str, set]:
+    """Operator -> placements that its operands and results have on an axis."""
+    graph = answer.problem.graph
+    found: dict[str, set] = {}
+    for index, rows in answer.decision.operations.items():
+        op = graph.operations[index]
+        for v, layout in zip((*op.inputs, *op.outputs), rows.inputs + rows.made):
+            if isinstance(layout[axis], tuple):
+                found.setdefault(op.kind, set()).add(layout[axis] in graph.values[v].batch)
+    return found
+
+
+@pytest.mark.parametrize(("axes", "rows"), [({"dp": 2}, {0: True}), ({"tp": 2}, {0: False}),
+                                            ({"dp": 2, "tp": 2}, {0: True, 1: False}),
+                                            ({"tp": 2, "dp": 2}, {0: False, 1: True})])
+def test_dp_splits_rows_and_tp_anything_else(axes, rows):
+    graph, _ = training_step()
+    for prices in (SPLIT, SLOW_LINKS):  # whatever that costs
+        answer = placed(graph, axes, prices)
+        for axis, wanted in rows.items():
+            found = splits(answer, axis)
+            assert found["matmul"] == {wanted}
+            assert all(kinds <= {wanted} for kinds in found.values())
+
+
+def test_axes_of_other_names_are_free_and_products_that_cannot_be_split_stay_whole():
+    graph, _ = training_step()
+    rule = axis_rule("x", 2, graph)
+    assert all(rule(op, s) for op in graph.operations for s in op.strategies)
+    whole = [op.strategies[0] for op in graph.operations if op.kind == "matmul"]
+    for size, stays_whole in ((2, False), (3, True), (8, False)):  # of 8 rows
+        rule = axis_rule("dp", size, graph)
+        products = [op for op in graph.operations if op.kind == "matmul"]
+        assert [rule(op, s) for op, s in zip(products, whole)] == [stays_whole] * 2
+
+
+def test_a_pinned_axis_never_makes_an_answer_cheaper():
+    graph, _ = training_step()
+    free = placed(graph, options=SolverOptions(gap=0.0)).cost.step_us
+    for name in ("dp", "tp"):
+        assert placed(graph, {name: 2}, options=SolverOptions(gap=0.0)).cost.step_us >= free * (1 - 1e-9)
+
+
+# --- depth ------------------------------------------------------------------------------------------------------------
+
+
+def deep(count, **options):
+    b = layers(count, **options)
+    return b.finish([len(b.values) - 1])
+
+
+@pytest.mark.parametrize("axes", [{"x": 2}, {"x": 2, "y": 2}])
+def test_two_depths_give_the_answer_for_any(axes):
+    long = placed(deep(4), axes, shorter=deep(3), further=5)
+    real = placed(deep(9), axes)
+    assert long.cost.step_us == pytest.approx(real.cost.step_us, rel=1e-6)
+    assert long.cost.held_bytes == pytest.approx(real.cost.held_bytes)
+    assert sorted(e.multiplicity for e in long.solved.entities) == sorted(
+        e.multiplicity for e in real.problem.problem.entities)
+
+
+def test_depths_that_do_not_correspond_are_refused():
+    with pytest.raises(NotLinear):
+        place(deep(4, widths=[16, 16, 16, 32]), {"x": 2}, SPLIT, shorter=deep(3), further=2)
+    with pytest.raises(NotLinear):
+        place(deep(3), {"x": 2}, SPLIT, shorter=deep(4), further=2)
+
+
+def test_what_has_no_rule_is_left_whole_and_everything_around_it_still_planned():
+    b = Builder()
+    x = b.call(aten.mm.default, V(b.input((8, 4))), V(b.input((4, 8), "parameter")))
+    odd = b.call(aten.exp.default, V(x), ruled=False)
+    y = b.call(aten.mm.default, V(odd), V(b.input((8, 4), "parameter")))
+    graph = b.finish([y])
+    answer = placed(graph, prices=Prices(us_per_flop=100.0))
+    rows = answer.decision.operations
+    assert rows[1].inputs == rows[1].outputs == (("R",),)
+    assert rows[0].made != (("R",),) != rows[2].inputs[0]
