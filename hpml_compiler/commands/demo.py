@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from passes.errors import HpmlError, MissingDependency
+from passes.errors import BadInput, HpmlError, MissingDependency
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hpml_compiler.demo.runs import Run
 
 AGREE = 1e-4  # relative difference of losses up to which two runs agree: rounding, grown over the steps
+FILES = ("plan.json", "plan.svg", "plan.gv", "loss.png")  # the .gv where the .svg cannot be drawn
 ROWS = 6  # of the table of losses
 
 
@@ -29,6 +30,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 40,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the GPT.")] = 6,
     width: Annotated[int, typer.Option(min=64, help="Width of the GPT, a multiple of 64.")] = 384,
+    eager: Annotated[bool, typer.Option("--eager", help="Do without inductor, which needs a C++ compiler.")] = False,
 ) -> None:
     """Train a small GPT with one script on several ranks and on one, and compare the losses.
 
@@ -36,13 +38,24 @@ def demo(
     """
     from rich.console import Console
 
+    from hpml_compiler.commands._checks import check_compiler
     from hpml_compiler.demo import picture, runs
 
-    out.mkdir(parents=True, exist_ok=True)
-    plan_path = out / "plan.json"
-    plan_path.unlink(missing_ok=True)  # an older one would be shown for this run's
-    arguments = [f"--steps={steps}", f"--layers={layers}", f"--width={width}"]
     console = Console(highlight=False, soft_wrap=True)
+    compiler = check_compiler()
+    if compiler.status != "ok" and not eager:
+        console.print(f"running without inductor: {compiler.detail} ({compiler.next_step})", markup=False)
+        eager = True
+    if width % 64:
+        raise BadInput(f"{width} is no multiple of 64, which is the size of a head", "--width",
+                       f"use {64 * round(width / 64)}")
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (out / name).unlink(missing_ok=True)  # an older one would pass for this run's
+    plan_path = out / "plan.json"
+    arguments = [f"--steps={steps}", f"--layers={layers}", f"--width={width}"]
+    if eager:
+        arguments.append('--options={"compiler": "eager"}')
     with _progress(console, steps) as stage:
         def first(step: int, loss: float) -> None:
             if step == 1:
@@ -55,7 +68,7 @@ def demo(
     _compare(console, one, many, difference)
     picture.draw(one, many, out / "loss.png")
     _draw_plan(console, plan_path, out / "plan.svg")
-    console.print(f"wrote {', '.join(str(path) for path in _left(out))}")
+    console.print(f"wrote {', '.join(str(out / name) for name in FILES if (out / name).exists())}")
     if not difference <= AGREE:
         raise HpmlError(f"the losses differ by {difference:.1e}, more than {AGREE:.0e}", where=str(out / "loss.png"),
                         next_step="this is a bug: please report it with plan.json")
@@ -100,10 +113,6 @@ def _draw_plan(console: Console, source: Path, target: Path) -> None:
         Plan.load(source).render(target)
     except MissingDependency as error:  # everything else is there, and the error says how to get the picture
         console.print(str(error), markup=False)
-
-
-def _left(out: Path) -> list[Path]:
-    return [path for path in (out / "plan.json", out / "plan.svg", out / "plan.gv", out / "loss.png") if path.exists()]
 
 
 def _compare(console: Console, one: Run, many: Run, difference: float) -> None:

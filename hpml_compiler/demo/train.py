@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="characters in a row of the batch")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--options", type=json.loads, help="options of the backend, as JSON")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -74,7 +76,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
     print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
 
-    compiled = torch.compile(model, backend="hpml")
+    compiled = torch.compile(model, backend="hpml", options=args.options)
     for step in range(1, args.steps + 1):
         starts = torch.randint(len(text) - args.length, (args.batch,))
         rows = torch.stack([text[start : start + args.length + 1] for start in starts.tolist()])

@@ -11,10 +11,11 @@ import sys
 
 import pytest
 
+from hpml_compiler.commands import _checks
 from hpml_compiler.commands import demo as command
 from hpml_compiler.demo import picture, runs
 from hpml_compiler.plan import Plan
-from passes.errors import HpmlError
+from passes.errors import BadInput, HpmlError
 from tests.hpml_compiler.plans import gpt_plan
 
 TEXT = runs.SCRIPT.with_name("persuasion.txt")
@@ -28,7 +29,7 @@ def test_the_script_knows_hpml_by_the_name_of_the_backend_only():
     tree = ast.parse(runs.SCRIPT.read_text(encoding="utf-8"))
     imported = {name.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     imported |= {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "argparse", "pathlib", "torch"}
+    assert imported == {"__future__", "argparse", "json", "pathlib", "torch"}
     assert "distributed" not in ast.unparse(tree)
     named = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == "hpml"]
     assert len(named) == 1
@@ -105,13 +106,37 @@ def test_losses_that_differ_are_an_error(tmp_path, monkeypatch, capsys, last, ag
 
     monkeypatch.setattr(runs, "train", train)
     if agrees:
-        command.demo(out=tmp_path / "out", ranks=2, steps=2, layers=1, width=64)
+        command.demo(out=tmp_path / "out", ranks=2, steps=2, layers=1, width=64, eager=False)
     else:
         with pytest.raises(HpmlError, match="the losses differ"):
-            command.demo(out=tmp_path / "out", ranks=2, steps=2, layers=1, width=64)
+            command.demo(out=tmp_path / "out", ranks=2, steps=2, layers=1, width=64, eager=False)
     printed = capsys.readouterr().out
     assert "mesh dp=2 x tp=4" in printed and "relative difference" in printed and "$ python" in printed
     assert (tmp_path / "out" / "loss.png").exists()
+
+
+def test_a_width_that_heads_do_not_divide_is_bad_input(tmp_path):
+    with pytest.raises(BadInput, match="multiple of 64") as raised:
+        command.demo(out=tmp_path / "out", ranks=2, steps=2, layers=1, width=100, eager=False)
+    assert "128" in raised.value.next_step and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_without_a_cxx_compiler_it_does_without_inductor(tmp_path, monkeypatch, capsys, eager):
+    given = []
+
+    def train(ranks, arguments, environment, on_step):
+        given.append(arguments)
+        if ranks > 1:
+            gpt_plan().save(environment["HPML_SAVE_PLAN"])
+        return a_run(ranks, 2.0, 1.0)
+
+    monkeypatch.setattr(runs, "train", train)
+    missing = _checks.Check("C++ compiler", "missing", "none found", "Debian: apt-get install g++")
+    monkeypatch.setattr(_checks, "check_compiler", lambda: missing)
+    command.demo(out=tmp_path, ranks=2, steps=2, layers=1, width=64, eager=eager)
+    assert [json.loads(arguments[-1].partition("=")[2]) for arguments in given] == [{"compiler": "eager"}] * 2
+    assert ("apt-get install g++" in capsys.readouterr().out) == (not eager)
 
 
 @pytest.mark.slow

@@ -36,7 +36,8 @@ MUTATIONS = [
     # two letters for each other
     (sample(aten.transpose.int, f(4, 4, 2), 0, 1), lambda rule: replace(rule, outputs=rule.inputs)),
     (sample(aten.view.default, f(4, 4), [16]), lambda rule: replace(rule, outputs=((rule.outputs[0][0][::-1],),))),
-    (sample(aten.bmm.default, f(4, 4, 4), f(4, 4, 4)), lambda rule: replace(rule, inputs=(rule.inputs[0], (("b",), ("n",), ("k",))))),
+    (sample(aten.bmm.default, f(4, 4, 4), f(4, 4, 4)),
+     lambda rule: replace(rule, inputs=(rule.inputs[0], (("b",), ("n",), ("k",))))),
     # an index that is not shifted, an iota that starts at 0 everywhere
     (sample(aten.embedding.default, f(8, 4), i(8, 6)), without(indexed={})),
     (sample(torch.ops.prims.iota.default, 8, start=0, step=1, dtype=torch.int64, device=torch.device("cpu"),
