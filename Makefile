@@ -4,7 +4,7 @@
 .PHONY: demo test lint clean
 
 PIP_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 DEMO_ARGS ?=
 
 # The first interpreter that runs, is new enough, and can make a virtual environment.

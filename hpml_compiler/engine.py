@@ -25,6 +25,7 @@ from hpml_compiler.runtime.world import device_type, ensure_process_group
 from passes import compat
 from passes.annotations import write
 from passes.cluster import Cluster
+from passes.errors import BadInput
 from passes.interface import GraphInput, kind_of_input
 from passes.results import DECISION, Handle
 
@@ -126,7 +127,7 @@ class _Compilation:
         self.session.rejected.extend(planned.rejected)
         self.positions = dict(annotated.interface.positions)
         self.annotated = annotated
-        if annotated.interface.training and self.session.mesh is None:
+        if annotated.interface.training:
             self.session.mesh = planned.mesh
         start = time.perf_counter()
         write(DECISION, gm, Handle(planned.decision))
@@ -154,9 +155,19 @@ class _Compilation:
         names = {p: n for n, p in annotated.interface.positions.items()}
         return plan_graph(
             annotated, self.options, local_cluster(self.options, dist.get_world_size()),
-            fixed_mesh=self.session.mesh, name=f"graph_{len(self.session.graphs)}",
+            fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}",
             rows=frozenset(names[p] for p in self.rows if p in names), given=given,
         )
+
+    def _mesh_in_use(self, annotated: Annotated) -> dict[str, int] | None:
+        """The mesh that this graph has to share: that of its placed parameters, or of the graphs before it."""
+        mesh = self.session.mesh
+        if mesh is None or self.options.mesh in (None, mesh):
+            return mesh
+        if annotated.interface.stored:
+            raise BadInput(f"parameters are placed on the mesh {mesh} already, and {self.options.mesh} is asked for",
+                           where="options['mesh']", next_step="give one mesh for all that a model is compiled for")
+        return None
 
     def _placements(self) -> dict[int, Any]:
         """Position of every parameter that gets placed now -> its DTensor placements."""

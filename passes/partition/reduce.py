@@ -175,12 +175,11 @@ def _settle(reduced: Reduced, edge: int) -> set[int]:
         reduced.cost_us[source] = reduced.cost_us[source] + cost[supply, demand]
     else:
         pairs = cost[np.ix_(supply, demand)]
-        largest = float(pairs.max())
-        if math.isinf(largest):
+        if np.isinf(pairs).any():
             return set()
         of_source = pairs.min(axis=1)
         of_target = pairs.min(axis=0) - pairs.min()
-        if np.abs(of_source[:, None] + of_target - pairs).max() > _ROUNDING * largest:
+        if (np.abs(of_source[:, None] + of_target - pairs) > _ROUNDING * pairs).any():
             return set()
         reduced.cost_us[source] = reduced.cost_us[source] + of_source
         reduced.cost_us[target] = reduced.cost_us[target] + of_target

@@ -151,12 +151,13 @@ def run(model: pulp.LpProblem, options: SolverOptions, *, integer: bool, time_li
                        "add {'msg': True} to the solver options to see its log, or use the solver HiGHS") from error
     if isinstance(solver, _StartedHiGHS):
         return _outcome_of_highs(model.solverModel, integer)
-    state: dict[int, Literal["optimal", "feasible", "infeasible", "unknown"]] = {
+    if model.status == pulp.LpStatusInfeasible:
+        return Outcome("infeasible", None)
+    states: dict[int, Literal["optimal", "feasible"]] = {
         pulp.LpSolutionOptimal: "optimal",
         pulp.LpSolutionIntegerFeasible: "feasible",
-        pulp.LpSolutionInfeasible: "infeasible",
     }
-    return Outcome(state.get(model.sol_status, "unknown"), None)
+    return Outcome(states.get(model.sol_status, "unknown"), None)
 
 
 def _solver_class(name: str) -> Any:

@@ -195,13 +195,13 @@ def _private_views(gm: GraphModule) -> bool:
     return changed
 
 
-def _private(x: Node, user: Node, copies: dict[Node, Node]) -> Node:
+def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False) -> Node:
     """`x`, or a copy of the chain of views that leads to it if anybody else reads from that chain."""
-    if x.op != "call_function" or x.target not in VIEWS or _alone(x):
+    if x.op != "call_function" or x.target not in VIEWS or not shared and _alone(x):
         return x
     if x not in copies:
         old = x.args[0]
-        source = _private(old, user, copies)
+        source = _private(old, user, copies, shared=True)  # the copy alone would be a second reader of `old`
         with user.graph.inserting_before(user):
             copies[x] = user.graph.node_copy(x, lambda a: source if a is old else a)
         copies[x].meta = dict(x.meta)
