@@ -38,7 +38,7 @@ def cut(whole: torch.Tensor, value: Value, layout: Layout, groups: MeshGroups) -
     sizes = [1] * whole.ndim
     for (d, _), at in position.items():
         sizes[d] *= x.shape[at]
-    return x.reshape(sizes)
+    return x.reshape(sizes).contiguous()
 
 
 def _peers(groups: Sequence[MeshGroups], rank: int, name: str) -> list[int]:
