@@ -139,7 +139,7 @@ class _Compilation:
                      planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
         for target, nodes in annotated.graph.unruled.items():
             if dist.get_rank() == 0:
-                log.debug("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
+                log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
         return gm
 
     def _save_plan(self) -> None:
