@@ -293,9 +293,9 @@ class Diffusion(nn.Module):
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         noise = torch.randn_like(image)
-        t = torch.rand(image.shape[0], device=image.device)
+        t = torch.rand(image.shape[0], dtype=image.dtype)
         noisy = image * (1 - t.view(-1, 1, 1, 1)) + noise * t.view(-1, 1, 1, 1)
-        frequencies = torch.exp(-torch.arange(8, device=image.device))
+        frequencies = torch.exp(-torch.arange(8, dtype=image.dtype))
         angle = t[:, None] * frequencies
         shift, scale = self.time(torch.cat((angle.sin(), angle.cos()), -1)).chunk(2, -1)
         x = self.patch(noisy).flatten(2).transpose(1, 2)
@@ -329,9 +329,11 @@ class Losses(nn.Module):
         loss = loss + a.std() + a.var(0).sum() + a.max(-1).values.sum() + a.min() + a.median(-1).values.sum()
         loss = loss + torch.einsum("ik,jk->ij", a, b).triu().sum() + torch.logsumexp(a, -1).sum() + a.cumprod(-1).sum()
         loss = loss + a.sort(-1).values[:, ::2].sum() + a.diagonal().sum() + torch.outer(a[0], b[0]).tril(-1).sum()
-        loss = loss + F.one_hot(labels, 4).float().matmul(torch.ones(4, 1)).sum() + a.repeat(2, 1).unfold(0, 2, 2).sum()
-        loss = loss + a.argmax(-1).float().mean() * 0 + (a > 0).any().float() * 0 + torch.linspace(0, 1, 16).mul(a).sum()
-        loss = loss + a.repeat_interleave(2, 0).sum() + torch.tril(torch.ones(4, 4)).bool().float().mm(a[:4]).sum()
+        loss = loss + F.one_hot(labels, 4).to(a.dtype).matmul(torch.ones(4, 1, dtype=a.dtype)).sum()
+        loss = loss + a.repeat(2, 1).unfold(0, 2, 2).sum()
+        loss = loss + a.argmax(-1).to(a.dtype).mean() * 0 + (a > 0).any().to(a.dtype) * 0
+        loss = loss + torch.linspace(0, 1, 16).mul(a).sum()
+        loss = loss + a.repeat_interleave(2, 0).sum() + torch.tril(torch.ones(4, 4)).bool().to(a.dtype).mm(a[:4]).sum()
         return loss + image.mean() + F.glu(a).sum() + F.prelu(a, self.lin.bias[:1]).sum() + a.logcumsumexp(0).sum()
 
 
