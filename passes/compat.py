@@ -110,11 +110,19 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
     )
 
 
+@contextlib.contextmanager
 def outside_tracing() -> Any:
-    """A context in which tensors are real again, inside a backend: for communication while a graph is traced."""
+    """A context in which tensors are real again, inside a backend: for communication while a graph is traced.
+
+    The Python dispatcher is off too. With it on, a collective is queued by a thread that holds the GIL and waits for
+    gloo's queue, while gloo's thread holds the queue and waits for the GIL to free the tensors of the collective before:
+    a deadlock, seen in one of a hundred compilations on 2 ranks.
+    """
+    from torch._dispatch.python import no_python_dispatcher
     from torch.utils._python_dispatch import _disable_current_modes
 
-    return _disable_current_modes()
+    with no_python_dispatcher(), _disable_current_modes():
+        yield
 
 
 @functools.cache
