@@ -25,6 +25,9 @@ Count = Annotated[int, Field(ge=0)]
 Microseconds = Annotated[float, Field(ge=0.0)]
 Mesh = dict[str, Annotated[int, Field(ge=1)]]
 
+ROOT = "(root)"
+"""The block of what is in no submodule, such as a loss."""
+
 
 @dataclass(frozen=True)
 class CollectiveTotal:
@@ -53,8 +56,9 @@ class ParameterPlan(Record):
 
 class OperationPlan(Record):
     """One node of the joint graph. `inputs` and `outputs` hold the placements of each tensor in order, as the operation
-    itself reads and writes them (redistributions lie between). `block` is the path of its module ("" is the model
-    itself), `predicted_us` the cost of one run, `sources` the nodes and parameters read, in the order of `inputs`."""
+    itself reads and writes them (redistributions lie between). `block` is the path of the repeated block or else the
+    module that it, or its forward operation, belongs to (`transformer.h.3`, `lm_head`), or ROOT; `predicted_us` the cost
+    of one run; `sources` the nodes, parameters and arguments read, in the order of `inputs`."""
 
     op: str
     block: str
@@ -77,8 +81,8 @@ class Step(Record):
 
 
 class Redistribution(Record):
-    """A change of placement between the node or parameter `value` and the node `consumer` ("" is the graph's output or
-    the optimizer); it stands for `multiplicity` equal ones in the whole model. `shape` is that of the whole value."""
+    """A change of placement between the node, parameter or argument `value` and the node `consumer` ("" is the graph's
+    output or the optimizer); it stands for `multiplicity` equal ones in the whole model. `shape` is that of the whole value."""
 
     value: str
     shape: Shape

@@ -38,6 +38,7 @@ class Annotated:
     interface: Interface
     graph: PlacementGraph
     rules: list[Rule | None]
+    inputs: Sequence[GraphInput]
     seconds: dict[str, float] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -69,7 +70,7 @@ def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
     start = time.perf_counter()
     before_planning(inputs, forward_outputs)(gm)
     operations = read(OPERATIONS, gm)
-    return Annotated(gm, read(INTERFACE, gm).value, operations.graph, operations.rules,
+    return Annotated(gm, read(INTERFACE, gm).value, operations.graph, operations.rules, inputs,
                      {"annotate": time.perf_counter() - start})
 
 

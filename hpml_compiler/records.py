@@ -4,10 +4,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from hpml_compiler.left_whole import left_whole
+from hpml_compiler.listing import Listing, listing
 from hpml_compiler.plan_records import (
     DecisionRecord,
     GraphPlan,
-    LeftWhole,
     MemoryBytes,
     OperationPlan,
     ParameterPlan,
@@ -21,6 +22,7 @@ from passes.decision import Route
 from passes.layouts import Layout, local_bytes, parse_layout
 from passes.mesh import Mesh
 from passes.partition.place import Placed
+from passes.partition.problem import Edge
 from passes.partition.redistribution import Change, change
 from passes.placement_graph import PlacementGraph
 from passes.rules.base import format_placement
@@ -42,6 +44,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
     its multiplicity in the model, and the plan cannot be passed back (its hash says so)."""
     graph, cost, solution = annotated.graph, answer.cost, answer.solution
     prices = MeshPrices(mesh, 2)
+    listed = listing(annotated, answer.problem, once=shortened)
     peak = cost.held_bytes + _largest_transient(graph, answer)
     return GraphPlan(
         graph_hash=(SHORTENED if shortened else "") + annotated.hash(),
@@ -49,12 +52,12 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
         training=annotated.interface.training,
         mesh=dict(zip(mesh.names, mesh.shape)),
         parameters=_parameters(annotated, answer),
-        operations=_operations(graph, mesh, answer, prices, shortened),
+        operations=_operations(graph, mesh, answer, prices, listed),
         redistributions=(
-            *(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices),
-            *_reductions(graph, mesh, answer, prices, shortened),
+            *(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices, listed),
+            *_reductions(graph, mesh, answer, prices, listed, shortened),
         ),
-        left_whole=tuple(_left_whole(annotated, mesh, answer)),
+        left_whole=tuple(left_whole(annotated, mesh, listed)),
         predicted=PredictedCost(
             step_time_us=cost.step_us, compute_us=cost.compute_us, communication_us=cost.communication_us,
             optimizer_us=cost.optimizer_us,
@@ -103,32 +106,29 @@ def _parameters(annotated: Annotated, answer: Placed) -> dict[str, ParameterPlan
     return found
 
 
-def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, once: bool,
+def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
                 ) -> dict[str, OperationPlan]:
-    names = [c.name for c in answer.problem.classes]
-    found = {}
-    listed: set[int] = set()
-    for c in answer.problem.clusters:
-        number = answer.problem.cluster_class[c.index]
-        if once and number in listed:
-            continue
-        listed.add(number)
-        chosen = answer.problem.classes[number].choices[answer.solution.chosen[number]]
-        heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
-        inside = sum(s.predicted_us for r in _reduced(graph, mesh, answer, prices, c.operations) for s in r.steps)
-        for i in c.operations:
-            op, rows = graph.operations[i], answer.decision.operations[i]
-            found[op.name] = OperationPlan(
-                op=op.target, block=op.block, backward=op.backward, class_id=names[number],
-                inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
-                # A cluster is priced as one: its heavy operations carry the cost.
-                predicted_us=(chosen.cost_us - inside) / len(heavy) if i in heavy else 0.0,
-                sources=tuple(graph.values[v].name for v in op.inputs),
-            )
-    return found
+    found: dict[int, OperationPlan] = {}
+    for number, clusters in listed.clusters.items():
+        entity = answer.problem.classes[number]
+        cost_us = entity.choices[answer.solution.chosen[number]].cost_us
+        for c in clusters:
+            heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
+            inside = sum(s.predicted_us for r in _reduced(graph, mesh, answer, prices, listed, c.operations) for s in r.steps)
+            for i in c.operations:
+                op, rows = graph.operations[i], answer.decision.operations[i]
+                found[i] = OperationPlan(
+                    op=op.target, block=listed.blocks[i], backward=op.backward, class_id=entity.name,
+                    inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
+                    # A cluster is priced as one: its heavy operations carry the cost.
+                    predicted_us=max(cost_us - inside, 0.0) / len(heavy) if i in heavy else 0.0,
+                    sources=tuple(listed.values[v] for v in op.inputs),
+                )
+    return {graph.operations[i].name: found[i] for i in sorted(found)}
 
 
-def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices) -> list[Redistribution]:
+def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
+                     ) -> list[Redistribution]:
     readers = _readers(graph, answer)
     found = []
     for route, start, stop, _ in answer.problem.paid_ways(answer.decision, answer.solution):
@@ -142,15 +142,15 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
             steps.append(_step(change(value, layout, axis, hop.layout[axis], answer.decision.sizes, prices), mesh))
             layout = hop.layout
         found.append(Redistribution(
-            value=value.name, shape=value.spec.shape, dtype=value.spec.dtype,
+            value=listed.values[route.value], shape=value.spec.shape, dtype=value.spec.dtype,
             consumer=readers.get((route.value, route), ""), source=placements(source), target=placements(layout),
             steps=tuple(steps),
         ))
     return found
 
 
-def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, operations: Sequence[int],
-             multiplicity: int = 1) -> list[Redistribution]:
+def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
+             operations: Sequence[int], multiplicity: int = 1) -> list[Redistribution]:
     """Small partial sums that these operations reduce right where they make them, inside a cluster."""
     found = []
     for i in operations:
@@ -164,28 +164,24 @@ def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPric
             ]
             if steps:
                 found.append(Redistribution(
-                    value=value.name, shape=value.spec.shape, dtype=value.spec.dtype, consumer=op.name,
+                    value=listed.values[v], shape=value.spec.shape, dtype=value.spec.dtype, consumer=op.name,
                     source=placements(made), target=placements(after), steps=tuple(steps), multiplicity=multiplicity,
                 ))
     return found
 
 
-def _reductions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, once: bool,
+def _reductions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing, once: bool,
                 ) -> list[Redistribution]:
-    """Those of all clusters, or of one cluster per class with its multiplicity."""
+    """Those of the clusters that are listed, with their multiplicity if one stands for its class."""
     found: list[Redistribution] = []
-    listed: set[int] = set()
-    for c in answer.problem.clusters:
-        number = answer.problem.cluster_class[c.index]
-        if once and number in listed:
-            continue
-        listed.add(number)
+    for number, clusters in listed.clusters.items():
         count = answer.solved.entities[number].multiplicity if once else 1
-        found += _reduced(graph, mesh, answer, prices, c.operations, count)
+        for c in clusters:
+            found += _reduced(graph, mesh, answer, prices, listed, c.operations, count)
     return found
 
 
-def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices,
+def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
                            ) -> list[Redistribution]:
     """One per class of edges, with its multiplicity."""
     by_name = {value.name: value for value in graph.values}
@@ -200,13 +196,27 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, pr
             (axis,) = [a for a in range(len(layout)) if layout[a] != target[a]]
             steps.append(_step(change(value, layout, axis, target[axis], answer.decision.sizes, prices), mesh))
             layout = target
-        reader = answer.problem.classes[edge.target]
+        read, consumer = _end(graph, answer, listed, edge) or (value.index, "")
+        # The parameter is that of the layer that is listed; a result comes from the edge's source, which the listed
+        # consumer need not be next to: the first layer stands for those that read the layer before.
+        name = listed.values[read if value.producer is None else value.index]
         found.append(Redistribution(
-            value=value.name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(source),
-            consumer=reader.name.rpartition(":")[2] if reader.kind == "operations" else "",
-            target=placements(layout), steps=tuple(steps), multiplicity=edge.multiplicity,
+            value=name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(source),
+            consumer=consumer, target=placements(layout), steps=tuple(steps), multiplicity=edge.multiplicity,
         ))
     return found
+
+
+def _end(graph: PlacementGraph, answer: Placed, listed: Listing, edge: Edge) -> tuple[int, str] | None:
+    """The value that comes to a listed operation along an edge, if need be through copies that several share, and the
+    name of that operation; None where the graph's output or the optimizer is at the end."""
+    if edge.target in listed.clusters:
+        (c,) = listed.clusters[edge.target]
+        v = c.inputs[edge.target_port]
+        return v, next(graph.operations[i].name for i in c.operations if v in graph.operations[i].inputs)
+    ends = (_end(graph, answer, listed, e) for e in answer.solved.edges
+            if e.source == edge.target and answer.problem.classes[edge.target].kind in ("kept", "shared"))
+    return next((end for end in ends if end is not None), None)
 
 
 def _step(step: Change | None, mesh: Mesh) -> Step:
@@ -224,20 +234,3 @@ def _readers(graph: PlacementGraph, answer: Placed) -> dict[tuple[int, Route], s
             key = (route.value, Route(route.value, route.source, route.hops[:stop]))
             readers.setdefault(key, graph.operations[index].name)
     return readers
-
-
-def _left_whole(annotated: Annotated, mesh: Mesh, answer: Placed) -> list[LeftWhole]:
-    """Operators without a rule, and parameters that no axis of the mesh divides."""
-    found = [
-        LeftWhole(name=node, reason=f"{target} has no rule")
-        for target, nodes in annotated.graph.unruled.items() for node in nodes
-    ]
-    for value in annotated.graph.values:
-        if value.kind == "parameter" and value.spec.shape:
-            heads = [f[0] for f in value.factors if f]
-            if not any(size % n == 0 for size in heads for n in mesh.shape if n > 1):
-                found.append(LeftWhole(
-                    name=annotated.interface.names[value.name],
-                    reason=f"no dim of shape {list(value.spec.shape)} divides by an axis of {list(mesh.shape)}",
-                ))
-    return found

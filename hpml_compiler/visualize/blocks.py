@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from hpml_compiler.plan_records import (
+    ROOT,
     CollectiveTotal,
     GraphPlan,
     OperationPlan,
@@ -18,8 +19,6 @@ from hpml_compiler.plan_records import (
     Redistribution,
     collective_totals,
 )
-
-MODEL = "(model)"
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class BlockClass:
 
 
 def block_path(module_path: str) -> str:
-    """The block that a module belongs to; "" is the model itself."""
-    parts = module_path.split(".") if module_path else []
+    """The block that a module belongs to; "" is the model itself, which is shown as ROOT."""
+    parts = module_path.split(".") if module_path not in ("", ROOT) else []
     for position, part in enumerate(parts):
         if part.isdigit():
             return ".".join(parts[: position + 1])
@@ -140,7 +139,7 @@ def _fold(graph: GraphPlan, members: list[Block]) -> BlockClass:
 def _name(paths: list[str]) -> str:
     """"h.0-2,5" for h.0, h.1, h.2 and h.5."""
     if len(paths) == 1:
-        return paths[0] or MODEL
+        return paths[0] or ROOT
     head, dot, _ = paths[0].rpartition(".")
     numbers = sorted(int(path.rpartition(".")[2]) for path in paths)
     runs: list[list[int]] = []

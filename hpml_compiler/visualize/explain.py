@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterator
 
 from hpml_compiler.plan import Plan
-from hpml_compiler.plan_records import GraphPlan, OperationPlan, ParameterPlan, Redistribution
+from hpml_compiler.plan_records import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
 from hpml_compiler.visualize.blocks import block_classes, block_path, owner_path
 from hpml_compiler.visualize.text import (
     describe_placements,
@@ -62,7 +62,7 @@ def _stand_in(graph: GraphPlan, name: str) -> str:
 
 def _operation(graph: GraphPlan, name: str, operation: OperationPlan) -> Iterator[str]:
     runs = graph.runs(operation)
-    yield (f"{operation.op}, {'backward' if operation.backward else 'forward'}, in {operation.block or 'the model'}, "
+    yield (f"{operation.op}, {'backward' if operation.backward else 'forward'}, in {operation.block or ROOT}, "
            f"class {operation.class_id}")
     yield (f"predicted {format_us(operation.predicted_us)} a run, {runs} run{'s' if runs > 1 else ''} a step: "
            f"{format_us(operation.predicted_us * runs)} of {format_us(graph.predicted.compute_us)} compute")

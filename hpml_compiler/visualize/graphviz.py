@@ -35,7 +35,7 @@ def digraph(
         raise BadInput(what=f"the plan has no block {', '.join(sorted(unknown))}", where="graphviz(expand=...)",
                        next_step=f"the blocks are {known}")
     font = {"fontname": "Helvetica", "fontsize": "10"}
-    drawing = graphviz.Digraph("plan", graph_attr=font | {"labelloc": "t"}, node_attr=font, edge_attr=font)
+    drawing = graphviz.Digraph("plan", graph_attr=font | {"labelloc": "t", "nodesep": "0.7"}, node_attr=font, edge_attr=font)
     drawing.attr(label=f"mesh {format_mesh(plan.mesh)}, {plan.world_size} devices")
     for position, (graph, classes) in enumerate(zip(plan.graphs, all_classes, strict=True)):
         opened = {each.name for each in classes if expanded or _is_named(each, names)}
@@ -101,7 +101,8 @@ def _draw_nodes(drawing: graphviz.Digraph, nodes: dict[str, Node], prefix: str) 
 
 
 def _edge_label(edge: Edge) -> str:
-    return "\n".join(f"{kind} x{total.count}\n{format_bytes(total.bytes)}" for kind, total in edge.collectives.items())
+    """Text that keeps off the line of its edge, which Graphviz draws close to the left of it."""
+    return "\n".join(f"   {kind} x{total.count}\n   {format_bytes(total.bytes)}" for kind, total in edge.collectives.items())
 
 
 def _escape(text: str) -> str:

@@ -72,11 +72,14 @@ def layout(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str],
 
 
 def block_label(each: BlockClass) -> str:
-    """Name, number of runs, parameters and time of a class of equal blocks."""
+    """Name, number of runs, parameters and times of a class of equal blocks."""
     lines = [each.name + (f" x{each.multiplicity}" if each.multiplicity > 1 else "")]
     if each.parameter_count:
         lines.append(f"{format_count(each.parameter_count)} parameters, {format_bytes(each.bytes_per_device)} a device")
-    return "\n".join([*lines, f"compute {format_us(each.compute_us)}"])
+    lines.append(f"compute {format_us(each.compute_us)}")
+    if each.communication_us:
+        lines.append(f"communication {format_us(each.communication_us)}")
+    return "\n".join(lines)
 
 
 def _nodes(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str]
@@ -143,7 +146,8 @@ def _reads(graph: GraphPlan, homes: dict[str, str]) -> tuple[dict[Pair, list[Red
     into: dict[str, list[Redistribution]] = defaultdict(list)
     for move in graph.redistributions:
         into[move.consumer if move.consumer in graph.operations else OUTPUTS].append(move)
-    places: dict[str, frozenset[str]] = {name: frozenset({homes[name]}) for name in graph.parameters if name in homes}
+    # of all nodes at once: where one layer is listed for many, it reads its own last value
+    places: dict[str, frozenset[str]] = {name: frozenset({home}) for name, home in homes.items()}
 
     def connect(source: str, head: str, consumer: str, is_backward: bool) -> None:
         found = [move for move in into[consumer] if move.value == source]
@@ -158,7 +162,6 @@ def _reads(graph: GraphPlan, homes: dict[str, str]) -> tuple[dict[Pair, list[Red
         if name not in homes:
             places[name] = frozenset().union(*(places.get(source, frozenset()) for source in sources))
             continue
-        places[name] = frozenset({homes[name]})
         for source in sources:
             connect(source, homes[name], name, operation.backward)
     for value in dict.fromkeys(move.value for move in into[OUTPUTS]):

@@ -30,7 +30,7 @@ MOST_NAMES = 3  # of left-whole nodes, and of other meshes
 def render_text(plan: Plan, width: int = 100) -> str:
     """The table as plain text of at most `width` columns."""
     text = io.StringIO()
-    Console(file=text, width=width, color_system=None, force_terminal=False).print(renderable(plan))
+    Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(renderable(plan))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

@@ -1,4 +1,7 @@
-"""Which repeated block a node of a joint graph belongs to.
+"""Which repeated block, and which module, a node of a joint graph belongs to.
+
+Unlike `repeated_blocks`, which compares what is inside the entries of lists and finds those that do the same, this gives
+every node a path by its name alone: what folding looks for equal work under, and what a plan says where a node is from.
 
 A block is the outermost entry of the module stack whose path ends in a list index and whose module has parts of its
 own (a decoder layer; not a bare Linear in a Sequential, which is one step of a chain and not a repetition). A backward
@@ -8,6 +11,7 @@ last of its summands does.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
@@ -36,12 +40,27 @@ def block_of(node: Node) -> str:
     return ""
 
 
+def module_of(node: Node) -> str:
+    """Path of the innermost module that the node is called in; "" in the model itself."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return clean_path(stack[-1][0]) if stack else ""
+
+
 def is_backward(node: Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def assign_blocks(gm: GraphModule) -> dict[Node, str]:
     """Block of every node, "" where there is none."""
+    return _assign(gm, block_of)
+
+
+def assign_modules(gm: GraphModule) -> dict[Node, str]:
+    """Module of every node, "" for what the model itself calls."""
+    return _assign(gm, module_of)
+
+
+def _assign(gm: GraphModule, of_forward: Callable[[Node], str]) -> dict[Node, str]:
     by_sequence: dict[int, str] = {}
     blocks: dict[Node, str] = {}
     order: dict[Node, int] = {}
@@ -49,7 +68,7 @@ def assign_blocks(gm: GraphModule) -> dict[Node, str]:
         order[node] = position
         # A sum of gradients carries the number of whatever ran last in forward.
         number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
-        own = "" if is_backward(node) else block_of(node)
+        own = "" if is_backward(node) else of_forward(node)
         if is_backward(node):
             own = by_sequence.get(number, "") if number is not None else ""
         elif number is not None and not by_sequence.get(number):

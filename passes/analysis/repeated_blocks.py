@@ -1,5 +1,8 @@
 """Repeated blocks: which modules of a joint graph do the same work, forward and backward.
 
+Unlike `blocks`, which only reads off where each node is from, this proves by a fingerprint which calls of modules are
+equal and says which nodes correspond.
+
 A candidate is one call of a module that is an entry of a list (`model.layers.3`). Its nodes are
 
 - forward nodes with the module in their `nn_module_stack`;

@@ -8,7 +8,7 @@ from tests.hpml_compiler.plans import gpt_graph, operation
 
 
 @pytest.mark.parametrize(("module", "block"), [
-    ("", ""), ("lm_head", "lm_head"), ("transformer.wte", "transformer.wte"), ("0.conv", "0"),
+    ("", ""), ("(root)", ""), ("lm_head", "lm_head"), ("transformer.wte", "transformer.wte"), ("0.conv", "0"),
     ("transformer.h.3.attn.c_attn", "transformer.h.3"), ("vit.embeddings.patch.projection", "vit.embeddings"),
     ("encoder.block.1.layer.0", "encoder.block.1"),
 ])
@@ -18,7 +18,7 @@ def test_block_path(module, block):
 
 def test_equal_layers_are_one_class():
     classes = block_classes(gpt_graph(3))
-    assert [(each.name, each.multiplicity) for each in classes] == [("wte", 1), ("h.0-2", 3), ("(model)", 1)]
+    assert [(each.name, each.multiplicity) for each in classes] == [("wte", 1), ("h.0-2", 3), ("(root)", 1)]
     layers = classes[1]
     assert layers.parameter_count == 3 * (64 + 2 * 256 * 64)
     assert layers.compute_us == pytest.approx(3 * 33.0)
@@ -29,7 +29,7 @@ def test_equal_layers_are_one_class():
 def test_one_layer_listed_for_many_counts_as_many():
     whole = {each.name: each for each in block_classes(gpt_graph(12))}
     folded = {each.name: each for each in block_classes(gpt_graph(12, listed=2))}
-    assert set(whole) == set(folded) == {"wte", "h.0-11", "(model)"}
+    assert set(whole) == set(folded) == {"wte", "h.0-11", "(root)"}
     for name, each in whole.items():
         assert folded[name].multiplicity == each.multiplicity
         assert folded[name].compute_us == pytest.approx(each.compute_us)

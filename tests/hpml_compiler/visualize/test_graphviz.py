@@ -10,7 +10,7 @@ from hpml_compiler.plan import CollectiveTotal
 from hpml_compiler.visualize.blocks import block_classes
 from hpml_compiler.visualize.layout import layout
 from passes.errors import BadInput, MissingDependency
-from tests.hpml_compiler.plans import gpt_graph, gpt_plan, operation
+from tests.hpml_compiler.plans import all_reduce, gpt_graph, gpt_plan, operation
 
 
 def drawn(graph, opened=(), max_nodes=300):
@@ -28,11 +28,11 @@ def named_edges(found):
 
 def test_collapsed_is_a_node_for_each_class_of_blocks():
     found = drawn(gpt_graph(96))
-    assert list(labels(found).values()) == ["wte", "h.0-95 x96", "(model)", "outputs"]
+    assert list(labels(found).values()) == ["wte", "h.0-95 x96", "(root)", "outputs"]
     edges = named_edges(found)
-    assert set(edges) == {("wte", "h.0-95 x96"), ("wte", "(model)"), ("h.0-95 x96", "(model)"),
-                          ("(model)", "h.0-95 x96"), ("h.0-95 x96", "outputs")}
-    assert edges["(model)", "h.0-95 x96"].backward and not edges["wte", "h.0-95 x96"].backward
+    assert set(edges) == {("wte", "h.0-95 x96"), ("wte", "(root)"), ("h.0-95 x96", "(root)"),
+                          ("(root)", "h.0-95 x96"), ("h.0-95 x96", "outputs")}
+    assert edges["(root)", "h.0-95 x96"].backward and not edges["wte", "h.0-95 x96"].backward
     assert edges["h.0-95 x96", "outputs"].collectives == {"all_reduce": CollectiveTotal(96, 96 * 1024)}
 
 
@@ -45,6 +45,18 @@ def test_folded_and_whole_plans_look_alike():
     assert whole == folded
 
 
+def test_a_layer_that_stands_for_the_one_before_it_keeps_what_it_receives():
+    graph = gpt_graph(12, listed=1)
+    moves = (*graph.redistributions, all_reduce("add_0", "ln_0", "tp", 11))  # add_0 comes after ln_0
+    found = drawn(graph.model_copy(update={"redistributions": moves}))
+    assert "inside: all_reduce x23 (23.0 KiB)" in found.nodes["block1"].label
+
+
+def test_times_are_in_the_label():
+    label = drawn(gpt_graph(3)).nodes["block1"].label
+    assert "compute 99.0 us" in label and "communication 30.0 us" in label
+
+
 def test_opened_block_shows_operations_of_one_layer():
     found = drawn(gpt_graph(12), {"h.0-11"})
     assert found.clusters.keys() == {"h.0-11"}
@@ -54,7 +66,7 @@ def test_opened_block_shows_operations_of_one_layer():
     edges = named_edges(found)
     assert edges["proj_0", "add_0"].collectives == {"all_reduce": CollectiveTotal(12, 12 * 1024)}
     assert ("add_0", "ln_0") in edges  # from each layer to the next
-    assert ("add_0", "(model)") in edges
+    assert ("add_0", "(root)") in edges
 
 
 def test_too_many_nodes_keeps_the_costly_and_the_paths_between():
@@ -74,7 +86,7 @@ def test_plan_without_sources_is_drawn_in_the_order_of_execution():
     graph = gpt_graph(2)
     bare = {name: each.model_copy(update={"sources": ()}) for name, each in graph.operations.items()}
     edges = named_edges(drawn(graph.model_copy(update={"operations": bare})))
-    assert edges["wte", "h.0-1 x2"].order and edges["h.0-1 x2", "(model)"].order
+    assert edges["wte", "h.0-1 x2"].order and edges["h.0-1 x2", "(root)"].order
     assert not edges["h.0-1 x2", "outputs"].order
 
 
@@ -89,7 +101,7 @@ def test_source_has_clusters_and_balanced_braces():
     source = gpt_plan().graphviz(expand="h.1").source  # by the path of any block of the class
     assert "subgraph cluster_g0 {" in source and "subgraph cluster_g0_0 {" in source
     assert source.count("{") == source.count("}")
-    assert 'label="all_reduce x3\\n3.00 KiB"' in source
+    assert 'label="   all_reduce x3\\n   3.00 KiB"' in source
     assert "subgraph cluster_g0_0" not in gpt_plan().graphviz().source
 
 
@@ -103,7 +115,7 @@ def test_names_with_quotes_and_backslashes_stay_text():
 def test_unknown_block_lists_the_known_ones():
     with pytest.raises(BadInput, match="no block h.9") as caught:
         gpt_plan().graphviz(expand=["h.9", "wte"])
-    assert "wte, h.0-2, (model)" in caught.value.next_step
+    assert "wte, h.0-2, (root)" in caught.value.next_step
 
 
 def test_several_graphs_share_the_budget():

@@ -21,6 +21,12 @@ def test_table_of_a_gpt():
     assert "note" not in text
 
 
+def test_table_is_returned_in_a_notebook_too(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "mesh dp=2 x tp=4" in gpt_plan().table()
+    assert capsys.readouterr().out == ""
+
+
 def test_depth_does_not_lengthen_the_table():
     assert len(gpt_plan(96).table().splitlines()) == len(gpt_plan(3).table().splitlines())
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.analysis.blocks import assign_blocks, block_of, clean_path
+from passes.analysis.blocks import assign_blocks, assign_modules, block_of, clean_path
 from passes.placement_graph import block_class
 from tests.passes.traced import trace_joint
 
@@ -71,6 +71,17 @@ def test_backward_nodes_belong_where_their_forward_node_does():
     d_one = node(graph, d_loss, number=7, backward=True)
     blocks = assign_blocks(fx.GraphModule({}, graph))
     assert [blocks[n] for n in (one, loss, d_loss, d_one)] == ["layers.1", "", "", "layers.1"]
+
+
+def test_modules_are_those_of_the_call_and_of_its_backward():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    head = node(graph, x, stack=[("L['self']", Layer), ("L['self'].lm_head", nn.Linear)], number=7)
+    loss = node(graph, head, stack=[("L['self']", Layer)], number=8)
+    d_loss = node(graph, loss, number=8, backward=True)
+    d_head = node(graph, d_loss, number=7, backward=True)
+    modules = assign_modules(fx.GraphModule({}, graph))
+    assert [modules[n] for n in (head, loss, d_loss, d_head)] == ["lm_head", "", "", "lm_head"]
 
 
 def test_a_sum_of_gradients_belongs_to_its_last_summand_whatever_number_it_carries():
