@@ -20,7 +20,7 @@ from passes.partition.problem import Arc, Choice, Edge, Entity, Problem, Solutio
 from passes.partition.redistribution import changes_between
 from passes.partition.saved import saved_values
 from passes.placement_graph import PlacementGraph, Value
-from passes.rules.base import REPLICATE
+from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
 
 Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
 """Labels that a choice reads and makes."""
@@ -83,7 +83,8 @@ class PlacementProblem:
         self.state = state or StateModel()
         self.stored, self.rows = stored or {}, rows
         self.whole: Layout = (REPLICATE,) * len(sizes)
-        self.clusters: list[Cluster] = cluster(graph, merge)
+        self.memo = {} if memo is None else memo
+        self.clusters: list[Cluster] = self._clusters(merge, axis_rules)
         self._owner = {i: c.index for c in self.clusters for i in c.operations}
         self.saved = saved_values(graph)
         self.held_inside = [self._held_inside(c) for c in self.clusters]
@@ -94,7 +95,6 @@ class PlacementProblem:
         self._arcs: dict[Hashable, tuple[Arc, ...]] = {}
         self._keys: dict[Hashable, int] = {}
         self.choices: list[list[ClusterChoice]] = []
-        self.memo = {} if memo is None else memo
         self.reads: dict[tuple[int, int], _Chain] = {}
         self.output_chains: list[_Chain] = []
         self.value_source: dict[int, tuple[int, int]] = {}
@@ -113,13 +113,30 @@ class PlacementProblem:
 
     # --- entities -------------------------------------------------------------------------------------------------
 
+    def _clusters(self, merge: bool, axis_rules: Sequence[AxisRule]) -> list[Cluster]:
+        """A cluster whose operations a pinned axis splits in ways that do not go together is taken apart: no choice is
+        left of it, or none but those that read partial sums, which nothing might make."""
+
+        def stuck(c: Cluster) -> bool:
+            return len(c.operations) > 1 and all(
+                any(p in (PARTIAL, PARTIAL_MAX) for layout in choice.inputs for p in layout)
+                for choice in self._choices_of(c, axis_rules)
+            )
+
+        clusters = cluster(self.graph, merge)
+        apart = {i for c in clusters if stuck(c) for i in c.operations}
+        return cluster(self.graph, merge, apart) if apart else clusters
+
+    def _choices_of(self, c: Cluster, axis_rules: Sequence[AxisRule]) -> list[ClusterChoice]:
+        signature = cluster_signature(c, self.graph)
+        if signature not in self.memo:
+            self.memo[signature] = cluster_choices(c, self.graph, self.sizes, self.prices, axis_rules)
+        return self.memo[signature]
+
     def _cluster_entities(self, names: list[str], axis_rules: Sequence[AxisRule], fold: bool) -> None:
         for c, number in zip(self.clusters, self.cluster_class):
             if number == len(self.classes):
-                signature = cluster_signature(c, self.graph)
-                if signature not in self.memo:
-                    self.memo[signature] = cluster_choices(c, self.graph, self.sizes, self.prices, axis_rules)
-                found = self.memo[signature]
+                found = self._choices_of(c, axis_rules)
                 entity = _Class(names[number], "operations", [], [])
                 for choice in found:
                     held = sum(

@@ -7,6 +7,7 @@ Groups never reach over the bounds of a repeated block or from forward into back
 """
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from passes.placement_graph import Operation, PlacementGraph, Value
@@ -116,14 +117,15 @@ class _Grouping:
                 self.join(op.index, maker)
 
 
-def cluster(graph: PlacementGraph, merge: bool = True) -> list[Cluster]:
-    """Clusters in order of their first operation; every operation is in exactly one."""
+def cluster(graph: PlacementGraph, merge: bool = True, apart: Container[int] = ()) -> list[Cluster]:
+    """Clusters in order of their first operation; every operation is in exactly one, those `apart` by themselves."""
     grouping = _Grouping(graph)
     if merge:
         grouping.run()
     members: dict[int, list[int]] = {}
     for op in graph.operations:
-        members.setdefault(grouping.find(op.index), []).append(op.index)
+        root = -1 - op.index if op.index in apart else grouping.find(op.index)
+        members.setdefault(root, []).append(op.index)
     owner = {i: root for root, ops in members.items() for i in ops}
     returned = {v for v, _ in graph.outputs}
     found = []

@@ -6,6 +6,9 @@ that agree on those are merged, the cheaper one stays. Three things are free of 
 - what an operation that cannot be split makes inside (a random mask) may be used split: a slice costs nothing;
 - a small partial result may be reduced where it is made (the statistics of a norm over a split dim), at its price;
 - a value that is not used again is forgotten.
+
+Doing everything whole is always offered, however dear: what is cheaper on one axis may, on another axis too, split a
+factor that does not divide by both.
 """
 from __future__ import annotations
 
@@ -102,7 +105,21 @@ def join(
         new = Joint(tuple(env[v] for v in cluster.inputs), tuple(env[v] for v in cluster.outputs), steps)
         if not any(_dominates(old, new) for old, _ in found):
             found.append((new, cost))
-    return [new for new, _ in found]
+    joints = [new for new, _ in found]
+    whole = _whole(cluster, operations, allowed)
+    return joints if whole is None or whole in joints else [*joints, whole]
+
+
+def _whole(cluster: Cluster, operations: Sequence[Operation], allowed: Callable) -> Joint | None:
+    """The joint strategy that splits nothing, if it is allowed."""
+    steps = []
+    for op in operations:
+        whole = (s for s in op.strategies if {*s.inputs, *s.outputs} <= {REPLICATE} and allowed(op, s))
+        strategy = next(whole, None)
+        if strategy is None:
+            return None
+        steps.append(Step(strategy, (False,) * len(op.outputs)))
+    return Joint((REPLICATE,) * len(cluster.inputs), (REPLICATE,) * len(cluster.outputs), tuple(steps))
 
 
 def _dominates(old: Joint, new: Joint) -> bool:

@@ -100,7 +100,7 @@ class Game:
         """Whether a part can be cut out: outer axes first, as where several axes split one factor they are nested."""
         for axis in range(len(self.sizes)):
             if have[axis] != wanted[axis]:
-                if have[axis] != REPLICATE or wanted[axis] in have[axis + 1:]:
+                if have[axis] != REPLICATE or isinstance(wanted[axis], str) or wanted[axis] in have[axis + 1:]:
                     return False
                 have = (*have[:axis], wanted[axis], *have[axis + 1:])
         return True

@@ -32,9 +32,7 @@ def test_a_chain_passes_one_split_from_end_to_end():
     y = b.call(aten.permute.default, V(y), [1, 0])
     y = b.call(aten.tanh.default, V(y))
     found = joints(b, [y])
-    # the whole one is not among them: each of the others can stand in for it, since cutting a part out is free, but
-    # none can be put in for another
-    assert ports(found) >= {(((0, 0),), ((1, 0),)), (((1, 0),), ((0, 0),))}
+    assert ports(found) >= {(((0, 0),), ((1, 0),)), (((1, 0),), ((0, 0),)), (("R",), ("R",))}
     for j in found:
         placed = [p for step in j.steps for p in (*step.strategy.inputs, *step.strategy.outputs)]
         assert len({isinstance(p, tuple) for p in placed}) == 1
@@ -115,4 +113,4 @@ def test_the_number_of_states_is_bounded():
         y = strand if y is None else y
     graph = b.finish([op.outputs[0] for op in b.operations])
     found = join(whole(graph, []), graph, 2, lambda nbytes: 1.0, 1e-3, 1e-6)
-    assert 1 < len(found) <= MAX_STATES
+    assert 1 < len(found) <= MAX_STATES + 1  # and the whole one

@@ -2,13 +2,19 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from passes.errors import BadInput, Infeasible
 from passes.partition.axes import axis_rule
+from passes.partition.clusters import cluster
 from passes.partition.depth import NotLinear
 from passes.partition.place import Placed, place
+from passes.partition.redistribution import SLICE_US
 from passes.partition.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
+from tests.passes.partition.exhaustive import Game
+from tests.passes.partition.random_graphs import graphs
 from tests.passes.partition.test_build import training_step
 from tests.passes.partition.test_folding import layers
 
@@ -76,6 +82,27 @@ def test_axes_of_one_rank_change_nothing():
     assert placed(graph).cost.step_us < one.cost.step_us
 
 
+@settings(max_examples=100, deadline=None)
+@given(graphs(most=6), st.sampled_from([2, 3, 4]), st.sampled_from([0.001, 0.05, 1.0]), st.sampled_from([0.0, 2.0, 20.0]))
+def test_nothing_is_cheaper_than_what_is_placed(graph, size, per_byte, latency):
+    """But for slices, as in `test_build.compare`. `place` itself recomputes the cost of its answer."""
+    prices = Prices(latency=(latency,), us_per_byte=(per_byte,))
+    found = placed(graph, {"x": size}, prices, options=SolverOptions(gap=0.0))
+    best = Game(graph, (size,), prices, found.problem.clusters).optimum_us()
+    slack = 2 * len(found.problem.edge_rows) * SLICE_US
+    assert best * (1 - 1e-9) - 1e-9 <= found.cost.step_us <= best * (1 + 1e-6) + slack
+
+
+def test_what_one_axis_alone_could_split_is_left_whole_on_two():
+    # Two elements on four ranks: each axis may split them, not both. That one is cheaper than none on each axis must
+    # not leave only choices that split on both or read partial sums.
+    b = Builder()
+    x = b.call(aten.relu.default, V(b.input((2,))), ruled=False)
+    b.call(aten.neg.default, V(x))  # nobody reads it: any placement will do
+    answer = placed(b.finish([x]), {"x": 2, "y": 2})
+    assert answer.decision.operations[1].inputs in ((("R", "R"),), ((((0, 0), "R")),), (("R", (0, 0)),))
+
+
 # --- pinned axes ------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +147,39 @@ def test_a_pinned_axis_never_makes_an_answer_cheaper():
     free = placed(graph, options=SolverOptions(gap=0.0)).cost.step_us
     for name in ("dp", "tp"):
         assert placed(graph, {name: 2}, options=SolverOptions(gap=0.0)).cost.step_us >= free * (1 - 1e-9)
+
+
+def gram() -> tuple[Builder, int]:
+    """x^T x in backward: rows of x^T are columns of x, so that a split of rows reads x in two ways."""
+    b = Builder(backward=True)
+    x = b.input((4, 6))
+    return b, b.call(aten.mm.default, V(b.call(aten.permute.default, V(x), [1, 0])), V(x))
+
+
+def squared_gradient() -> tuple[Builder, int]:
+    """Partial sums on an axis that splits the batch, which cannot be squared before they are added."""
+    b = Builder(backward=True)
+    x, tangent = b.input((8, 6)), b.input((8, 8), "tangent")
+    gradient = b.call(aten.mm.default, V(b.call(aten.permute.default, V(x), [1, 0])), V(tangent))
+    return b, b.call(aten.mul.Tensor, V(gradient), V(gradient))
+
+
+@pytest.mark.parametrize(("build", "name"), [(gram, "tp"), (squared_gradient, "dp")])
+def test_a_cluster_that_a_pinned_axis_leaves_no_choice_is_taken_apart(build, name):
+    b, y = build()
+    graph = b.finish([y])
+    assert len(cluster(graph)) == 1
+    for axes in ({name: 2}, {name: 2, "x": 2}):
+        answer = placed(graph, axes)
+        assert sorted(i for c in answer.problem.clusters for i in c.operations) == list(range(len(graph.operations)))
+        product = answer.decision.operations[1]
+        assert any(isinstance(p[0], tuple) for p in product.inputs), "the pin holds"
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(most=6), st.sampled_from([{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "x": 3}]))
+def test_pinned_axes_always_leave_an_answer(graph, axes):
+    placed(graph, axes)
 
 
 # --- depth ------------------------------------------------------------------------------------------------------------
