@@ -17,7 +17,6 @@ def main() -> None:
     for name in MODELS:
         steps, first = {}, {}
         for backend in ("inductor", "hpml"):
-            torch._dynamo.reset()
             model, batch = build(name)
             step = steps[backend] = stepper(torch.compile(model, backend=backend), model.parameters(), batch)
             first[backend] = seconds(step)

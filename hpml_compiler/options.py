@@ -89,9 +89,6 @@ class Options(BaseModel):
     time_limit: float = Field(30.0, gt=0, description="seconds the solver may take, over all meshes together")
     gap: float = Field(1e-3, ge=0, description="relative gap to the proven bound at which the solver may stop")
     plan: PlanOrPath | None = Field(None, description="a Plan or the path of one, obeyed in place of solving")
-    gather_outputs: bool = Field(
-        True, description="true: the model returns whole tensors on every rank; false: DTensors, placed as planned"
-    )
     cluster: str | None = Field(
         None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; without it, the devices here"
     )

@@ -25,7 +25,7 @@ def test_no_bytes(text):
 def test_defaults():
     options = Options.parse(None)
     assert options == Options.parse({})
-    assert (options.compiler, options.solver, options.gather_outputs) == ("inductor", "HiGHS", True)
+    assert (options.compiler, options.solver) == ("inductor", "HiGHS")
     assert options.to_json() == {}
     assert options.load_plan() is None
 
@@ -82,7 +82,7 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"time_limit": 0}, "time_limit"),
     ({"compiler": "llvm"}, "'inductor' or 'eager'"),
     ({"optimizer": "lion"}, "sgd_momentum"),
-    ({"gather_outputs": 1}, "gather_outputs"),
+    ({"trace_all_layers": 1}, "trace_all_layers"),
     ({"plan": 3}, "plan"),
     ({"solver_options": {"callback": print}}, "JSON"),
 ])
