@@ -70,6 +70,9 @@ class _Compilation:
         self.stored: dict[str, Any] = {}
 
     def run(self) -> Callable[..., Any]:
+        for node in self.gm.graph.find_nodes(op="placeholder"):
+            local = getattr(node.meta["example_value"], "_local_tensor", None)
+            self._static(local)  # of a batch's rows, Dynamo guards on the local part alone
         gm, examples, placed = take_out_markers(self.gm, self.given_inputs)
         sources = compat.input_sources(gm)
         can_be_placed = set(placeable(self.gm, self.given_inputs)) if torch.is_grad_enabled() else set()

@@ -37,6 +37,7 @@ __all__ = [
     "plain_torch_functions",
     "quiet_dynamo",
     "tracing_fake_mode",
+    "untraced",
     "pytree",
     "size_hint",
     "source_name",
@@ -216,6 +217,19 @@ def _fake_tensor_type() -> type:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether it is a FakeTensor: shape and dtype without data, as Dynamo traces with."""
     return type(tensor) is _fake_tensor_type()
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: Dynamo compiles neither this function nor what it calls, where it meets them running.
+
+    After a graph break it may go on with any function that runs inside the model, the runtime's own included. Unlike
+    `torch.compiler.disable` it costs nothing per call, and does not stop Dynamo where it traces through.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def will_accumulate(nodes: Any) -> bool:

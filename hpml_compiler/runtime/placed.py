@@ -47,6 +47,7 @@ class PlacedTensor(DTensor):
     __slots__ = ()
 
     @classmethod
+    @compat.untraced
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -146,6 +147,7 @@ class GatheredView(PlacedTensor):
     __slots__ = ()
 
     @classmethod
+    @compat.untraced
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hpml_compiler.runtime.eager import tensors_in
+from passes import compat
 from passes.errors import HpmlError
 
 SINGLE_SCANS = 6  # scans of all objects for the referrers of one parameter; the next one is for all that are left
@@ -33,6 +34,7 @@ class ReplacedParameter(nn.Parameter):
     """
 
     @classmethod
+    @compat.untraced
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         operands = tensors_in((args, kwargs or {}))
         name = next(operand.__dict__["replaced_name"] for operand in operands if isinstance(operand, cls))

@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from passes import compat
 
 
+@compat.untraced
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole value of a DTensor as a plain tensor, differentiable; any other tensor as it is.
 

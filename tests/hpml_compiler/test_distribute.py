@@ -1,6 +1,8 @@
 """Batches of a loader -> this rank's rows of them."""
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -108,3 +110,43 @@ def run_loader(rank):
 
 def test_training_from_a_loader(launch):
     launch(run_loader, world_size=2)
+
+
+class Inner(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+class GivesUp(nn.Module):
+    """Dynamo leaves this frame to Python, and goes on with the functions that it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner(4, 4)
+
+    def forward(self, x):
+        try:
+            torch._dynamo.graph_break()
+            return self.inner(x) + self.inner(x * 2 + torch.ones(4)).square()
+        finally:
+            torch._dynamo.graph_break()
+
+
+def run_sizes(rank, model):
+    """Every batch size is another graph; rows of one must not run through the graph of another."""
+    torch.manual_seed(0)
+    model = model()
+    reference = copy.deepcopy(model)
+    call = torch.compile(model, backend="hpml", options={"compiler": "eager"})
+    batches = [torch.randn(n, 4) for n in (8, 4, 12, 7, 8)]
+    for x, rows in zip(batches, distribute(batches), strict=True):
+        for function, batch in ((call, rows), (reference, x)):
+            function.zero_grad()
+            function(batch).square().mean().backward()
+        for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(full(ours.grad), expected.grad)
+
+
+@pytest.mark.parametrize("model", [functools.partial(nn.Linear, 4, 4), GivesUp], ids=["linear", "gives up"])
+def test_batches_of_many_sizes(launch, model):
+    launch(run_sizes, 2, (model,))
