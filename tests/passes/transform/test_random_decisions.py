@@ -15,6 +15,7 @@ from passes import compat
 from passes.analysis.operations import build_placement_graph
 from passes.placement_graph import PlacementGraph
 from passes.rules.base import Rule
+from passes.transform.bucket import Bucket
 from passes.transform.normalize import normalize
 from passes.transform.shard import shard
 from tests.passes.rules.steps import traced
@@ -62,6 +63,7 @@ def check(prepared: Prepared, sizes: tuple[int, ...], seed: int) -> tuple[int, i
     graphs, inputs = [], []
     for place in groups:
         graphs.append(shard(gm, graph, prepared.rules, decision, place, compat.fake_mode_of(gm)))
+        Bucket(bucket_bytes=2**14).run(graphs[-1])
         inputs.append([
             cut(x, by_name[n], decision.inputs[by_name[n].index], place) if n in by_name else x
             for n, x in zip(placeholders, prepared.values, strict=True)
