@@ -12,6 +12,7 @@ from passes.manager import PassManager
 from passes.results import DECISION, INTERFACE, OPERATIONS
 from passes.transform.bucket import Bucket
 from passes.transform.collectives import MeshGroups
+from passes.transform.deduplicate import Deduplicate
 from passes.transform.normalize import Normalize
 from passes.transform.shard import Shard
 
@@ -23,6 +24,6 @@ def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None) -
 
 def after_planning(groups: MeshGroups) -> PassManager:
     """From a planned graph (which has INTERFACE, OPERATIONS, DECISION) to what this rank runs."""
-    manager = PassManager((Shard(groups), Bucket()))
+    manager = PassManager((Shard(groups), Deduplicate(), Bucket()))
     manager.check(available=(INTERFACE, OPERATIONS, DECISION))
     return manager

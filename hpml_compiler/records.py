@@ -131,15 +131,17 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
                      ) -> list[Redistribution]:
     readers = _readers(graph, answer)
     found = []
-    for route, start, stop, _ in answer.problem.paid_ways(answer.decision, answer.solution):
-        if start == stop:
+    for way in answer.problem.paid_ways(answer.decision, answer.solution):
+        if way.start == way.stop:
             continue
-        value = graph.values[route.value]
-        layout = route.hops[start - 1].layout if start else route.source
-        source, steps = layout, []
-        for hop in route.hops[start:stop]:
+        route, value = way.route, graph.values[way.route.value]
+        bucket_bytes = answer.problem.bucket_bytes if way.gradient else 0.0
+        layout = source = route.layout(way.start)
+        steps = []
+        for hop in route.hops[way.start:way.stop]:
             (axis,) = [a for a in range(len(layout)) if layout[a] != hop.layout[a]]
-            steps.append(_step(change(value, layout, axis, hop.layout[axis], answer.decision.sizes, prices), mesh))
+            steps.append(_step(change(
+                value, layout, axis, hop.layout[axis], answer.decision.sizes, prices, bucket_bytes), mesh))
             layout = hop.layout
         found.append(Redistribution(
             value=listed.values[route.value], shape=value.spec.shape, dtype=value.spec.dtype,
@@ -191,10 +193,13 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, pr
             continue
         value, steps = by_name[edge.name], []
         layout = source = parse_layout(path[0].source)
+        gradient = answer.problem.classes[edge.target].kind == "parameter"
+        bucket_bytes = answer.problem.bucket_bytes if gradient else 0.0
         for arc in path:
             target = parse_layout(arc.target)
             (axis,) = [a for a in range(len(layout)) if layout[a] != target[a]]
-            steps.append(_step(change(value, layout, axis, target[axis], answer.decision.sizes, prices), mesh))
+            steps.append(_step(change(
+                value, layout, axis, target[axis], answer.decision.sizes, prices, bucket_bytes), mesh))
             layout = target
         read, consumer = _end(graph, answer, listed, edge) or (value.index, "")
         # The parameter is that of the layer that is listed; a result comes from the edge's source, which the listed

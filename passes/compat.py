@@ -85,12 +85,19 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
-    """Inductor's partitioner: forward and backward graph, saving what costs least."""
+    """Inductor's partitioner: forward and backward graph, saving what costs least.
+
+    Without its elimination of common subexpressions, which knows nothing of nodes held back for backward: see
+    `passes.transform.deduplicate`.
+    """
+    from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(
-        joint, inputs, compiler="inductor", num_fwd_outputs=forward_outputs, static_lifetime_input_indices=static_inputs
-    )
+    with config.patch(cse=False):
+        return min_cut_rematerialization_partition(
+            joint, inputs, compiler="inductor", num_fwd_outputs=forward_outputs,
+            static_lifetime_input_indices=static_inputs,
+        )
 
 
 def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:

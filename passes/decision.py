@@ -33,7 +33,26 @@ class Route:
 
     @property
     def target(self) -> Layout:
-        return self.hops[-1].layout if self.hops else self.source
+        return self.layout(len(self.hops))
+
+    def layout(self, after: int) -> Layout:
+        """The layout after that many hops."""
+        return self.hops[after - 1].layout if after else self.source
+
+
+@dataclass(frozen=True)
+class Way:
+    """A part of a route that is paid for by itself: the hops from `start` up to `stop`, which is where the route ends.
+
+    saved: its end is what backward finds of a forward value. gradient: its end is the gradient that the optimizer
+    takes, so that its reductions go into buckets.
+    """
+
+    route: Route
+    start: int
+    stop: int
+    saved: bool
+    gradient: bool
 
 
 @dataclass

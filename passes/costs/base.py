@@ -19,6 +19,9 @@ COMPUTE_KINDS = (
 )
 """Sorts of kernels. `view` moves nothing and costs nothing."""
 
+BUCKET_BYTES = 4 * 2**20
+"""Gradients smaller than this are reduced together, up to this many bytes in one collective."""
+
 COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_recv")
 
 

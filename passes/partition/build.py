@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.decision import Decision, Hop, Route
+from passes.decision import Decision, Hop, Route, Way
 from passes.errors import BadInput
 from passes.layouts import Layout, format_layout, legal, local_bytes, parse_layout
 from passes.partition.choices import AxisRule, ClusterChoice, Prices, cluster_choices, slices
 from passes.partition.clusters import Cluster, cluster
 from passes.partition.folding import classes_of, cluster_signature, value_signature
 from passes.partition.problem import Arc, Choice, Edge, Entity, Problem, Solution
-from passes.partition.redistribution import changes_between
+from passes.partition.redistribution import bucket_bytes_of, changes_between
 from passes.partition.saved import saved_values
 from passes.placement_graph import PlacementGraph, Value
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
@@ -60,7 +60,8 @@ class PlacementProblem:
 
     `pinned`: entity name -> (input labels, output labels) that its choice must have, as a saved plan states them;
     `stored`: parameter name -> layout that it has already; `rows`: graph inputs handed in split by rows on all axes;
-    `memo`: choices by cluster signature, to share between problems of one mesh.
+    `memo`: choices by cluster signature, to share between problems of one mesh; `bucket_bytes`: of gradients that are
+    reduced together (None: as the graph says).
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class PlacementProblem:
         memo: dict[Hashable, list[ClusterChoice]] | None = None,
         fold: bool = True,
         merge: bool = True,
+        bucket_bytes: float | None = None,
     ):
         self.graph, self.sizes, self.prices = graph, sizes, prices
         self.state = state or StateModel()
         self.stored, self.rows = stored or {}, rows
+        self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
         self.whole: Layout = (REPLICATE,) * len(sizes)
         self.memo = {} if memo is None else memo
         self.clusters: list[Cluster] = self._clusters(merge, axis_rules)
@@ -269,11 +272,12 @@ class PlacementProblem:
         key = (source, target, value_signature(value))
         if key not in self.edges:
             ends = dict.fromkeys(self._layouts(*source, 1) + self._layouts(*target, 0))
-            arcs_key = (value.spec, value.factors, tuple(sorted(map(format_layout, ends))))
+            bucket_bytes = self.bucket_bytes if self.classes[target[0]].kind == "parameter" else 0.0
+            arcs_key = (value.spec, value.factors, tuple(sorted(map(format_layout, ends))), bucket_bytes)
             if arcs_key not in self._arcs:
                 self._arcs[arcs_key] = tuple(
                     Arc(format_layout(s.source), format_layout(s.target), s.cost_us)
-                    for s in changes_between(value, ends, self.sizes, self.prices))
+                    for s in changes_between(value, ends, self.sizes, self.prices, bucket_bytes))
             self.edges[key] = len(self.edge_rows)
             self.edge_rows.append([*source, *target, 0, self._arcs[arcs_key], value.name])
         number = self.edges[key]
@@ -397,9 +401,9 @@ class PlacementProblem:
         assert layout is not None, "every port of these entities has a layout"
         return layout
 
-    def paid_ways(self, decision: Decision, solution: Solution) -> list[tuple[Route, int, int, bool]]:
-        """Every way that is paid for by itself: (route, first hop, hop after the last, whether its end is saved)."""
-        ways: dict[tuple, tuple[Route, int, int, bool]] = {}
+    def paid_ways(self, decision: Decision, solution: Solution) -> list[Way]:
+        """Every way that is paid for by itself."""
+        ways: dict[tuple, Way] = {}
         chains = [(v, chain) for (_, v), chain in self.reads.items()]
         chains += [(v, chain) for (v, _), chain in zip(self.graph.outputs, self.output_chains)]
         for number, (v, chain) in enumerate(chains):
@@ -410,8 +414,9 @@ class PlacementProblem:
                 after = done + len(solution.paths[edge])
                 # The last edge of a chain is the reader's own; those before lead to copies that readers share.
                 key = (number,) if k == len(chain.edges) - 1 else (v, tuple(e for e, _ in chain.edges[: k + 1]))
-                saved = self.classes[self.edge_rows[edge][2]].kind == "kept"
-                ways.setdefault(key, (Route(v, route.source, route.hops[:after]), done, after, saved))
+                end = self.classes[self.edge_rows[edge][2]].kind
+                ways.setdefault(key, Way(
+                    Route(v, route.source, route.hops[:after]), done, after, end == "kept", end == "parameter"))
                 done = after
         return list(ways.values())
 

@@ -11,6 +11,7 @@ from passes.partition.build import Pin, PlacementProblem, StateModel
 from passes.partition.choices import Prices
 from passes.partition.depth import extrapolate, extrapolate_cost
 from passes.partition.problem import Problem, Solution
+from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.reprice import Cost, reprice
 from passes.partition.search import solve
 from passes.partition.solvers import SolverOptions
@@ -57,17 +58,20 @@ def place(
     sizes = tuple(axes.values())
 
     memo: dict = {}
+    bucket_bytes = bucket_bytes_of(graph)
 
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(
             which, sizes, prices, [axis_rule(name, size, which) for name, size in axes.items()],
             state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned, memo=memo, fold=fold,
+            bucket_bytes=bucket_bytes,
         )
 
     def cost_of(problem: PlacementProblem, solution: Solution) -> tuple[Decision, Cost]:
         decision = problem.decode(solution)
         ways = problem.paid_ways(decision, solution)
-        return decision, reprice(problem.graph, problem.clusters, problem.saved, decision, prices, state, ways)
+        return decision, reprice(problem.graph, problem.clusters, problem.saved, decision, prices, state, ways,
+                                 bucket_bytes)
 
     problem = build(graph)
     short = build(shorter) if shorter is not None else None

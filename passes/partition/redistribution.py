@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from passes.costs.base import BUCKET_BYTES
 from passes.layouts import Layout, format_layout, legal, local_bytes
-from passes.placement_graph import Value
+from passes.placement_graph import PlacementGraph, Value
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement
 
 SLICE_US = 1e-3
@@ -53,8 +54,12 @@ class Change:
 
 
 def change(value: Value, layout: Layout, axis: int, target: Placement, sizes: tuple[int, ...],
-           prices: CollectivePrices) -> Change | None:
-    """The step that takes `axis` of `layout` to `target`, or None if it is not legal."""
+           prices: CollectivePrices, bucket_bytes: float = 0.0) -> Change | None:
+    """The step that takes `axis` of `layout` to `target`, or None if it is not legal.
+
+    bucket_bytes: for the gradient of a parameter, the bytes that are reduced together with it (`bucket_bytes_of`); it
+    then pays its part of one collective and of the copy into the bucket (read and write).
+    """
     source = layout[axis]
     kind = collective(source, target)
     if source == target or kind is None:
@@ -68,12 +73,24 @@ def change(value: Value, layout: Layout, axis: int, target: Placement, sizes: tu
     if kind == "slice":
         return Change(layout, after, axis, kind, held, SLICE_US)
     moved = held * sizes[axis] if kind == "all_gather" else held
+    if kind in ("all_reduce", "reduce_scatter") and moved < bucket_bytes:
+        whole = prices.collective_us(kind, axis, bucket_bytes) + 2 * prices.copy_us(bucket_bytes)
+        return Change(layout, after, axis, kind, moved, whole * moved / bucket_bytes)
     cost = prices.collective_us(kind, axis, moved)
     # Anything but the outermost dim has to be packed before or unpacked after the collective.
     for p, is_source in ((source, True), (target, False)):
         if isinstance(p, tuple) and not outermost(value, p, layout):
             cost += prices.copy_us(moved if kind != "all_to_all" or is_source else held)
     return Change(layout, after, axis, kind, moved, cost)
+
+
+def bucket_bytes_of(graph: PlacementGraph) -> float:
+    """Bytes of gradients that are reduced together: at most what one bucket holds, at most all there are.
+
+    All gradients of a small model thus pay one latency in all, not a part of one.
+    """
+    trained = {p for _, p in graph.outputs if p is not None}
+    return float(min(BUCKET_BYTES, sum(graph.values[p].bytes for p in trained)))
 
 
 def outermost(value: Value, placement: tuple[int, int], layout: Layout) -> bool:
@@ -95,15 +112,15 @@ def layouts_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...]
 
 
 def changes_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...],
-                    prices: CollectivePrices) -> list[Change]:
-    """All single steps between the layouts that `ends` span."""
+                    prices: CollectivePrices, bucket_bytes: float = 0.0) -> list[Change]:
+    """All single steps between the layouts that `ends` span; see `change`."""
     layouts = layouts_between(value, ends, sizes)
     known = set(layouts)
     found = []
     for layout in layouts:
         for axis in range(len(sizes)):
             for target in {x[axis] for x in layouts}:
-                step = change(value, layout, axis, target, sizes, prices)
+                step = change(value, layout, axis, target, sizes, prices, bucket_bytes)
                 if step is not None and step.target in known:
                     found.append(step)
     return found

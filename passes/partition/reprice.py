@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.decision import Decision, Route
+from passes.decision import Decision, Way
 from passes.layouts import Layout, local_bytes
 from passes.partition.build import StateModel
 from passes.partition.choices import Prices
 from passes.partition.clusters import Cluster
-from passes.partition.redistribution import change
+from passes.partition.redistribution import bucket_bytes_of, change
 from passes.placement_graph import PlacementGraph
 
 
@@ -38,8 +38,9 @@ class Cost:
 
 
 class _Walk:
-    def __init__(self, graph: PlacementGraph, decision: Decision, prices: Prices):
+    def __init__(self, graph: PlacementGraph, decision: Decision, prices: Prices, bucket_bytes: float):
         self.graph, self.decision, self.prices, self.sizes = graph, decision, prices, decision.sizes
+        self.bucket_bytes = bucket_bytes
 
     def local(self, v: int, layout: Layout) -> float:
         return local_bytes(self.graph.values[v], layout, self.sizes)
@@ -65,28 +66,29 @@ class _Walk:
             for axis in range(len(self.sizes)) if made[axis] != after[axis]
         )
 
-    def way_us(self, route: Route, count: int | None = None) -> float:
-        """The first `count` hops of a route."""
-        layout, total = route.source, 0.0
-        for hop in route.hops[:count]:
-            (axis,) = [a for a in range(len(self.sizes)) if layout[a] != hop.layout[a]]
-            step = change(self.graph.values[route.value], layout, axis, hop.layout[axis], self.sizes, self.prices)
-            assert step is not None, f"illegal step from {layout} to {hop.layout}"
+    def way_us(self, way: Way) -> float:
+        """The hops of a way; where it ends at the optimizer, its reductions share a collective with others."""
+        route, total = way.route, 0.0
+        for k in range(way.start, way.stop):
+            layout, after = route.layout(k), route.hops[k].layout
+            (axis,) = [a for a in range(len(self.sizes)) if layout[a] != after[a]]
+            step = change(self.graph.values[route.value], layout, axis, after[axis], self.sizes, self.prices,
+                          self.bucket_bytes if way.gradient else 0.0)
+            assert step is not None, f"illegal step from {layout} to {after}"
             total += step.cost_us
-            layout = hop.layout
         return total
 
 
 def reprice(
     graph: PlacementGraph, clusters: Sequence[Cluster], saved: frozenset[int], decision: Decision, prices: Prices,
-    state: StateModel, ways: Sequence[tuple[Route, int, int, bool]],
+    state: StateModel, ways: Sequence[Way], bucket_bytes: float | None = None,
 ) -> Cost:
     """Cost of a decision.
 
-    `ways`: (route, first hop, hop after the last, whether its end is saved) of every way that is paid for by itself: a
-    shared copy pays its way once, a reader its own from there.
+    `ways`: what is paid for by itself: a shared copy pays its way once, a reader its own from there. `bucket_bytes`: of
+    gradients that are reduced together (None: as the graph says).
     """
-    walk = _Walk(graph, decision, prices)
+    walk = _Walk(graph, decision, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
     compute = communication = 0.0
     activations: dict[int, float] = {}
     for c in clusters:
@@ -105,10 +107,10 @@ def reprice(
             moved = sum(walk.local(v, first[v]) for v in c.inputs) + sum(walk.local(v, layouts[v]) for v in c.outputs)
             compute += prices.compute_us(0.0, moved, "float32", "pointwise")
         activations.update({v: walk.local(v, p) for v, p in layouts.items() if v in saved})
-    for route, start, stop, kept in ways:
-        communication += walk.way_us(route, stop) - walk.way_us(route, start)
-        if kept and route.value in saved:
-            activations[route.value] = walk.local(route.value, route.target)
+    for way in ways:
+        communication += walk.way_us(way)
+        if way.saved and way.route.value in saved:
+            activations[way.route.value] = walk.local(way.route.value, way.route.target)
     parameters = gradients = optimizer_bytes = optimizer = 0.0
     trained = {p for _, p in graph.outputs if p is not None}
     for v, layout in decision.inputs.items():

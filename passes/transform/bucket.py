@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
+from passes.costs.base import BUCKET_BYTES
 from passes.registry import register
 from passes.rules.table import is_heavy, is_random
 from passes.transform.collectives import reshape
@@ -54,7 +55,7 @@ class Bucket(TransformPass):
 
     name = "bucket"
 
-    bucket_bytes: int = 4 * 2**20
+    bucket_bytes: int = BUCKET_BYTES
 
     def run(self, graph_module: GraphModule) -> bool:
         nodes = list(graph_module.graph.nodes)

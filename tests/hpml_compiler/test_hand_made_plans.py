@@ -346,7 +346,7 @@ def repriced(long: PlacementProblem, short: PlacementProblem, solution: Solution
     for problem in (long, short):
         decision = problem.decode(solution)
         costs.append(reprice(problem.graph, problem.clusters, problem.saved, decision, problem.prices, problem.state,
-                             problem.paid_ways(decision, solution)))
+                             problem.paid_ways(decision, solution), problem.bucket_bytes))
     return extrapolate_cost(costs[0], costs[1], further)
 
 

@@ -127,11 +127,15 @@ class Game:
             places = [(d, k) for d, row in enumerate(value.factors) for k in range(len(row))]
             layouts = [p for p in itertools.product((REPLICATE, "P", "M", *places), repeat=len(self.sizes))
                        if possible(value, p, self.sizes)]
+            # Gradients share a collective: of all of them, up to the size of a bucket.
+            trained = {p for _, p in self.graph.outputs if p is not None}
+            bucket = min(4 * 2**20, sum(self.graph.values[p].bytes for p in trained)) if any(
+                o == v and p is not None for o, p in self.graph.outputs) else 0.0
             table = {(p, q): 0.0 if p == q else math.inf for p in layouts for q in layouts}
             for p in layouts:
                 for axis in range(len(self.sizes)):
                     for target in (REPLICATE, *places):
-                        step = change(value, p, axis, target, self.sizes, self.prices)
+                        step = change(value, p, axis, target, self.sizes, self.prices, bucket)
                         if step is not None:
                             table[p, step.target] = step.cost_us
             for m, p, q in itertools.product(layouts, repeat=3):

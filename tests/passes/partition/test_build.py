@@ -206,5 +206,5 @@ def test_ways_are_paid_once_for_a_shared_copy():
     decision = built.decode(solution)
     (way,) = {decision.routes[k + 1, 0].hops for k in range(3)}
     assert len(way) == 1 and way[0].layout[0] in ((0, 0), (1, 0)), "the products are split, or this test says nothing"
-    paid = [(start, stop) for route, start, stop, _ in built.paid_ways(decision, solution) if route.value == whole]
+    paid = [(way.start, way.stop) for way in built.paid_ways(decision, solution) if way.route.value == whole]
     assert sorted(paid) == [(0, 1), (1, 1), (1, 1), (1, 1)]  # to the copy, and from there to each reader

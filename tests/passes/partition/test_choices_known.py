@@ -57,13 +57,13 @@ def products(answer: Placed, backward: bool, axis: int = 0) -> list[tuple]:
 def collectives(answer: Placed) -> Counter:
     """(collective, axis, in backward, shape of the value) -> how often; each shared way counts once."""
     found: Counter = Counter()
-    for route, start, stop, _ in answer.problem.paid_ways(answer.decision, answer.solution):
-        layout = route.hops[start - 1].layout if start else route.source
-        for hop in route.hops[start:stop]:
+    for way in answer.problem.paid_ways(answer.decision, answer.solution):
+        layout = way.route.layout(way.start)
+        for hop in way.route.hops[way.start:way.stop]:
             (axis,) = [a for a, (p, q) in enumerate(zip(layout, hop.layout)) if p != q]
             kind = collective(layout[axis], hop.layout[axis])
             if kind != "slice":
-                found[kind, axis, hop.backward, answer.problem.graph.values[route.value].spec.shape] += 1
+                found[kind, axis, hop.backward, answer.problem.graph.values[way.route.value].spec.shape] += 1
             layout = hop.layout
     return found
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from passes.layouts import format_layout, legal, local_bytes, parse_layout
 from passes.partition.redistribution import (
     SLICE_US,
+    bucket_bytes_of,
     change,
     changes_between,
     cheapest_route,
@@ -19,7 +20,7 @@ from passes.partition.redistribution import (
 )
 from passes.placement_graph import Value
 from passes.rules.base import Spec
-from tests.passes.graphs import Prices
+from tests.passes.graphs import Builder, Prices, V, aten
 
 
 def value(*factors: tuple[int, ...], itemsize: int = 4) -> Value:
@@ -95,6 +96,31 @@ def test_layouts_as_text(layout):
 def test_costs(layout, axis, target, cost):
     step = change(COLUMNS, layout, axis, target, (2,), PRICES)
     assert step is not None and step.cost_us == pytest.approx(cost, rel=1e-12)
+
+
+@pytest.mark.parametrize(("target", "bucket", "cost"), [
+    ("R", 2048, (2 * (2 + 20.48) + 2 * (0.5 + 2.048)) / 4),  # a quarter of a bucket of 2 KiB, copied into it
+    ((1, 0), 1024, (2 + 10.24 + 2 * (0.5 + 1.024)) / 2),
+    ("R", 512, 2 * (2 + 5.12)),  # fills it: goes by itself
+])
+def test_a_gradient_pays_its_part_of_a_bucket(target, bucket, cost):
+    step = change(COLUMNS, ("P",), 0, target, (2,), PRICES, bucket)
+    assert step is not None and step.bytes == 512 and step.cost_us == pytest.approx(cost, rel=1e-12)
+
+
+def test_only_reductions_share_a_bucket():
+    assert change(COLUMNS, ((0, 0),), 0, "R", (2,), PRICES, 2048) == change(COLUMNS, ((0, 0),), 0, "R", (2,), PRICES)
+
+
+def test_all_gradients_of_a_small_model_pay_one_latency():
+    b = Builder()
+    x, w, v = b.input((8, 4)), b.input((4, 6), "parameter"), b.input((6, 2), "parameter")
+    graph = b.finish([(b.call(aten.mm.default, V(x), V(w)), w), (b.call(aten.mm.default, V(x), V(w)), v)])
+    bucket = bucket_bytes_of(graph)
+    assert bucket == 4 * (24 + 12)
+    gradients = [change(value((r,), (c,)), ("P",), 0, "R", (2,), PRICES, bucket) for r, c in ((4, 6), (6, 2))]
+    together = sum(step.cost_us for step in gradients if step is not None)
+    assert together == pytest.approx(PRICES.collective_us("all_reduce", 0, bucket) + 2 * PRICES.copy_us(bucket))
 
 
 @pytest.mark.parametrize(("v", "place", "is_outermost"), [

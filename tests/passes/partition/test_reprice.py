@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from passes.decision import Hop, OperationLayouts, Route
+from passes.decision import Hop, OperationLayouts, Route, Way
 from passes.partition import place as placing
 from passes.partition.build import PlacementProblem, StateModel
 from passes.partition.place import place
@@ -80,7 +80,7 @@ def test_a_decision_that_was_changed_costs_something_else():
 def test_an_illegal_step_is_refused():
     graph, values = training_step()
     placed = place(graph, {"x": 2}, SPLIT)
-    way = (Route(values["y"], ("R",), (Hop(("P",), False),)), 0, 1, False)
+    way = Way(Route(values["y"], ("R",), (Hop(("P",), False),)), 0, 1, saved=False, gradient=False)
     with pytest.raises(AssertionError, match="illegal step"):
         reprice(graph, placed.problem.clusters, placed.problem.saved, placed.decision, SPLIT, StateModel(), [way])
 

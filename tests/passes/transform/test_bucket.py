@@ -10,49 +10,13 @@ from torch import fx
 from passes import compat
 from passes.transform.bucket import Bucket
 from passes.transform.collectives import MeshGroups
+from tests.passes.transform.rank_graphs import GROUP, RankGraph
 from tests.passes.transform.ranks import groups_of, run
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-GROUP = "axis0"
 
 
-class Backward:
-    """Builds a graph of backward on 2 ranks; placeholders are gradients before their reduction."""
-
-    def __init__(self):
-        self.graph = fx.Graph()
-        self.fake_mode = compat.tracing_fake_mode()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def operand(self, *shape: int) -> fx.Node:
-        node = self.graph.placeholder(f"x{len(self.shapes)}")
-        self.shapes.append(shape)
-        with self.fake_mode:
-            node.meta["val"] = torch.empty(shape)
-        return node
-
-    def call(self, target: Any, *args: Any, tag: str = "is_backward") -> fx.Node:
-        node = self.graph.call_function(target, args)
-        node.meta["partitioner_tag"] = tag
-        with self.fake_mode:
-            node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return node
-
-    def all_reduce(self, x: fx.Node, **tag: str) -> fx.Node:
-        return self.call(c10d.wait_tensor.default, self.call(c10d.all_reduce.default, x, "sum", GROUP, **tag), **tag)
-
-    def reduce_scatter(self, x: fx.Node) -> fx.Node:
-        return self.call(c10d.wait_tensor.default, self.call(c10d.reduce_scatter_tensor.default, x, "sum", 2, GROUP))
-
-    def outputs(self, *nodes: fx.Node) -> Backward:
-        self.graph.output(list(nodes))
-        return self
-
-    def graph_module(self) -> fx.GraphModule:
-        return fx.GraphModule(torch.nn.Module(), self.graph)
-
-
-def after(build: Backward, **options: Any) -> list[str]:
+def after(build: RankGraph, **options: Any) -> list[str]:
     """The calls after the pass; that every rank still gets the same values is checked."""
     groups: list[MeshGroups] = groups_of((2,))
     inputs = [[torch.randn(shape) for shape in build.shapes] for _ in groups]
@@ -69,7 +33,7 @@ def reductions(calls: list[str]) -> list[str]:
 
 
 def test_gradients_are_reduced_together_and_waited_for_last():
-    b = Backward()
+    b = RankGraph()
     x, y = b.operand(4, 3), b.operand(5)
     first = b.all_reduce(x)
     heavy = b.call(aten.mm.default, x, b.operand(3, 2))
@@ -80,14 +44,14 @@ def test_gradients_are_reduced_together_and_waited_for_last():
 
 
 def test_scatters_are_laid_side_by_side():
-    b = Backward()
+    b = RankGraph()
     calls = after(b.outputs(*(b.reduce_scatter(b.operand(*shape)) for shape in [(4, 3), (2,), (6, 2)])))
     assert reductions(calls) == ["reduce_scatter_tensor"]
 
 
 def test_a_bucket_is_closed_when_it_is_full():
-    def build() -> Backward:
-        b = Backward()
+    def build() -> RankGraph:
+        b = RankGraph()
         return b.outputs(*(b.all_reduce(b.operand(10)) for _ in range(5)))
 
     assert len(reductions(after(build(), bucket_bytes=100))) == 3  # 40 bytes each
@@ -95,14 +59,14 @@ def test_a_bucket_is_closed_when_it_is_full():
 
 
 def test_one_alone_is_waited_for_late():
-    b = Backward()
+    b = RankGraph()
     reduced = b.all_reduce(b.operand(4))
     calls = after(b.outputs(reduced, b.call(aten.relu.default, b.operand(3))))
     assert calls == ["all_reduce", "relu", "wait_tensor"]
 
 
 def test_what_something_else_needs_is_not_delayed():
-    b = Backward()
+    b = RankGraph()
     x, y, weight = b.operand(4, 3), b.operand(4, 3), b.operand(3, 3)
     product = b.call(aten.mm.default, b.all_reduce(x), weight)
     other = b.call(aten.mm.default, b.all_reduce(y), weight)
@@ -111,7 +75,7 @@ def test_what_something_else_needs_is_not_delayed():
 
 
 def test_what_is_needed_after_the_last_operand_shares_a_bucket_of_its_own():
-    b = Backward()
+    b = RankGraph()
     x, y = b.all_reduce(b.operand(4, 3)), b.all_reduce(b.operand(3, 2))
     gradient = b.all_reduce(b.operand(7))
     product = b.call(aten.mm.default, x, y)
@@ -122,7 +86,7 @@ def test_what_is_needed_after_the_last_operand_shares_a_bucket_of_its_own():
 
 @pytest.mark.parametrize("change", ["kind", "operation", "dtype"])
 def test_only_like_reductions_go_together(change):
-    b = Backward()
+    b = RankGraph()
     x, y = b.operand(4), b.operand(4)
     y = b.call(aten.relu.default, y)
     if change == "dtype":
@@ -135,7 +99,7 @@ def test_only_like_reductions_go_together(change):
 
 
 def test_forward_is_left_alone():
-    b = Backward()
+    b = RankGraph()
     x, y = b.all_reduce(b.operand(4), tag="is_forward"), b.all_reduce(b.operand(4), tag="is_forward")
     gm = b.outputs(x, y).graph_module()
     before = str(gm.graph)

@@ -1,0 +1,67 @@
+"""Compute once what two calls compute alike; but never keep in forward what is held back for backward.
+
+What backward needs of a value that forward moved is moved again in backward, so that the part is saved and not the
+whole. To a common-subexpression elimination that knows nothing of it, such as the partitioner's own, the two moves are
+one: forward's result would be saved, and a sharded parameter would be whole in memory until backward. So the
+partitioner's is switched off (`compat.min_cut_partition`), and this one stands in for it.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.base import TransformPass
+from passes.compat import pytree
+from passes.registry import register
+from passes.rules.table import is_random
+from passes.transform.shard import BACKWARD_ON_PURPOSE
+
+COLLECTIVES = "_c10d_functional"
+aten = torch.ops.aten
+UNDEFINED = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default)
+
+
+@register
+@dataclass(frozen=True)
+class Deduplicate(TransformPass):
+    """Equal calls of equal arguments become the first of them. Left alone: random and mutating calls, what shares memory
+    with an output (each result is the caller's own), and calls held back for backward whose equal is not."""
+
+    name = "deduplicate"
+
+    def run(self, graph_module: GraphModule) -> bool:
+        graph = graph_module.graph
+        returned = {_memory(node) for node in graph.output_node().all_input_nodes} - {None}
+        first: dict[Hashable, Node] = {}
+        changed = False
+        for node in list(graph.nodes):
+            if node.op != "call_function" or not _repeatable(node) or _memory(node) in returned:
+                continue
+            leaves, form = pytree.tree_flatten((node.args, dict(node.kwargs)))
+            held_back = node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE
+            # 1, 1.0 and True are equal, but not as arguments.
+            key = (node.target, tuple((type(x), x) for x in leaves), str(form), held_back)
+            if first.setdefault(key, node) is not node:
+                node.replace_all_uses_with(first[key])
+                graph.erase_node(node)
+                changed = True
+        return changed
+
+
+def _repeatable(node: Node) -> bool:
+    """Whether a second call of the same gives the same and nothing else."""
+    target = node.target
+    if getattr(target, "namespace", "") == COLLECTIVES:
+        return True  # the same on all ranks, whose graphs have the same calls in the same order
+    return not (node.is_impure() or is_random(target) or target in UNDEFINED)
+
+
+def _memory(node: Node) -> int | None:
+    """Identifies the memory behind a tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
