@@ -1,18 +1,18 @@
 """One device: step time of `backend="hpml"` over `backend="inductor"`, interleaved in one process.
 
-    python benchmarks/one_device.py [--rounds 30]
+    python benchmarks/one_device.py [--rounds 10]
 """
 from __future__ import annotations
 
 import argparse
 
 import torch
-from common import MODELS, build, median, report, seconds, stepper
+from common import MODELS, build, median, report, seconds, stepper, turn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
     for name in MODELS:
         steps, first = {}, {}
@@ -24,7 +24,7 @@ def main() -> None:
         times: dict[str, list[float]] = {backend: [] for backend in steps}
         for k in range(args.rounds):
             for backend in (list(steps) if k % 2 else list(steps)[::-1]):
-                times[backend].append(seconds(steps[backend]))
+                times[backend] += turn(lambda step=steps[backend]: seconds(step))
         report({
             "benchmark": "one_device", "model": name, "rounds": args.rounds,
             "median_step_s": {b: median(t) for b, t in times.items()},

@@ -1,11 +1,12 @@
 """Several ranks: hpml against DDP, FSDP2 and hand-written tensor parallel, each compiled with inductor.
 
-    torchrun --nproc-per-node 2 benchmarks/two_ranks.py [--rounds 20] [--models gpt mlp_wide]
+    torchrun --nproc-per-node 2 benchmarks/two_ranks.py [--rounds 10] [--models gpt mlp_wide]
 
-Every peer trains its own copy of one model on the global batch, interleaved step by step in the same run, one thread
-per rank. DDP and FSDP2 get their rank's rows; hpml gets them through `hpml_compiler.distribute`, tensor parallel the
-whole batch. Reports the median step of the slowest rank, the time to the first step, and hpml's pinned meshes besides
-what it chooses by itself.
+Every peer trains its own copy of one model on the global batch, one thread per rank. In every round each takes its turn
+of a few steps, of which the first is not counted: it pays for caches that the contender before has filled, as no
+training does. DDP and FSDP2 get their rank's rows; hpml gets them through `hpml_compiler.distribute`, tensor parallel
+the whole batch. Reports the median step of the slowest rank, with hpml's pinned meshes besides what it chooses by
+itself. `first_step.py` has the time to the first step.
 """
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import MODELS, build, median, report, seconds, stepper
+from common import MODELS, build, median, report, seconds, stepper, turn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,33 +89,28 @@ def slowest(value: float) -> float:
     return float(t)
 
 
+def timed(step: Callable[[], float]) -> float:
+    dist.barrier()
+    return slowest(seconds(step))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    torch._dynamo.config.recompile_limit = 64  # all contenders share the code of one model class
     for name in args.models:
-        steps, first = {}, {}
+        steps: dict[str, Callable[[], float]] = {}
         for contender, make in contenders().items():
-            model, batch = build(name)
-            made: list[Callable[[], float]] = []
-
-            def start(make=make, model=model, batch=batch, made=made) -> None:
-                made.append(make(model, batch))
-                made[0]()
-
-            first[contender] = slowest(seconds(start))
-            made[0]()
-            steps[contender] = made[0]
+            steps[contender] = make(*build(name))
+            steps[contender]()
         times: dict[str, list[float]] = {c: [] for c in steps}
         for k in range(args.rounds):
             order = list(steps) if k % 2 else list(steps)[::-1]
             for contender in order:
-                dist.barrier()
-                times[contender].append(slowest(seconds(steps[contender])))
+                times[contender] += turn(lambda step=steps[contender]: timed(step))
         medians = {c: median(t) for c, t in times.items()}
         peers = ("ddp", "fsdp", "tensor_parallel")
         best = min(peers, key=medians.__getitem__)
@@ -124,7 +120,6 @@ def main() -> None:
                 "threads": int(os.environ.get("OMP_NUM_THREADS", "1")), "median_step_s": medians, "best_peer": best,
                 "ratio_to_best_peer": median([a / b for a, b in zip(times["hpml"], times[best])]),
                 "ratio_to_best_pinned": medians["hpml"] / min(medians["hpml_dp"], medians["hpml_tp"]),
-                "first_step_s": first, "first_step_ratio": first["hpml"] / min(first[p] for p in peers),
             })
     dist.destroy_process_group()
 

@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
-from passes import compat
 from passes.transform.bucket import Bucket
 from passes.transform.collectives import MeshGroups
 from tests.passes.transform.rank_graphs import GROUP, RankGraph

@@ -1,0 +1,78 @@
+"""Time to the first step on two ranks: hpml against DDP, FSDP2 and hand-written tensor parallel, cold.
+
+    python benchmarks/first_step.py [--rounds 3] [--models gpt mlp_wide]
+
+Every measurement is a launch of its own with empty caches of compiled code, contenders interleaved. The time runs from
+the call of `torch.compile` to the end of the first training step, on the slowest rank; starting Python and importing
+torch is the same for all and not in it.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from common import MODELS, build, median, report, seconds
+from two_ranks import contenders, slowest
+
+PEERS = ("ddp", "fsdp", "tensor_parallel")
+CONTENDERS = (*PEERS, "hpml", "hpml_whole_batch")
+
+
+def measure(model_name: str, contender: str) -> None:
+    """In a rank: time the first step and let rank 0 print it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    model, batch = build(model_name)
+    make = contenders()[contender]
+    dist.barrier()
+    took = slowest(seconds(lambda: make(model, batch)()))
+    if dist.get_rank() == 0:
+        report({"first_step_s": took})
+    dist.destroy_process_group()
+
+
+def launch(model_name: str, contender: str, ranks: int) -> float:
+    with tempfile.TemporaryDirectory() as caches:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__,
+             "--models", model_name, "--contender", contender],
+            env=environment, capture_output=True, text=True,
+        )
+    if done.returncode:
+        raise RuntimeError(f"{contender} on {model_name} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])["first_step_s"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--models", nargs="+", default=["gpt", "mlp_wide"], choices=MODELS)
+    parser.add_argument("--contender", choices=CONTENDERS, help="measure only this one, here, under torchrun")
+    args = parser.parse_args()
+    if args.contender:
+        measure(args.models[0], args.contender)
+        return
+    for name in args.models:
+        times: dict[str, list[float]] = {c: [] for c in CONTENDERS}
+        for _ in range(args.rounds):
+            for contender, found in times.items():
+                found.append(launch(name, contender, args.ranks))
+        medians = {c: median(t) for c, t in times.items()}
+        best = min(PEERS, key=medians.__getitem__)
+        report({
+            "benchmark": "first_step", "world": args.ranks, "model": name, "rounds": args.rounds, "first_step_s": medians,
+            "best_peer": best, "ratio_to_best_peer": medians["hpml"] / medians[best],
+        })
+
+
+if __name__ == "__main__":
+    main()
