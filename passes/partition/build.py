@@ -89,7 +89,7 @@ class PlacementProblem:
         self.memo = {} if memo is None else memo
         self.clusters: list[Cluster] = self._clusters(merge, axis_rules)
         self._owner = {i: c.index for c in self.clusters for i in c.operations}
-        self.saved = saved_values(graph)
+        self.saved = saved_values(graph) | {v.index for v in graph.values if v.producer is None and v.name in self.rows}
         self.held_inside = [self._held_inside(c) for c in self.clusters]
         self.cluster_class, names = classes_of(self.clusters, graph, fold, self.held_inside)
         self.classes: list[_Class] = []
@@ -333,8 +333,10 @@ class PlacementProblem:
         forward = [e for e in ends if not e[1]]
         backward = [e for e in ends if e[1]]
         prefix: list[tuple[int, bool]] = []
-        # What forward computes and backward reads is saved once, in the layout of the forward copy.
-        kept = value.producer is not None and not made_backward and bool(backward)
+        # What forward computes and backward reads is saved once, in the layout of the forward copy; so is what forward
+        # gathers of a batch that came in rows. Parameters and whole inputs are there anyway.
+        computed = value.producer is not None or value.name in self.rows
+        kept = computed and not made_backward and bool(backward)
         if kept or len(forward) > 1:
             hub = self._hub("kept" if kept else "shared", source, [e[0] for e in forward] or [e[0] for e in backward],
                             value, kept and value.index in self.saved)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.decision import Hop
 from passes.errors import BadInput
 from passes.partition.build import PlacementProblem, StateModel
 from passes.partition.clusters import cluster
@@ -135,6 +136,20 @@ def test_stored_parameters_and_rows_have_one_choice():
     assert [c.outputs for c in by_name["parameter_1"].choices] == [("S(1)",)]
     assert [c.outputs for c in by_name["batch_0"].choices] == [("S(0)",)]
     assert [c.outputs for c in by_name["tangent_5"].choices] == [("R",)]
+
+
+def test_rows_that_forward_gathers_are_there_in_backward():
+    """x @ w with the columns of w split needs all rows of x, and so does the gradient of w."""
+    graph, values = training_step()
+    built = problem(graph, prices=Prices(us_per_flop=100.0), rows=frozenset({"batch_0"}), stored={"parameter_1": ((1, 0),)},
+                    pinned={"op_0": (("R", "S(1)"), ("S(1)",))})
+    solution = solve(built.problem, EXACT)
+    decision = built.decode(solution)
+    routes = {r for (_, _), r in decision.routes.items() if r.value == values["x"]}
+    assert {r.hops[0] for r in routes if r.hops} == {Hop(("R",), backward=False)}
+    (way,) = [w for w in built.paid_ways(decision, solution) if w.route.value == values["x"] and w.start < w.stop]
+    assert way.saved
+    assert built.problem.held_bytes(solution.chosen) >= 8 * 4 * 4, "the copy takes memory"
 
 
 @pytest.mark.parametrize("prices", [Prices(), Prices(us_per_flop=10.0), Prices(latency=(1e4, 1e4))])
