@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from hpml_compiler.plan_records import GraphPlan, MeshAttempt
 from hpml_compiler.presets import before_planning
 from hpml_compiler.pricing import MeshPrices
 from hpml_compiler.records import graph_plan
+from hpml_compiler.visualize.text import format_bytes
 from passes.annotations import read
 from passes.cluster import Cluster
 from passes.decision import Decision
@@ -28,6 +30,8 @@ from passes.partition.solvers import SolverOptions
 from passes.placement_graph import PlacementGraph
 from passes.results import INTERFACE, OPERATIONS
 from passes.rules.base import Rule
+
+log = logging.getLogger("hpml")
 
 
 @dataclass
@@ -140,11 +144,15 @@ def plan_graph(
         raise _nothing_fits(misses, budget)
     mesh, answer = best
     seconds = {**annotated.seconds, "solve": time.perf_counter() - start}
-    return Planned(
-        dict(zip(mesh.names, mesh.shape)), answer.decision,
-        graph_plan(annotated, mesh, answer, name=name, seconds=seconds, shortened=shorter is not None),
-        tuple(attempts), str(cluster),
-    )
+    record = graph_plan(annotated, mesh, answer, name=name, seconds=seconds, shortened=shorter is not None)
+    if record.memory.peak > budget:
+        over = record.memory.peak - budget
+        log.warning(
+            "%s: what is held through the step fits %s per device, but the largest call takes %s more for a moment; if "
+            "that runs out of memory, give memory_budget %s", name, format_bytes(budget), format_bytes(over),
+            format_bytes(max(budget - over, 0)),
+        )
+    return Planned(dict(zip(mesh.names, mesh.shape)), answer.decision, record, tuple(attempts), str(cluster))
 
 
 def _pins(given: Plan | None, annotated: Annotated) -> dict[str, Any] | None:
