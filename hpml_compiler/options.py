@@ -76,7 +76,7 @@ class Options(BaseModel):
     mesh: AxisSizes | None = Field(
         None,
         description='sizes by axis, such as {"dp": 2, "tp": 2}, multiplying to the number of ranks; on dp the batch is '
-        "sharded, on tp other dims, on an axis of any other name the solver decides",
+        "sharded, on tp weights and other dims, on an axis of any other name the solver decides",
     )
     memory_budget: Bytes | None = Field(
         None, description='bytes per device that no plan may exceed: an integer, or text such as "64MiB" or "24GB"'

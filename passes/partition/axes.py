@@ -1,6 +1,8 @@
-"""What the name of a pinned mesh axis fixes: `dp` splits the batch, `tp` splits anything else, other names nothing.
+"""What the name of a pinned mesh axis fixes: `dp` splits the batch, `tp` splits weights and anything else but the batch,
+other names nothing.
 
-On a pinned axis the heavy operations that can be split that way have to be: a pin is a wish, not a hint.
+On a pinned axis the heavy operations that can be split that way have to be: a pin is a wish, not a hint. On `tp` that
+is by their weights where they have any (Shoeybi et al., "Megatron-LM", 2019); sequences alone may be split in between.
 """
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ def axis_rule(name: str, size: int, graph: PlacementGraph) -> AxisRule:
     if name not in ("dp", "tp"):
         return lambda op, strategy: True
     wanted = name == "dp"
+    weights = set() if wanted else _weights(graph) | _gradients(graph)
 
     def fits(op: Operation, strategy: Strategy) -> bool:
         return all(
@@ -31,14 +34,38 @@ def axis_rule(name: str, size: int, graph: PlacementGraph) -> AxisRule:
             if isinstance(placement, tuple)
         )
 
+    def splits(op: Operation, strategy: Strategy) -> bool:
+        """Whether the work is shared out, and that by the weights if there are any."""
+        return strategy.splits and all(
+            isinstance(placement, tuple)
+            for v, placement in zip((*op.inputs, *op.outputs), strategy.inputs + strategy.outputs) if v in weights
+        )
+
     forced = {
         op.index for op in graph.operations
-        if op.kind in FORCED and any(s.splits and fits(op, s) and divides(op, s) for s in op.strategies)
+        if op.kind in FORCED and any(splits(op, s) and fits(op, s) and divides(op, s) for s in op.strategies)
     }
 
     def allowed(op: Operation, strategy: Strategy) -> bool:
-        return fits(op, strategy) and (strategy.splits or op.index not in forced)
+        return fits(op, strategy) and (op.index not in forced or splits(op, strategy))
 
     return allowed
 
 
+def _weights(graph: PlacementGraph) -> set[int]:
+    """Parameters as operations read them: as they are stored, or through views and casts."""
+    found = {v.index for v in graph.values if v.kind == "parameter"}
+    for op in graph.operations:
+        if not op.heavy and len(op.inputs) == 1 and op.inputs[0] in found:
+            found.update(op.outputs)
+    return found
+
+
+def _gradients(graph: PlacementGraph) -> set[int]:
+    """Gradients of parameters, back through views, casts and sums of several to where they are made."""
+    found = {v for v, parameter in graph.outputs if parameter is not None}
+    for op in reversed(graph.operations):
+        if not op.heavy and found.intersection(op.outputs):
+            size = graph.values[op.outputs[0]].spec.elements
+            found.update(v for v in op.inputs if graph.values[v].spec.elements == size)
+    return found

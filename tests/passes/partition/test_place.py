@@ -12,6 +12,7 @@ from passes.partition.depth import NotLinear
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import SLICE_US
 from passes.partition.solvers import SolverOptions
+from passes.placement_graph import PlacementGraph
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs
@@ -147,6 +148,32 @@ def test_a_pinned_axis_never_makes_an_answer_cheaper():
     free = placed(graph, options=SolverOptions(gap=0.0)).cost.step_us
     for name in ("dp", "tp"):
         assert placed(graph, {name: 2}, options=SolverOptions(gap=0.0)).cost.step_us >= free * (1 - 1e-9)
+
+
+def sequences() -> PlacementGraph:
+    """Two linear layers on few wide weights and long sequences, so that splitting those would be cheapest."""
+    b = Builder()
+    x, v, w = b.input((2, 64, 4)), b.input((4, 4), "parameter"), b.input((4, 4), "parameter")
+    flat = b.call(aten.view.default, V(x), [128, 4])
+    y = b.call(aten.mm.default, V(b.call(aten.mm.default, V(flat), V(v))), V(b.call(aten.t.default, V(w))))
+    b.backward = True
+    tangent = b.input((128, 4), "tangent")
+    g = b.call(aten.mm.default, V(b.call(aten.t.default, V(flat))), V(tangent))
+    return b.finish([y, (b.call(aten.add.Tensor, V(g), V(g)), v)])
+
+
+def test_tp_splits_weights_and_their_gradients_even_where_sequences_would_be_cheaper():
+    graph = sequences()
+    by_name = placed(graph, {"tp": 2})
+    for index, rows in by_name.decision.operations.items():
+        op = graph.operations[index]
+        if op.kind == "matmul" and not op.backward:
+            assert isinstance(rows.inputs[1][0], tuple)
+        elif op.kind == "matmul":
+            assert isinstance(rows.made[0][0], tuple)
+    free = placed(graph, {"x": 2})
+    assert {rows.inputs[1] for i, rows in free.decision.operations.items()
+            if graph.operations[i].kind == "matmul" and not graph.operations[i].backward} == {("R",)}
 
 
 def gram() -> tuple[Builder, int]:
