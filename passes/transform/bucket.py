@@ -90,6 +90,8 @@ def _reduction(node: Node, order: dict[Node, int]) -> list[_Reduction]:
     """The reduction of backward that `node` starts, if it does."""
     if node.target not in (ALL_REDUCE, REDUCE_SCATTER) or node.meta.get("partitioner_tag") != "is_backward":
         return []
+    if len(node.users) != 1:
+        return []
     (wait,) = node.users
     later = _only_for_outputs(wait)
     needed_at = min(order[user] for user in wait.users) if later is None else len(order) - 1

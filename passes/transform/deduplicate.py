@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from passes.base import TransformPass
 from passes.compat import pytree
@@ -22,6 +22,7 @@ from passes.rules.table import is_random
 from passes.transform.shard import BACKWARD_ON_PURPOSE
 
 COLLECTIVES = "_c10d_functional"
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 aten = torch.ops.aten
 UNDEFINED = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default)
 
@@ -36,7 +37,7 @@ class Deduplicate(TransformPass):
 
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
-        returned = {_memory(node) for node in graph.output_node().all_input_nodes} - {None}
+        returned = _returned_memory(graph)
         first: dict[Hashable, Node] = {}
         changed = False
         for node in list(graph.nodes):
@@ -51,6 +52,15 @@ class Deduplicate(TransformPass):
                 graph.erase_node(node)
                 changed = True
         return changed
+
+
+def _returned_memory(graph: Graph) -> set[int]:
+    """The memory behind the outputs; the result of a collective is the one that is waited for."""
+    returned = {_memory(node) for node in graph.output_node().all_input_nodes} - {None}
+    for node in graph.find_nodes(op="call_function", target=WAIT):
+        if _memory(node) in returned:
+            returned.add(_memory(node.args[0]))
+    return returned
 
 
 def _repeatable(node: Node) -> bool:

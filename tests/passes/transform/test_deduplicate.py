@@ -54,6 +54,18 @@ def test_random_numbers_are_drawn_as_often_as_before():
     assert calls(deduplicated(b)) == ["rand_like", "rand_like", "add"]
 
 
+def test_two_results_of_a_collective_do_not_share_memory():
+    """The gradients of two biases that are added to the same."""
+    b = RankGraph()
+    x = b.operand(3, 2)
+    b.outputs(*(b.all_reduce(b.call(aten.sum.dim_IntList, x, [0])) for _ in range(2)))
+    gm = deduplicated(b)
+    assert calls(gm) == ["sum", "all_reduce", "wait_tensor", "all_reduce", "wait_tensor"]
+    (first, second), _ = run([gm] * 2, groups_of((2,)), [[torch.ones(3, 2)] for _ in range(2)])
+    assert first.data_ptr() != second.data_ptr()
+    torch.testing.assert_close(first, second)
+
+
 def test_two_results_do_not_share_memory():
     b = RankGraph()
     x = b.operand(3)
