@@ -1,6 +1,9 @@
 """The entry point `torch.compile(model, backend="hpml")` finds. Importing it is cheap; the work is in `engine`."""
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,4 +26,15 @@ def hpml(
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not known", where="torch.compile",
                        next_step="leave it out; what the modes of inductor tune is not exposed here")
+    atexit.unregister(_warn_of_nothing_compiled)
     return compile_graph(gm, example_inputs, Options.parse(options))
+
+
+@atexit.register
+def _warn_of_nothing_compiled() -> None:
+    """Torch loads this module when a model is compiled for it. Where Dynamo then gives up on the model, it runs as it is,
+    and nothing else would tell that every rank did all of the work."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") == "0":
+        logging.getLogger("hpml").warning(
+            "no graph came to the backend: every rank ran the whole model. Dynamo skips what it cannot trace (nn.LSTM and "
+            "other recurrent layers, unless torch._dynamo.config.allow_rnn is set); TORCH_LOGS=graph_breaks says what")

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.placed import place, place_like
-from hpml_compiler.runtime.rebinding import rebind
+from hpml_compiler.runtime.rebinding import rebind, rebind_attributes
 from passes import compat
 from passes.errors import BadInput
 
@@ -85,6 +85,8 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     for old, new in zip(olds, news, strict=True):
         for module, name in sites[id(old)]:
             module._parameters[name] = new
+    # Other attributes of these modules, too, which Dynamo may have guarded on: recurrent layers have lists of their own.
+    rebind_attributes([module for found in sites.values() for module, _ in found], olds, news)
     before = [i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)]
     placed = sorted([*placements, *before])
     trainable = [i for i in placed if example_inputs[i].requires_grad]

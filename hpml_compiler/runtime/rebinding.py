@@ -4,6 +4,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -70,6 +71,13 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
     return out_of_reach[::-1]
 
 
+def rebind_attributes(modules: Sequence[nn.Module], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
+    """Replace old parameters in the attributes of modules, and in lists and dicts that are such attributes."""
+    work = _Rebinding(olds, news)
+    for module in modules:
+        work.replace_in([module.__dict__, *(x for x in module.__dict__.values() if isinstance(x, (list, dict)))])
+
+
 class _Rebinding:
     def __init__(self, olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
         self.olds, self.news = olds, news
@@ -83,32 +91,35 @@ class _Rebinding:
             if held is None:
                 return
             tried.add(held)
-            self._replace_in(gc.get_referrers(self.olds[held]))
+            self.replace_in(gc.get_referrers(self.olds[held]))
         left = [self.olds[i] for i in self._held() if i not in tried]
         if left:
-            self._replace_in([holder for holder in gc.get_referrers(*left) if holder is not left])
+            self.replace_in([holder for holder in gc.get_referrers(*left) if holder is not left])
 
     def _held(self) -> list[int]:
         """Indices of the parameters that somebody else holds."""
         return [i for i in range(len(self.olds)) if _references(self.olds, i) > _NOBODY]
 
     def new(self, value: Any) -> Any:
-        """What to put in the place of a value: a new parameter, a new tuple around one, or the value itself."""
+        """What to put in the place of a value: a new parameter, a weak reference to it, a new tuple around one, or the
+        value itself."""
         index = self.index.get(id(value))
         if index is not None:
             return self.news[index]
+        if type(value) is weakref.ref and id(value()) in self.index:
+            return weakref.ref(self.new(value()))
         if isinstance(value, tuple) and any(self.new(item) is not item for item in value):
             items = [self.new(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
 
-    def _replace_in(self, holders: list[Any], depth: int = 0) -> None:
+    def replace_in(self, holders: list[Any], depth: int = 0) -> None:
         for holder in holders:
             if holder is self.olds or holder is holders or isinstance(holder, _FRAMES):
                 continue
             if isinstance(holder, tuple):
                 if depth < 2:  # (name, parameter) in a list of such pairs
-                    self._replace_in(gc.get_referrers(holder), depth + 1)
+                    self.replace_in(gc.get_referrers(holder), depth + 1)
             elif isinstance(holder, (list, deque)):
                 self._in_sequence(holder)
             elif isinstance(holder, dict):

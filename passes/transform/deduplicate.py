@@ -54,7 +54,7 @@ class Deduplicate(TransformPass):
         return changed
 
 
-def _returned_memory(graph: Graph) -> set[int]:
+def _returned_memory(graph: Graph) -> set[int | None]:
     """The memory behind the outputs; the result of a collective is the one that is waited for."""
     returned = {_memory(node) for node in graph.output_node().all_input_nodes} - {None}
     for node in graph.find_nodes(op="call_function", target=WAIT):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.runtime.rebinding import ReplacedParameter, rebind
+from hpml_compiler.runtime.rebinding import ReplacedParameter, rebind, rebind_attributes
 from passes.errors import HpmlError
 
 Pair = namedtuple("Pair", "name value")
@@ -101,3 +101,15 @@ def test_out_of_reach_is_loud():
         with pytest.raises(HpmlError, match="parameter layer.weight was replaced.*\n.*\n.*model.get_parameter"):
             use(local)
     assert repr(local) == "<replaced parameter layer.weight>"
+
+
+def test_attributes_of_a_module_that_hold_its_parameters_follow():
+    """As recurrent layers keep lists of their weights and of weak references to them."""
+    (old,), new = pair()
+    other = nn.Parameter(torch.zeros(1))
+    module = nn.Module()
+    module.kept, module.by_name, module.twice = [old, other], {"w": old}, (old, 1)
+    module.refs = [weakref.ref(old), weakref.ref(other), None]
+    rebind_attributes([module], [old], [new])
+    assert module.kept[0] is module.by_name["w"] is module.twice[0] is module.refs[0]() is new
+    assert module.kept[1] is module.refs[1]() is other and module.refs[2] is None
