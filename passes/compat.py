@@ -74,6 +74,7 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
     import inspect
 
     from torch._inductor import compile_fx
+    from torch._inductor.virtualized import V
 
     passes = compile_fx._recursive_joint_graph_passes
     kwargs: dict[str, Any] = {"skip_invoke_subgraph": True}
@@ -81,7 +82,8 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
         devices = [n.meta["val"].device for n in joint.graph.find_nodes(op="placeholder")
                    if isinstance(n.meta.get("val"), torch.Tensor)]
         kwargs["input_device"] = devices[0] if devices else None
-    return passes(joint, **kwargs) or joint
+    with V.set_fake_mode(fake_mode_of(joint)):  # what replaces random numbers asks for it
+        return passes(joint, **kwargs) or joint
 
 
 def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:

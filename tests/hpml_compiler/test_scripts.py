@@ -148,10 +148,11 @@ SCRIPTS = (plain, other_sizes, inference_first, partly_frozen, from_a_checkpoint
            gradients_of_inputs, called_twice_a_step, averaged)
 
 
-def compare(script: Callable[[nn.Module, Call], list[Any]], model: nn.Module, mesh: dict[str, int] | None) -> None:
+def compare(script: Callable[[nn.Module, Call], list[Any]], model: nn.Module, mesh: dict[str, int] | None,
+            compiler: str = "eager") -> None:
     reference = copy.deepcopy(model)
     expected = script(reference, reference)
-    actual = script(model, compiled(model, mesh))
+    actual = script(model, compiled(model, mesh, compiler=compiler))
     assert hpml_compiler.last_plan().graphs, "the backend was used"
     for ours, theirs in zip(actual, expected, strict=True):
         assert_close(torch.as_tensor(full(ours)), torch.as_tensor(full(theirs)), atol=1e-9)
@@ -315,6 +316,19 @@ def run_models(rank, mesh):
             raise AssertionError(f"{kind.__name__} on {mesh}") from error
 
 
+def run_inductor(rank, mesh):
+    compare(gradients_of_inputs, net(), mesh, "inductor")
+    for kind in (Checkpointed, Statistics):
+        torch.manual_seed(0)
+        compare(plain, kind().double(), mesh, "inductor")
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_models_with_inductor(launch, mesh):
+    launch(run_inductor, world_size=2, args=(mesh,), timeout_s=240)
+
+
 def test_buffers_are_those_of_the_whole_batch(launch):
     launch(run_buffers, world_size=2)
 
@@ -328,12 +342,12 @@ class Dropped(nn.Module):
         return F.dropout(self.down(self.up(x)), 0.5, self.training)
 
 
-def run_dropout(rank, mesh):
+def run_dropout(rank, mesh, compiler):
     outputs = []
     for seed in (3, 3, 4):
         torch.manual_seed(0)
         model = Dropped().double()
-        call = compiled(model, mesh)
+        call = compiled(model, mesh, compiler=compiler)
         torch.manual_seed(seed)
         outputs.append([call(X).detach().clone() for _ in range(2)])
     same, again, other = outputs
@@ -347,13 +361,24 @@ def run_dropout(rank, mesh):
     assert 0.35 < kept.float().mean() < 0.65
     halves = kept.chunk(2, 0) if "dp" in mesh else kept.chunk(2, 1)
     assert not torch.equal(*halves), "the two parts are dropped independently"
-    model = Dropped().double().eval()
-    torch.testing.assert_close(compiled(model, mesh)(X), model(X))
+    model = Dropped().double()
+    call = compiled(model, mesh, compiler=compiler)
+    out = call(X)
+    out.sum().backward()  # backward drops what forward dropped
+    reference = Dropped().double()
+    reference.load_state_dict({k: full(v) for k, v in model.state_dict().items()})
+    kept = (out.detach() != 0) * 2.0
+    (reference.down(reference.up(X)) * kept).sum().backward()
+    assert_close(model.up.weight.grad, reference.up.weight.grad)
+    model.eval()
+    torch.testing.assert_close(call(X), reference.eval()(X))
 
 
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_dropout(launch, mesh):
-    launch(run_dropout, world_size=2, args=(mesh,))
+def test_dropout(launch, mesh, compiler):
+    launch(run_dropout, world_size=2, args=(mesh, compiler), timeout_s=240)
 
 
 def run_autocast(rank):
