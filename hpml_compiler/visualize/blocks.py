@@ -117,10 +117,12 @@ def _forward_of(block: Block) -> frozenset[object]:
 
 def _fold(graph: GraphPlan, members: list[Block]) -> BlockClass:
     members = sorted(members, key=lambda block: not block.operations)  # stable: those with operations first
-    # a class id may cover a few operations of other blocks too, so the commonest multiplicity of a block is the block's
-    running = sum(Counter(graph.runs(each) for each in block.operations.values()).most_common(1)[0][0]
-                  for block in members if block.operations)
-    multiplicity = max(len(members), running)
+    multiplicity = len(members)
+    if not any(block.parameters for block in members):  # or else each is listed, if only with its parameters
+        # a class id may cover a few operations of other blocks too: the commonest multiplicity of a block is the block's
+        multiplicity = max(multiplicity, sum(
+            Counter(graph.runs(each) for each in block.operations.values()).most_common(1)[0][0]
+            for block in members if block.operations))
     parameters = [each for block in members for each in block.parameters.values()]
     operations = [each for block in members for each in block.operations.values()]
     moves = [each for block in members for each in block.redistributions]
