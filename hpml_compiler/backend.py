@@ -23,10 +23,10 @@ def hpml(
     from hpml_compiler.options import Options
     from passes.errors import BadInput
 
+    atexit.unregister(_warn_of_nothing_compiled)
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not known", where="torch.compile",
                        next_step="leave it out; what the modes of inductor tune is not exposed here")
-    atexit.unregister(_warn_of_nothing_compiled)
     return compile_graph(gm, example_inputs, Options.parse(options))
 
 

@@ -1,6 +1,7 @@
 """The record of an answer: from layouts and indices to names, strings and bytes."""
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,8 @@ from passes.layouts import Layout, local_bytes, parse_layout
 from passes.mesh import Mesh
 from passes.partition.place import Placed
 from passes.partition.problem import Edge
-from passes.partition.redistribution import Change, change
-from passes.placement_graph import PlacementGraph
+from passes.partition.redistribution import change
+from passes.placement_graph import PlacementGraph, Value
 from passes.rules.base import format_placement
 
 if TYPE_CHECKING:
@@ -135,18 +136,11 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
         if way.start == way.stop:
             continue
         route, value = way.route, graph.values[way.route.value]
-        bucket_bytes = answer.problem.bucket_bytes if way.gradient else 0.0
-        layout = source = route.layout(way.start)
-        steps = []
-        for hop in route.hops[way.start:way.stop]:
-            (axis,) = [a for a in range(len(layout)) if layout[a] != hop.layout[a]]
-            steps.append(_step(change(
-                value, layout, axis, hop.layout[axis], answer.decision.sizes, prices, bucket_bytes), mesh))
-            layout = hop.layout
+        layouts = [route.layout(k) for k in range(way.start, way.stop + 1)]
         found.append(Redistribution(
             value=listed.values[route.value], shape=value.spec.shape, dtype=value.spec.dtype,
-            consumer=readers.get((route.value, route), ""), source=placements(source), target=placements(layout),
-            steps=tuple(steps),
+            consumer=readers.get((route.value, route), ""), source=placements(layouts[0]),
+            target=placements(layouts[-1]), steps=_steps(value, layouts, mesh, answer, prices, way.gradient),
         ))
     return found
 
@@ -191,23 +185,17 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, pr
     for edge, path in zip(answer.solved.edges, answer.solution.paths, strict=True):
         if not path or not edge.multiplicity:
             continue
-        value, steps = by_name[edge.name], []
-        layout = source = parse_layout(path[0].source)
+        value = by_name[edge.name]
+        layouts = [parse_layout(label) for label in (path[0].source, *(arc.target for arc in path))]
         gradient = answer.problem.classes[edge.target].kind == "parameter"
-        bucket_bytes = answer.problem.bucket_bytes if gradient else 0.0
-        for arc in path:
-            target = parse_layout(arc.target)
-            (axis,) = [a for a in range(len(layout)) if layout[a] != target[a]]
-            steps.append(_step(change(
-                value, layout, axis, target[axis], answer.decision.sizes, prices, bucket_bytes), mesh))
-            layout = target
         read, consumer = _end(graph, answer, listed, edge) or (value.index, "")
         # The parameter is that of the layer that is listed; a result comes from the edge's source, which the listed
         # consumer need not be next to: the first layer stands for those that read the layer before.
         name = listed.values[read if value.producer is None else value.index]
         found.append(Redistribution(
-            value=name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(source),
-            consumer=consumer, target=placements(layout), steps=tuple(steps), multiplicity=edge.multiplicity,
+            value=name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(layouts[0]),
+            consumer=consumer, target=placements(layouts[-1]), multiplicity=edge.multiplicity,
+            steps=_steps(value, layouts, mesh, answer, prices, gradient),
         ))
     return found
 
@@ -224,11 +212,18 @@ def _end(graph: PlacementGraph, answer: Placed, listed: Listing, edge: Edge) -> 
     return next((end for end in ends if end is not None), None)
 
 
-def _step(step: Change | None, mesh: Mesh) -> Step:
-    assert step is not None, "routes consist of legal steps"
-    local = step.collective == "slice"
-    return Step(collective=step.collective, axis=mesh.names[step.axis],
-                bytes=0 if local else max(round(step.bytes), 1), predicted_us=step.cost_us)
+def _steps(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: Placed, prices: MeshPrices, gradient: bool,
+           ) -> tuple[Step, ...]:
+    """One per pair of layouts that follow each other."""
+    bucket_bytes = answer.problem.bucket_bytes if gradient else 0.0
+    steps = []
+    for layout, after in itertools.pairwise(layouts):
+        (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
+        step = change(value, layout, axis, after[axis], answer.decision.sizes, prices, bucket_bytes)
+        assert step is not None, "routes consist of legal steps"
+        steps.append(Step(collective=step.collective, axis=mesh.names[axis], predicted_us=step.cost_us,
+                          bytes=0 if step.collective == "slice" else max(round(step.bytes), 1)))
+    return tuple(steps)
 
 
 def _readers(graph: PlacementGraph, answer: Placed) -> dict[tuple[int, Route], str]:

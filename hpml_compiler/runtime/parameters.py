@@ -86,7 +86,7 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
         for module, name in sites[id(old)]:
             module._parameters[name] = new
     # Other attributes of these modules, too, which Dynamo may have guarded on: recurrent layers have lists of their own.
-    rebind_attributes([module for found in sites.values() for module, _ in found], olds, news)
+    rebind_attributes(dict.fromkeys(module for found in sites.values() for module, _ in found), olds, news)
     before = [i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)]
     placed = sorted([*placements, *before])
     trainable = [i for i in placed if example_inputs[i].requires_grad]

@@ -6,7 +6,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
     return out_of_reach[::-1]
 
 
-def rebind_attributes(modules: Sequence[nn.Module], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
+def rebind_attributes(modules: Iterable[nn.Module], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
     """Replace old parameters in the attributes of modules, and in lists and dicts that are such attributes."""
     work = _Rebinding(olds, news)
     for module in modules:

@@ -91,7 +91,8 @@ class PlacementProblem:
         self._owner = {i: c.index for c in self.clusters for i in c.operations}
         self.saved = saved_values(graph) | {v.index for v in graph.values if v.producer is None and v.name in self.rows}
         self.held_inside = [self._held_inside(c) for c in self.clusters]
-        self.cluster_class, names = classes_of(self.clusters, graph, fold, self.held_inside)
+        marks = [(held, self._allowed(c, axis_rules)) for c, held in zip(self.clusters, self.held_inside)]
+        self.cluster_class, names = classes_of(self.clusters, graph, fold, marks)
         self.classes: list[_Class] = []
         self.edges: dict[Hashable, int] = {}
         self.edge_rows: list[list] = []
@@ -131,10 +132,15 @@ class PlacementProblem:
         return cluster(self.graph, merge, apart) if apart else clusters
 
     def _choices_of(self, c: Cluster, axis_rules: Sequence[AxisRule]) -> list[ClusterChoice]:
-        signature = cluster_signature(c, self.graph)
-        if signature not in self.memo:
-            self.memo[signature] = cluster_choices(c, self.graph, self.sizes, self.prices, axis_rules)
-        return self.memo[signature]
+        key = (cluster_signature(c, self.graph), self._allowed(c, axis_rules))
+        if key not in self.memo:
+            self.memo[key] = cluster_choices(c, self.graph, self.sizes, self.prices, axis_rules)
+        return self.memo[key]
+
+    def _allowed(self, c: Cluster, axis_rules: Sequence[AxisRule]) -> tuple[bool, ...]:
+        """What the axes allow of its operations. Equal clusters may differ in that: one reads a weight, the other does not."""
+        operations = [self.graph.operations[i] for i in c.operations]
+        return tuple(rule(op, s) for rule in axis_rules for op in operations for s in op.strategies)
 
     def _cluster_entities(self, names: list[str], axis_rules: Sequence[AxisRule], fold: bool) -> None:
         for c, number in zip(self.clusters, self.cluster_class):

@@ -25,7 +25,7 @@ from passes.compat import fake_mode_of
 from passes.costs.base import BUCKET_BYTES
 from passes.registry import register
 from passes.rules.table import is_heavy, is_random
-from passes.transform.collectives import reshape
+from passes.transform.collectives import is_collective, reshape
 from passes.transform.insert import Inserter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -64,7 +64,10 @@ class Bucket(TransformPass):
         fused: set[Node] = set()
         for bucket in self._buckets(reductions, order):
             if len(bucket) > 1:
-                _fuse(bucket, nodes[min(r.needed_at for r in bucket)], fake_mode_of(graph_module))
+                # Not by `needed_at`: a bucket before this one may have replaced the node there.
+                late = bucket[0].later is not None
+                needed = nodes[-1] if late else min(user for r in bucket for user in r.wait.users)
+                _fuse(bucket, needed, fake_mode_of(graph_module))
                 fused.update(r.wait for r in bucket)
         for node in sorted({n for r in reductions for n in r.later or ()} - fused, key=order.__getitem__):
             nodes[-1].prepend(node)
@@ -107,8 +110,8 @@ def _only_for_outputs(wait: Node) -> tuple[Node, ...] | None:
         for user in stack.pop().users:
             if user.op == "output" or user in found:
                 continue
-            foreign = getattr(user.target, "namespace", "") == "_c10d_functional"
-            if foreign or is_heavy(user.target) or is_random(user.target) or len(found) > MAX_LATER:
+            dear = is_collective(user.target) or is_heavy(user.target) or is_random(user.target)
+            if dear or len(found) > MAX_LATER:
                 return None
             found[user] = None
             stack.append(user)

@@ -19,9 +19,9 @@ from passes.base import TransformPass
 from passes.compat import pytree
 from passes.registry import register
 from passes.rules.table import is_random
+from passes.transform.collectives import is_collective
 from passes.transform.shard import BACKWARD_ON_PURPOSE
 
-COLLECTIVES = "_c10d_functional"
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 aten = torch.ops.aten
 UNDEFINED = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default)
@@ -45,8 +45,8 @@ class Deduplicate(TransformPass):
                 continue
             leaves, form = pytree.tree_flatten((node.args, dict(node.kwargs)))
             held_back = node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE
-            # 1, 1.0 and True are equal, but not as arguments.
-            key = (node.target, tuple((type(x), x) for x in leaves), str(form), held_back)
+            # 1, 1.0 and True are equal, but not as arguments; nor are 0.0 and -0.0.
+            key = (node.target, tuple((type(x), repr(x) if isinstance(x, float) else x) for x in leaves), str(form), held_back)
             if first.setdefault(key, node) is not node:
                 node.replace_all_uses_with(first[key])
                 graph.erase_node(node)
@@ -65,10 +65,9 @@ def _returned_memory(graph: Graph) -> set[int | None]:
 
 def _repeatable(node: Node) -> bool:
     """Whether a second call of the same gives the same and nothing else."""
-    target = node.target
-    if getattr(target, "namespace", "") == COLLECTIVES:
+    if is_collective(node.target):
         return True  # the same on all ranks, whose graphs have the same calls in the same order
-    return not (node.is_impure() or is_random(target) or target in UNDEFINED)
+    return not (node.is_impure() or is_random(node.target) or node.target in UNDEFINED)
 
 
 def _memory(node: Node) -> int | None:

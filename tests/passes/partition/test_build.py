@@ -129,6 +129,16 @@ def test_a_value_that_backward_reads_is_held_once_in_the_layout_of_its_copy():
     assert held["R"] == 192 and held["S(0)"] == held["S(1)"] == 96
 
 
+def test_equal_operations_may_be_allowed_different_things():
+    b = Builder()
+    x, w = b.input((8, 4)), b.input((4, 6), "buffer")
+    graph = b.finish([b.call(aten.mm.default, V(x), V(w)) for _ in range(2)])
+    for fold in (True, False):
+        built = PlacementProblem(graph, (2,), Prices(), [lambda op, s: op.index == 1 or not s.splits], fold=fold)
+        first, second = [e for e in built.problem.entities if e.kind == "operations"]
+        assert len(first.choices) == 1 < len(second.choices)
+
+
 def test_stored_parameters_and_rows_have_one_choice():
     graph, _ = training_step()
     built = problem(graph, stored={"parameter_1": ((1, 0),)}, rows=frozenset({"batch_0"}))

@@ -47,6 +47,20 @@ def test_scatters_are_laid_side_by_side():
     assert reductions(calls) == ["reduce_scatter_tensor"]
 
 
+def test_a_bucket_may_be_needed_by_one_that_was_made_before_it():
+    """The maxima fill a bucket before the sums do that they are made of."""
+    b = RankGraph()
+    x = [b.operand(10) for _ in range(3)]
+
+    def maximum(v):
+        return b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, v, "max", GROUP))
+
+    sums = [b.all_reduce(v) for v in x[:2]]
+    maxima = [maximum(v) for v in (*sums, x[2])]
+    products = [b.call(aten.mm.default, b.call(aten.view.default, v, [2, 5]), b.operand(5, 2)) for v in maxima]
+    assert len(reductions(after(b.outputs(*products), bucket_bytes=80))) == 3
+
+
 def test_a_bucket_is_closed_when_it_is_full():
     def build() -> RankGraph:
         b = RankGraph()

@@ -38,7 +38,7 @@ def test_equal_calls_of_equal_calls_become_one():
     torch.testing.assert_close(run([gm] * 2, groups, inputs), expected)
 
 
-@pytest.mark.parametrize("arguments", [(1, 1.0), (1, True), (0.5, 0.25)])
+@pytest.mark.parametrize("arguments", [(1, 1.0), (1, True), (0.5, 0.25), (0.0, -0.0)])
 def test_arguments_of_other_types_or_values_stay_apart(arguments):
     b = RankGraph()
     x = b.operand(3)
