@@ -35,6 +35,8 @@ log = logging.getLogger("hpml")
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     world = ensure_process_group()
     options.check_mesh(world)
+    if options.compiler == "inductor" and not torch.cuda.is_available():
+        compat.warm_cpp_compiler()
     if world == 1:
         return _one_device(gm, example_inputs, options)
     return _Compilation(gm, example_inputs, options).run()

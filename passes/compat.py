@@ -38,6 +38,7 @@ __all__ = [
     "quiet_dynamo",
     "tracing_fake_mode",
     "untraced",
+    "warm_cpp_compiler",
     "pytree",
     "size_hint",
     "source_name",
@@ -67,6 +68,25 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..
     from torch._inductor.compile_fx import compile_fx
 
     return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
+
+
+@functools.cache
+def warm_cpp_compiler() -> None:
+    """Begin in the background, once in a process, what inductor does before its first C++ kernel: it tries the vector
+    instructions and looks over, or compiles, its header. With cold caches that is several seconds of waiting for a
+    compiler in subprocesses, while nothing is there to lower yet."""
+    import logging
+    import threading
+
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    def compile_least_kernel() -> None:
+        try:  # by the comment torch 2.13 knows what needs vector instructions
+            CppPythonBindingsCodeCache.load_pybinding(["float*"], 'extern "C" void kernel(float* x) {}  // at::vec::\n')
+        except Exception as error:  # inductor meets the same at its first kernel, and its error is the user's
+            logging.getLogger("hpml").debug("The C++ compiler could not be warmed: %s", error)
+
+    threading.Thread(target=compile_least_kernel, name="hpml-warm-cpp", daemon=True).start()
 
 
 def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
