@@ -58,7 +58,12 @@ class OperationPlan(Record):
     """One node of the joint graph. `inputs` and `outputs` hold the placements of each tensor in order, as the operation
     itself reads and writes them (redistributions lie between). `block` is the path of the repeated block or else the
     module that it, or its forward operation, belongs to (`transformer.h.3`, `lm_head`), or ROOT; `predicted_us` the cost
-    of one run; `sources` the nodes, parameters and arguments read, in the order of `inputs`."""
+    of one run; `sources` the nodes, parameters and arguments read, in the order of `inputs`.
+
+    What it is priced by, on one device and for one run: `kind` of kernel, `dtype`, `flops` and `bytes_moved`. Operations
+    of one fused kernel are priced as one: the first (or the heavy ones) carry its bytes, the others none. `result_bytes`:
+    of each result on one device; `saved`: whether that result is held until backward (what is not is recomputed there
+    where backward reads it)."""
 
     op: str
     block: str
@@ -68,6 +73,12 @@ class OperationPlan(Record):
     outputs: PlacementsOfEach
     predicted_us: Microseconds
     sources: Names = ()
+    kind: str = "pointwise"
+    dtype: str = "float32"
+    flops: Annotated[float, Field(ge=0.0)] = 0.0
+    bytes_moved: Annotated[float, Field(ge=0.0)] = 0.0
+    result_bytes: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    saved: Annotated[tuple[bool, ...], Field(strict=False)] = ()
 
 
 class Step(Record):

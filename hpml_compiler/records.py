@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hpml_compiler.left_whole import left_whole
 from hpml_compiler.listing import Listing, listing
@@ -22,10 +22,12 @@ from hpml_compiler.pricing import MeshPrices
 from passes.decision import Route
 from passes.layouts import Layout, local_bytes, parse_layout
 from passes.mesh import Mesh
+from passes.partition.choices import operation_share
+from passes.partition.clusters import Cluster
 from passes.partition.place import Placed
 from passes.partition.problem import Edge
 from passes.partition.redistribution import change
-from passes.placement_graph import PlacementGraph, Value
+from passes.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import format_placement
 
 if TYPE_CHECKING:
@@ -123,9 +125,38 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshP
                     inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
                     # A cluster is priced as one: its heavy operations carry the cost.
                     predicted_us=max(cost_us - inside, 0.0) / len(heavy) if i in heavy else 0.0,
-                    sources=tuple(listed.values[v] for v in op.inputs),
+                    sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, c, op, i in heavy),
                 )
     return {graph.operations[i].name: found[i] for i in sorted(found)}
+
+
+def _priced_by(graph: PlacementGraph, answer: Placed, c: Cluster, op: Operation, carries: bool) -> dict[str, Any]:
+    """What the cost of an operation follows from, on one device: see `OperationPlan`."""
+    sizes, rows = answer.decision.sizes, answer.decision.operations
+    at = rows[op.index]
+
+    def local(values: Iterable[tuple[int, Layout]]) -> float:
+        return sum(local_bytes(graph.values[v], layout, sizes) for v, layout in values)
+
+    moved = flops = 0.0
+    if op.heavy:
+        moved = local(zip((*op.inputs, *op.outputs), at.inputs + at.made))
+        flops = op.flops * operation_share(at, sizes)
+    elif carries and any(graph.operations[i].kind != "view" for i in c.operations):
+        read: dict[int, Layout] = {}
+        made: dict[int, Layout] = {}
+        for i in c.operations:
+            for v, layout in zip(graph.operations[i].inputs, rows[i].inputs):
+                read.setdefault(v, layout)
+            made.update(zip(graph.operations[i].outputs, rows[i].outputs))
+        moved = local((v, read[v]) for v in c.inputs) + local((v, made[v]) for v in c.outputs)
+    first = graph.values[op.outputs[0]] if op.outputs else None
+    return {
+        "kind": op.kind if op.heavy else "pointwise" if moved else "view",
+        "dtype": first.spec.dtype if first else "float32", "flops": flops, "bytes_moved": moved,
+        "result_bytes": tuple(round(local([(v, layout)])) for v, layout in zip(op.outputs, at.outputs)),
+        "saved": tuple(v in answer.problem.saved for v in op.outputs),
+    }
 
 
 def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,

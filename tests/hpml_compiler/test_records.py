@@ -10,6 +10,7 @@ from hpml_compiler.demo.train import GPT
 from hpml_compiler.left_whole import left_whole
 from hpml_compiler.listing import Listing, input_names
 from hpml_compiler.plan import Plan
+from hpml_compiler.pricing import MeshPrices
 from hpml_compiler.visualize.blocks import block_classes
 from hpml_compiler.visualize.layout import layout
 from passes.cluster import Cluster
@@ -100,3 +101,14 @@ def test_what_is_left_whole_names_the_factor_in_the_way(model, rows, name, reaso
     mesh = mesh_from_pin({"tp": 2}, Cluster.parse("1x2:h100-80g"))
     found = {each.name: each.reason for each in left_whole(annotated, mesh, Listing({}, names, ()))}
     assert reason in found[name] if reason else name not in found
+
+
+def test_the_cost_of_operations_follows_from_what_they_are_priced_by(plan):
+    (graph,) = plan.graphs
+    prices = MeshPrices(mesh_from_pin(plan.mesh, Cluster.parse("1x4:h100-80g")), 2)
+    total = sum(graph.runs(op) * prices.compute_us(op.flops, op.bytes_moved, op.dtype, op.kind)
+                for op in graph.operations.values() if op.kind != "view")
+    assert total == pytest.approx(graph.predicted.compute_us)
+    saved = sum(graph.runs(op) * size for op in graph.operations.values()
+                for size, kept in zip(op.result_bytes, op.saved, strict=True) if kept)
+    assert 0 < saved == pytest.approx(graph.memory.activations, rel=0.2)
