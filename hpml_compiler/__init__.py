@@ -9,11 +9,13 @@ from hpml_compiler.plan import Plan
 if TYPE_CHECKING:
     from hpml_compiler.api import last_plan
     from hpml_compiler.loader import distribute
+    from hpml_compiler.mixed_plan import MixedPlan
+    from hpml_compiler.monitor.last import last_report
 
-__all__ = ["Plan", "distribute", "last_plan", "plan"]
+__all__ = ["Plan", "distribute", "last_plan", "last_report", "plan"]
 
 
-def plan(model: Any, batch: Any, cluster: Any = None, **options: Any) -> Plan:
+def plan(model: Any, batch: Any, cluster: Any = None, **options: Any) -> Plan | MixedPlan:
     """Plan one training step of `model` on `batch` for a cluster, without devices: see `hpml_compiler.api.plan`."""
     from hpml_compiler.api import plan as make
 
@@ -30,4 +32,8 @@ def __getattr__(name: str) -> Any:
         from hpml_compiler.api import last_plan
 
         return last_plan
+    if name == "last_report":
+        from hpml_compiler.monitor.last import last_report
+
+        return last_report
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from hpml_compiler.mixed_plan import MixedPlan
 from hpml_compiler.options import Options
 from hpml_compiler.plan import Plan
 from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
@@ -19,24 +21,63 @@ from passes.partition.depth import NotLinear
 log = logging.getLogger("hpml")
 
 
-def plan(model: nn.Module, batch: Any, cluster: str | Cluster | None = None, **options: Any) -> Plan:
+def plan(model: nn.Module, batch: Any, cluster: str | Cluster | None = None, **options: Any) -> Plan | MixedPlan:
     """Plan one training step of `model` on the global `batch`.
 
     batch: arguments of the model, a mapping or a tuple. cluster: `8x8:h100-80g`, a JSON file, a `Cluster`, or None for
-    one device of this machine. options: those of `Options`. Tensors may be on the meta device. Raises BadInput and
-    Infeasible.
+    one device of this machine; one with several groups of devices gives a `MixedPlan`, in which each group takes a share
+    of the rows. options: those of `Options`. Tensors may be on the meta device. Raises BadInput and Infeasible.
     """
     if isinstance(cluster, str):
         options["cluster"] = cluster
     parsed = Options.parse(options)
     if not isinstance(cluster, Cluster):
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
-    parsed.check_mesh(cluster.world_size)
-    given = parsed.load_plan()
-    results = _plan_shortened(model, batch, parsed, cluster)
+    if len(cluster.groups) > 1:
+        from hpml_compiler.mixed import plan_mixed
+
+        return plan_mixed(model, batch, cluster, parsed)
+    return plan_traces(Traces(model, batch, parsed), cluster)
+
+
+class Traces:
+    """A model traced on one batch: made when first needed, and then planned on one cluster after another."""
+
+    def __init__(self, model: nn.Module, batch: Any, options: Options):
+        self.model, self.batch, self.options = model, batch, options
+
+    @cached_property
+    def whole(self) -> list[Annotated]:
+        """All graphs of the whole model."""
+        return [_annotate(traced) for traced in trace(self.model, self.batch)]
+
+    @cached_property
+    def shortened(self) -> tuple[Annotated, Annotated, int] | None:
+        """Three and four layers of a deep model, and its number of layers; None if that is not worth it."""
+        layers = depth(self.model)
+        if layers is None or self.options.trace_all_layers or self.options.plan is not None:
+            return None
+        traces = []
+        for count in (SHORT, LONG):
+            with shortened(self.model, count):
+                found = trace(self.model, self.batch)
+            if len(found) != 1:
+                return None
+            traces.append(_annotate(found[0]))
+        short, long = traces
+        long.seconds = {k: long.seconds[k] + short.seconds[k] for k in long.seconds}
+        return short, long, layers
+
+
+def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
+    """Plan what was traced on a cluster of like devices. Raises BadInput and Infeasible."""
+    options = traces.options
+    options.check_mesh(cluster.world_size)
+    given = options.load_plan()
+    results = _plan_shortened(traces, options, cluster)
     if results is None:
-        results = _plan_whole(model, batch, parsed, cluster, given)
-    return as_plan([r.record for r in results], [a for r in results for a in r.rejected], parsed, str(cluster))
+        results = _plan_whole(traces, options, cluster, given)
+    return as_plan([r.record for r in results], [a for r in results for a in r.rejected], options, str(cluster))
 
 
 def _annotate(traced: Traced) -> Annotated:
@@ -45,10 +86,9 @@ def _annotate(traced: Traced) -> Annotated:
     return annotated
 
 
-def _plan_whole(model: nn.Module, batch: Any, options: Options, cluster: Cluster, given: Plan | None) -> list[Planned]:
+def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan | None) -> list[Planned]:
     results: list[Planned] = []
-    for number, traced in enumerate(trace(model, batch)):
-        annotated = _annotate(traced)
+    for number, annotated in enumerate(traces.whole):
         if given is not None:
             given.check(annotated.hash(), torch.__version__, cluster.world_size)
         results.append(plan_graph(
@@ -58,26 +98,17 @@ def _plan_whole(model: nn.Module, batch: Any, options: Options, cluster: Cluster
     return results
 
 
-def _plan_shortened(model: nn.Module, batch: Any, options: Options, cluster: Cluster) -> list[Planned] | None:
+def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[Planned] | None:
     """Plan a deep model from traces of three and four of its layers; None if that is not sound or not worth it."""
-    layers = depth(model)
-    if layers is None or options.trace_all_layers or options.plan is not None:
+    if traces.shortened is None:
         return None
-    traces = []
-    for count in (SHORT, LONG):
-        with shortened(model, count):
-            found = trace(model, batch)
-        if len(found) != 1:
-            return None
-        traces.append(_annotate(found[0]))
-    short, long = traces
-    long.seconds = {k: long.seconds[k] + short.seconds[k] for k in long.seconds}
+    short, long, layers = traces.shortened
     try:
         planned = plan_graph(long, options, cluster, name="graph_0", shorter=short, further=layers - LONG)
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None
-    return [_with_all_parameters(planned, model)]
+    return [_with_all_parameters(planned, traces.model)]
 
 
 def _with_all_parameters(planned: Planned, model: nn.Module) -> Planned:

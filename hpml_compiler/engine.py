@@ -16,6 +16,9 @@ from hpml_compiler import session
 from hpml_compiler.agreement import from_rank_0, same_graph
 from hpml_compiler.api import last_plan
 from hpml_compiler.lowering import Lowering, boxed
+from hpml_compiler.monitor import tensorboard
+from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
+from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
 from hpml_compiler.presets import after_planning
@@ -35,6 +38,8 @@ log = logging.getLogger("hpml")
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     world = ensure_process_group()
     options.check_mesh(world)
+    if options.tensorboard is not None:
+        tensorboard.check_installed()
     if options.compiler == "inductor" and not torch.cuda.is_available():
         compat.warm_cpp_compiler()
     if world == 1:
@@ -60,6 +65,18 @@ def local_cluster(options: Options, world: int) -> Cluster:
     return Cluster.local(world, "cpu")
 
 
+def monitor_of(options: Options) -> Monitor:
+    """This process's monitor, made with the options of the graph that is compiled first."""
+    current = session.current()
+    if current.monitor is None:
+        current.monitor = Monitor(device_type(), speaks=dist.get_rank() == 0, folder=options.tensorboard)
+    return current.monitor
+
+
+def current_monitor() -> Monitor | None:
+    return session.current().monitor
+
+
 class _Compilation:
     """One graph on its way through the compiler."""
 
@@ -68,6 +85,7 @@ class _Compilation:
         self.session = session.current()
         self.lowering = Lowering(options.compiler)
         self.planned: Planned | None = None
+        self.watched: WatchedGraph | None = None
         self.positions: dict[str, int] = {}
         self.stored: dict[str, Any] = {}
 
@@ -94,7 +112,7 @@ class _Compilation:
         examples = [self._static(value) for value in examples]
         function = compat.aot_autograd(
             fw_compiler=self.lowering.forward,
-            bw_compiler=self.lowering.backward,
+            bw_compiler=self._backward,
             inference_compiler=self._inference,
             partition_fn=self._partition,
             decompositions=compat.inductor_decompositions(),
@@ -105,7 +123,10 @@ class _Compilation:
         def call(*args: Any) -> Any:
             return function(*installed.locals(args))
 
-        return call
+        if self.watched is None:
+            return call
+        watch_optimizers(current_monitor)
+        return self.watched.forward(call)
 
     def _static(self, value: Any) -> Any:
         """Sizes are numbers here: a batch of another size is another graph, with a plan of its own."""
@@ -120,6 +141,10 @@ class _Compilation:
         sharded = self._rewrite(joint, num_fwd_outputs)
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
 
+    def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        call = self.lowering.backward(gm, inputs)
+        return call if self.watched is None else self.watched.backward(call)
+
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
         return self.lowering.inference(self._rewrite(gm, None))
 
@@ -128,6 +153,8 @@ class _Compilation:
         same_graph(annotated.hash(), annotated.text)
         self.planned = planned = from_rank_0(lambda: self._plan(annotated))
         self.session.graphs.append(planned.record)
+        if self.options.monitor:
+            self.watched = WatchedGraph(monitor_of(self.options), planned.record)
         self.session.options, self.session.cluster = self.options, planned.cluster
         self.session.rejected.extend(planned.rejected)
         self.positions = dict(annotated.interface.positions)

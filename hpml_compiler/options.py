@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
+from hpml_compiler.mixed_plan import MixedPlan
 from hpml_compiler.plan import Plan, describe_errors
+from hpml_compiler.plan_records import Objective
 from passes.errors import BadInput
 
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
@@ -57,11 +59,30 @@ def _mesh_sizes(value: object) -> object:
 
 
 def _path_text(value: object) -> object:
+    if isinstance(value, MixedPlan):
+        raise ValueError("a MixedPlan, for groups of different devices, cannot be run yet: give the plan of one of its "
+                         "groups, MixedPlan.groups[...].plan, on the devices of that group")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def parse_watts(value: object) -> float:
+    """Watts from a number or a text such as "300W" or "0.3 kW". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k?)w?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    if match:
+        watts = float(match[1]) * (1000 if match[2] else 1)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        watts = float(value)
+    else:
+        raise ValueError(f"{value!r} is no power: write 300 or 300W")
+    if not 0 < watts < math.inf:
+        raise ValueError(f"{value!r} is no positive number of watts")
+    return watts
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Watts = Annotated[float, BeforeValidator(parse_watts)]
 AxisSizes = Annotated[dict[str, int], BeforeValidator(_mesh_sizes)]
+Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
 
 
@@ -92,12 +113,23 @@ class Options(BaseModel):
     cluster: str | None = Field(
         None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; without it, the devices here"
     )
+    costs: Literal["auto", "roofline", "measured"] = Field(
+        "auto", description='prices: "measured" by `hpml profile` on the devices here, "roofline" from their data sheet; '
+        '"auto" takes measured ones where there are some and no cluster is named'
+    )
     trace_all_layers: bool = Field(
         False, description="true: `plan` traces every layer of a deep model, so that the plan can be passed back; "
         "false: it traces four of its repeated layers and counts the rest"
     )
-    objective: Literal["time"] = Field("time", description='what the solver minimizes: "time", of one step')
+    objective: Objective = Field(
+        "time", description='what the solver minimizes: "time" of one step, or "energy" of one step on all devices'
+    )
+    power_cap: Watts | None = Field(
+        None, description='watts that each device may draw: a number, or text such as "300W"; above its idle power'
+    )
     optimizer: OptimizerName = Field("adamw", description="the optimizer whose state counts as memory")
+    monitor: bool = Field(True, description="whether a run compares what it takes with what was predicted")
+    tensorboard: Folder | None = Field(None, description="a folder for that comparison as TensorBoard scalars")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:
@@ -141,8 +173,9 @@ class Options(BaseModel):
                        where="options['mesh']", next_step=", or ".join(changes))
 
     def to_json(self) -> dict[str, JsonValue]:
-        """The options that differ from the defaults, without the plan, as plain JSON: what a plan is stamped with."""
-        return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan"})
+        """The options that differ from the defaults, without the plan and what only runs heed, as plain JSON: what a plan is
+        stamped with."""
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard"})
 
 
 def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:

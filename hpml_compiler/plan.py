@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
+from hpml_compiler.plan_files import FORMAT_VERSION, json_content, read_text, write_text
 from hpml_compiler.plan_records import (
     CollectiveTotal,
     GraphPlan,
@@ -58,8 +59,6 @@ __all__ = [
     "SolverReport",
     "Step",
 ]
-
-FORMAT_VERSION = 1
 
 
 class PlanMismatch(BadInput):
@@ -102,6 +101,14 @@ class Plan(Record):
         return PredictedCost(**_sums((graph.predicted for graph in self.step_graphs), PredictedCost))
 
     @property
+    def power_w(self) -> float | None:
+        """Predicted average power of one device during a step; None where its energy was not computed."""
+        cost = self.predicted
+        if cost.energy_j is None or not cost.step_time_us:
+            return None
+        return cost.energy_j / (cost.step_time_us * 1e-6) / self.world_size
+
+    @property
     def memory(self) -> MemoryBytes:
         """Sum over the graphs of a step: an upper bound where several graphs share parameters."""
         return MemoryBytes(**_sums((graph.memory for graph in self.step_graphs), MemoryBytes))
@@ -115,18 +122,25 @@ class Plan(Record):
         """What `hpml plan --json` prints: plain JSON values; times in seconds, bytes per device."""
         graphs = self.step_graphs
         solvers = [graph.solver for graph in graphs]
+        objective = solvers[0].objective if solvers else "time"
         bounds = [solver.bound_us for solver in solvers]
+        bound = None if None in bounds else sum(b for b in bounds if b is not None) * 1e-6
         gaps = [solver.gap for solver in solvers]
         phases = dict.fromkeys(["trace", "annotate", "solve", "rewrite", *(k for g in self.graphs for k in g.seconds)])
         cost = self.predicted
         return {
             "step_time_s": cost.step_time_us * 1e-6,
-            "bound_s": None if None in bounds else sum(b for b in bounds if b is not None) * 1e-6,
+            "objective": objective,
+            "bound_s": bound if objective == "time" else None,
+            "bound_j": bound * self.world_size if bound is not None and objective == "energy" else None,
             "gap": None if None in gaps else max((g for g in gaps if g is not None), default=0.0),
             "status": ", ".join(dict.fromkeys(solver.status for solver in solvers)),
             "mesh": dict(self.mesh),
             "world_size": self.world_size,
             "cluster": self.cluster,
+            "energy_j": cost.energy_j,
+            "energy_label": cost.energy_label,
+            "power_w": self.power_w,
             "memory_bytes": self.memory.model_dump(),
             "collectives": {kind: asdict(total) for kind, total in self.collectives.items()},
             "predicted_s": {"compute": cost.compute_us * 1e-6, "communication": cost.communication_us * 1e-6,
@@ -147,14 +161,11 @@ class Plan(Record):
     def from_json(cls, text: str, where: str = "plan") -> Plan:
         """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid plan."""
         remake = "make it again with `hpml plan TARGET --save PLAN.json`"
-        try:
-            content = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise BadInput(what=f"not a plan: {error}", where=where, next_step=remake) from error
-        if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
-            version = content.get("format_version") if isinstance(content, dict) else None
-            raise BadInput(what=f"this hpml reads plans of format_version {FORMAT_VERSION}, this one has {version!r}",
-                           where=where, next_step=remake)
+        content = json_content(text, where, remake)
+        if content.get("kind") == "mixed":
+            raise BadInput(what="this plan is for groups of different devices; such plans cannot be run or drawn as one yet",
+                           where=where, next_step="read it with hpml_compiler.mixed_plan.MixedPlan.load; each of its groups "
+                           "has a plan for like devices")
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -162,25 +173,12 @@ class Plan(Record):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan; an older file at `path` stays whole until the new one is."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            partial.write_text(self.to_json(), encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise BadInput(what=f"cannot write the plan: {error.strerror}", where=str(path),
-                           next_step="name a file in a folder that exists and can be written") from error
+        write_text(self.to_json(), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read what `save` wrote. Raises BadInput."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(what=f"cannot read the plan: {error}", where=str(path),
-                           next_step="give a file that `hpml plan TARGET --save PLAN.json` wrote") from error
-        return cls.from_json(text, where=str(path))
+        return cls.from_json(read_text(path), where=str(path))
 
     def check(self, graph_hash: str, torch_version: str, world_size: int) -> GraphPlan:
         """The plan of the graph with that hash. Raises PlanMismatch if there is none, if the number of ranks differs,
@@ -244,14 +242,21 @@ def describe_errors(error: ValidationError, most: int = 3) -> str:
     return "; ".join(lines[:most]) + more
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _release(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
 
 
 def _sums(parts: Iterable[Record], kind: type[Record]) -> dict[str, Any]:
+    """Each field summed over the parts: None if any part has none; of a text, that of all parts if they agree."""
     parts = list(parts)
-    return {field: sum(getattr(part, field) for part in parts) for field in kind.model_fields}
+    if not parts:
+        return {field: 0 for field, info in kind.model_fields.items() if info.is_required()}
+    return {field: _sum([getattr(part, field) for part in parts]) for field in kind.model_fields}
+
+
+def _sum(values: list[Any]) -> Any:
+    if any(value is None for value in values):
+        return None
+    if any(isinstance(value, str) for value in values):
+        return values[0] if len(set(values)) == 1 else None
+    return sum(values)

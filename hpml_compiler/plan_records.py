@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
@@ -24,6 +24,7 @@ ClassId = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(
 Count = Annotated[int, Field(ge=0)]
 Microseconds = Annotated[float, Field(ge=0.0)]
 Mesh = dict[str, Annotated[int, Field(ge=1)]]
+Objective = Literal["time", "energy"]
 
 ROOT = "(root)"
 """The block of what is in no submodule, such as a loss."""
@@ -113,12 +114,19 @@ class LeftWhole(Record):
 
 
 class PredictedCost(Record):
-    """Predicted time of one step on the slowest device; parts may overlap, so they need not sum to the step."""
+    """Predicted time of one step on the slowest device; parts may overlap, so they need not sum to the step.
+    `overhead_us`: what calling the compiled graphs takes besides their kernels, where it was measured.
+
+    energy_j: of one step on all devices together (`passes.costs.energy`), None where nobody computed it; energy_label
+    says where its figures come from."""
 
     step_time_us: Microseconds
     compute_us: Microseconds
     communication_us: Microseconds
     optimizer_us: Microseconds
+    overhead_us: Microseconds = 0.0
+    energy_j: Annotated[float, Field(ge=0.0)] | None = None
+    energy_label: Literal["estimated", "measured"] | None = None
 
 
 class MemoryBytes(Record):
@@ -132,7 +140,9 @@ class MemoryBytes(Record):
 
 
 class SolverReport(Record):
-    """What the solver said: status ("optimal", "feasible", ...), objective and proven bound, relative gap, sizes."""
+    """What the solver said: status ("optimal", "feasible", ...), objective and proven bound, relative gap, sizes.
+
+    objective: what was minimized. With "energy", `objective_us` and `bound_us` are the µJ of one device."""
 
     status: str
     objective_us: float | None
@@ -143,15 +153,17 @@ class SolverReport(Record):
     constraints: Count
     seconds: Annotated[float, Field(ge=0.0)]
     solver: str
+    objective: Objective = "time"
 
 
 class MeshAttempt(Record):
-    """A mesh that was tried and not taken."""
+    """A mesh that was tried and not taken; `objective` as in `SolverReport`."""
 
     mesh: Mesh
     objective_us: float | None
     bound_us: float | None
     reason: str
+    objective: Objective = "time"
 
 
 class DecisionRecord(Record):

@@ -11,15 +11,17 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from hpml_compiler import measurements
 from hpml_compiler.options import Options
 from hpml_compiler.plan import Plan
 from hpml_compiler.plan_records import GraphPlan, MeshAttempt
 from hpml_compiler.presets import before_planning
-from hpml_compiler.pricing import MeshPrices
+from hpml_compiler.pricing import MeshPrices, in_time, minimized_first
 from hpml_compiler.records import graph_plan
 from hpml_compiler.visualize.text import format_bytes
 from passes.annotations import read
 from passes.cluster import Cluster
+from passes.costs.energy import capped_cluster
 from passes.decision import Decision
 from passes.errors import BadInput, Infeasible
 from passes.interface import GraphInput, Interface
@@ -106,9 +108,15 @@ def plan_graph(
     the budget, with the smallest budget that any of them meets.
     """
     start = time.perf_counter()
+    full_speed, cluster = cluster, capped_cluster(cluster, options.power_cap)
     budget = options.memory_budget if options.memory_budget is not None else cluster.device.memory_bytes
     state = StateModel(optimizer=float(options.optimizer_states))
     pinned = _pins(given, annotated)
+    measured = measurements.load(options, cluster, annotated.hash())
+    if measured is not None and cluster != full_speed:
+        log.warning("%s: what was measured is of full speed: under the power cap of %g W, the roofline prices", name,
+                    options.power_cap)
+        measured = None
     meshes = candidate_meshes(options, cluster, fixed_mesh)
     best: tuple[Mesh, Placed] | None = None
     attempts: list[MeshAttempt] = []
@@ -118,33 +126,38 @@ def plan_graph(
         left = options.time_limit - (time.perf_counter() - start)
         solver = SolverOptions(options.solver, max(0.7 * left, 1.0), options.gap, extra=dict(options.solver_options))
         axes = dict(zip(mesh.names, mesh.shape))
+        times = MeshPrices(mesh, options.optimizer_states, measured)
+        prices, others = minimized_first(times, mesh, options.objective)
         try:
             answer = place(
-                annotated.graph, axes, MeshPrices(mesh, options.optimizer_states), options=solver, state=state,
+                annotated.graph, axes, prices, options=solver, state=state, other_prices=others,
                 budget_bytes=float(budget), stored=annotated.interface.stored, rows=rows, pinned=pinned,
                 cutoff_us=best[1].solution.objective_us if best else None,
                 shorter=shorter.graph if shorter else None, further=further,
             )
         except Infeasible as error:
             misses.append(error)
-            attempts.append(MeshAttempt(mesh=axes, objective_us=None, bound_us=None, reason=str(error.what)))
+            attempts.append(MeshAttempt(mesh=axes, objective_us=None, bound_us=None, reason=str(error.what),
+                                        objective=options.objective))
             continue
         if isinstance(answer, Placed) and (
             best is None or answer.solution.objective_us < best[1].solution.objective_us
         ):
             if best is not None:
-                attempts.append(_lost(*best))
+                attempts.append(_lost(*best, options))
             best = (mesh, answer)
         elif isinstance(answer, Placed):
-            attempts.append(_lost(mesh, answer))
+            attempts.append(_lost(mesh, answer, options))
         else:
             attempts.append(MeshAttempt(mesh=axes, objective_us=None, bound_us=_finite(answer.bound_us),
-                                        reason="its bound is above the best answer"))
+                                        reason="its bound is above the best answer", objective=options.objective))
     if best is None:
         raise _nothing_fits(misses, budget)
-    mesh, answer = best
+    mesh, (answer, energy_j) = best[0], in_time(best[1], best[0], options.objective)
     seconds = {**annotated.seconds, "solve": time.perf_counter() - start}
-    record = graph_plan(annotated, mesh, answer, name=name, seconds=seconds, shortened=shorter is not None)
+    record = graph_plan(annotated, mesh, answer, name=name, seconds=seconds, shortened=shorter is not None,
+                        objective=options.objective, energy_j=energy_j,
+                        prices=MeshPrices(mesh, options.optimizer_states, measured))
     if record.memory.peak > budget:
         over = record.memory.peak - budget
         log.warning(
@@ -165,9 +178,9 @@ def _pins(given: Plan | None, annotated: Annotated) -> dict[str, Any] | None:
     return None
 
 
-def _lost(mesh: Mesh, answer: Placed) -> MeshAttempt:
+def _lost(mesh: Mesh, answer: Placed, options: Options) -> MeshAttempt:
     return MeshAttempt(mesh=dict(zip(mesh.names, mesh.shape)), objective_us=answer.solution.objective_us,
-                       bound_us=_finite(answer.solution.bound_us), reason="dearer")
+                       bound_us=_finite(answer.solution.bound_us), reason="dearer", objective=options.objective)
 
 
 def _finite(value: float) -> float | None:

@@ -1,23 +1,52 @@
 """A cost model seen from one mesh, with axes by number, as building a partition problem wants it."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
 from passes.costs import OptimizerModel, RooflineCost
+from passes.costs.energy import EnergyPrices
+from passes.costs.measured import MeasuredCost, Measurements
+from passes.costs.measured_collectives import MeasuredCollectives
+from passes.layouts import Layout
 from passes.mesh import Mesh
+from passes.operation_key import operation_key
+from passes.partition.choices import Prices
+from passes.partition.place import Placed
+from passes.placement_graph import Operation, PlacementGraph
 
 KINDS = {"lookup": "embedding"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `hpml profile` left in the cache for the devices that a plan is for."""
+
+    measurements: Measurements
+    collectives: MeasuredCollectives | None
 
 
 class MeshPrices:
     """Implements `passes.partition.choices.Prices`; optimizer traffic depends on the parameter's dtype."""
 
-    def __init__(self, mesh: Mesh, states: int):
-        self.mesh, self.states = mesh, states
-        self.cost = RooflineCost(mesh.device, mesh)
-        self._optimizers: dict[str, RooflineCost] = {}
+    def __init__(self, mesh: Mesh, states: int, measured: Measured | None = None):
+        self.mesh, self.states, self.measured = mesh, states, measured
+        self.cost = self._cost(OptimizerModel())
+        self._optimizers: dict[str, RooflineCost | MeasuredCost] = {}
         self._collectives: dict[tuple[str, int, float], float] = {}
 
     def compute_us(self, flops: float, nbytes: float, dtype: str, kind: str) -> float:
         return self.cost.compute_us(flops, nbytes, dtype, KINDS.get(kind, kind))
+
+    def operation_us(
+        self, graph: PlacementGraph, op: Operation, inputs: Sequence[Layout], made: Sequence[Layout],
+        sizes: tuple[int, ...], flops: float, nbytes: float,
+    ) -> float:
+        dtype, kind = graph.values[op.outputs[0]].spec.dtype, KINDS.get(op.kind, op.kind)
+        if isinstance(self.cost, MeasuredCost):
+            return self.cost.compute_us(flops, nbytes, dtype, kind, operation_key(graph, op, inputs, made, sizes))
+        return self.cost.compute_us(flops, nbytes, dtype, kind)
 
     def copy_us(self, nbytes: float) -> float:
         return self.cost.compute_us(0.0, nbytes, "float32", "pointwise")
@@ -31,7 +60,31 @@ class MeshPrices:
     def optimizer_us(self, elements: float, dtype: str) -> float:
         if dtype not in self._optimizers:
             size = 8 if dtype == "float64" else 2 if dtype in ("bfloat16", "float16") else 4
-            self._optimizers[dtype] = RooflineCost(
-                self.mesh.device, self.mesh, OptimizerModel(size, size, self.states * size)
-            )
+            self._optimizers[dtype] = self._cost(OptimizerModel(size, size, self.states * size))
         return self._optimizers[dtype].optimizer_us(elements)
+
+    @property
+    def overhead_us(self) -> float:
+        """Of a call of a compiled graph, forward or backward, besides its kernels; 0 where it was not measured."""
+        return self.measured.measurements.graph_us if self.measured is not None else 0.0
+
+    def _cost(self, optimizer: OptimizerModel) -> RooflineCost | MeasuredCost:
+        roofline = RooflineCost(self.mesh.device, self.mesh, optimizer)
+        if self.measured is None:
+            return roofline
+        return MeasuredCost(roofline, self.measured.measurements, self.measured.collectives)
+
+
+def minimized_first(times: Prices, mesh: Mesh, objective: Literal["time", "energy"]) -> tuple[Prices, Prices]:
+    """The prices that the solver minimizes, and the others: times in µs, and energy in µJ of one device."""
+    energy = EnergyPrices(times, mesh)
+    return (energy, times) if objective == "energy" else (times, energy)
+
+
+def in_time(answer: Placed, mesh: Mesh, objective: Literal["time", "energy"]) -> tuple[Placed, float]:
+    """The answer with its cost in µs, and the energy of a step on all devices of the mesh, in joules."""
+    assert answer.other_cost is not None, "answers are priced in both"
+    time, energy = answer.cost, answer.other_cost
+    if objective == "energy":
+        time, energy = energy, time
+    return replace(answer, cost=time), energy.step_us * 1e-6 * mesh.size

@@ -11,6 +11,7 @@ from hpml_compiler.plan_records import (
     DecisionRecord,
     GraphPlan,
     MemoryBytes,
+    Objective,
     OperationPlan,
     ParameterPlan,
     PredictedCost,
@@ -27,6 +28,7 @@ from passes.partition.clusters import Cluster
 from passes.partition.place import Placed
 from passes.partition.problem import Edge
 from passes.partition.redistribution import change
+from passes.partition.reprice import compute_us
 from passes.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import format_placement
 
@@ -42,11 +44,15 @@ def placements(layout: Layout) -> tuple[str, ...]:
 
 
 def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, seconds: Mapping[str, float],
-               shortened: bool = False) -> GraphPlan:
-    """Record of an answer. `shortened`: the graph has fewer layers than the model, so one of each class is listed with
-    its multiplicity in the model, and the plan cannot be passed back (its hash says so)."""
+               prices: MeshPrices, shortened: bool = False, objective: Objective = "time", energy_j: float | None = None,
+               ) -> GraphPlan:
+    """Record of an answer, its `cost` in µs whatever the `objective` was. `energy_j`: of its kernels and collectives, on
+    all devices; they wait through what else a call takes. `shortened`: the graph has fewer layers than the model, so one
+    of each class is listed with its multiplicity in the model, and the plan cannot be passed back (its hash says so)."""
     graph, cost, solution = annotated.graph, answer.cost, answer.solution
-    prices = MeshPrices(mesh, 2)
+    overhead_us = prices.overhead_us * (2 if annotated.interface.training else 1)
+    if energy_j is not None:
+        energy_j += overhead_us * 1e-6 * mesh.device.idle_power_w * mesh.size
     listed = listing(annotated, answer.problem, once=shortened)
     peak = cost.held_bytes + _largest_transient(graph, answer)
     return GraphPlan(
@@ -62,8 +68,9 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
         ),
         left_whole=tuple(left_whole(annotated, mesh, listed)),
         predicted=PredictedCost(
-            step_time_us=cost.step_us, compute_us=cost.compute_us, communication_us=cost.communication_us,
-            optimizer_us=cost.optimizer_us,
+            step_time_us=cost.step_us + overhead_us, overhead_us=overhead_us, compute_us=cost.compute_us,
+            communication_us=cost.communication_us, optimizer_us=cost.optimizer_us, energy_j=energy_j,
+            energy_label=None if energy_j is None else "estimated",
         ),
         memory=MemoryBytes(
             parameters=round(cost.parameter_bytes), gradients=round(cost.gradient_bytes),
@@ -72,7 +79,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
         solver=SolverReport(
             status=solution.status, objective_us=solution.objective_us, bound_us=solution.bound_us, gap=solution.gap,
             variables=solution.variables, binaries=solution.binaries, constraints=solution.constraints,
-            seconds=solution.seconds, solver=solution.solver,
+            seconds=solution.seconds, solver=solution.solver, objective=objective,
         ),
         seconds=dict(seconds),
         multiplicity={
@@ -114,17 +121,16 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshP
     found: dict[int, OperationPlan] = {}
     for number, clusters in listed.clusters.items():
         entity = answer.problem.classes[number]
-        cost_us = entity.choices[answer.solution.chosen[number]].cost_us
         for c in clusters:
             heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
-            inside = sum(s.predicted_us for r in _reduced(graph, mesh, answer, prices, listed, c.operations) for s in r.steps)
+            cost_us = compute_us(graph, c, answer.decision, prices)
             for i in c.operations:
                 op, rows = graph.operations[i], answer.decision.operations[i]
                 found[i] = OperationPlan(
                     op=op.target, block=listed.blocks[i], backward=op.backward, class_id=entity.name,
                     inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
                     # A cluster is priced as one: its heavy operations carry the cost.
-                    predicted_us=max(cost_us - inside, 0.0) / len(heavy) if i in heavy else 0.0,
+                    predicted_us=cost_us / len(heavy) if i in heavy else 0.0,
                     sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, c, op, i in heavy),
                 )
     return {graph.operations[i].name: found[i] for i in sorted(found)}

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +17,9 @@ from passes.layouts import Layout
 from passes.rules.base import REPLICATE
 from passes.transform.collectives import MeshGroups
 
+if TYPE_CHECKING:
+    from hpml_compiler.monitor.monitor import Monitor
+
 
 @dataclass
 class Session:
@@ -27,6 +31,7 @@ class Session:
     options: Options = field(default_factory=lambda: Options.parse(None))
     cluster: str = ""
     device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
+    monitor: Monitor | None = None
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """The DeviceMesh of these axes; made once, by all ranks together."""

@@ -10,11 +10,14 @@ from typing import Any
 import psutil
 
 from passes.device import (
+    ASSUMED_HOST,
+    ASSUMED_STORAGE,
     Device,
     DeviceSheet,
     Link,
     builtin_devices,
     builtin_sheet,
+    host_of,
     sheet_for_torch_name,
 )
 from passes.errors import BadInput
@@ -23,14 +26,17 @@ from passes.records import FrozenMap, from_json, read_json, to_json, write_json
 __all__ = ["Cluster", "Device", "DeviceSheet", "Link", "NodeGroup", "builtin_devices", "builtin_sheet"]
 
 _PATTERN = re.compile(r"([0-9]+)x([0-9]+):(.+)")
-_LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S = 200e9  # what the cores of one host share: about eight channels of DDR4-3200
+_JOINT = re.compile(r"\+(?=\s*[0-9]+x[0-9]+:)")  # a + in a file's name is none
+LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S = 200e9  # what the cores of one host share: about eight channels of DDR4-3200
 
 
 @dataclass(frozen=True)
 class NodeGroup:
     """Nodes that are alike: `nodes` times `devices_per_node` devices.
 
-    intra_node: the link between devices of one node; inter_node: the NICs through which a node reaches the others.
+    intra_node: the link between devices of one node; inter_node: the NICs through which a node reaches the others;
+    host: between a device and its host's memory; storage: to the file system. Of the last two, as of the NICs,
+    `device_bytes_per_s(devices_per_node)` says what each device has while all devices of its node use them.
     """
 
     nodes: int
@@ -38,12 +44,21 @@ class NodeGroup:
     device: Device
     intra_node: Link
     inter_node: Link
+    host: Link = ASSUMED_HOST
+    storage: Link = ASSUMED_STORAGE
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "host", host_of(self.device, self.host))
         if self.nodes < 1 or self.devices_per_node < 1:
             raise BadInput(
                 f"a cluster needs at least one node and one device, got {self.nodes}x{self.devices_per_node}", "cluster"
             )
+
+    @staticmethod
+    def of(nodes: int, devices_per_node: int, sheet: DeviceSheet) -> NodeGroup:
+        """Like nodes, with the links that the device file says."""
+        return NodeGroup(nodes, devices_per_node, sheet.device, sheet.intra_node, sheet.inter_node, sheet.host,
+                         sheet.storage)
 
     @property
     def size(self) -> int:
@@ -55,45 +70,64 @@ class NodeGroup:
 class Cluster:
     """Groups of nodes; ranks count through devices, then nodes, then groups.
 
+    same_node: the groups are different devices of one and the same node. between_groups: the link between devices of
+    different groups, `device_bytes_per_s` of which is taken with the larger devices_per_node; None with one group. Left
+    out, it is the slowest of the groups' inter_node links (intra_node links if same_node), with the longest latency.
     Meshes are laid over one group of like nodes; the properties from `nodes` on raise BadInput for several groups.
     """
 
     groups: tuple[NodeGroup, ...]
+    between_groups: Link | None = None
+    same_node: bool = False
 
     def __post_init__(self) -> None:
         if not self.groups:
             raise BadInput("a cluster needs at least one group of nodes", "cluster")
+        if self.same_node and any(group.nodes != 1 for group in self.groups):
+            raise BadInput("same_node is true, but a group has several nodes", "cluster",
+                           "give every group of the node nodes = 1, or leave same_node out")
+        if len(self.groups) == 1 and (self.between_groups is not None or self.same_node):
+            raise BadInput("between_groups and same_node are of several groups, and there is one", "cluster",
+                           "leave them out")
+        if len(self.groups) > 1 and self.between_groups is None:
+            object.__setattr__(self, "between_groups", _slowest_link(self.groups, self.same_node))
 
     @staticmethod
     def homogeneous(nodes: int, devices_per_node: int, sheet: DeviceSheet) -> Cluster:
         """Like nodes, with the links that the device file says."""
-        return Cluster((NodeGroup(nodes, devices_per_node, sheet.device, sheet.intra_node, sheet.inter_node),))
+        return Cluster((NodeGroup.of(nodes, devices_per_node, sheet),))
 
     @staticmethod
     def parse(text: str) -> Cluster:
         """`NODESxDEVICES:DEVICE` (`8x8:h100-80g`; DEVICE: a built-in one or a device file), or a cluster file (.json).
 
+        Several of the first kind joined by `+` (`1x4:h100-80g+1x4:a100-80g`) are groups of different nodes.
         Raises BadInput that says what is wrong and lists the built-in devices.
         """
-        match = _PATTERN.fullmatch(text.strip())
-        if match is None:
-            if text.strip().endswith(".json"):
-                return Cluster.load(text.strip())
-            raise BadInput(
-                f"cannot read {text!r} as a cluster",
-                "cluster",
-                "write NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or the path of a JSON file; "
-                f"built-in devices: {', '.join(builtin_devices())}",
-            )
-        nodes, devices, device = match.groups()
-        return Cluster.homogeneous(int(nodes), int(devices), _sheet(device))
+        parts = [part.strip() for part in _JOINT.split(text.strip())]
+        matches = [_PATTERN.fullmatch(part) for part in parts]
+        if parts == [text.strip()] and matches == [None] and parts[0].endswith(".json"):
+            return Cluster.load(parts[0])
+        groups = []
+        for part, match in zip(parts, matches, strict=True):
+            if match is None:
+                raise BadInput(
+                    f"cannot read {part!r} as a cluster" + (f" in {text!r}" if len(parts) > 1 else ""),
+                    "cluster",
+                    "write NODESxDEVICES:DEVICE, such as 8x8:h100-80g, several joined by +, or the path of a JSON "
+                    f"file; built-in devices: {', '.join(builtin_devices())}",
+                )
+            nodes, devices, device = match.groups()
+            groups.append(NodeGroup.of(int(nodes), int(devices), _sheet(device)))
+        return Cluster(tuple(groups))
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
         """Reads a cluster file: `{"groups": [{"nodes", "devices_per_node", "device", "intra_node", "inter_node"}]}`.
 
         `device` is an object, or the name of a built-in device or the path of a device file, relative to this one;
-        with a name or path the links may be left out. Strict: raises BadInput that names the file and the key.
+        with a name or path the links may be left out. The links `host` and `storage` may always be left out, and so
+        may `between_groups` and `same_node` beside the groups. Strict: raises BadInput that names the file and the key.
         """
         data = read_json(path)
         if isinstance(data, dict) and isinstance(data.get("groups"), list):
@@ -185,7 +219,15 @@ def _with_sheet(group: Any, folder: Path) -> Any:
     if not isinstance(group, dict) or not isinstance(group.get("device"), str):
         return group
     sheet = to_json(_sheet(group["device"], folder))
-    return {"intra_node": sheet["intra_node"], "inter_node": sheet["inter_node"], **group, "device": sheet["device"]}
+    links = {name: sheet[name] for name in ("intra_node", "inter_node", "host", "storage")}
+    return {**links, **group, "device": sheet["device"]}
+
+
+def _slowest_link(groups: tuple[NodeGroup, ...], same_node: bool) -> Link:
+    """What a message from one group to another passes: both groups' links, of which the slower one counts."""
+    links = [(group.intra_node if same_node else group.inter_node, group.devices_per_node) for group in groups]
+    slowest, _ = min(links, key=lambda each: each[0].device_bytes_per_s(each[1]))
+    return replace(slowest, latency_us=max(link.latency_us for link, _ in links))
 
 
 def available_cores() -> int:
@@ -199,7 +241,7 @@ def _local_cpu(ranks: int) -> DeviceSheet:
     """The built-in cpu (one core, one rank) for ranks that share this host's cores."""
     sheet, cores = builtin_sheet("cpu"), available_cores()
     one, share = sheet.device, cores / ranks
-    shared_bandwidth = min(cores * one.memory_bandwidth_bytes_per_s, _LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S)
+    shared_bandwidth = min(cores * one.memory_bandwidth_bytes_per_s, LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S)
     device = replace(
         one,
         memory_bytes=psutil.virtual_memory().total // ranks,
@@ -207,6 +249,7 @@ def _local_cpu(ranks: int) -> DeviceSheet:
         peak_flops_per_s=FrozenMap({dtype: rate * share for dtype, rate in one.peak_flops_per_s.items()}),
         idle_power_w=one.idle_power_w * share,
         busy_power_w=one.busy_power_w * share,
+        caches=tuple(replace(cache, bandwidth_bytes_per_s=cache.bandwidth_bytes_per_s * share) for cache in one.caches),
         source=f"{cores} cores shared by {ranks} ranks, each core: {one.source}",
     )
     # Ranks beyond the cores take turns, in messages as in arithmetic (4 ranks on 2 cores: half the bandwidth measured).

@@ -23,6 +23,7 @@ __all__ = [
     "fake_mode_of",
     "inductor_joint_passes",
     "inductor_whole",
+    "is_fused_kernel",
     "min_cut_partition",
     "outside_tracing",
     "dtensor_spec",
@@ -35,11 +36,14 @@ __all__ = [
     "make_dtensor",
     "norm_partial",
     "plain_torch_functions",
+    "profiler_is_on",
     "quiet_dynamo",
     "tracing_fake_mode",
     "untraced",
+    "visible_kernels",
     "warm_cpp_compiler",
     "pytree",
+    "set_cpp_log_level",
     "size_hint",
     "source_name",
     "will_accumulate",
@@ -87,6 +91,20 @@ def warm_cpp_compiler() -> None:
             logging.getLogger("hpml").debug("The C++ compiler could not be warmed: %s", error)
 
     threading.Thread(target=compile_least_kernel, name="hpml-warm-cpp", daemon=True).start()
+
+
+@contextlib.contextmanager
+def visible_kernels() -> Any:
+    """What inductor compiles inside shows its C++ kernels to `torch.profiler`; see `is_fused_kernel`."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.enable_kernel_profile": True, "fx_graph_cache": False}):
+        yield
+
+
+def is_fused_kernel(event: str) -> bool:
+    """Whether a profiler's event is a kernel that inductor made: `graph_0_cpp_fused_add_3`, `triton_poi_fused_add_1`."""
+    return "cpp_fused_" in event or event.startswith("triton_")
 
 
 def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -340,3 +358,25 @@ def guard_on_type_and_grad(sources: Any) -> None:
     for source in replaced:
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH),
                       AttrSource(source, "requires_grad").make_guard(GuardBuilder.EQUALS_MATCH))
+
+
+# Looking at a run (hpml_compiler/monitor).
+
+
+def profiler_is_on() -> bool:
+    """Whether somebody profiles this thread."""
+    return bool(torch.autograd._profiler_enabled())  # pyright: ignore[reportPrivateImportUsage]
+
+
+def set_cpp_log_level(level: int) -> int | None:
+    """Let torch's C++ code log from this level on (0 information, 1 warnings, 2 errors), as TORCH_CPP_LOG_LEVEL does
+    at the start of a process. Returns the level before; None where it cannot be set, and nothing is done.
+    """
+    import ctypes
+
+    try:
+        flag = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")  # already loaded, by this name
+    except (OSError, ValueError):  # another system's library, or a build without the flag
+        return None
+    before, flag.value = flag.value, level
+    return before

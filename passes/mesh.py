@@ -8,6 +8,7 @@ from math import prod
 from passes.cluster import Cluster
 from passes.device import Device, Link
 from passes.errors import BadInput
+from passes.link import BOARD_J_PER_BYTE, SYSTEM_J_PER_BYTE
 from passes.records import FrozenMap
 
 AXIS_NAMES = ("x", "y", "z", "w")
@@ -30,7 +31,8 @@ class MeshAxis:
     All groups of an axis communicate at once. latency_us: one hop of a ring through a group, on average.
     bandwidth_bytes_per_s: what a ring through a group sustains, per device and direction. levels: for an axis that
     runs inside nodes and across them, the two parts, inner first; their bandwidths are what one device has while all
-    use the link. slowdown: of the slowest link (see `passes.device.Link`).
+    use the link. slowdown: of the slowest link (see `passes.link.Link`). energy_j_per_byte: of one hop of a ring, on
+    average.
     """
 
     name: str
@@ -39,6 +41,7 @@ class MeshAxis:
     bandwidth_bytes_per_s: float
     levels: tuple[AxisLevel, ...] = ()
     slowdown: FrozenMap = FrozenMap()
+    energy_j_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.latency_us <= 0 or self.bandwidth_bytes_per_s <= 0:
@@ -184,12 +187,14 @@ def price_axis(name: str, size: int, stride: int, cluster: Cluster) -> MeshAxis:
     """
     per_node, intra, inter = cluster.devices_per_node, cluster.intra_node, cluster.inter_node
     intra_bandwidth, inter_bandwidth = intra.device_bytes_per_s(per_node), inter.device_bytes_per_s(per_node)
+    intra_j = BOARD_J_PER_BYTE if intra.energy_j_per_byte is None else intra.energy_j_per_byte
+    inter_j = SYSTEM_J_PER_BYTE if inter.energy_j_per_byte is None else inter.energy_j_per_byte
     span = size * stride
     if size == 1 or per_node % span == 0:
-        return _single(name, size, intra, intra_bandwidth)
+        return _single(name, size, intra, intra_bandwidth, intra_j)
     members = per_node // stride
     if members <= 1 or per_node % stride or span % per_node:
-        return _single(name, size, inter, inter_bandwidth)
+        return _single(name, size, inter, inter_bandwidth, inter_j)
     nodes = size // members
     return MeshAxis(
         name,
@@ -201,8 +206,9 @@ def price_axis(name: str, size: int, stride: int, cluster: Cluster) -> MeshAxis:
             AxisLevel(nodes, inter.latency_us, inter_bandwidth),
         ),
         inter.slowdown,
+        (nodes * inter_j + (size - nodes) * intra_j) / size,
     )
 
 
-def _single(name: str, size: int, link: Link, bandwidth: float) -> MeshAxis:
-    return MeshAxis(name, size, link.latency_us, bandwidth, (), link.slowdown)
+def _single(name: str, size: int, link: Link, bandwidth: float, energy_j_per_byte: float) -> MeshAxis:
+    return MeshAxis(name, size, link.latency_us, bandwidth, (), link.slowdown, energy_j_per_byte)

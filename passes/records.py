@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from passes.errors import BadInput
@@ -61,6 +62,10 @@ def from_json(cls: type[R], data: Any, where: str) -> R:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, UnionType):  # of one type and None, which JSON writes as null
+        if value is None:
+            return None
+        [hint] = [each for each in get_args(hint) if each is not NoneType]
     if is_dataclass(hint):
         return from_json(hint, value, where)  # type: ignore[arg-type]
     if hint is FrozenMap:

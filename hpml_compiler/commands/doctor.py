@@ -3,13 +3,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hpml_compiler.commands._checks import Check, run_checks
-from passes.errors import MissingDependency
+from passes.errors import BadInput, MissingDependency
 
 
 def register(app: typer.Typer) -> None:
@@ -19,8 +21,18 @@ def register(app: typer.Typer) -> None:
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the all_reduce over two processes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Describe the cluster this runs on instead; under "
+                                          "torchrun with all its nodes.")] = False,
+    save: Annotated[Path | None, typer.Option(help="With --cluster: write it to this file (.json), which `hpml plan "
+                                              "--cluster` reads.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="With --cluster: measure matrix products and memory, "
+                                          "under 10 s.")] = False,
 ) -> None:
     """Check that everything hpml needs is there; exit code 4 says that something is not."""
+    if cluster:
+        return _describe_cluster(as_json, save, measure)
+    if save is not None or measure:
+        raise BadInput("--save and --measure describe a cluster", "hpml doctor", "add --cluster")
     checks = list(run_checks(quick))
     missing = [check for check in checks if check.status == "missing"]
     if as_json:
@@ -30,6 +42,34 @@ def doctor(
     if missing:
         raise MissingDependency(f"hpml cannot work here, for want of: {', '.join(check.name for check in missing)}",
                                 where=sys.executable, next_step="; ".join(check.next_step for check in missing))
+
+
+def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
+    """Prints, and saves, the cluster that was found; under torchrun the first rank does for all."""
+    if save is not None and save.suffix != ".json":
+        raise BadInput("a cluster file ends in .json", f"--save {save}", f"write --save {save}.json")
+    from hpml_compiler.discover import discover
+    from passes.records import to_json
+
+    found = discover(measure)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if save is not None:
+        found.cluster.save(save)
+    if as_json:
+        print(json.dumps({"text": str(found.cluster), "cluster": to_json(found.cluster),
+                          "findings": [dataclasses.asdict(each) for each in found.findings]}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("what", "value", "how", title=str(found.cluster))
+    for each in found.findings:
+        table.add_row(Text(each.what), Text(each.value), each.how)
+    Console().print(table)
+    if save is not None:
+        print(f"wrote {save}; plan for it with: hpml plan TARGET --cluster {save}")
 
 
 def _print_table(checks: list[Check]) -> None:

@@ -1,10 +1,12 @@
-"""`hpml explain PLAN.json NAME`: where a node or parameter of a saved plan lives, why, and at what cost."""
+"""`hpml explain`: where a node or parameter of a plan lives and why; how a step grows; what it would cost at other sizes."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from passes.errors import BadInput
 
 
 def register(app: typer.Typer) -> None:
@@ -12,10 +14,104 @@ def register(app: typer.Typer) -> None:
 
 
 def explain(
-    path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan that `hpml plan --save` wrote.")],
-    name: Annotated[str, typer.Argument(help="A parameter, as model.layers.0.weight, or a node of the graph.")],
+    target: Annotated[str, typer.Argument(
+        metavar="PLAN.json|FORMULAS.json|TARGET",
+        help="A plan that `hpml plan --save` wrote, formulas that --save wrote, or FILE.py:FUNCTION as for `hpml plan`.")],
+    name: Annotated[str | None, typer.Argument(
+        help="A parameter, as model.layers.0.weight, or a node of the graph; with --grow or --what-if also a block.")] = None,
+    grow: Annotated[bool, typer.Option("--grow", help="Show formulas over batch, sequence and axis sizes.")] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE=N", help="Show time and bytes at another size (batch=64, dp=4); repeatable."),
+    ] = None,
+    dim: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="Call the input dims of size N by that name; without it, batch and sequence."),
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="Of a TARGET: NODESxDEVICES:DEVICE, or a JSON file.")] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Of a TARGET: pin an option (plan=PLAN.json) or an axis (dp=2); repeatable."),
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
 ) -> None:
-    """Say where NAME lives, why, and what it costs."""
+    """Say where NAME lives, why, and what it costs; or, as formulas, how that grows."""
+    formulas_wanted = bool(grow or what_if or save)
+    if target.endswith(".json"):
+        cost = _read(target, name, formulas_wanted)
+    else:
+        cost = _make(target, name, formulas_wanted, cluster, fix or [], _sizes(dim or [], "--dim"))
+    if cost is None:
+        return
+    sizes = _sizes(what_if or [], "--what-if")
+    if save is not None:
+        from hpml_compiler.symbolic_file import save as write
+
+        write(cost, save)
+    texts = ([cost.growth(name)] if grow or not (sizes or save) else []) + ([cost.what_if(name, **sizes)] if sizes else [])
+    print("\n\n".join(texts), end="\n" if texts else "")
+
+
+def _read(path: str, name: str | None, formulas_wanted: bool) -> Any:
+    """The formulas in a file, or None where it is a plan, on which NAME is then explained."""
+    from hpml_compiler.symbolic_file import is_formulas, load
+    from passes.records import read_json
+
+    if is_formulas(read_json(path)):
+        return load(path)
     from hpml_compiler.plan import Plan
 
-    print(Plan.load(path).explain(name))
+    found = Plan.load(path)
+    if formulas_wanted:
+        raise BadInput("a plan does not say how sizes grow", path,
+                       f"give the model: `hpml explain TARGET --fix plan={path} --grow`")
+    print(found.explain(_required(name)))
+    return None
+
+
+def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | None, fixes: list[str],
+          dims: dict[str, int]) -> Any:
+    """The formulas of a target, or None where only NAME is to be explained."""
+    if not formulas_wanted:
+        _required(name)
+    from hpml_compiler.commands.plan import _options, _progress, _stdout_to_stderr
+
+    options = _options(fixes, {} if cluster is None else {"cluster": cluster})
+    with _stdout_to_stderr(), _progress() as tell:
+        tell("loading the model")
+        from hpml_compiler import api
+        from hpml_compiler.plan import Plan
+        from hpml_compiler.symbolic import formulas
+        from hpml_compiler.targets import load_target
+
+        model, batch = load_target(target)
+        tell("planning")
+        rest = dict(options)
+        place = rest.pop("cluster", None)
+        if formulas_wanted:
+            return formulas(model, batch, cluster=place, dims=dims or None, **rest)
+        found = api.plan(model, batch, cluster=place, **rest)
+    if not isinstance(found, Plan):
+        raise BadInput("a plan over groups of different devices has no one place for a node", target,
+                       "explain on one group, or `hpml plan` to see the parts")
+    print(found.explain(_required(name)))
+    return None
+
+
+def _required(name: str | None) -> str:
+    if name is None:
+        raise BadInput("NAME is missing", "explain", "name a node or parameter, or give --grow or --what-if batch=64")
+    return name
+
+
+def _sizes(texts: list[str], option: str) -> dict[str, int]:
+    """`["batch=64"]` to {"batch": 64}."""
+    sizes: dict[str, int] = {}
+    for text in texts:
+        name, equals, number = (part.strip() for part in text.partition("="))
+        if not (name and equals and number.isdecimal()):
+            raise BadInput(f"{text!r} is not NAME=NUMBER", option, f"write {option} batch=64")
+        if name in sizes:
+            raise BadInput(f"{name} is given twice", f"{option} {text}", "leave one of them out")
+        sizes[name] = int(number)
+    return sizes

@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     target: Annotated[str, typer.Argument(help="FILE.py:FUNCTION or MODULE:FUNCTION that returns (model, batch).")],
-    cluster: Annotated[str | None, typer.Option(help="NODESxDEVICES:DEVICE, as 8x8:h100-80g, or a JSON file.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="NODESxDEVICES:DEVICE, as 8x8:h100-80g, several joined by +, or a JSON file.")
+    ] = None,
     fix: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Pin an option by its name, else an axis (dp=2); repeatable."),
@@ -77,9 +79,10 @@ def _print_table(found: Any) -> None:
     if sys.stdout.isatty():
         from rich.console import Console
 
-        from hpml_compiler.visualize.table import renderable
+        from hpml_compiler.mixed_plan import MixedPlan
+        from hpml_compiler.visualize import mixed, table
 
-        Console().print(renderable(found))
+        Console().print(mixed.renderable(found) if isinstance(found, MixedPlan) else table.renderable(found))
     else:
         print(found.table())
 

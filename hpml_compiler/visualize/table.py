@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -17,7 +18,9 @@ from hpml_compiler.visualize.text import (
     format_bytes,
     format_collectives,
     format_count,
+    format_joules,
     format_mesh,
+    format_objective,
     format_placements,
     format_us,
 )
@@ -41,7 +44,7 @@ def renderable(plan: Plan) -> RenderableType:
     for graph in plan.graphs:
         parts += [Text(""), *_graph(graph)]
     for attempt in plan.rejected[:MOST_NAMES]:
-        cost = "" if attempt.objective_us is None else f"{format_us(attempt.objective_us)}, "
+        cost = "" if attempt.objective_us is None else f"{format_objective(attempt.objective_us, attempt.objective)}, "
         parts.append(Text(f"not taken    mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
     if len(plan.rejected) > MOST_NAMES:
         parts.append(Text(f"             and {len(plan.rejected) - MOST_NAMES} more meshes"))
@@ -54,6 +57,8 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
                f"predicted ({describe_solver(graph.solver)})")
     yield Text(f"compute {format_us(cost.compute_us)}, communication {format_us(cost.communication_us)}, "
                f"optimizer {format_us(cost.optimizer_us)}")
+    if cost.energy_j is not None:
+        yield Text(describe_energy(cost.energy_j, cost.step_time_us, math.prod(graph.mesh.values()), cost.energy_label))
     classes = block_classes(graph)
     yield _table(graph, classes)
     yield from _disagreements(graph, classes)
@@ -77,9 +82,15 @@ def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[Rend
 
 def describe_solver(report: SolverReport) -> str:
     """Status, bound and gap of a solve, as far as they are known."""
-    bound = "" if report.bound_us is None else f", bound {format_us(report.bound_us)}"
+    bound = "" if report.bound_us is None else f", bound {format_objective(report.bound_us, report.objective)}"
     gap = "" if report.gap is None else f", gap {report.gap:.2%}"
     return f"{report.status}{bound}{gap}"
+
+
+def describe_energy(energy_j: float, step_time_us: float, devices: int, label: str | None) -> str:
+    """Energy of a step on all devices, average power of each, and where the figures come from."""
+    power = f", {energy_j / (step_time_us * 1e-6) / devices:.3g} W on average each" if step_time_us else ""
+    return f"energy {format_joules(energy_j)} a step on {devices} devices{power} ({label})"
 
 
 def describe_memory(memory: MemoryBytes) -> str:

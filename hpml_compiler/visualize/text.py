@@ -15,6 +15,19 @@ def format_us(time_us: float) -> str:
     return f"{_digits(time_us)} us"
 
 
+def format_joules(energy_j: float) -> str:
+    """Joules as text of three digits or so: 12.3 mJ, 4.56 J, 7.89 kJ."""
+    for unit, scale in (("MJ", 1e6), ("kJ", 1e3), ("J", 1.0), ("mJ", 1e-3)):
+        if energy_j >= scale:
+            return f"{_digits(energy_j / scale)} {unit}"
+    return f"{_digits(energy_j * 1e6)} uJ"
+
+
+def format_objective(value: float, objective: str) -> str:
+    """What was minimized: µs as a time, or the µJ of one device as an energy."""
+    return format_us(value) if objective == "time" else f"{format_joules(value * 1e-6)} a device"
+
+
 def format_bytes(size: float) -> str:
     """Bytes as text with binary units: 512 B, 1.5 MiB, 80 GiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):

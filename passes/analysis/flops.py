@@ -46,6 +46,11 @@ class Flops(AnalysisPass):
                 write(FLOPS, node, node_flops(node))
 
 
+def has_formula(target: Any) -> bool:
+    """Whether calls of an operator (overload or not) are counted by a formula rather than one per element."""
+    return _formula(getattr(target, "overloadpacket", target)) is not None
+
+
 def node_flops(node: fx.Node) -> float:
     """FLOPs of one call, from the shapes annotated on it and its inputs."""
     packet = getattr(node.target, "overloadpacket", node.target)  # an OpOverload's op, whatever the overload
@@ -117,6 +122,17 @@ def _convolution_backward(grad: Any, x: Any, weight: Any, *args: Any, out_val: A
     return 2.0 * x.shape[0] * pixels * math.prod(weight.shape) * wanted
 
 
+def _trilinear(*args: Any, out_val: Any, **kwargs: Any) -> float:
+    """Three operands, each unsqueezed at its dims and then broadcast: two products and a sum per element of all dims."""
+    shapes = []
+    for operand, new_dims in zip(args[:3], args[3:6], strict=True):
+        shape = list(operand.shape)
+        for dim in sorted(new_dims):
+            shape.insert(dim, 1)
+        shapes.append(shape)
+    return 3.0 * math.prod(max(sizes) for sizes in zip(*shapes, strict=True))
+
+
 _OWN: dict[str, Callable[..., float]] = {
     "aten.convolution_backward": _convolution_backward,
     "aten.linear": _contraction(0),
@@ -127,6 +143,10 @@ _OWN: dict[str, Callable[..., float]] = {
     "aten.vdot": _contraction(0),
     "aten._int_mm": _contraction(0),
     "aten._addmm_activation": _contraction(1),
+    "aten._trilinear": _trilinear,
+    # Of all pairs of rows: subtract, square and add per element.
+    "aten._cdist_forward": lambda a, b, *_, out_val, **__: 3.0 * out_val.numel() * a.shape[-1],
+    "aten._cdist_backward": lambda grad, a, *_, out_val, **__: 3.0 * grad.numel() * a.shape[-1],
 }
 
 _FREE = {"aten._unsafe_view", "aten.empty", "aten.empty_strided", "aten.empty_like", "aten.new_empty"}

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from passes.costs.base import COMPUTE_KINDS, OptimizerModel
+from passes.costs.base import OptimizerModel
 from passes.costs.collectives import collective_us
+from passes.costs.efficiency import Arithmetic, Segment, arithmetic, memory_segments
 from passes.device import Device
 from passes.mesh import Mesh, MeshAxis
 
@@ -13,32 +14,37 @@ from passes.mesh import Mesh, MeshAxis
 class RooflineCost:
     """A `CostModel`: a kernel takes the longer of its arithmetic and its memory traffic, plus its launch.
 
-        compute_us = max(flops / (peak · efficiency), bytes / (bandwidth · efficiency)) + launch latency
+        compute_us = max(arithmetic_us(flops, bytes), memory_us(bytes)) + launch latency
 
-    (Williams, Waterman and Patterson, "Roofline", 2009.) Matrix products and convolutions have the device's
-    matmul_efficiency, attention its attention_efficiency; everything else runs on the vector units, at float32's
-    rate at most. A collective is one more kernel. Call it on one mesh; it is cheap (below 2 µs a call).
+    (Williams, Waterman and Patterson, "Roofline", 2009), both by the curves in `passes.costs.efficiency`: small and
+    thin kernels get less of the peak rate, and what fits a cache moves at its bandwidth. Matrix products and
+    convolutions have the device's matmul_efficiency, attention its attention_efficiency; everything else runs on the
+    vector units, at float32's rate at most. A collective is one more kernel. Call it on one mesh; it is cheap (below
+    2 µs a call).
     """
 
     device: Device
     mesh: Mesh
     optimizer: OptimizerModel = OptimizerModel()
-    _us_per_flop: dict[tuple[str, str], float] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _us_per_byte: float = field(init=False, repr=False, compare=False)
+    _arithmetic: dict[tuple[str, str], Arithmetic] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _segments: tuple[Segment, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        bandwidth = self.device.memory_bandwidth_bytes_per_s * self.device.memory_efficiency
-        object.__setattr__(self, "_us_per_byte", 1e6 / bandwidth)
+        object.__setattr__(self, "_segments", memory_segments(self.device))
 
     def compute_us(self, flops: float, bytes_moved: float, dtype: str, kind: str) -> float:
         """See `CostModel.compute_us`."""
-        us_per_flop = self._us_per_flop.get((kind, dtype))
-        if us_per_flop is None:
-            us_per_flop = self._us_per_flop[kind, dtype] = self._find_us_per_flop(kind, dtype)
+        curve = self._arithmetic.get((kind, dtype))
+        if curve is None:
+            curve = self._arithmetic[kind, dtype] = arithmetic(self.device, kind, dtype)
         if kind == "view":
             return 0.0
-        arithmetic_us = flops * us_per_flop
-        memory_us = bytes_moved * self._us_per_byte
+        us_per_flop, us_per_byte, ramp_us = curve
+        arithmetic_us = flops * us_per_flop + bytes_moved * us_per_byte + ramp_us
+        for segment in self._segments:
+            if bytes_moved <= segment[0]:
+                break
+        memory_us = segment[1] + bytes_moved * segment[2]
         return (arithmetic_us if arithmetic_us > memory_us else memory_us) + self.device.launch_latency_us
 
     def collective_us(self, kind: str, axis: MeshAxis, nbytes: float) -> float:
@@ -48,16 +54,5 @@ class RooflineCost:
 
     def optimizer_us(self, elements: float) -> float:
         """See `CostModel.optimizer_us`: the traffic of `optimizer` over the memory bandwidth; 0 for no elements."""
-        return elements * self.optimizer.traffic_bytes(self.device.kind == "cpu") * self._us_per_byte
-
-    def _find_us_per_flop(self, kind: str, dtype: str) -> float:
-        if kind not in COMPUTE_KINDS:
-            raise ValueError(f"unknown kind of kernel {kind!r}; legal kinds: {', '.join(COMPUTE_KINDS)}")
-        device = self.device
-        if kind in ("matmul", "convolution"):
-            rate = device.peak(dtype) * device.matmul_efficiency
-        elif kind == "attention":
-            rate = device.peak(dtype) * device.attention_efficiency
-        else:
-            rate = min(device.peak(dtype), device.peak("float32"))
-        return 1e6 / rate
+        us_per_byte = self._segments[-1].us_per_byte  # parameters and states of a whole model: no cache holds them
+        return elements * self.optimizer.traffic_bytes(self.device.kind == "cpu") * us_per_byte

@@ -20,6 +20,13 @@ class Prices(CollectivePrices, Protocol):
 
     def compute_us(self, flops: float, nbytes: float, dtype: str, kind: str) -> float: ...
 
+    def operation_us(
+        self, graph: PlacementGraph, op: Operation, inputs: Sequence[Layout], made: Sequence[Layout],
+        sizes: tuple[int, ...], flops: float, nbytes: float,
+    ) -> float:
+        """A heavy operation on one rank's parts of its operands, of which `flops` and `nbytes` follow."""
+        ...
+
     def optimizer_us(self, elements: float, dtype: str) -> float: ...
 
 
@@ -63,8 +70,11 @@ def cluster_choices(
 
 def _layouts(operations: Sequence[Operation], combination: Sequence[Joint]) -> tuple[OperationLayouts, ...]:
     rows = []
-    for k in range(len(operations)):
+    for k, op in enumerate(operations):
         steps = [j.steps[k] for j in combination]
+        if not steps:  # one device, no axes
+            rows.append(OperationLayouts(((),) * len(op.inputs), ((),) * len(op.outputs), ((),) * len(op.outputs)))
+            continue
         made = tuple(zip(*(s.strategy.outputs for s in steps)))
         rows.append(OperationLayouts(
             tuple(zip(*(s.strategy.inputs for s in steps))), made,
@@ -133,8 +143,8 @@ def cluster_cost(cluster, operations, layouts, inputs, outputs, graph, sizes, pr
             heavy = True
             nbytes = sum(local_bytes(graph.values[v], p, sizes) for v, p in zip(op.inputs, row.inputs))
             nbytes += sum(local_bytes(graph.values[v], p, sizes) for v, p in zip(op.outputs, row.made))
-            dtype = graph.values[op.outputs[0]].spec.dtype
-            cost += prices.compute_us(op.flops * operation_share(row, sizes), nbytes, dtype, op.kind)
+            flops = op.flops * operation_share(row, sizes)
+            cost += prices.operation_us(graph, op, row.inputs, row.made, sizes, flops, nbytes)
         for v, made, after in zip(op.outputs, row.made, row.outputs):
             for axis in range(len(sizes)):
                 if made[axis] != after[axis]:

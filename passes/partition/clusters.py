@@ -11,6 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.rules.base import PARTIAL
 
 SMALL_FRACTION = 8
 """A value is small beside another one with this many times its bytes."""
@@ -60,6 +61,15 @@ class _Grouping:
                 return op.index
         return None
 
+    def passes_partial(self, op: Operation, v: int, anchor: int) -> bool:
+        """Whether partial sums of the anchor, if it can make any, get through `op`: they do not where a bias is added,
+        and joined to it, the anchor could never be split along what it sums over."""
+        if not any(PARTIAL in s.outputs for s in self.graph.operations[anchor].strategies):
+            return True
+        return any(
+            all((p == PARTIAL) == (operand == v) for operand, p in zip(op.inputs, s.inputs)) for s in op.strategies
+        )
+
     def run(self) -> None:
         views = {}
         returned = {v for v, _ in self.graph.outputs}
@@ -92,7 +102,7 @@ class _Grouping:
         makers = [v.producer for v in sources if v.producer is not None]
         anchors = {self.anchor[m] for m in makers}
         (anchor,) = anchors if len(anchors) == 1 else (None,)
-        if anchor is not None and op.linear and len(big) == 1:
+        if anchor is not None and op.linear and len(big) == 1 and self.passes_partial(op, big[0].index, anchor):
             widest = max(values[v].bytes for v in operations[anchor].outputs)
             if sum(values[v].bytes for v in op.outputs) <= widest:
                 self.anchor[op.index] = anchor

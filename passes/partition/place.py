@@ -31,6 +31,8 @@ class Placed:
     cost: Cost
     solved: Problem
     """The problem that was solved: that of `problem`, with the multiplicities of the real depth."""
+    other_cost: Cost | None = None
+    """The cost by the prices that were not minimized."""
 
 
 def place(
@@ -48,11 +50,13 @@ def place(
     fold: bool = True,
     shorter: PlacementGraph | None = None,
     further: int = 0,
+    other_prices: Prices | None = None,
 ) -> Placed | Solution:
     """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff_us`, or none was
     found in time. `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
-    model has beyond `graph`; NotLinear says that the two do not correspond. Raises Infeasible with the smallest budget
-    that works, and BadInput for pins that cannot be met.
+    model has beyond `graph`; NotLinear says that the two do not correspond. `other_prices`: those that `other_cost` is
+    in. Prices may be of anything that adds up, such as µJ: then so are all that is called `_us` here, `cutoff_us`
+    included. Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
     """
     state = state or StateModel()
     sizes = tuple(axes.values())
@@ -67,11 +71,9 @@ def place(
             bucket_bytes=bucket_bytes,
         )
 
-    def cost_of(problem: PlacementProblem, solution: Solution) -> tuple[Decision, Cost]:
-        decision = problem.decode(solution)
+    def cost_of(problem: PlacementProblem, decision: Decision, solution: Solution, prices: Prices) -> Cost:
         ways = problem.paid_ways(decision, solution)
-        return decision, reprice(problem.graph, problem.clusters, problem.saved, decision, prices, state, ways,
-                                 bucket_bytes)
+        return reprice(problem.graph, problem.clusters, problem.saved, decision, prices, state, ways, bucket_bytes)
 
     problem = build(graph)
     short = build(shorter) if shorter is not None else None
@@ -79,12 +81,19 @@ def place(
     solution = solve(solved, options, cutoff_us=cutoff_us)
     if solution.status == "no_solution":
         return solution
-    decision, cost = cost_of(problem, solution)
-    if short is not None:
-        cost = extrapolate_cost(cost, cost_of(short, solution)[1], further)
+    decision, shorter_decision = problem.decode(solution), short.decode(solution) if short is not None else None
+
+    def whole_cost(prices: Prices) -> Cost:
+        cost = cost_of(problem, decision, solution, prices)
+        if short is None or shorter_decision is None:
+            return cost
+        return extrapolate_cost(cost, cost_of(short, shorter_decision, solution, prices), further)
+
+    cost = whole_cost(prices)
     for name, ours, theirs in (
         ("objective", cost.step_us, solution.objective_us), ("held bytes", cost.held_bytes, solution.held_bytes)
     ):
         if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")
-    return Placed(problem, solution, decision, cost, solved)
+    other_cost = None if other_prices is None else whole_cost(other_prices)
+    return Placed(problem, solution, decision, cost, solved, other_cost)

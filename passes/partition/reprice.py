@@ -55,8 +55,24 @@ class _Walk:
         """A heavy operation on its local operands."""
         op, rows = self.graph.operations[index], self.decision.operations[index]
         moved = sum(self.local(v, p) for v, p in zip((*op.inputs, *op.outputs), rows.inputs + rows.made))
-        return self.prices.compute_us(
-            op.flops * self.share(rows.inputs + rows.made), moved, self.graph.values[op.outputs[0]].spec.dtype, op.kind)
+        flops = op.flops * self.share(rows.inputs + rows.made)
+        return self.prices.operation_us(self.graph, op, rows.inputs, rows.made, self.sizes, flops, moved)
+
+    def cluster_us(self, c: Cluster) -> float:
+        """Its heavy operations one by one, or its light ones as one kernel that reads and writes the boundary."""
+        operations = [self.graph.operations[i] for i in c.operations]
+        heavy = [op.index for op in operations if op.heavy]
+        if heavy or all(op.kind == "view" for op in operations):
+            return sum(map(self.operation_us, heavy))
+        read: dict[int, Layout] = {}
+        made: dict[int, Layout] = {}
+        for op in operations:
+            rows = self.decision.operations[op.index]
+            for v, p in zip(op.inputs, rows.inputs):
+                read.setdefault(v, p)
+            made.update(zip(op.outputs, rows.outputs))
+        moved = sum(self.local(v, read[v]) for v in c.inputs) + sum(self.local(v, made[v]) for v in c.outputs)
+        return self.prices.compute_us(0.0, moved, "float32", "pointwise")
 
     def reductions_us(self, index: int) -> float:
         op, rows = self.graph.operations[index], self.decision.operations[index]
@@ -79,6 +95,11 @@ class _Walk:
         return total
 
 
+def compute_us(graph: PlacementGraph, c: Cluster, decision: Decision, prices: Prices) -> float:
+    """Cost of the kernels of one cluster, without its collectives."""
+    return _Walk(graph, decision, prices, 0.0).cluster_us(c)
+
+
 def reprice(
     graph: PlacementGraph, clusters: Sequence[Cluster], saved: frozenset[int], decision: Decision, prices: Prices,
     state: StateModel, ways: Sequence[Way], bucket_bytes: float | None = None,
@@ -92,20 +113,10 @@ def reprice(
     compute = communication = 0.0
     activations: dict[int, float] = {}
     for c in clusters:
-        operations = [graph.operations[i] for i in c.operations]
-        heavy = [op for op in operations if op.heavy]
-        compute += sum(walk.operation_us(op.index) for op in heavy)
-        communication += sum(walk.reductions_us(op.index) for op in operations)
-        layouts: dict[int, Layout] = {}
-        first: dict[int, Layout] = {}
-        for op in operations:
-            rows = decision.operations[op.index]
-            for v, p in zip(op.inputs, rows.inputs):
-                first.setdefault(v, p)
-            layouts.update(zip(op.outputs, rows.outputs))
-        if not heavy and any(op.kind != "view" for op in operations):
-            moved = sum(walk.local(v, first[v]) for v in c.inputs) + sum(walk.local(v, layouts[v]) for v in c.outputs)
-            compute += prices.compute_us(0.0, moved, "float32", "pointwise")
+        compute += walk.cluster_us(c)
+        communication += sum(walk.reductions_us(i) for i in c.operations)
+        layouts = {v: p for i in c.operations
+                   for v, p in zip(graph.operations[i].outputs, decision.operations[i].outputs)}
         activations.update({v: walk.local(v, p) for v, p in layouts.items() if v in saved})
     for way in ways:
         communication += walk.way_us(way)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import hpml_compiler
 from hpml_compiler.commands import explain as explain_command
 from hpml_compiler.commands import plan as plan_command
+from hpml_compiler.mixed_plan import MixedPlan
 from hpml_compiler.plan import Plan
 from passes.errors import BadInput, MissingDependency
 from tests.hpml_compiler.plans import gpt_plan
@@ -127,3 +128,14 @@ def test_missing_dot_loses_nothing_else(app, target, calls, tmp_path, monkeypatc
     assert isinstance(result.exception, MissingDependency)
     assert json.loads(result.stdout) and Plan.load(tmp_path / "p.json") == gpt_plan()
     assert (tmp_path / "p.gv").exists()
+
+
+def test_unlike_devices_are_planned_saved_and_printed(app, target, tmp_path):
+    path, cluster = tmp_path / "mixed.json", "1x1:h100-80g+1x1:v100-32g"
+    result = CliRunner().invoke(app, ["plan", target, "--cluster", cluster, "--json", "--save", str(path)])
+    assert result.exit_code == 0, result.output
+    saved = MixedPlan.load(path)
+    assert json.loads(result.stdout) == saved.summary_json()
+    assert sum(group["rows"] for group in saved.summary_json()["groups"]) == saved.batch == 3
+    result = CliRunner().invoke(app, ["explain", str(path), "weight"])
+    assert isinstance(result.exception, BadInput) and "groups of different devices" in str(result.exception)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hpml_compiler
+from hpml_compiler.demo.train import GPT
 
 
 def wide_batch() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -25,3 +26,14 @@ def test_a_call_that_takes_more_than_the_budget_leaves_is_warned_of(caplog, shar
     with caplog.at_level(logging.WARNING, "hpml"):
         hpml_compiler.plan(*wide_batch(), cluster="1x2:cpu", memory_budget=int(held * share))
     assert any("the largest call takes" in r.message for r in caplog.records) == warned
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all layers traced", "shortened"])
+def test_one_device_has_a_plan_too(whole):
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    plan = hpml_compiler.plan(GPT(width=128, heads=2, layers=6, length=16), (tokens, tokens), trace_all_layers=whole)
+    assert plan.mesh == {} and plan.world_size == 1 and plan.collectives == {}
+    assert plan.predicted.compute_us > 0 and plan.predicted.communication_us == 0
+    assert plan.table() and plan.graphviz().source
+    parameters = sum(p.bytes_whole for p in plan.graphs[0].parameters.values())
+    assert plan.memory.parameters == parameters == plan.memory.gradients

@@ -8,7 +8,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
-EXPECTED = ["01_trace_and_annotate", "02_partition_with_an_ilp", "03_compile_and_run"]
+EXPECTED = ["01_trace_and_annotate", "02_partition_with_an_ilp", "03_compile_and_run", "04_a_cluster_one_does_not_have"]
 CELL_TIMEOUT_S = 150
 
 

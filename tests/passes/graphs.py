@@ -106,6 +106,9 @@ class Prices:
             return 0.0
         return max(flops * self.us_per_flop, nbytes * self.memory) + self.launch
 
+    def operation_us(self, graph, op, inputs, made, sizes, flops: float, nbytes: float) -> float:
+        return self.compute_us(flops, nbytes, graph.values[op.outputs[0]].spec.dtype, op.kind)
+
     def copy_us(self, nbytes: float) -> float:
         return nbytes * self.memory + self.launch
 

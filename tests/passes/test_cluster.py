@@ -115,3 +115,58 @@ def test_local_refuses():
         Cluster.local(2, "mps")
     with pytest.raises(BadInput, match="6 ranks are no whole number of nodes with 4"):
         Cluster.local(6, "cpu", devices_per_node=4)
+
+
+def test_text_of_several_groups():
+    mixed = Cluster.parse(" 1x4:h100-80g+2x8:a100-80g ")
+    assert mixed.groups == Cluster.parse("1x4:h100-80g").groups + Cluster.parse("2x8:a100-80g").groups
+    assert Cluster.parse(str(mixed)) == mixed
+    with pytest.raises(BadInput, match="cannot read '4:h100-80g' as a cluster in '4:h100-80g") as error:
+        Cluster.parse("4:h100-80g+1x4:a100-80g")
+    assert "joined by +" in error.value.next_step
+    with pytest.raises(BadInput, match="unknown device 'h300'"):
+        Cluster.parse("1x4:h100-80g+1x4:h300")
+
+
+def test_a_plus_in_the_name_of_a_file_joins_nothing(tmp_path):
+    builtin_sheet("h200").save(tmp_path / "a+b.json")
+    assert Cluster.parse(f"1x2:{tmp_path / 'a+b.json'}").device.name == "h200"
+
+
+def test_between_groups_counts_the_slower_link_and_the_longer_latency():
+    mixed = Cluster.parse("1x8:v100-32g+1x8:l4-24g")
+    v100, l4 = (group.inter_node for group in mixed.groups)
+    link = mixed.between_groups
+    assert link is not None and link.device_bytes_per_s(8) == min(v100.device_bytes_per_s(8), l4.device_bytes_per_s(8))
+    assert link.latency_us == max(v100.latency_us, l4.latency_us)
+    inside = Cluster(mixed.groups, same_node=True).between_groups
+    assert inside is not None and inside.name == mixed.groups[1].intra_node.name  # PCIe, no NVLink
+    assert Cluster(mixed.groups, between_groups=v100).between_groups == v100
+    assert Cluster.parse("1x8:l4-24g").between_groups is None
+
+
+def test_between_groups_survives_a_file(tmp_path):
+    for cluster in (Cluster.parse("1x8:v100-32g+1x8:l4-24g"),
+                    Cluster(Cluster.parse("1x8:v100-32g+1x4:cpu").groups, same_node=True)):
+        cluster.save(tmp_path / "mixed.json")
+        assert Cluster.load(tmp_path / "mixed.json") == cluster
+
+
+def test_groups_of_one_node_have_one_node_each():
+    groups = Cluster.parse("2x4:a100-40g+1x4:v100-32g").groups
+    with pytest.raises(BadInput, match="same_node"):
+        Cluster(groups, same_node=True)
+    with pytest.raises(BadInput, match="there is one"):
+        Cluster(groups[1:], same_node=True)
+
+
+def test_files_without_host_and_storage_still_load(tmp_path):
+    full = to_json(builtin_sheet("h200"))
+    old = {key: full[key] for key in ("device", "intra_node", "inter_node")}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    group = Cluster.parse(f"1x2:{tmp_path / 'old.json'}").group
+    assert "assumed" in group.host.source and "assumed" in group.storage.source
+    cpu = {"groups": [{"nodes": 1, "devices_per_node": 2, **{
+        key: to_json(builtin_sheet("cpu"))[key] for key in ("device", "intra_node", "inter_node")}}]}
+    (tmp_path / "cpu.json").write_text(json.dumps(cpu))
+    assert Cluster.load(tmp_path / "cpu.json").group.host.name == "memory of the host"  # no PCIe

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from passes.cluster import Cluster
 from passes.device import DeviceSheet, builtin_devices, builtin_sheet, sheet_for_torch_name
 from passes.errors import BadInput
 from passes.records import FrozenMap
@@ -15,7 +16,11 @@ def test_builtin_devices_are_those_of_the_command_line():
     for name in builtin_devices():
         sheet = builtin_sheet(name)
         assert sheet.device.name == name
-        assert sheet.device.source and sheet.intra_node.source and sheet.inter_node.source
+        assert sheet.device.source and sheet.device.caches
+        for link in (sheet.intra_node, sheet.inter_node, sheet.host, sheet.storage):
+            assert link.source and "assumed" not in link.source
+        group = Cluster.parse(f"1x8:{name}").group
+        assert group.storage.device_bytes_per_s(8) < group.host.device_bytes_per_s(8)
 
 
 def test_builtin_figures_are_dense_and_ordered():

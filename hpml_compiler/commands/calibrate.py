@@ -1,0 +1,77 @@
+"""`hpml calibrate ROWS.json`: fit a device's efficiencies to measured steps and store a device file."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command("calibrate")(calibrate)
+
+
+def calibrate(
+    rows: Annotated[Path, typer.Argument(metavar="ROWS.json", help="Measured steps: target, cluster, mesh, seconds.")],
+    device: Annotated[str | None, typer.Option(help="The device to fit, built in or a device file; by default that of "
+                                               "the rows' clusters.")] = None,
+    fit: Annotated[list[str] | None, typer.Option(metavar="PARAMETER", help="Fit only this, such as matmul_efficiency; "
+                                                  "repeatable.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the calibrated device to this JSON file, for --cluster "
+                                              "4x8:FILE.json.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Fit the efficiencies of a device to measured steps; report the error on each row, and leave-one-out."""
+    from hpml_compiler.calibrate import calibrate as run
+    from hpml_compiler.calibrate import plan_row
+    from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
+    from hpml_compiler.measured_rows import read_rows
+
+    listed = read_rows(rows)
+    sheet = _sheet(device)
+    with _stdout_to_stderr(), _progress() as tell:
+        plans = []
+        for row in listed:
+            tell(f"planning {row.name}")
+            plans.append(plan_row(row))
+        tell("fitting")
+        found = run(listed, plans, sheet, fit or None)
+    if save is not None:
+        found.sheet.save(save)
+    report = found.to_json()
+    if as_json:
+        print(json.dumps(report, allow_nan=False))
+    else:
+        _print(report)
+
+
+def _sheet(device: str | None) -> Any:
+    from passes.cluster import DeviceSheet, builtin_sheet
+
+    if device is None:
+        return None
+    return DeviceSheet.load(device) if device.endswith(".json") else builtin_sheet(device)
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"device {report['device']}", highlight=False)
+    parameters = Table("parameter", "built in", "fitted", "informed by the rows", box=box.SIMPLE, pad_edge=False)
+    for name, each in report["parameters"].items():
+        parameters.add_row(name, f"{each['built_in']:.3f}", f"{each['fitted']:.3f}", f"{each['informed']:.0%}")
+    console.print(parameters)
+    rows = Table("row", "measured", "predicted", "error", "leave-one-out", box=box.SIMPLE, pad_edge=False)
+    for row in report["rows"]:
+        left_out = row["leave_one_out_error"]
+        last = "held out" if row["held_out"] else "" if left_out is None else f"{left_out:+.1%}"
+        rows.add_row(row["name"], f"{row['measured_s']:.4g} s", f"{row['predicted_s']:.4g} s", f"{row['error']:+.1%}", last)
+    console.print(rows)
+    for key, what in (("mean_error", "rows fitted to"), ("mean_leave_one_out_error", "leave-one-out"),
+                      ("mean_held_out_error", "rows held out")):
+        if report[key] is not None:
+            console.print(f"mean absolute error, {what}: {report[key]:.1%}", highlight=False)

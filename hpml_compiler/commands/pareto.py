@@ -1,0 +1,114 @@
+"""`hpml pareto TARGET`: what a step takes in time and in energy under power caps, and which plans nothing beats."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hpml_compiler.energy.pareto import Sweep
+
+
+def register(app: typer.Typer) -> None:
+    app.command("pareto")(pareto)
+
+
+def pareto(
+    target: Annotated[str, typer.Argument(help="FILE.py:FUNCTION or MODULE:FUNCTION that returns (model, batch).")],
+    cluster: Annotated[str, typer.Option(help="NODESxDEVICES:DEVICE, as 8x8:h100-80g, or a JSON file.")],
+    caps: Annotated[str | None, typer.Option(help="Watts per device, as 200,300,none; by default, steps of the busy "
+                                             "power.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Numbers of devices, as 2,4,8; by default all, half of them, a "
+                                                "quarter and an eighth.")] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Pin an option by its name, else an axis (dp=2); repeatable."),
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Draw the front into this file (.png, .svg, .pdf).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every point as one JSON object.")] = False,
+) -> None:
+    """Plan TARGET for time and for energy, on every mesh, under every cap; keep what nothing beats in both."""
+    from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
+
+    options, watts, counts = _options(fix or []), _caps(caps), _counts(devices)
+    with _stdout_to_stderr(), _progress() as tell:
+        found = _sweep(target, cluster, options, watts, counts, tell)
+    if as_json:
+        print(json.dumps(found.to_json(), allow_nan=False))
+    else:
+        _print(found)
+    if save is not None:
+        from hpml_compiler.visualize.pareto import draw
+
+        draw(found, save, f"{target.rpartition(':')[2]} on {found.cluster}")
+
+
+def _options(fixes: list[str]) -> Any:
+    """The options of --fix; what is swept cannot be pinned. Raises BadInput."""
+    from hpml_compiler.options import Options, parse_fixes
+    from passes.errors import BadInput
+
+    given = parse_fixes(fixes)
+    for name, instead in (("objective", "both are planned"), ("power_cap", "give --caps"), ("cluster", "give --cluster"),
+                          ("plan", "leave it out")):
+        if name in given:
+            raise BadInput(f"{name} cannot be pinned here", f"--fix {name}=...", instead)
+    return Options.parse(given)
+
+
+def _caps(text: str | None) -> list[float | None] | None:
+    from hpml_compiler.options import parse_watts
+    from passes.errors import BadInput
+
+    try:
+        return None if text is None else [
+            None if part.strip() == "none" else parse_watts(part) for part in text.split(",")]
+    except ValueError as error:
+        raise BadInput(str(error), "--caps", "write 200,300 or 200,300,none") from error
+
+
+def _counts(text: str | None) -> list[int] | None:
+    from passes.errors import BadInput
+
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise BadInput(f"{text!r} is no list of numbers", "--devices", "write 2,4,8") from error
+
+
+def _sweep(target: str, cluster: str, options: Any, caps: list[float | None] | None, counts: list[int] | None,
+           tell: Any) -> Sweep:
+    tell("loading the model")
+    from hpml_compiler.energy.sweep import sweep
+    from hpml_compiler.targets import load_target
+    from passes.cluster import Cluster
+
+    model, batch = load_target(target)
+    return sweep(model, batch, Cluster.parse(cluster), options, caps=caps, counts=counts, tell=tell)
+
+
+def _print(found: Sweep) -> None:
+    """The front as a table, fastest first."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from hpml_compiler.visualize.text import format_joules, format_mesh, format_us
+
+    table = Table(box=box.SIMPLE, pad_edge=False, title_justify="left")
+    for name in ("devices", "mesh", "cap", "planned for", "step", "energy", "power each"):
+        table.add_column(name, justify="left" if name in ("mesh", "planned for") else "right", no_wrap=True)
+    for point in found.front:
+        table.add_row(
+            str(point.devices), format_mesh(point.mesh),
+            "none" if point.power_cap_w is None else f"{point.power_cap_w:g} W", point.objective,
+            format_us(point.step_time_s * 1e6), format_joules(point.energy_j), f"{point.power_w:.3g} W",
+        )
+    console = Console()
+    labels = ", ".join(dict.fromkeys(point.energy_label for point in found.points))
+    missed = f", {len(found.missed)} plans do not fit" if found.missed else ""
+    console.print(f"{len(found.front)} of {len(found.points)} plans on {found.cluster} are beaten by none{missed}; energy "
+                  f"is {labels}", markup=False, highlight=False)
+    console.print(table)

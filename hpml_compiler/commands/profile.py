@@ -1,0 +1,165 @@
+"""`hpml profile [TARGET]`: time what runs on the present devices, and keep it for the prices of plans."""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from passes.errors import BadInput
+
+if TYPE_CHECKING:
+    from passes.costs.cache import MeasurementCache
+
+RANKS = "torchrun --nproc-per-node 2 -m hpml_compiler.cli profile --collectives"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("profile")(profile)
+
+
+def profile(
+    target: Annotated[str | None, typer.Argument(help="FILE.py:FUNCTION or MODULE:FUNCTION that returns (model, batch): "
+                                                 "time the operations of its graphs.")] = None,
+    collectives: Annotated[bool, typer.Option("--collectives", help="Time the collectives of the process group; "
+                                              f"start it on several ranks: {RANKS}.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time for each kind of collective on each group.")] = 3.0,
+    max_mib: Annotated[float, typer.Option("--max-mib", min=2**-6, help="Largest message that is timed, in MiB.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time what runs on the devices that are there, and keep the medians in the user's cache folder.
+
+    That is $HPML_CACHE_DIR, else $XDG_CACHE_HOME/hpml, else ~/.cache/hpml. On several ranks without a TARGET the
+    collectives are timed, on several ranks with one if asked for.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks < 2 and target is None:
+        raise BadInput(
+            "there is only this process, and collectives need two ranks or more" if collectives else "nothing to time",
+            "hpml profile --collectives" if collectives else "hpml profile",
+            f"name a TARGET to time its operations, or start it on several ranks for the collectives: {RANKS}",
+        )
+    if ranks < 2 and collectives:
+        print("hpml: collectives are left out: there is only this process", file=sys.stderr)
+    from passes.costs.cache import MeasurementCache
+
+    with MeasurementCache() as cache, _process_group():
+        found: dict[str, Any] = {"device": _device(), "cache": str(cache.path)}
+        if ranks > 1 and (collectives or target is None):
+            found["collectives"] = _collectives(cache, seconds, max_mib)
+        if target is not None:
+            found["operations"] = _operations(cache, target)
+        if int(os.environ.get("RANK", "0")) == 0:
+            _print(found, as_json)
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """The process group of the ranks that torchrun started, if any; ended here unless it was there before."""
+    import torch.distributed as dist
+
+    from hpml_compiler.runtime.world import ensure_process_group
+
+    had_group = dist.is_initialized()
+    ensure_process_group()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not had_group:
+            dist.destroy_process_group()
+
+
+def _device() -> str:
+    import torch
+
+    from passes.costs.cache import device_key
+
+    return device_key("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _operations(cache: MeasurementCache, target: str) -> dict[str, Any]:
+    from hpml_compiler.profile.model import profile_model
+    from hpml_compiler.targets import load_target
+
+    with contextlib.redirect_stdout(sys.stderr):  # what the model's code prints
+        found = profile_model(*load_target(target), cache)
+    return {
+        "measured": {key: m.median_us for key, m in found.operations.items()}, "failed": dict(found.failed),
+        "factors": dict(found.factors), "overheads_us": dict(found.overheads_us),
+    }
+
+
+def _collectives(cache: MeasurementCache, seconds: float, max_mib: float) -> list[dict[str, Any]]:
+    from hpml_compiler.profile.collectives import SIZES, profile_collectives
+
+    sizes = [size for size in SIZES if size <= max_mib * 2**20]
+    return collective_rows(profile_collectives(cache, seconds, sizes))
+
+
+def collective_rows(timings: Iterable[Any]) -> list[dict[str, Any]]:
+    """What was fitted to `CollectiveTiming`s, a JSON object per kind and group. beta: of the largest sizes.
+
+    left_out_error: the median relative error of predicting a size from the others, null with fewer than 4 sizes.
+    """
+    import dataclasses
+    import statistics
+
+    from passes.costs.measured_collectives import fit_points
+    from passes.costs.piecewise import left_out_errors
+
+    timings = list(timings)
+    rows = []
+    for (kind, group), fit in fit_points(timing.point for timing in timings).items():
+        own = [timing for timing in timings if (timing.kind, timing.group) == (kind, group)]
+        errors = left_out_errors([t.nbytes for t in own], [t.point.us for t in own])
+        rows.append({
+            "kind": kind, **dataclasses.asdict(group), "alpha_us": fit.alpha_us,
+            "beta_us_per_byte": fit.beta_us_per_byte, "pieces": fit.pieces, "knots_bytes": fit.knots,
+            "knots_us": fit.values, "left_out_error": statistics.median(errors) if errors else None,
+            "measured": [{"bytes": t.nbytes, "median_us": t.measurement.median_us, "runs": t.measurement.runs,
+                          "spread": t.measurement.spread} for t in own],
+        })
+    return rows
+
+
+def _print(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, allow_nan=False))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(f"on {found['device']}", soft_wrap=True)
+    if "collectives" in found:
+        console.print(_table(found["collectives"]))
+    if "operations" in found:
+        console.print(_operation_lines(found["operations"]), soft_wrap=True)
+    console.print(f"kept in {found['cache']}", soft_wrap=True)
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    from rich.box import SIMPLE
+    from rich.table import Column, Table
+
+    table = Table(Column("collective", no_wrap=True), "ranks", "stride", "α µs", "1/β GB/s", "pieces", "max MiB", "error",
+                  box=SIMPLE, pad_edge=False, caption="error: median, of predicting a size from the others")
+    for row in rows:
+        beta, error = row["beta_us_per_byte"], row["left_out_error"]
+        table.add_row(
+            row["kind"], str(row["size"]), str(row["stride"]), f"{row['alpha_us']:.0f}",
+            f"{1e-3 / beta:.2f}" if beta > 0 else "-", str(row["pieces"]),
+            f"{row['measured'][-1]['bytes'] / 2**20:.2f}", "-" if error is None else f"{error:.0%}",
+        )
+    return table
+
+
+def _operation_lines(found: dict[str, Any]) -> str:
+    failed = f", {len(found['failed'])} cannot run alone" if found["failed"] else ""
+    lines = [f"operations: {len(found['measured'])} timed{failed}"]
+    lines += [f"  {name}: {value:.2f} times the formula" for name, value in found["factors"].items()]
+    lines += [f"  {name}: {us:.1f} µs of overhead" for name, us in found["overheads_us"].items()]
+    return "\n".join(lines)

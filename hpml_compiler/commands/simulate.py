@@ -1,0 +1,69 @@
+"""`hpml simulate PLAN.json`: what a step of a saved plan would take, where the time goes, and which bytes are held."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from passes.errors import BadInput
+
+
+def register(app: typer.Typer) -> None:
+    app.command("simulate")(simulate)
+
+
+def simulate(
+    path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan that `hpml plan --save` wrote.")],
+    cluster: Annotated[str | None, typer.Option(
+        help="Price everything anew for NODESxDEVICES:DEVICE, as 8x8:h100-80g, or a JSON file.")] = None,
+    recompute: Annotated[str, typer.Option(help="none, or full: run the blocks' forward again for backward.")] = "none",
+    microbatches: Annotated[int, typer.Option(help="Run forward and backward this often, on parts of the rows.")] = 1,
+    overlap: Annotated[bool, typer.Option(help="Compute while collectives run.")] = True,
+    contention: Annotated[float | None, typer.Option(
+        help="How much both slow down while they overlap, 1 to 2 (default: by the device).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="Draw the timeline into this file (.png, .svg, .pdf).")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace that opens in ui.perfetto.dev to this file.")] = None,
+) -> None:
+    """Simulate one step of a saved plan: print the table, or with --json one object."""
+    import json
+
+    from hpml_compiler.plan import Plan
+    from hpml_compiler.simulate import simulate as run
+
+    plan = Plan.load(path)
+    found = run(plan, cluster, recompute=recompute, microbatches=microbatches, overlap=overlap,  # type: ignore[arg-type]
+                contention=contention)
+    if trace is not None:
+        _write_trace(found, trace)
+    if timeline is not None:
+        from hpml_compiler.visualize.timeline import draw
+
+        draw(found, timeline, f"{', '.join(g.name for g in plan.step_graphs)} on {cluster or plan.cluster or 'its cluster'}")
+    if as_json:
+        print(json.dumps(found.summary(), allow_nan=False))
+    else:
+        _print_table(plan, found, cluster)
+
+
+def _write_trace(found: Any, path: Path) -> None:
+    from hpml_compiler.simulate.trace import trace_json
+
+    try:
+        path.write_text(trace_json(found), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(what=f"cannot write the trace: {error.strerror}", where=str(path),
+                       next_step="name a file in a folder that exists and can be written") from error
+
+
+def _print_table(plan: Any, found: Any, cluster: str | None) -> None:
+    from rich.console import Console
+
+    from hpml_compiler.simulate.table import renderable
+
+    if sys.stdout.isatty():
+        Console().print(renderable(plan, found, cluster))
+    else:
+        Console(file=sys.stdout, width=100, color_system=None).print(renderable(plan, found, cluster))

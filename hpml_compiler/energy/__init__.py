@@ -1,0 +1,1 @@
+"""Energy: measured where a meter exists (`meters`), and weighed against time (`pareto`, `sweep`)."""

@@ -1,0 +1,242 @@
+"""The monitor of one process: it is told what runs, measures some steps, profiles one, and reports."""
+from __future__ import annotations
+
+import logging
+import statistics
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hpml_compiler.monitor import tensorboard
+from hpml_compiler.monitor.clock import Clock, clock_for
+from hpml_compiler.monitor.held import OldGradients, held_bytes, trained_parameters
+from hpml_compiler.monitor.prediction import Expected, GraphCost, Runs, expected, graph_cost
+from hpml_compiler.monitor.profiled import StepProfile
+from hpml_compiler.monitor.profiling import Profiling
+from hpml_compiler.monitor.report import Compared, Report, compared
+from hpml_compiler.monitor.schedule import FEWEST, Window
+from hpml_compiler.monitor.steps import Step, StepRecorder, StepTimes
+from hpml_compiler.plan_records import GraphPlan
+
+log = logging.getLogger("hpml")
+
+LONGEST_WAIT = 10
+"""Steps that a report waits for one of them to be profiled."""
+
+
+class Monitor:
+    """Compares what a run takes with what the plans of its graphs predict. Only one that `speaks` (rank 0's) logs, and
+    writes TensorBoard scalars into `folder`, if given.
+
+    Nothing in here communicates, and nothing waits for a device but a report. What fails in here is logged once, and
+    then nothing is monitored any more: the run goes on.
+    """
+
+    def __init__(self, device_type: str, *, speaks: bool = True, folder: str | None = None, clock: Clock | None = None,
+                 window: Window | None = None, make_profile: Callable[[], StepProfile] | None = None) -> None:
+        self.device_type, self.speaks, self.folder = device_type, speaks, folder
+        self.clock = clock or clock_for(device_type)
+        self.recorder = StepRecorder(self.clock, self._step_ended)
+        self.window = window or Window()
+        self.profiling = Profiling(make_profile or self._start_profile)
+        self.plans: list[GraphPlan] = []
+        self.costs: list[GraphCost] = []
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.inputs: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self.held: dict[str, int] | None = None
+        self.report: Report | None = None
+        self.active = True
+        """Whether it listens to what runs: not between windows, and not after an error."""
+        self.stopped = False
+        self._steps_to_wait = 0
+        self._look_at_held = self._disturbs_next = False
+        self._waited, self._writer = 0, None
+        self._warned: set[str] = set()
+
+    # -- what it is told -----------------------------------------------------------------------------------------------
+
+    def add_graph(self, plan: GraphPlan) -> int:
+        """A graph was compiled; returns its number. The step in which this happens is not counted."""
+        self.plans.append(plan)
+        self.costs.append(graph_cost(plan))
+        return len(self.plans) - 1
+
+    def disturbed(self) -> None:
+        """Something was compiled."""
+        if self.active:
+            self._do(self._disturb)
+
+    def graph_begins(self, graph: int, backward: bool, arguments: Iterable[Any] = ()) -> Any:
+        """A compiled graph is called; returns what `graph_ends` wants back."""
+        return self._do(self._graph_begins, graph, backward, arguments) if self.active else None
+
+    def graph_ends(self, token: Any) -> None:
+        if token is not None and self.active:
+            self._do(self._graph_ends, token)
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.active:
+            self._do(self._optimizer_begins, optimizer)
+
+    def optimizer_ends(self) -> None:
+        if self.active:
+            self._do(self._optimizer_ends)
+        elif self._steps_to_wait:
+            self._steps_to_wait -= 1
+            if not self._steps_to_wait:
+                self.active = True
+                self._do(self.recorder.restart)
+
+    def finish(self) -> None:
+        """The run ends: report on what there is, if nothing was said yet."""
+        if self.active:
+            self._do(self._finish)
+
+    def last_report(self) -> Report | None:
+        """The last report; if none was due yet, one of the steps until now; None if there are too few."""
+        if self.report is None and self.window.chosen():
+            return self._make_report()
+        return self.report
+
+    def _do(self, action: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return action(*args)
+        except Exception:
+            self.active, self.stopped, self._steps_to_wait = False, True, 0
+            log.exception("the prediction is not monitored any more, because of an error in the monitor")
+            if self.profiling.is_running:
+                self.profiling.give_up()
+            return None
+
+    # -- what it does then ---------------------------------------------------------------------------------------------
+
+    def _disturb(self) -> None:
+        self.recorder.disturb()
+        self.profiling.give_up()
+
+    def _graph_begins(self, graph: int, backward: bool, arguments: Iterable[Any]) -> Any:
+        begun = self.recorder.graph_begins(graph, backward)
+        if not self.active:  # with the step before, the window ended
+            return None
+        if not backward and graph not in self.inputs:
+            self.inputs[graph] = [weakref.ref(each) for each in arguments if isinstance(each, torch.nn.Parameter)]
+        entered = None
+        if self.profiling.is_wanted:
+            entered = self.profiling.call_begins(self.recorder.step, self._is_first_of_training(graph))
+        return begun, entered
+
+    def _is_first_of_training(self, graph: int) -> bool:
+        counts = self.recorder.step.counts
+        return self.costs[graph].training and sum(sum(c) for g, c in counts.items() if self.costs[g].training) == 1
+
+    def _graph_ends(self, token: tuple[Any, Any]) -> None:
+        begun, entered = token
+        if entered is not None:
+            self.profiling.call_ends(entered)
+        self.recorder.graph_ends(begun)
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.add(optimizer)
+        self.recorder.optimizer_begins()
+
+    def _optimizer_ends(self) -> None:
+        self.recorder.optimizer_ends()
+        if self._look_at_held:
+            self._look_at_held, self._disturbs_next = False, True
+            self.held = held_bytes(self.optimizers, self._parameters())
+        if self.profiling.is_running:
+            self._disturbs_next = True
+            held = self.held or {}
+            self.profiling.optimizer_ended(self.recorder.step, held.get("parameters", 0) + held.get("optimizer", 0))
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """What the graphs use as parameters, frozen ones included."""
+        return [each for found in self.inputs.values() for ref in found if (each := ref()) is not None]
+
+    def _start_profile(self) -> StepProfile:
+        return StepProfile(self.device_type, OldGradients(trained_parameters(self.optimizers)).bytes_left)
+
+    # -- steps and reports ---------------------------------------------------------------------------------------------
+
+    def _step_ended(self, step: Step) -> None:
+        if self.profiling.is_running:
+            self.profiling.give_up()
+        enough = self.window.add(step)
+        samples = self.window.samples
+        if samples and self.held is None and len(samples) == FEWEST:
+            self._look_at_held = True
+            if self.device_type != "cuda":  # where torch counts the bytes of tensors while it profiles
+                self.profiling.want(samples[-1])
+        if enough and self._may_say(self._make_report()):
+            self._steps_to_wait = self.window.close() * step.optimizer_steps
+            self.active = False
+        elif self._disturbs_next:  # what was done after the step had ended took time in this one
+            self.recorder.disturb()
+        self._disturbs_next = False
+
+    def _may_say(self, report: Report) -> bool:
+        """Report now, unless it is to name the class of work that is off, and a step has to be profiled for that."""
+        self._waited += 1
+        if report.step_time.is_off and not report.classes and self.profiling.is_possible and self._waited <= LONGEST_WAIT:
+            self.profiling.want(self.window.chosen()[-1])
+            return False
+        self._waited = 0
+        self._say(report)
+        return True
+
+    def _finish(self) -> None:
+        self.profiling.give_up()
+        self.recorder.finish()
+        if self.report is None and len(self.window.samples) >= FEWEST:
+            self._say(self._make_report())
+
+    def _make_report(self) -> Report:
+        steps = self.window.chosen()
+        times = _median([step.times(self.clock) for step in steps])
+        runs = steps[0].runs
+        prediction = expected(self.plans, self.costs, runs)
+        seen = self.profiling.result_for(runs)
+        classes = compared(prediction.classes_us, seen.of_step(times)) if seen else ()
+        peak_bytes, source = self._peak(seen.peak_bytes if seen else None)
+        return Report(
+            step=self.window.seen, steps_measured=len(steps), runs=self._named(runs),
+            step_time=Compared("step time", prediction.step_us, times.step_us), graphs_us=times.graphs_us,
+            optimizer_us=times.optimizer_us, between_us=times.between_us, classes=classes, memory_source=source,
+            peak_memory=None if peak_bytes is None else Compared("peak memory", prediction.peak_bytes, peak_bytes),
+            memory_parts=self._memory_parts(prediction, peak_bytes),
+        )
+
+    def _peak(self, profiled: int | None) -> tuple[int | None, str]:
+        if self.device_type == "cuda":
+            return torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated, since the start"
+        return profiled, "" if profiled is None else "tensors allocated in one profiled step"
+
+    def _memory_parts(self, prediction: Expected, peak_bytes: int | None) -> tuple[Compared, ...]:
+        if peak_bytes is None or self.held is None:
+            return ()
+        rest = max(peak_bytes - sum(self.held.values()), 0)
+        return compared(prediction.parts_bytes, {**self.held, "activations": rest})
+
+    def _named(self, runs: Iterable[Runs]) -> str:
+        return ", ".join(f"{self.costs[run.graph].name} ({run.forward} forward, {run.backward} backward)" for run in runs)
+
+    def _say(self, report: Report) -> None:
+        self.report = report
+        if not self.speaks:
+            return
+        if self.folder is not None:
+            self._writer = self._writer or tensorboard.open_writer(self.folder)
+            tensorboard.write(self._writer, report)
+        log.info("%s", report.text())
+        for kind, text in (("time", report.time_warning()), ("memory", report.memory_warning())):
+            if text is not None and kind not in self._warned:
+                self._warned.add(kind)
+                log.warning("%s", text)
+
+
+def _median(times: list[StepTimes]) -> StepTimes:
+    """Of each part by itself."""
+    return StepTimes(*(statistics.median(getattr(each, name) for each in times)
+                       for name in ("step_us", "graphs_us", "optimizer_us")))

@@ -1,0 +1,124 @@
+"""What the plans predict for the graphs that one step ran, each so many times forward and backward."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpml_compiler.monitor.classes import CLASSES, class_of_kind
+from hpml_compiler.plan_records import GraphPlan, MemoryBytes, Redistribution
+
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How often a graph, by its number in the run, ran in a step."""
+
+    graph: int
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """The predicted µs of one graph: of a forward and a backward call by class, as they are when nothing overlaps.
+
+    graph_us: both calls together, with overlap. optimizer_us: by parameter, since graphs may share parameters.
+    """
+
+    name: str
+    training: bool
+    forward_us: Mapping[str, float]
+    backward_us: Mapping[str, float]
+    graph_us: float
+    optimizer_us: Mapping[str, float]
+
+    def calls_us(self, runs: Runs) -> float:
+        """Predicted time of so many calls."""
+        forward, backward = sum(self.forward_us.values()), sum(self.backward_us.values())
+        if not forward + backward:
+            return 0.0
+        return self.graph_us * (runs.forward * forward + runs.backward * backward) / (forward + backward)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Predicted for one step: its time, its time by class (every class is there), bytes by part and at the peak."""
+
+    step_us: float
+    classes_us: Mapping[str, float]
+    peak_bytes: int
+    parts_bytes: Mapping[str, int]
+
+
+def graph_cost(plan: GraphPlan) -> GraphCost:
+    forward: defaultdict[str, float] = defaultdict(float)
+    backward: defaultdict[str, float] = defaultdict(float)
+    for operation in plan.operations.values():
+        side = backward if operation.backward else forward
+        side[class_of_kind(operation.kind)] += operation.predicted_us * plan.runs(operation)
+    for move in plan.redistributions:
+        side = backward if _is_backward(plan, move) else forward
+        for step in move.steps:  # a step without bytes is local, such as a slice
+            side["collective" if step.bytes else "pointwise"] += step.predicted_us * move.multiplicity
+    trained = {name: p.bytes_per_device for name, p in plan.parameters.items() if p.trainable} if plan.training else {}
+    total = sum(trained.values()) or 1
+    return GraphCost(
+        name=plan.name, training=plan.training, forward_us=dict(forward), backward_us=dict(backward),
+        graph_us=max(plan.predicted.step_time_us - plan.predicted.optimizer_us, 0.0),
+        optimizer_us={name: plan.predicted.optimizer_us * size / total for name, size in trained.items()},
+    )
+
+
+def _is_backward(plan: GraphPlan, move: Redistribution) -> bool:
+    """By who reads the value; at the graph's end, an output is made in forward, a gradient is not."""
+    reader = plan.operations.get(move.consumer)
+    if reader is not None:
+        return reader.backward
+    maker = plan.operations.get(move.value)
+    return plan.training and (maker is None or maker.backward)
+
+
+def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Sequence[Runs]) -> Expected:
+    """What is predicted for a step that ran these graphs: their calls, and the optimizer once, over all parameters whose
+    gradients were computed."""
+    classes: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
+    optimizer: dict[str, float] = {}
+    step_us = 0.0
+    for run in runs:
+        cost = costs[run.graph]
+        step_us += cost.calls_us(run)
+        for side, count in ((cost.forward_us, run.forward), (cost.backward_us, run.backward)):
+            for name, us in side.items():
+                classes[name] += us * count
+        if run.backward:
+            optimizer.update(cost.optimizer_us)
+    classes["optimizer"] = sum(optimizer.values())
+    trained = [plans[run.graph] for run in runs if run.backward] or [plans[run.graph] for run in runs]
+    parts = expected_parts(trained)
+    return Expected(step_us + classes["optimizer"], classes, sum(parts.values()), parts)
+
+
+def expected_parts(plans: Sequence[GraphPlan]) -> dict[str, int]:
+    """Predicted bytes by part of graphs that run in one step; a parameter that several of them use counts once.
+
+    `activations`: of all graphs, held at the same time as where a model is broken into several graphs, and the largest
+    transient. The parts of one graph add up to its predicted peak.
+    """
+    parts: dict[str, float] = dict.fromkeys(MEMORY_PARTS, 0.0)
+    seen: set[str] = set()
+    for plan in plans:
+        here = {name: p.bytes_per_device for name, p in plan.parameters.items()}
+        total = sum(here.values())
+        new = sum(size for name, size in here.items() if name not in seen) / total if total else 1.0
+        seen.update(here)
+        held = _held(plan.memory)
+        for part, size in held.items():
+            parts[part] += size * new
+        parts["activations"] += max(plan.memory.peak - sum(held.values()), 0)
+    return {part: round(size) for part, size in parts.items()}
+
+
+def _held(memory: MemoryBytes) -> dict[str, int]:
+    return {part: getattr(memory, part) for part in MEMORY_PARTS if part != "activations"}

@@ -1,0 +1,107 @@
+"""Predicted beside measured: the record of it, and what is said of it."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpml_compiler.visualize.text import format_bytes, format_us
+
+TOLERANCE = 0.25
+"""Above this relative error of a prediction, a run warns."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure, predicted and measured: µs or bytes."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.predicted / self.measured if self.measured else float("inf") if self.predicted else 1.0
+
+    @property
+    def is_off(self) -> bool:
+        return abs(self.predicted - self.measured) > TOLERANCE * self.measured
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank measured, and what its plans predicted for the same work.
+
+    step: optimizer steps until then, or groups of them (`monitor.steps`). steps_measured: how many the medians are of.
+    runs: calls of graphs in one such step, as text. step_time: µs. graphs_us, optimizer_us, between_us: of the measured
+    step time, what passed in compiled graphs, in optimizers and between them. peak_memory: bytes, None if it was not
+    measured; memory_source says how. classes, memory_parts: µs by class of work and bytes by part; empty if not looked at.
+    """
+
+    step: int
+    steps_measured: int
+    runs: str
+    step_time: Compared
+    graphs_us: float
+    optimizer_us: float
+    between_us: float
+    peak_memory: Compared | None = None
+    memory_source: str = ""
+    classes: tuple[Compared, ...] = ()
+    memory_parts: tuple[Compared, ...] = ()
+
+    def text(self) -> str:
+        """One line."""
+        time = self.step_time
+        line = (f"step {self.step}: step time predicted {format_us(time.predicted)}, measured "
+                f"{format_us(time.measured)} (ratio {time.ratio:.2f}; {format_us(self.graphs_us)} in compiled graphs, "
+                f"{format_us(self.optimizer_us)} in the optimizer, {format_us(self.between_us)} between; median of "
+                f"{self.steps_measured} steps of {self.runs})")
+        if self.peak_memory is None:
+            return f"{line}; peak memory not measured"
+        memory = self.peak_memory
+        return (f"{line}; peak memory predicted {format_bytes(memory.predicted)}, measured {format_bytes(memory.measured)} "
+                f"(ratio {memory.ratio:.2f}; {self.memory_source})")
+
+    def time_warning(self) -> str | None:
+        """What to warn of, if the step time is off: the class of work that is most so, then all of them."""
+        time = self.step_time
+        if not time.is_off:
+            return None
+        line = (f"the predicted step time is off by {_percent(time)}: predicted {format_us(time.predicted)}, measured "
+                f"{format_us(time.measured)}")
+        if not self.classes:
+            return f"{line}; which class of work is off is not known, as no step could be profiled"
+        worst = worst_of(self.classes)
+        rest = ", ".join(f"{c.name} {format_us(c.predicted)} / {format_us(c.measured)}"
+                         for c in self.classes if c.predicted or c.measured)
+        return (f"{line}. Most of it is {worst.name}: predicted {format_us(worst.predicted)}, measured "
+                f"{format_us(worst.measured)}. By class, predicted / measured: {rest}. "
+                "Another plan may be better than the one in use: see docs/monitoring.md")
+
+    def memory_warning(self) -> str | None:
+        """What to warn of, if the peak of memory is off: the part that is most so."""
+        memory = self.peak_memory
+        if memory is None or not memory.is_off:
+            return None
+        line = (f"the predicted peak of memory is off by {_percent(memory)}: predicted {format_bytes(memory.predicted)}, "
+                f"measured {format_bytes(memory.measured)} ({self.memory_source})")
+        if not self.memory_parts:
+            return line
+        worst = worst_of(self.memory_parts)
+        return (f"{line}. Most of it is {worst.name}: predicted {format_bytes(worst.predicted)}, measured "
+                f"{format_bytes(worst.measured)}")
+
+
+def worst_of(figures: tuple[Compared, ...]) -> Compared:
+    """The one whose prediction is farthest from what was measured."""
+    return max(figures, key=lambda each: abs(each.predicted - each.measured))
+
+
+def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tuple[Compared, ...]:
+    return tuple(Compared(name, predicted.get(name, 0.0), measured.get(name, 0.0))
+                 for name in dict.fromkeys([*predicted, *measured]))
+
+
+def _percent(figure: Compared) -> str:
+    return f"{abs(figure.predicted - figure.measured) / figure.measured:.0%}" if figure.measured else "all of it"

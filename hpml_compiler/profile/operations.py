@@ -1,0 +1,126 @@
+"""Time the heavy operations of a model on this rank's device, as one rank would call them."""
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from hpml_compiler.profile.variants import Variant
+from passes import compat
+from passes.costs.cache import Measurement
+
+SAMPLES, SAMPLE_US = 9, 400.0
+"""So many samples are taken of a call, each of as many calls as make it last that long."""
+
+
+class CannotRun(Exception):
+    """The operation does not take these operands: its arguments name sizes that a rank's part does not have."""
+
+
+def measure(found: Iterable[Variant]) -> tuple[dict[str, Measurement], dict[str, str]]:
+    """Measurements by key, and why those are missing that could not be run.
+
+    Rounds go over all calls, so that what disturbs the machine for a while disturbs all of them alike.
+    """
+    calls: dict[str, tuple[Callable[[], Any], int]] = {}
+    failed: dict[str, str] = {}
+    with torch.no_grad():
+        for variant in found:
+            try:
+                call = prepare(variant)
+                call()
+            except (CannotRun, RuntimeError, IndexError, TypeError, NotImplementedError) as error:
+                failed[variant.key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                continue
+            calls[variant.key] = (call, max(1, round(SAMPLE_US / max(_us(call, 2), 1e-3))))
+        samples: dict[str, list[float]] = {key: [] for key in calls}
+        for _ in range(SAMPLES):
+            for key, (call, repeats) in calls.items():
+                samples[key].append(_us(call, repeats))
+    return {key: as_measurement(us) for key, us in samples.items()}, failed
+
+
+def as_measurement(us: Sequence[float]) -> Measurement:
+    """Median, number and spread (90th over 10th percentile) of samples."""
+    ordered = sorted(us)
+    low, high = ordered[len(us) // 10], ordered[-1 - len(us) // 10]
+    return Measurement(statistics.median(us), len(us), max(high / low, 1.0) if low else 1.0)
+
+
+def prepare(variant: Variant) -> Callable[[], Any]:
+    """The call on random operands of the local shapes, in the memory order of the traced ones. Raises CannotRun."""
+    node = variant.node
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if len(tensors) != len(variant.inputs):
+        raise CannotRun("operands are not all tensors")
+    limit = _index_limit(tensors, variant)
+    local = {n: _operand(n.meta["val"], shape, limit) for n, shape in zip(tensors, variant.inputs)}
+    wanted = [tuple(shape) for shape in variant.outputs]
+    for sizes in ({}, _sizes(node, variant)):
+        args, kwargs = compat.pytree.tree_map_only(
+            fx.Node, lambda n: local.get(n, n), _with_sizes((node.args, dict(node.kwargs)), sizes))
+        call = functools.partial(cast("Callable[..., Any]", node.target), *args, **kwargs)
+        try:
+            made = call()
+        except RuntimeError:
+            if not sizes:
+                continue
+            raise
+        shapes = [tuple(t.shape) for t in compat.pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+        if all(shape in shapes for shape in wanted):
+            return call
+    raise CannotRun("results have other shapes than the plan's")
+
+
+def _operand(traced: torch.Tensor, shape: Sequence[int], limit: int) -> torch.Tensor:
+    order = sorted(range(traced.dim()), key=lambda d: (-traced.stride(d), d))
+    back = [order.index(d) for d in range(traced.dim())]
+    packed = [shape[d] for d in order]
+    if traced.dtype.is_floating_point:
+        made = torch.randn(packed, device=traced.device).to(traced.dtype)
+    elif traced.dtype == torch.bool:
+        made = torch.ones(packed, dtype=torch.bool, device=traced.device)
+    else:
+        made = torch.randint(0, max(limit, 1), packed, dtype=torch.int64, device=traced.device).to(traced.dtype)
+    return made.permute(back) if order else made.reshape(())
+
+
+def _index_limit(tensors: Sequence[fx.Node], variant: Variant) -> int:
+    """What indices must stay below: the smallest dim of any operand or result that holds numbers."""
+    dims = [size for n, shape in zip(tensors, variant.inputs) if n.meta["val"].dtype.is_floating_point for size in shape]
+    return min([*dims, *(size for shape in variant.outputs for size in shape)], default=1)
+
+
+def _sizes(node: fx.Node, variant: Variant) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Whole shapes that arguments may name, and what they are here."""
+    values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    values += [v for v in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return {tuple(v.shape): shape for v, shape in zip(values, variant.inputs + variant.outputs) if v.dim() > 1}
+
+
+def _with_sizes(arguments: Any, sizes: dict[tuple[int, ...], tuple[int, ...]]) -> Any:
+    if not sizes:
+        return arguments
+
+    def is_shape(x: Any) -> bool:
+        return isinstance(x, (list, tuple)) and bool(x) and all(type(i) is int for i in x)
+
+    return compat.pytree.tree_map(
+        lambda x: list(sizes.get(tuple(x), tuple(x))) if is_shape(x) else x, arguments, is_leaf=is_shape)
+
+
+def _us(call: Callable[[], Any], repeats: int) -> float:
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats * 1e6

@@ -1,0 +1,80 @@
+"""The calls that a traced model can come down to on one rank: every heavy operation under every strategy."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx import GraphModule
+
+from passes.layouts import Layout, legal
+from passes.operation_key import local_shape, operation_key
+from passes.placement_graph import Operation, PlacementGraph
+from passes.rules.base import REPLICATE
+
+MOST_STRATEGIES = 64
+"""Of one operation on one mesh; beyond that there are axes that nobody combines."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call on local operands. inputs, outputs: local shapes, in the order of the operation's values."""
+
+    key: str
+    node: fx.Node
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    kind: str
+    flops: float
+    bytes_moved: float
+
+
+def mesh_sizes(ranks: int) -> list[tuple[int, ...]]:
+    """Sizes of the meshes of one and two axes over that many ranks; no axis for one rank."""
+    if ranks == 1:
+        return [()]
+    return [(ranks,), *((a, ranks // a) for a in range(2, ranks) if ranks % a == 0)]
+
+
+def variants(gm: GraphModule, graph: PlacementGraph, ranks: int) -> dict[str, Variant]:
+    """By key, those of all meshes over `ranks`, whole operations included."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    found: dict[str, Variant] = {}
+    for op in graph.operations:
+        if not op.heavy or not op.outputs:
+            continue
+        for sizes in mesh_sizes(ranks):
+            for inputs, made in _layouts(op, graph, sizes):
+                key = operation_key(graph, op, inputs, made, sizes)
+                if key not in found:
+                    found[key] = _variant(key, nodes[op.name], op, graph, inputs, made, sizes)
+    return found
+
+
+def _layouts(op: Operation, graph: PlacementGraph, sizes: Sequence[int],
+             ) -> Iterator[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
+    whole = (REPLICATE,) * len(sizes)
+    yield (whole,) * len(op.inputs), (whole,) * len(op.outputs)
+    for combination in itertools.islice(itertools.product(op.strategies, repeat=len(sizes)), MOST_STRATEGIES):
+        if not combination:
+            continue
+        inputs = tuple(zip(*(s.inputs for s in combination)))
+        made = tuple(zip(*(s.outputs for s in combination)))
+        if all(legal(graph.values[v], p, tuple(sizes)) for v, p in zip((*op.inputs, *op.outputs), inputs + made)):
+            yield inputs, made
+
+
+def _variant(key: str, node: fx.Node, op: Operation, graph: PlacementGraph, inputs: Sequence[Layout],
+             made: Sequence[Layout], sizes: Sequence[int]) -> Variant:
+    def shapes(values: Sequence[int], layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
+        return tuple(local_shape(graph.values[v], p, sizes) for v, p in zip(values, layouts))
+
+    read, written = shapes(op.inputs, inputs), shapes(op.outputs, made)
+    share = 1.0
+    for axis, n in enumerate(sizes):
+        share /= n if any(isinstance(p[axis], tuple) for p in (*inputs, *made)) else 1
+    moved = sum(torch.Size(shape).numel() * graph.values[v].spec.itemsize
+                for v, shape in zip((*op.inputs, *op.outputs), read + written))
+    return Variant(key, node, read, written, op.kind, op.flops * share, float(moved))

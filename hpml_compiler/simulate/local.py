@@ -1,0 +1,98 @@
+"""What a plan says about one rank's part of things: bytes of operands, what they come from, which are views."""
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+
+from hpml_compiler.plan_records import GraphPlan, Redistribution, Shape
+
+VIEWS = frozenset((
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "select", "slice", "expand", "unsqueeze", "squeeze",
+    "detach", "alias", "split", "split_with_sizes", "unbind", "chunk", "narrow", "diagonal", "as_strided",
+))
+"""Operators whose results share the memory of their first operand."""
+REDUCING = ("all_reduce", "reduce_scatter")
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes per element of a dtype by torch's name of it."""
+    if dtype == "bool" or dtype.endswith("int8") or dtype.startswith("float8"):
+        return 1
+    digits = "".join(c for c in dtype if c.isdigit())
+    return int(digits) // 8 if digits else 4
+
+
+def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], mesh: dict[str, int]) -> float:
+    """Bytes on one rank of a value of that whole shape."""
+    shards = math.prod(size for size, place in zip(mesh.values(), placements) if place.startswith("S"))
+    return math.prod(shape) * itemsize(dtype) / shards
+
+
+class LocalView:
+    """Look-ups in the plan of one graph."""
+
+    def __init__(self, graph: GraphPlan):
+        self.graph = graph
+
+    def is_view(self, name: str) -> bool:
+        parts = self.graph.operations[name].op.split(".")
+        return len(parts) > 1 and parts[1] in VIEWS or "getitem" in parts[-1]
+
+    def root(self, name: str) -> str:
+        """The value whose memory `name` is seen in: itself, or what a chain of views starts from."""
+        while name in self.graph.operations and self.is_view(name) and self.graph.operations[name].sources:
+            name = self.graph.operations[name].sources[0]
+        return name
+
+    @cached_property
+    def readers(self) -> dict[str, list[str]]:
+        """Operations that read each value."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, operation in self.graph.operations.items():
+            for source in dict.fromkeys(operation.sources):
+                found[source].append(name)
+        return found
+
+    @cached_property
+    def fixed(self) -> frozenset[str]:
+        """Values that are as large for fewer rows: parameters and what forward makes of nothing else."""
+        found = set(self.graph.parameters)
+        for name, operation in self.graph.operations.items():
+            if not operation.backward and all(source in found for source in operation.sources):
+                found.add(name)
+        return frozenset(found)
+
+    @cached_property
+    def gradients(self) -> frozenset[str]:
+        """Backward values that are only returned, directly or through views: gradients of parameters."""
+        found: set[str] = set()
+        if not self.graph.training:
+            return frozenset()
+        for name in reversed(list(self.graph.operations)):
+            operation = self.graph.operations[name]
+            if operation.backward and all(r in found and self.is_view(r) for r in self.readers.get(name, ())):
+                found.add(name)
+        return frozenset(found)
+
+    def is_gradient(self, move: Redistribution) -> bool:
+        """Whether a redistribution reduces a gradient for the optimizer."""
+        made = self.graph.operations.get(move.value)
+        return self.graph.training and move.consumer == "" and made is not None and made.backward
+
+    def bytes_of(self, name: str, placements: Sequence[str]) -> float:
+        """Bytes of a parameter or of an operation's results on one rank; 0 for other arguments."""
+        if name in self.graph.parameters:
+            parameter = self.graph.parameters[name]
+            return placed_bytes(parameter.shape, parameter.dtype, placements, self.graph.mesh)
+        operation = self.graph.operations.get(name)
+        return float(sum(operation.result_bytes)) if operation else 0.0
+
+    def fixed_bytes(self, name: str) -> float:
+        """The part of an operation's traffic that does not shrink with the rows: weights read, gradients made."""
+        operation = self.graph.operations[name]
+        pairs = dict(zip(operation.sources, operation.inputs))
+        read = sum(self.bytes_of(source, placements) for source, placements in pairs.items() if source in self.fixed)
+        made = float(sum(operation.result_bytes)) if name in self.fixed or name in self.gradients else 0.0
+        return min(read + made, operation.bytes_moved)

@@ -1,0 +1,166 @@
+"""`simulate`: one step of a plan, event by event. What is modeled, and what not: docs/simulator.md."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hpml_compiler.plan import Plan
+from hpml_compiler.simulate.assemble import Label, breakdown, events, memory_over_time
+from hpml_compiler.simulate.engine import Spans, Task
+from hpml_compiler.simulate.engine import run as run_tasks
+from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
+from hpml_compiler.simulate.program import Entry, Program
+from hpml_compiler.simulate.schedules import ScheduleName, Stage, pipeline
+from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
+from passes.cluster import Cluster
+from passes.costs import CostModel, RooflineCost
+from passes.costs.energy import Power
+from passes.device import Device
+from passes.errors import BadInput
+from passes.mesh import Mesh, mesh_from_pin
+
+CONTENTION = {"cpu": 2.0, "cuda": 1.19}
+"""How much both streams slow down while both run, by kind of device. cpu: gloo moves and adds the bytes on the cores that
+compute, so overlap gains nothing. cuda: computation that overlaps communication was 18.9% slower on average (up to 40%)
+over GPT and LLaMA models on A100, H100, MI210 and MI250 ("Characterizing compute-communication overlap in
+GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
+
+
+def simulate(
+    plan: Plan,
+    cluster: Cluster | str | None = None,
+    *,
+    cost: CostModel | None = None,
+    recompute: Literal["none", "full"] = "none",
+    microbatches: int = 1,
+    overlap: bool = True,
+    contention: float | None = None,
+    stages: Sequence[Stage] | None = None,
+    schedule: Literal["gpipe", "1f1b"] = "1f1b",
+    virtual_stages: int = 1,
+) -> Simulation:
+    """One step of `plan`.
+
+    cluster: None takes the plan's own predicted times; else every operation and collective is priced anew for it (a
+    cluster, or its text as for `hpml plan --cluster`). cost: asked for prices instead of the roofline of that cluster.
+    recompute: "full" runs the repeated blocks' forward (all of forward where there are none) once more for backward.
+    microbatches: forward and backward run that often, each on that part of the rows; gradients are reduced after the last.
+    overlap: False runs everything one after another, which is what a plan's `predicted` adds up. contention: how much both
+    streams slow down while both run, 1 to 2; None: `CONTENTION` by the device's kind. stages: what each pipeline stage
+    takes; the step is then `schedule`'s, and the plan gives ranks (shared out among the devices of the pipeline, in order)
+    and their power only. virtual_stages: stages per device, above 1 for interleaved 1F1B.
+
+    Raises BadInput for a cluster of another size than the plan's, or options out of range.
+    """
+    if microbatches < 1:
+        raise BadInput(f"microbatches must be at least 1, got {microbatches}", "simulate")
+    if recompute not in ("none", "full"):
+        raise BadInput(f"recompute must be none or full, got {recompute!r}", "simulate")
+    if contention is not None and not 1.0 <= contention <= 2.0:
+        raise BadInput(f"contention must be from 1 (overlap is free) to 2 (it gains nothing), got {contention}", "simulate")
+    mesh = _mesh(plan, cluster)
+    device = mesh.device if mesh else None
+    factor = contention if contention is not None else CONTENTION[device.kind if device else "cpu"]
+    if stages is not None:
+        built = _pipeline(plan, stages, microbatches, schedule, virtual_stages)
+    else:
+        built = _plan(plan, mesh, cost, cluster is not None, recompute == "full", microbatches, overlap)
+    return _simulation(built, run_tasks(built.tasks, [factor] * len(built.ranks)), device)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """Tasks with their labels; the memory and the ranks of each lane; energy beyond idling, as (watts kind, µs)."""
+
+    tasks: list[Task]
+    labels: list[Label]
+    intervals: list[list]
+    held_bytes: list[float]
+    ranks: list[tuple[int, ...]]
+    kernels: list[str]
+    link_j: float
+
+
+def _mesh(plan: Plan, cluster: Cluster | str | None) -> Mesh | None:
+    """The plan's mesh on a cluster. With None, on the plan's own, if its text still says enough; else None."""
+    if cluster is None:
+        try:
+            return mesh_from_pin(plan.mesh, Cluster.parse(plan.cluster)) if plan.cluster else None
+        except BadInput:  # of a device file that is not here, or of the machine it was made on: its times are in the plan
+            return None
+    return mesh_from_pin(plan.mesh, Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
+
+
+def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, microbatches: int,
+          overlap: bool) -> _Built:
+    graphs = plan.step_graphs
+    if cost is not None and mesh is None:
+        raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
+    prices: list[PlanPrices] = []
+    for graph in graphs:
+        model = Repriced(graph, mesh, cost or RooflineCost(mesh.device, mesh)) if mesh else None
+        prices.append(model if model and (anew or cost is not None) else AsPlanned(graph, model))
+    program = Program(graphs, prices, microbatches=microbatches, recompute=recompute)
+    memory = plan.memory
+    return _Built(
+        _tasks(program.entries, overlap),
+        [Label(e.name, e.kind, e.is_work) for e in program.entries],
+        [program.ledger.intervals], [float(memory.parameters + memory.gradients + memory.optimizer)],
+        [tuple(range(plan.world_size))], [e.kernel for e in program.entries],
+        sum(e.link_j for e in program.entries),
+    )
+
+
+def _tasks(entries: Sequence[Entry], overlap: bool) -> list[Task]:
+    """With their index as priority, so that of two collectives that may start, the one needed first does."""
+    if overlap:
+        return [Task(e.us, e.stream, tuple(e.after), priority=i) for i, e in enumerate(entries)]
+    return [Task(e.us, e.stream, (i - 1,) if i else ()) for i, e in enumerate(entries)]
+
+
+def _pipeline(plan: Plan, stages: Sequence[Stage], microbatches: int, schedule: ScheduleName, virtual: int) -> _Built:
+    world, devices = plan.world_size, max(1, len(stages) // max(1, virtual))
+    if virtual < 1 or (virtual > 1 and schedule != "1f1b"):
+        raise BadInput(f"virtual_stages={virtual} under {schedule}", "simulate", "interleave with 1f1b, by 1 or more")
+    if world % devices:
+        raise BadInput(f"{world} ranks cannot be shared out among {devices} devices of a pipeline", "simulate",
+                       "give a number of stages that divides the plan's ranks")
+    schedule = "interleaved" if virtual > 1 else schedule
+    built = pipeline(stages, microbatches, schedule, devices)
+    each = world // devices
+    ranks = [tuple(range(d * each, (d + 1) * each)) for d in range(devices)]
+    kernels = ["" if not label.work else "pointwise" if label.kind == "optimizer" else "matmul" for label in built.labels]
+    return _Built(built.tasks, built.labels, built.intervals, built.held_bytes, ranks, kernels, 0.0)
+
+
+def _simulation(built: _Built, spans: Spans, device: Device | None) -> Simulation:
+    parts = breakdown(built.tasks, built.labels, spans, [len(ranks) for ranks in built.ranks])
+    curves = [memory_over_time(intervals, spans, held) for intervals, held in zip(built.intervals, built.held_bytes)]
+    peaks = [max(nbytes for _, nbytes in curve) for curve in curves]
+    lane = peaks.index(max(peaks))
+    return Simulation(
+        step_us=spans.end_us,
+        compute_us=parts.compute_us,
+        communication_us=parts.communication_us,
+        exposed_communication_us=parts.exposed_communication_us,
+        bubble_us=parts.bubble_us,
+        optimizer_us=parts.optimizer_us,
+        peak_bytes=peaks[lane],
+        energy_j=_energy_j(built, spans, device) if device else None,
+        energy_label=ESTIMATED,
+        events=events(built.tasks, built.labels, spans),
+        memory=curves[lane],
+        ranks_of_lane=tuple(built.ranks),
+        fullest_lane=lane,
+    )
+
+
+def _energy_j(built: _Built, spans: Spans, device: Device) -> float:
+    """Idle power through the step, the power above it of each kernel and collective for its time, and the links'."""
+    power = Power.of(device)
+    micro_j = power.idle_w * spans.end_us * sum(len(ranks) for ranks in built.ranks)
+    for task, kernel in zip(built.tasks, built.kernels):
+        watts = power.kernel_w(kernel) if kernel else power.communication_w
+        micro_j += (watts - power.idle_w) * task.us * sum(len(built.ranks[lane]) for lane in task.lanes)
+    return micro_j * 1e-6 + built.link_j * sum(len(ranks) for ranks in built.ranks)

@@ -1,0 +1,212 @@
+"""Formulas of a plan over batch, sequence and axis sizes: trace the model at a few sizes, interpolate, keep the placements.
+
+    cost = hpml_compiler.symbolic.formulas(model, batch, cluster="1x4:cpu", mesh={"dp": 2, "tp": 2})
+    print(cost.growth())
+    cost.evaluate(batch=64, dp=4).step_time_us       # no new trace
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hpml_compiler import api, measurements
+from hpml_compiler.options import Options
+from hpml_compiler.plan import GraphPlan, Plan, PlanMismatch
+from hpml_compiler.planning import Annotated, annotate
+from hpml_compiler.pricing import MeshPrices
+from hpml_compiler.records import SHORTENED
+from hpml_compiler.shorten import LONG, depth, shortened
+from hpml_compiler.symbolic_cost import GraphBill, SymbolicCost
+from hpml_compiler.symbolic_parts import parts_of
+from hpml_compiler.trace import trace
+from hpml_compiler.varied_inputs import VariedInputs, varied_inputs
+from passes.analysis.symbolic_sizes import (
+    LINEAR,
+    Interpolation,
+    NotPolynomial,
+    Point,
+    SymbolicSizes,
+    difference,
+    first_points,
+    goes_down,
+    lattice_points,
+)
+from passes.cluster import Cluster
+from passes.costs.energy import capped_cluster
+from passes.errors import BadInput
+from passes.mesh import mesh_from_pin
+from passes.partition.build import StateModel
+from passes.partition.place import Placed, place
+from passes.partition.solvers import SolverOptions
+from passes.partition.terms import bill
+
+log = logging.getLogger("hpml")
+
+_SAME_PRICE = 1e-6
+
+
+def formulas(
+    model: nn.Module, batch: Any, plan: Plan | None = None, *, cluster: str | Cluster | None = None,
+    dims: Mapping[str, int] | None = None, **options: Any,
+) -> SymbolicCost:
+    """Formulas of a plan of `model` on the global `batch`; without `plan` one is made first.
+
+    cluster, options: as `hpml_compiler.plan` takes them; of a given plan, those that it was made with. dims: name ->
+    size of the dims of the inputs that the formulas are over (see `varied_inputs`); batch and sequence by default. A size
+    at which the model is traced as another graph is no symbol; `notes` say so. Raises BadInput where the plan is not of
+    this model, batch or cluster, and where a size is no polynomial.
+    """
+    given = {} if plan is None else plan.options
+    parsed = Options.parse({**given, **options, **({"cluster": cluster} if isinstance(cluster, str) else {})})
+    if not isinstance(cluster, Cluster):
+        world = 1 if plan is None else plan.world_size
+        cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(world, "cpu")
+    cluster = capped_cluster(cluster, parsed.power_cap)
+    traces = api.Traces(model, batch, parsed)
+    if plan is None:
+        plan = api.plan_traces(traces, cluster)
+    source = _Source(model, plan)
+    base, shorter = traces.whole if not source.short else [], None
+    if source.short and traces.shortened is not None:
+        short, long, _ = traces.shortened
+        base, shorter = [long], [short]
+    measured = measurements.load(parsed, cluster)
+    prices = MeshPrices(mesh_from_pin(plan.mesh, cluster), parsed.optimizer_states, measured)
+    planned = source.planned(base)
+    answers = [_place(a, graph, plan, prices, parsed, shorter, source.further) for a, graph in zip(base, planned)]
+    notes: list[str] = []
+    samples = _sample(source, base, varied_inputs(batch, dims), notes)
+    state = StateModel(optimizer=float(parsed.optimizer_states))
+
+    def cost() -> SymbolicCost:
+        interpolation = Interpolation(tuple(samples.inputs.sizes), tuple(samples.graphs), samples.up)
+        bills = []
+        for k, (annotated, answer, graph) in enumerate(zip(base, answers, planned)):
+            sizes = SymbolicSizes([each[k].graph for each in samples.graphs.values()], interpolation)
+            bills.append(GraphBill(graph.name, parts_of(annotated, answer), bill(answer, sizes, state, prices),
+                                   graph.predicted.overhead_us))
+        return SymbolicCost(samples.inputs.sizes, dict(plan.mesh), cluster, parsed.optimizer_states, tuple(bills),
+                            tuple(notes), measured)
+
+    try:
+        return cost()
+    except NotPolynomial as error:
+        log.info("more sizes have to be traced: %s", error)
+    _complete(source, base, samples)
+    try:
+        return cost()
+    except NotPolynomial as error:
+        raise BadInput(f"a size of the model is no polynomial in {', '.join(samples.inputs.sizes)}: {error}", "formulas",
+                       "give dims in which it grows evenly, or plan at each size") from error
+
+
+@dataclass
+class _Source:
+    """Traces of a model, of all of its layers or, where the plan was made so, of a few."""
+
+    model: nn.Module
+    plan: Plan
+
+    @property
+    def short(self) -> bool:
+        return any(graph.graph_hash.startswith(SHORTENED) for graph in self.plan.graphs)
+
+    @property
+    def further(self) -> int:
+        return (depth(self.model) or LONG) - LONG if self.short else 0
+
+    def graphs(self, batch: Any) -> list[Annotated]:
+        if not self.short:
+            return [annotate(t.gm, t.inputs, t.forward_outputs) for t in trace(self.model, batch)]
+        with shortened(self.model, LONG):
+            return [annotate(t.gm, t.inputs, t.forward_outputs) for t in trace(self.model, batch)]
+
+    def planned(self, base: Sequence[Annotated]) -> list[GraphPlan]:
+        """The plan of each graph. Raises PlanMismatch."""
+        known = {graph.graph_hash.removeprefix(SHORTENED): graph for graph in self.plan.step_graphs}
+        found = [known.get(annotated.hash()) for annotated in base]
+        if None in found or len(found) != len(known):
+            raise PlanMismatch("the plan is of another model or batch", "formulas", "plan again, or leave out the plan")
+        return [graph for graph in found if graph is not None]
+
+
+def _place(annotated: Annotated, graph: GraphPlan, plan: Plan, prices: MeshPrices, options: Options,
+           shorter: Sequence[Annotated] | None, further: int) -> Placed:
+    """The answer that the plan writes down: its decisions pinned, or where it lists a few layers for all, solved again."""
+    answer = place(
+        annotated.graph, plan.mesh, prices, options=SolverOptions(options.solver, options.time_limit, options.gap),
+        state=StateModel(optimizer=float(options.optimizer_states)), stored=annotated.interface.stored,
+        budget_bytes=None if shorter is None else options.memory_budget or prices.mesh.device.memory_bytes,
+        pinned=None if shorter else {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in graph.decisions.items()},
+        shorter=shorter[0].graph if shorter else None, further=further,
+    )
+    expected = graph.predicted.step_time_us - graph.predicted.overhead_us
+    if not isinstance(answer, Placed) or abs(answer.cost.step_us - expected) > _SAME_PRICE * expected:
+        raise BadInput(f"{graph.name} is {expected:.6g} us a step in the plan, and not so on {prices.mesh.device.name}",
+                       "formulas", "give the cluster and the options that the plan was made with")
+    return answer
+
+
+@dataclass
+class _Samples:
+    """Traces by point, the base first. up: the points' lengths are above the base's."""
+
+    inputs: VariedInputs
+    graphs: dict[Point, list[Annotated]]
+    up: bool
+
+
+def _sample(source: _Source, base: list[Annotated], inputs: VariedInputs, notes: list[str]) -> _Samples:
+    """Traces at two more points; sizes for which there is no such trace are given up, lengths first."""
+    while inputs.sizes:
+        reason = ""
+        names, at = tuple(inputs.sizes), tuple(inputs.sizes.values())
+        lengths = [n for name, n in inputs.sizes.items() if name != LINEAR]
+        for up in (False, True) if lengths and all(map(goes_down, lengths)) else (True,):
+            points = first_points(names, at, up)
+            try:
+                return _Samples(inputs, {at: base, **_trace_at(source, base, inputs, points[1:])}, up)
+            except _Different as error:
+                reason = str(error)
+        name = next((n for n in reversed(inputs.sizes) if n != LINEAR), LINEAR)
+        notes.append(f"{name} is no symbol: {reason}")
+        inputs = inputs.without(name)
+    return _Samples(inputs, {(): base}, True)
+
+
+class _Different(Exception):
+    """At another size there is another graph, or none."""
+
+
+def _trace_at(source: _Source, base: list[Annotated], inputs: VariedInputs, points: Sequence[Point],
+              ) -> dict[Point, list[Annotated]]:
+    found = {}
+    for point in points:
+        sizes = dict(zip(inputs.sizes, point))
+        shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        try:
+            graphs = source.graphs(inputs.at(sizes))
+        except BadInput as error:
+            raise _Different(f"at {shown}, {error.what.splitlines()[0]}") from error
+        if len(graphs) != len(base):
+            raise _Different(f"at {shown} there are {len(graphs)} graphs, not {len(base)}")
+        for mine, theirs in zip(base, graphs):
+            if other := difference(mine.graph, theirs.graph):
+                raise _Different(f"at {shown} the graph is another: {other}")
+        found[point] = graphs
+    return found
+
+
+def _complete(source: _Source, base: list[Annotated], samples: _Samples) -> None:
+    """Trace the points of the lattice as well."""
+    inputs = samples.inputs
+    points = lattice_points(tuple(inputs.sizes), tuple(inputs.sizes.values()), samples.up)
+    try:
+        samples.graphs.update(_trace_at(source, base, inputs, [p for p in points if p not in samples.graphs]))
+    except _Different as error:
+        raise BadInput(f"sizes cannot be interpolated: {error}", "formulas",
+                       "give dims that the model takes at any size") from error

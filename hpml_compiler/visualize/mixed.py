@@ -1,0 +1,83 @@
+"""A plan for unlike devices as a table: a row per group, what other shares would take, then each group's own plan."""
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpml_compiler.mixed_plan import Alternative, MixedPlan
+from hpml_compiler.visualize import table as like_devices
+from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
+
+
+def render_text(plan: MixedPlan, width: int = 100) -> str:
+    """The table as plain text of at most `width` columns."""
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(renderable(plan))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def renderable(plan: MixedPlan) -> RenderableType:
+    """The table for a rich console."""
+    cost = plan.predicted
+    parts: list[RenderableType] = [
+        Text(f"{plan.batch} rows on {plan.world_size} devices of {plan.cluster}, torch {plan.torch_version}"),
+        Text(f"{format_us(cost.step_time_us)} a step predicted"),
+        _groups(plan),
+        Text(f"between groups  {_cross(plan)}"),
+    ]
+    parts += [Text(line) for line in _alternatives(plan)]
+    parts += [Text(f"note            {note}") for note in plan.notes]
+    for number, group in enumerate(plan.groups):
+        if group.plan is not None:
+            parts += [Text(""), Text(f"group {number}, {group.rows} rows"), like_devices.renderable(group.plan)]
+    return Group(*parts)
+
+
+def _groups(plan: MixedPlan) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("group", overflow="fold")
+    for name in ("rows", "share", "a device", "mesh", "step", "waits", "peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    slowest_us = max(group.step_time_us for group in plan.groups)
+    for group in plan.groups:
+        if group.plan is None:
+            table.add_row(*map(Text, (group.cluster, "0", "0%", "0", "", "left out", "", "")))
+            continue
+        table.add_row(*map(Text, (
+            group.cluster, str(group.rows), f"{group.fraction:.1%}", f"{group.rows / group.devices:.3g}",
+            format_mesh(group.plan.mesh), format_us(group.step_time_us), format_us(slowest_us - group.step_time_us),
+            format_bytes(group.plan.memory.peak),
+        )))
+    return table
+
+
+def _cross(plan: MixedPlan) -> str:
+    if plan.cross.groups < 2:
+        return "nothing: one group takes all rows"
+    return (f"{format_bytes(plan.cross.bytes)} of gradients added up over {plan.cross.groups} groups by {plan.cross.link}: "
+            f"{format_us(plan.cross.predicted_us)}, each group's weighted by its share")
+
+
+def _alternatives(plan: MixedPlan) -> Iterator[str]:
+    for group in plan.groups:
+        if group.reason:
+            yield f"left out        {group.cluster}: {group.reason}"
+    for name, other in (("equal split", plan.equal_split), ("single group", plan.single_group)):
+        if other is not None:
+            yield f"{name:<16}{_describe(other, plan.predicted.step_time_us)}"
+
+
+def _describe(other: Alternative, step_time_us: float) -> str:
+    if other.step_time_us is None:
+        return f"{_shares(other.rows)} rows: impossible, {other.reason}"
+    return (f"{_shares(other.rows)} rows: {format_us(other.step_time_us)}, "
+            f"{other.step_time_us / step_time_us:.2f} times as long")
+
+
+def _shares(rows: Sequence[int]) -> str:
+    return " + ".join(map(str, rows))

@@ -1,0 +1,122 @@
+"""The timeline of a simulated step: two rows per lane of ranks (compute, communication), and bytes held below."""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpml_compiler.visualize.text import format_bytes, format_us
+from passes.errors import BadInput
+
+if TYPE_CHECKING:
+    from hpml_compiler.simulate import Event, Simulation
+
+COLORS = {
+    "forward": "#4c78a8", "recompute": "#9ecae9", "backward": "#f58518", "optimizer": "#b279a2",
+    "all_gather": "#54a24b", "reduce_scatter": "#88d27a", "all_reduce": "#e45756", "all_to_all": "#ff9da6",
+    "send_recv": "#9d755d", "broadcast": "#eeca3b",
+}
+OTHER = "#bab0ac"
+MOST_LANES = 16
+CHARACTER = 0.0085
+"""Width of a character of a label, as a part of the picture's."""
+
+
+def draw(simulation: Simulation, path: str | os.PathLike[str], title: str = "") -> Path:
+    """Draw into `path` (.png, .svg, .pdf). Of more than MOST_LANES lanes, evenly spaced ones. Raises BadInput where the
+    file cannot be written."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from hpml_compiler.simulate.simulation import format_ranks
+
+    path = Path(path)
+    scale, unit = _unit(simulation.step_us)
+    lanes = _shown(len(simulation.ranks_of_lane))
+    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
+        figure = Figure(figsize=(12, 2.6 + 0.62 * len(lanes) + 0.8), layout="constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(0.9 * len(lanes) + 0.6, 1.1))
+        for row, lane in enumerate(lanes):
+            _lane(upper, [e for e in simulation.events if e.lane == lane], row, scale, simulation.step_us)
+        upper.set_ylim(len(lanes) - 0.05, -0.05)
+        upper.set_yticks([row + offset for row in range(len(lanes)) for offset in (0.25, 0.7)])
+        upper.set_yticklabels([text for lane in lanes for text in (
+            f"{format_ranks(simulation.ranks_of_lane[lane])}  compute", "communication")])
+        upper.tick_params(axis="y", length=0)
+        upper.tick_params(axis="x", labelbottom=False)
+        upper.set_xlim(0, simulation.step_us / scale or 1)
+        _legend(upper, simulation.events)
+        _memory(lower, simulation, scale)
+        lower.set_xlabel(f"time ({unit})")
+        figure.suptitle("\n".join(filter(None, [title, headline(simulation)])), fontsize=10)
+        try:
+            figure.savefig(path, dpi=130)
+        except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib cannot write
+            raise BadInput(what=f"cannot draw the timeline: {error}", where=str(path),
+                           next_step="name a .png, .svg or .pdf file in a folder that can be written") from error
+    return path
+
+
+def headline(simulation: Simulation) -> str:
+    """The step and its parts in one line."""
+    s = simulation
+    parts = {"compute": s.compute_us, "exposed communication": s.exposed_communication_us, "bubble": s.bubble_us,
+             "optimizer": s.optimizer_us}
+    shares = ", ".join(f"{name} {us / s.step_us:.1%}" for name, us in parts.items() if us > 0)
+    return f"step {format_us(s.step_us)}: {shares}; peak {format_bytes(s.peak_bytes)}"
+
+
+def _lane(axes: Any, events: list[Event], row: int, scale: float, step_us: float) -> None:
+    for top, height, stream in ((0.0, 0.5, "compute"), (0.53, 0.34, "communication")):
+        axes.broken_barh([(0, step_us / scale)], (row + top, height), facecolors="#f4f4f4")
+        own = [e for e in events if e.stream == stream]
+        for kind in dict.fromkeys(e.kind for e in own):
+            spans = [(e.start_us / scale, (e.stop_us - e.start_us) / scale) for e in own if e.kind == kind]
+            width = 0.4 if len(own) < 300 else 0.0
+            axes.broken_barh(spans, (row + top, height), facecolors=COLORS.get(kind, OTHER), edgecolors="white",
+                             linewidth=width)
+        for e in own:
+            text = e.name.split()[0]
+            if (e.stop_us - e.start_us) / step_us > CHARACTER * (len(text) + 1):
+                axes.text((e.start_us + e.stop_us) / 2 / scale, row + top + height / 2, text, ha="center", va="center",
+                          fontsize=7, color="white", clip_on=True)
+
+
+def _memory(axes: Any, simulation: Simulation, scale: float) -> None:
+    size, name = _bytes_unit(simulation.peak_bytes)
+    times = [us / scale for us, _ in simulation.memory]
+    held = [nbytes / size for _, nbytes in simulation.memory]
+    constant = min(held)
+    axes.fill_between(times, held, constant, step="post", color="#72b7b2", alpha=0.8, linewidth=0, label="activations")
+    axes.fill_between(times, constant, step="post", color="#d8dcd6", linewidth=0, label="held all the time")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2, borderaxespad=0.1)
+    axes.axhline(simulation.peak_bytes / size, color="#444444", linewidth=0.6, linestyle="--")
+    axes.annotate(f"peak {format_bytes(simulation.peak_bytes)}", (1, simulation.peak_bytes / size), ha="right",
+                  va="bottom", fontsize=8, xycoords=("axes fraction", "data"))
+    axes.set_ylim(0, 1.4 * simulation.peak_bytes / size or 1)
+    axes.set_ylabel(f"held ({name})")
+
+
+def _legend(axes: Any, events: Iterable[Event]) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {e.kind for e in events}
+    shown = [kind for kind in COLORS if kind in kinds] + sorted(kinds - set(COLORS))
+    if shown:
+        axes.legend(handles=[Patch(color=COLORS.get(kind, OTHER), label=kind) for kind in shown], frameon=False,
+                    ncols=min(len(shown), 8), loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=8, borderaxespad=0.2)
+
+
+def _shown(lanes: int) -> list[int]:
+    if lanes <= MOST_LANES:
+        return list(range(lanes))
+    return sorted({round(k * (lanes - 1) / (MOST_LANES - 1)) for k in range(MOST_LANES)})
+
+
+def _unit(step_us: float) -> tuple[float, str]:
+    return next(((scale, unit) for scale, unit in ((1e6, "s"), (1e3, "ms")) if step_us >= 2 * scale), (1.0, "us"))
+
+
+def _bytes_unit(size: int) -> tuple[float, str]:
+    return next(((1024.0**k, u) for k, u in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")) if size >= 1024**k), (1.0, "B"))

@@ -1,0 +1,31 @@
+"""Sizes as polynomials in the sizes of a model's inputs, as data: equal ones are equal tuples."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+Powers = tuple[int, ...]
+"""Of each symbol."""
+Polynomial = tuple[tuple[Powers, Fraction], ...]
+"""Coefficients that are not 0, by ascending powers."""
+
+
+def polynomial(terms: Iterable[tuple[Powers, Fraction]]) -> Polynomial:
+    """The sum of terms."""
+    sums: dict[Powers, Fraction] = {}
+    for powers, factor in terms:
+        sums[powers] = sums.get(powers, Fraction(0)) + factor
+    return tuple(sorted((powers, factor) for powers, factor in sums.items() if factor))
+
+
+def value(terms: Polynomial, at: tuple[int, ...]) -> Fraction:
+    """At a point: exact."""
+    return sum((factor * product(powers, at) for powers, factor in terms), Fraction(0))
+
+
+def product(powers: Powers, at: tuple[int, ...]) -> int:
+    """The product of powers at a point."""
+    result = 1
+    for power, n in zip(powers, at):
+        result *= n**power
+    return result

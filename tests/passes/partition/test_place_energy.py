@@ -1,0 +1,94 @@
+"""A placement graph, and powers, before -> the placements of least energy, whose time is a time again, after."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.costs.energy import EnergyPrices
+from passes.device import Device
+from passes.mesh import Mesh, MeshAxis
+from passes.partition.place import Placed, place
+from passes.partition.redistribution import SLICE_US
+from passes.partition.solvers import SolverOptions
+from tests.passes.graphs import Prices
+from tests.passes.partition.exhaustive import Game
+from tests.passes.partition.random_graphs import graphs
+from tests.passes.partition.test_build import training_step
+from tests.passes.partition.test_place import deep
+
+EXACT = SolverOptions(gap=0.0)
+
+
+def energies(times: Prices, sizes=(2,), *, idle=0.0, busy=400.0, memory=200.0, communication=50.0, joules=0.0) -> EnergyPrices:
+    device = Device("d", "cuda", 2**30, 1e12, {"float32": 1e12}, 1.0, idle, busy, "test", memory_power_w=memory,
+                    communication_power_w=communication)
+    axes = (MeshAxis(name, size, 1.0, 1e9, energy_j_per_byte=joules) for name, size in zip("xy", sizes))
+    return EnergyPrices(times, Mesh(tuple(axes), device))
+
+
+def placed(graph, axes, prices, **options) -> Placed:
+    answer = place(graph, axes, prices, **options)
+    assert isinstance(answer, Placed)
+    return answer
+
+
+def is_split(answer: Placed) -> set[bool]:
+    heavy = [op for op in answer.problem.graph.operations if op.heavy]
+    return {any(isinstance(p, tuple) for layout in answer.decision.operations[op.index].inputs for p in layout) for op in heavy}
+
+
+def test_communication_that_is_slow_but_draws_little_is_worth_its_energy_and_not_its_time():
+    graph, _ = training_step()
+    times = Prices(latency=(3000.0,), us_per_byte=(0.0,), us_per_flop=1.0)
+    energy = energies(times, communication=1.0)
+    fast = placed(graph, {"x": 2}, times, other_prices=energy, options=EXACT)
+    frugal = placed(graph, {"x": 2}, energy, other_prices=times, options=EXACT)
+    assert is_split(fast) == {False} and is_split(frugal) == {True}
+    assert frugal.cost.step_us < fast.other_cost.step_us and frugal.other_cost.step_us > fast.cost.step_us
+
+
+def test_links_that_take_much_energy_are_not_used_however_fast():
+    graph, _ = training_step()
+    times = Prices(latency=(1e-3,), us_per_byte=(1e-6,), us_per_flop=1.0)
+    cheap, dear = (placed(graph, {"x": 2}, energies(times, joules=joules), options=EXACT) for joules in (0.0, 1.0))
+    assert is_split(cheap) == {True} and is_split(dear) == {False}
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(most=6), st.sampled_from([2, 3]), st.sampled_from([0.001, 0.05, 1.0]), st.sampled_from([0.0, 2.0, 20.0]),
+       st.sampled_from([1.0, 50.0, 400.0]), st.sampled_from([0.0, 1e-5]))
+def test_nothing_takes_less_energy_than_what_is_placed(graph, size, per_byte, latency, communication, joules):
+    """By trying everything; but for slices, which cost next to nothing in any unit."""
+    prices = energies(Prices(latency=(latency,), us_per_byte=(per_byte,)), (size,), communication=communication, joules=joules)
+    found = placed(graph, {"x": size}, prices, options=EXACT)
+    best = Game(graph, (size,), prices, found.problem.clusters).optimum_us()
+    slack = 2 * len(found.problem.edge_rows) * SLICE_US
+    assert best * (1 - 1e-9) - 1e-9 <= found.cost.step_us <= best * (1 + 1e-6) + slack
+
+
+@settings(max_examples=30, deadline=None)
+@given(graphs(most=5), st.sampled_from([{"x": 2}, {"x": 2, "y": 3}]))
+def test_where_everything_draws_the_same_energy_is_time(graph, axes):
+    times = Prices()
+    energy = energies(times, tuple(axes.values()), idle=250.0, busy=250.0, memory=250.0, communication=250.0)
+    answer = placed(graph, axes, energy, other_prices=times, options=EXACT)
+    slices = 10 * len(answer.problem.edge_rows) * SLICE_US
+    assert answer.cost.step_us == pytest.approx(250 * answer.other_cost.step_us, abs=250 * slices, rel=1e-9)
+    fastest = placed(graph, axes, times, options=EXACT).cost.step_us
+    assert fastest == pytest.approx(answer.other_cost.step_us, abs=slices, rel=1e-9)
+    assert answer.other_cost.held_bytes == answer.cost.held_bytes
+
+
+def test_fewer_layers_tell_both_costs_of_all_of_them():
+    times = Prices(us_per_flop=10.0)
+    energy = energies(times)
+    short = placed(deep(4), {"x": 2}, energy, other_prices=times, shorter=deep(3), further=5)
+    whole = placed(deep(9), {"x": 2}, energy, other_prices=times)
+    assert short.cost.step_us == pytest.approx(whole.cost.step_us, rel=1e-6)
+    assert short.other_cost.step_us == pytest.approx(whole.other_cost.step_us, rel=1e-6)
+
+
+def test_without_other_prices_there_is_no_other_cost():
+    graph, _ = training_step()
+    assert placed(graph, {"x": 2}, Prices()).other_cost is None
