@@ -6,8 +6,8 @@ The file holds an array of rows, or an object with `rows` and a `source` that sa
      "seconds": 3.53, "recompute": "full", "microbatches": 1}
 
 or, in place of `seconds`, `tflops_per_device` with the `formula` by which it was defined and the formula's `arguments`.
-A row with `"held_out": true` is predicted and compared, but not fitted to. `"outputs": "loss"` plans the model as if it
-returned its loss alone: trainers do not gather logits, and hpml keeps every output that the model returns.
+A row with `"held_out": true` is predicted and compared, but not fitted to. The model is planned as if it returned its
+loss alone, since trainers do not gather logits; `"outputs": "all"` counts every output that it returns, as hpml would.
 """
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Row(Record):
     microbatches: Positive = 1
     pipeline: Pipeline | None = None
     held_out: bool = False
-    outputs: Literal["all", "loss"] = "all"
+    outputs: Literal["all", "loss"] = "loss"
     source: str = ""
 
     @model_validator(mode="after")

@@ -77,7 +77,7 @@ class Report:
                          for c in self.classes if c.predicted or c.measured)
         return (f"{line}. Most of it is {worst.name}: predicted {format_us(worst.predicted)}, measured "
                 f"{format_us(worst.measured)}. By class, predicted / measured: {rest}. "
-                "Another plan may be better than the one in use: see docs/monitoring.md")
+                "Another plan may be better than the one in use; `hpml profile` measures prices here, see docs/monitoring.md")
 
     def memory_warning(self) -> str | None:
         """What to warn of, if the peak of memory is off: the part that is most so."""
