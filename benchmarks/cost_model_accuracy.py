@@ -123,8 +123,11 @@ class Row:
         return peak
 
     def result(self) -> dict[str, Any]:
+        from hpml_compiler.simulate import simulate
+
         predicted, measured = self.plan.predicted, statistics.median(self.times)
         peak, memory = self.peak_bytes(), self.plan.memory
+        simulated = simulate(self.plan)
         time_s = predicted.step_time_us * 1e-6
         return {
             "model": self.name, "ranks": self.ranks, "mesh": self.mesh, "predicted_s": time_s, "measured_s": measured,
@@ -132,7 +135,8 @@ class Row:
                 part: getattr(predicted, f"{part}_us") * 1e-6
                 for part in ("compute", "communication", "optimizer", "overhead")},
             "predicted_peak_bytes": memory.peak, "measured_peak_bytes": peak, "memory_error": memory.peak / peak - 1,
-            "memory_parts": memory.model_dump(),
+            "memory_parts": memory.model_dump(), "simulated_s": simulated.step_us * 1e-6,
+            "simulated_peak_bytes": simulated.peak_bytes, "simulated_memory_error": simulated.peak_bytes / peak - 1,
         }
 
 
@@ -152,7 +156,8 @@ def launch(path: str, names: list[str], ranks: int, cache: str) -> list[dict[str
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    time_errors, memory_errors = ([abs(row[key]) for row in rows] for key in ("time_error", "memory_error"))
+    time_errors, memory_errors, simulated_memory_errors = (
+        [abs(row[key]) for row in rows] for key in ("time_error", "memory_error", "simulated_memory_error"))
     pairs = [(a, b) for a, b in itertools.combinations(rows, 2)
              if (a["model"], a["ranks"]) == (b["model"], b["ranks"])
              and max(a["measured_s"], b["measured_s"]) > 1.1 * min(a["measured_s"], b["measured_s"])]
@@ -161,6 +166,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "benchmark": "cost_model_accuracy", "rows": len(rows),
         "time_error": {"median": statistics.median(time_errors), "worst": max(time_errors)},
         "memory_error": {"median": statistics.median(memory_errors), "worst": max(memory_errors)},
+        "simulated_memory_error": {
+            "median": statistics.median(simulated_memory_errors), "worst": max(simulated_memory_errors)},
         "ranking": {"pairs": len(pairs), "right": right},
     }
 

@@ -13,8 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from hpml_compiler.calibrate import calibrate, plan_row
-from hpml_compiler.measured_rows import Row, read_rows
+from hpml_compiler.calibration.calibrate import calibrate, plan_row
+from hpml_compiler.calibration.rows import Row, read_rows
 from hpml_compiler.plan import Plan
 
 METHODS = {False: "simulated plan", True: "stages cut from the plan of all layers"}

@@ -9,7 +9,7 @@ from hpml_compiler.plan import Plan
 if TYPE_CHECKING:
     from hpml_compiler.api import last_plan
     from hpml_compiler.loader import distribute
-    from hpml_compiler.mixed_plan import MixedPlan
+    from hpml_compiler.mixed.plan import MixedPlan
     from hpml_compiler.monitor.last import last_report
 
 __all__ = ["Plan", "distribute", "last_plan", "last_report", "plan"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpml_compiler.mixed_plan import MixedPlan
+from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.options import Options
 from hpml_compiler.plan import Plan
 from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
@@ -34,7 +34,7 @@ def plan(model: nn.Module, batch: Any, cluster: str | Cluster | None = None, **o
     if not isinstance(cluster, Cluster):
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     if len(cluster.groups) > 1:
-        from hpml_compiler.mixed import plan_mixed
+        from hpml_compiler.mixed.planning import plan_mixed
 
         return plan_mixed(model, batch, cluster, parsed)
     return plan_traces(Traces(model, batch, parsed), cluster)

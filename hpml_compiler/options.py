@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
-from hpml_compiler.mixed_plan import MixedPlan
+from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plan import Plan, describe_errors
 from hpml_compiler.plan_records import Objective
 from passes.errors import BadInput

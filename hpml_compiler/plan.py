@@ -164,7 +164,7 @@ class Plan(Record):
         content = json_content(text, where, remake)
         if content.get("kind") == "mixed":
             raise BadInput(what="this plan is for groups of different devices; such plans cannot be run or drawn as one yet",
-                           where=where, next_step="read it with hpml_compiler.mixed_plan.MixedPlan.load; each of its groups "
+                           where=where, next_step="read it with hpml_compiler.mixed.plan.MixedPlan.load; each of its groups "
                            "has a plan for like devices")
         try:
             return cls.model_validate_json(text)

@@ -23,10 +23,10 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Fit the efficiencies of a device to measured steps; report the error on each row, and leave-one-out."""
-    from hpml_compiler.calibrate import calibrate as run
-    from hpml_compiler.calibrate import plan_row
+    from hpml_compiler.calibration.calibrate import calibrate as run
+    from hpml_compiler.calibration.calibrate import plan_row
+    from hpml_compiler.calibration.rows import read_rows
     from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
-    from hpml_compiler.measured_rows import read_rows
 
     listed = read_rows(rows)
     sheet = _sheet(device)

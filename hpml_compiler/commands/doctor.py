@@ -48,7 +48,7 @@ def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
     """Prints, and saves, the cluster that was found; under torchrun the first rank does for all."""
     if save is not None and save.suffix != ".json":
         raise BadInput("a cluster file ends in .json", f"--save {save}", f"write --save {save}.json")
-    from hpml_compiler.discover import discover
+    from hpml_compiler.discovery.discover import discover
     from passes.records import to_json
 
     found = discover(measure)

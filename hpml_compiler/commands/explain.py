@@ -45,7 +45,7 @@ def explain(
         return
     sizes = _sizes(what_if or [], "--what-if")
     if save is not None:
-        from hpml_compiler.symbolic_file import save as write
+        from hpml_compiler.symbolic.file import save as write
 
         write(cost, save)
     texts = ([cost.growth(name)] if grow or not (sizes or save) else []) + ([cost.what_if(name, **sizes)] if sizes else [])
@@ -54,7 +54,7 @@ def explain(
 
 def _read(path: str, name: str | None, formulas_wanted: bool) -> Any:
     """The formulas in a file, or None where it is a plan, on which NAME is then explained."""
-    from hpml_compiler.symbolic_file import is_formulas, load
+    from hpml_compiler.symbolic.file import is_formulas, load
     from passes.records import read_json
 
     if is_formulas(read_json(path)):
@@ -81,7 +81,7 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
         tell("loading the model")
         from hpml_compiler import api
         from hpml_compiler.plan import Plan
-        from hpml_compiler.symbolic import formulas
+        from hpml_compiler.symbolic.build import formulas
         from hpml_compiler.targets import load_target
 
         model, batch = load_target(target)

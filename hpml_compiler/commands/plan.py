@@ -79,7 +79,7 @@ def _print_table(found: Any) -> None:
     if sys.stdout.isatty():
         from rich.console import Console
 
-        from hpml_compiler.mixed_plan import MixedPlan
+        from hpml_compiler.mixed.plan import MixedPlan
         from hpml_compiler.visualize import mixed, table
 
         Console().print(mixed.renderable(found) if isinstance(found, MixedPlan) else table.renderable(found))

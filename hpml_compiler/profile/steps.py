@@ -67,7 +67,7 @@ def step_times(model: nn.Module, batch: Any) -> StepTimes:
         for _ in range(STEPS):
             step()
     torch.compiler.reset()
-    return StepTimes(wall_us, fused_kernels_us(profiler.events()))
+    return StepTimes(wall_us, fused_kernels_us(profiler.events() or ()))
 
 
 def fused_kernels_us(events: Iterable[Any]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from hpml_compiler.symbolic_cost import StepCost, SymbolicCost
+from hpml_compiler.symbolic.cost import StepCost, SymbolicCost
 from hpml_compiler.visualize.text import format_bytes, format_count, format_mesh, format_us
 from passes.errors import BadInput
 

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpml_compiler.mixed_plan import Alternative, MixedPlan
+from hpml_compiler.mixed.plan import Alternative, MixedPlan
 from hpml_compiler.visualize import table as like_devices
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
 

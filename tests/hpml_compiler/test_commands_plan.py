@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import hpml_compiler
 from hpml_compiler.commands import explain as explain_command
 from hpml_compiler.commands import plan as plan_command
-from hpml_compiler.mixed_plan import MixedPlan
+from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plan import Plan
 from passes.errors import BadInput, MissingDependency
 from tests.hpml_compiler.plans import gpt_plan

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass, replace
 
-from hpml_compiler.measured_rows import Row
+from hpml_compiler.calibration.rows import Row
 from hpml_compiler.plan import Plan
 from hpml_compiler.plan_records import GraphPlan, Redistribution, Step
 from hpml_compiler.simulate.engine import Task, run

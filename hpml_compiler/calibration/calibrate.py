@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hpml_compiler.measured_rows import Row
+from hpml_compiler.calibration.rows import Row
 from hpml_compiler.plan import Plan
 from passes.cluster import Cluster, DeviceSheet, NodeGroup
 from passes.costs.calibrate import Fit, Parameter, fit, leave_one_out, relative_error
@@ -93,7 +93,7 @@ def calibrate(
     all five. Raises BadInput for rows of other devices, unknown names and rows that leave nothing to fit.
     """
     step_time = step_time or simulated
-    from hpml_compiler.stage_costs import stage_cluster
+    from hpml_compiler.calibration.stage_costs import stage_cluster
 
     clusters = [stage_cluster(row) for row in rows]
     sheet = device or _sheet(clusters[0].group)
@@ -129,12 +129,12 @@ def plan_row(row: Row) -> Plan:
     Raises BadInput that names the row.
     """
     from hpml_compiler import api
-    from hpml_compiler.stage_costs import stage_cluster
+    from hpml_compiler.calibration.stage_costs import stage_cluster
     from hpml_compiler.targets import load_target
 
     model, batch = load_target(row.target)
     if row.outputs == "loss":
-        from hpml_compiler.loss_alone import LossAlone
+        from hpml_compiler.calibration.loss_alone import LossAlone
 
         model = LossAlone(model)
     try:
@@ -148,8 +148,8 @@ def plan_row(row: Row) -> Plan:
 
 def simulated(plan: Plan, cluster: Cluster, row: Row) -> float:
     """A `StepTime`: the simulator's; with a pipeline, that of stages cut from the plan (`stage_costs`)."""
+    from hpml_compiler.calibration.stage_costs import pipeline_us
     from hpml_compiler.simulate import simulate
-    from hpml_compiler.stage_costs import pipeline_us
 
     if row.pipeline is not None:
         return pipeline_us(plan, cluster, row) * 1e-6

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import hpml_compiler
-from hpml_compiler.mixed import equal_rows, plan_mixed, simulated_us
-from hpml_compiler.mixed_plan import MixedPlan
+from hpml_compiler.mixed.plan import MixedPlan
+from hpml_compiler.mixed.planning import equal_rows, plan_mixed, simulated_us
 from hpml_compiler.options import Options
 from hpml_compiler.planning import candidate_meshes
 from passes.cluster import Cluster, NodeGroup

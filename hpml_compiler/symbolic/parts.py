@@ -6,7 +6,7 @@ from collections import defaultdict
 from hpml_compiler.listing import listing
 from hpml_compiler.plan_records import ROOT
 from hpml_compiler.planning import Annotated
-from hpml_compiler.symbolic_cost import Part
+from hpml_compiler.symbolic.cost import Part
 from hpml_compiler.visualize.blocks import block_path, owner_path
 from passes.partition.place import Placed
 from passes.placement_graph import block_class

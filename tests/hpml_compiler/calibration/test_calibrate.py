@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpml_compiler.calibrate import EFFICIENCIES, LINKS, calibrate, plan_row, simulated, with_parameters
+from hpml_compiler.calibration.calibrate import EFFICIENCIES, LINKS, calibrate, plan_row, simulated, with_parameters
+from hpml_compiler.calibration.rows import Row, read_rows
 from hpml_compiler.cli import app
-from hpml_compiler.measured_rows import Row, read_rows
 from passes.cluster import Cluster, DeviceSheet, builtin_sheet
 from passes.errors import BadInput
 

@@ -20,10 +20,10 @@ from hpml_compiler.planning import Annotated, annotate
 from hpml_compiler.pricing import MeshPrices
 from hpml_compiler.records import SHORTENED
 from hpml_compiler.shorten import LONG, depth, shortened
-from hpml_compiler.symbolic_cost import GraphBill, SymbolicCost
-from hpml_compiler.symbolic_parts import parts_of
+from hpml_compiler.symbolic.cost import GraphBill, SymbolicCost
+from hpml_compiler.symbolic.inputs import VariedInputs, varied_inputs
+from hpml_compiler.symbolic.parts import parts_of
 from hpml_compiler.trace import trace
-from hpml_compiler.varied_inputs import VariedInputs, varied_inputs
 from passes.analysis.symbolic_sizes import (
     LINEAR,
     Interpolation,

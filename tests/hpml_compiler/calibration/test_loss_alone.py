@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.loss_alone import LossAlone
+from hpml_compiler.calibration.loss_alone import LossAlone
 
 LOSS, LOGITS = torch.tensor(2.5), torch.zeros(4, 3)
 

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import hpml_compiler
-from hpml_compiler import cli, measure_peaks, node_facts
+from hpml_compiler import cli
 from hpml_compiler.commands.doctor import doctor
-from hpml_compiler.discover import describe, discover, merge
-from hpml_compiler.measure_peaks import Measured, corrected
-from hpml_compiler.node_facts import GpuFacts, NodeFacts, Port, nvml_links, read_infiniband, read_l3_bytes
+from hpml_compiler.discovery import measure_peaks, node_facts
+from hpml_compiler.discovery.discover import describe, discover, merge
+from hpml_compiler.discovery.measure_peaks import Measured, corrected
+from hpml_compiler.discovery.node_facts import GpuFacts, NodeFacts, Port, nvml_links, read_infiniband, read_l3_bytes
 from passes.cluster import Cluster
 from passes.costs import RooflineCost
 from passes.device import builtin_sheet
@@ -218,7 +219,7 @@ def test_under_torchrun_the_first_rank_tells_for_all(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "hpml_compiler.cli", "run", "--nproc", "2", "-m", "hpml_compiler.cli", "doctor",
          "--cluster", "--json", "--save", str(path)],
-        capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[3],
     )
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.startswith("{")]) == 1

@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from hpml_compiler.batch_rows import batch_rows, first_rows
+from hpml_compiler.mixed.batch_rows import batch_rows, first_rows
 from passes.errors import BadInput
 
 Pair = namedtuple("Pair", ["x", "y"])

@@ -1,7 +1,7 @@
 """The cost of a step as formulas: in sympy for people, and as numbers at any size without a new trace.
 
 A `SymbolicCost` is data: the terms of a plan (`passes.partition.terms`), the sizes they are in at the points that were
-traced, and the cluster. `symbolic.formulas` makes one, `symbolic_file` writes and reads it.
+traced, and the cluster. `formulas` makes one, `file` writes and reads it.
 """
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import sympy
 
 from hpml_compiler.pricing import Measured
-from hpml_compiler.term_expressions import TermExpressions, quantity_expression
-from hpml_compiler.term_prices import TermPrices, quantities
+from hpml_compiler.symbolic.term_expressions import TermExpressions, quantity_expression
+from hpml_compiler.symbolic.term_prices import TermPrices, quantities
 from passes.cluster import Cluster, NodeGroup
 from passes.costs.roofline import RooflineCost
 from passes.costs.symbolic import SymbolicCosts, symbolic_axes
@@ -291,7 +291,7 @@ class SymbolicCost:
 
     def save(self, path: str | Path) -> None:
         """Write the formulas; `symbolic_file.load` reads them."""
-        from hpml_compiler.symbolic_file import save
+        from hpml_compiler.symbolic.file import save
 
         save(self, path)
 

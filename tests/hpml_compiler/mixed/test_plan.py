@@ -6,7 +6,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from hpml_compiler.mixed_plan import Alternative, CrossReduction, GroupShare, MixedPlan, ShareAttempt
+from hpml_compiler.mixed.plan import Alternative, CrossReduction, GroupShare, MixedPlan, ShareAttempt
 from hpml_compiler.options import Options
 from hpml_compiler.plan import Plan
 from passes.errors import BadInput

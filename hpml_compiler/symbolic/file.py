@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from hpml_compiler.symbolic_cost import GraphBill, Part, SymbolicCost
+from hpml_compiler.symbolic.cost import GraphBill, Part, SymbolicCost
 from passes.cluster import Cluster
 from passes.errors import BadInput
 from passes.partition.terms import HELD, PARTS, Bill, Charge, Held, Kernel, Limit, Message, Quantity, Slice, Term, Update

@@ -13,10 +13,10 @@ from hpml_compiler.demo.train import GPT
 from hpml_compiler.plan import Plan
 from hpml_compiler.planning import Annotated, annotate
 from hpml_compiler.pricing import MeshPrices
-from hpml_compiler.symbolic import formulas
-from hpml_compiler.symbolic_file import load
+from hpml_compiler.symbolic.build import formulas
+from hpml_compiler.symbolic.file import load
+from hpml_compiler.symbolic.inputs import varied_inputs
 from hpml_compiler.trace import trace
-from hpml_compiler.varied_inputs import varied_inputs
 from passes.cluster import Cluster
 from passes.errors import BadInput
 from passes.mesh import mesh_from_pin

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from hpml_compiler.term_prices import TermPrices
+from hpml_compiler.symbolic.term_prices import TermPrices
 from passes.costs.symbolic import SymbolicCosts
 from passes.partition.redistribution import SLICE_US
 from passes.partition.terms import Kernel, Message, Quantity, Slice, Term, Update, whole

@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hpml_compiler.measure_peaks import Measured, corrected, measure
-from hpml_compiler.node_facts import GpuFacts, NodeFacts, read_node
+from hpml_compiler.discovery.measure_peaks import Measured, corrected, measure
+from hpml_compiler.discovery.node_facts import GpuFacts, NodeFacts, read_node
 from passes.cluster import LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S, Cluster, NodeGroup
 from passes.device import DeviceSheet, Link, builtin_sheet, sheet_for_torch_name
 

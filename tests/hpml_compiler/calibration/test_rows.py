@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from hpml_compiler.measured_rows import megatron_flops, read_rows
+from hpml_compiler.calibration.rows import megatron_flops, read_rows
 from passes.errors import BadInput
 
 ROW = {"name": "a", "target": "m.py:f", "cluster": "2x8:a100-80g", "mesh": {"dp": 16}, "seconds": 2.5}

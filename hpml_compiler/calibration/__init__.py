@@ -1,0 +1,1 @@
+"""Fitting the figures of a device to measured steps."""

@@ -1,0 +1,1 @@
+"""Finding out what machines a process runs on."""

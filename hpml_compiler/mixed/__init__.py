@@ -1,0 +1,1 @@
+"""Plans for groups of unlike devices, which share the rows of a batch unevenly."""
