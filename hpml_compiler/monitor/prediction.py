@@ -62,6 +62,9 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
         side = backward if _is_backward(plan, move) else forward
         for step in move.steps:  # a step without bytes is local, such as a slice
             side["collective" if step.bytes else "pointwise"] += step.predicted_us * move.multiplicity
+    sides = [forward, backward] if plan.training else [forward]
+    for side in sides:
+        side["overhead"] += plan.predicted.overhead_us / len(sides)
     trained = {name: p.bytes_per_device for name, p in plan.parameters.items() if p.trainable} if plan.training else {}
     total = sum(trained.values()) or 1
     return GraphCost(
