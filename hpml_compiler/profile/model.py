@@ -14,7 +14,13 @@ from hpml_compiler.measurements import local_ranks, sharing_key
 from hpml_compiler.options import Options
 from hpml_compiler.planning import Annotated, plan_graph
 from hpml_compiler.profile.operations import measure
-from hpml_compiler.profile.steps import optimizer_traffic_us_per_element, optimizer_us, runtime_overhead, step_times
+from hpml_compiler.profile.steps import (
+    collective_in_step_us,
+    optimizer_traffic_us_per_element,
+    optimizer_us,
+    runtime_overhead,
+    step_times,
+)
 from hpml_compiler.profile.variants import variants
 from hpml_compiler.runtime.world import device_type
 from passes.cluster import Cluster
@@ -52,6 +58,7 @@ def profile_model(model: nn.Module, batch: Any, cache: MeasurementCache) -> Mode
     if world > 1:
         added = runtime_overhead()
         overheads["graph"], overheads["tensor"] = added.graph_us, overheads["tensor"] + added.tensor_us
+        overheads["collective"] = collective_in_step_us()
     factors, overheads = _slowest(factors), _slowest(overheads)
     profile = ModelProfile(sharing_key(device_type(), ranks), operations, failed, factors, overheads)
     if world == 1 or dist.get_rank() == 0:
@@ -77,10 +84,12 @@ def _whole_step(model: nn.Module, batch: Any, graphs: list[Annotated], measured_
     factors = {"pointwise": times.fused_us / light_us} if light_us > 0 and times.fused_us > 0 else {}
     host_us = max(times.wall_us - (times.fused_us or light_us) - heavy_us, 0.0)
     trained = [p for p in model.parameters() if p.requires_grad]
-    traffic_us = optimizer_traffic_us_per_element()
+    updating_us, elements = optimizer_us([p.detach() for p in trained]), sum(p.numel() for p in trained)
+    # Small parameters may lie in a cache: then all of their time is traffic, and there is less of it.
+    traffic_us = min(optimizer_traffic_us_per_element(), updating_us / elements)
     factors[OPTIMIZER] = traffic_us / RooflineCost(mesh.device, mesh).optimizer_us(1.0)
-    rest_us = optimizer_us([p.detach() for p in trained]) - traffic_us * sum(p.numel() for p in trained)
-    return factors, {"launch": host_us / max(kernels, 1), "tensor": max(rest_us, 0.0) / len(trained)}
+    tensor_us = (updating_us - traffic_us * elements) / len(trained)
+    return factors, {"launch": host_us / max(kernels, 1), "tensor": tensor_us}
 
 
 def _one_device() -> tuple[Cluster, Mesh]:

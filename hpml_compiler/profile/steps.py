@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpml_compiler.trace import call_arguments
 from passes import compat
 
 WARM_STEPS, STEPS = 5, 15
-FLAT_ELEMENTS = 8 * 2**20
+LARGE_ELEMENTS, LARGE_TENSORS = 2**20, 12
+"""Parameters that no cache holds together; each small enough that the allocator keeps its memory between steps."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ def optimizer_us(parameters: list[torch.Tensor]) -> float:
 
 
 def optimizer_traffic_us_per_element() -> float:
-    """AdamW over one tensor that no cache holds, in float32."""
-    return optimizer_us([torch.zeros(FLAT_ELEMENTS)]) / FLAT_ELEMENTS
+    """AdamW over large parameters, in float32."""
+    return optimizer_us([torch.zeros(LARGE_ELEMENTS) for _ in range(LARGE_TENSORS)]) / (LARGE_ELEMENTS * LARGE_TENSORS)
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,45 @@ def _tiny_step_us(layers: int, backend: str, **options: Any) -> float:
     return took
 
 
-def median_us(call: Callable[[], Any], repeats: int = STEPS) -> float:
+CHAIN_LINKS, CHAIN_ELEMENTS = 24, 2**15
+
+
+def collective_in_step_us() -> float:
+    """What a collective takes more between computations, as in a step, than after a barrier, as it is timed alone.
+
+    Ranks come to it at other times, and the thread that carries it out has to be woken beside one that computes. The
+    mean of all_reduce and all_gather over all ranks, of a chain of collectives with products between them.
+    """
+    c10d, world, name = torch.ops._c10d_functional, dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, w = torch.randn(256, 256, device=device), torch.randn(256, 256, device=device)
+    payload = torch.ones(CHAIN_ELEMENTS, device=device)
+    collectives = (lambda: c10d.wait_tensor(c10d.all_reduce(payload, "sum", name)),
+                   lambda: c10d.wait_tensor(c10d.all_gather_into_tensor(payload[: CHAIN_ELEMENTS // world], world, name)))
+
+    def chain(with_collectives: bool) -> None:
+        dist.barrier()
+        for link in range(CHAIN_LINKS):
+            x @ w  # noqa: B018
+            if with_collectives:
+                collectives[link % 2]()
+
+    def alone(collective: Callable[[], Any]) -> Callable[[], None]:
+        def call() -> None:
+            collective()
+
+        return call
+
+    between_us = (median_us(lambda: chain(True)) - median_us(lambda: chain(False))) / CHAIN_LINKS
+    alone_us = sum(median_us(alone(each), before=dist.barrier) for each in collectives) / 2
+    return max(between_us - alone_us, 0.0)
+
+
+def median_us(call: Callable[[], Any], repeats: int = STEPS, before: Callable[[], Any] = lambda: None) -> float:
+    """Median time of a call. before: is called before each, and is not timed."""
     samples = []
     for _ in range(repeats):
+        before()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         start = time.perf_counter()

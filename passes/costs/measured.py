@@ -2,6 +2,7 @@
 
     kernel that was measured       launch_us + its median
     other kernel of kind k         launch_us + (roofline without its launch) · factor[k]
+    collective                     its measured curve + collective_us
     optimizer                      tensor_us per parameter + (roofline's traffic) · factor["optimizer"]
     a step besides                 graph_us for every call of a forward or backward graph
 
@@ -29,7 +30,8 @@ class Measurements:
     """What is known of one device. operations: by `operation_key`, µs. factors: by kind of kernel, or OPTIMIZER.
 
     launch_us: host time of a step per kernel, besides what the kernel takes; graph_us: of one call of a compiled
-    forward or backward graph; tensor_us: of the optimizer per parameter. launch_us None: not measured.
+    forward or backward graph; tensor_us: of the optimizer per parameter; collective_us: of a collective in a step,
+    besides what it takes after a barrier. launch_us None: not measured.
     """
 
     operations: Mapping[str, float] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class Measurements:
     launch_us: float | None = None
     graph_us: float = 0.0
     tensor_us: float = 0.0
+    collective_us: float = 0.0
 
     @staticmethod
     def load(cache: MeasurementCache, device: str, graph: str = "") -> Measurements | None:
@@ -48,7 +51,7 @@ class Measurements:
             return None
         factors, overhead = _of_graph(found[FACTOR], graph), _of_graph(found[OVERHEAD], graph)
         return Measurements(found[OPERATION], factors, overhead.get("launch"), overhead.get("graph", 0.0),
-                            overhead.get("tensor", 0.0))
+                            overhead.get("tensor", 0.0), overhead.get("collective", 0.0))
 
 
 def _of_graph(values: Mapping[str, float], graph: str) -> dict[str, float]:
@@ -84,7 +87,8 @@ class MeasuredCost:
         """See `CostModel.collective_us`."""
         if self.collectives is None or not self.collectives.is_measured(kind):
             return self.roofline.collective_us(kind, axis, nbytes)
-        return self.collectives.collective_us(kind, axis, nbytes)
+        us = self.collectives.collective_us(kind, axis, nbytes)
+        return us + self.measurements.collective_us if us else 0.0
 
     def optimizer_us(self, elements: float) -> float:
         """See `CostModel.optimizer_us`, for the elements of one parameter."""

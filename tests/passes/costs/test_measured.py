@@ -45,6 +45,22 @@ def test_the_optimizer_pays_per_parameter_and_per_element(roofline):
     assert cost.optimizer_us(0.0) == 0.0
 
 
+def test_a_collective_in_a_step_takes_what_was_found_besides():
+    class Curves:
+        def is_measured(self, kind: str) -> bool:
+            return kind == "all_reduce"
+
+        def collective_us(self, kind: str, axis: object, nbytes: float) -> float:
+            return 500.0 if nbytes else 0.0
+
+    mesh = mesh_from_pin({"x": 2}, Cluster.parse("1x2:cpu"))
+    roofline = RooflineCost(mesh.device, mesh)
+    cost = MeasuredCost(roofline, Measurements(collective_us=250.0), Curves())  # type: ignore[arg-type]
+    axis = mesh.axes[0]
+    assert cost.collective_us("all_reduce", axis, 1e6) == 750.0 and cost.collective_us("all_reduce", axis, 0.0) == 0.0
+    assert cost.collective_us("broadcast", axis, 1e6) == roofline.collective_us("broadcast", axis, 1e6)
+
+
 def test_what_was_found_on_the_graph_itself_goes_before_the_median_of_others(tmp_path):
     with MeasurementCache(tmp_path / "m.sqlite") as cache:
         assert Measurements.load(cache, "here") is None
