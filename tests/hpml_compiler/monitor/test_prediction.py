@@ -58,11 +58,18 @@ def test_forward_alone_is_less_than_half_of_both(plan):
 def test_known_answer():
     """Three layers: 2 + 3 * 23 + 20 us forward, 3 * 10 us backward, 3 * 5 us of collectives each way, by hand."""
     cost = graph_cost(gpt_graph(layers=3))
-    assert cost.forward_us == pytest.approx({"pointwise": 2 + 3 * 23 + 20, "collective": 15})
-    assert cost.backward_us == pytest.approx({"pointwise": 30, "collective": 15})
+    assert cost.forward_us == pytest.approx({"pointwise": 2 + 3 * 23 + 20, "collective": 15, "overhead": 0})
+    assert cost.backward_us == pytest.approx({"pointwise": 30, "collective": 15, "overhead": 0})
     assert graph_cost(gpt_graph(layers=3, listed=1)) == cost
     assert cost.calls_us(Runs(0, 1, 1)) == pytest.approx(22 + 48 * 3 - 5 * 3)
     assert cost.calls_us(Runs(0, 0, 1)) == pytest.approx((22 + 48 * 3 - 5 * 3) * 45 / (91 + 15 + 45))
+
+
+def test_calls_take_the_overhead_that_was_measured():
+    graph = gpt_graph(layers=3)
+    slower = graph.model_copy(update={"predicted": graph.predicted.model_copy(update={"overhead_us": 8.0})})
+    cost = graph_cost(slower)
+    assert cost.forward_us["overhead"] == cost.backward_us["overhead"] == 4.0
 
 
 def test_graphs_of_one_model_share_its_optimizer_and_parameters():
