@@ -92,7 +92,9 @@ class Row:
         for _ in range(6):
             self.step()
         if ranks > 1:
-            self.plan = hpml_compiler.last_plan()
+            plan = hpml_compiler.last_plan()
+            # Of a model that was compiled again after its first call, only the last graph runs.
+            self.plan = plan.model_copy(update={"graphs": tuple(g for g in plan.graphs if g.training)[-1:]})
 
     def step(self) -> None:
         from hpml_compiler.profile.steps import loss_of
