@@ -9,7 +9,6 @@ Files are strict JSON: unknown fields, NaN and infinities are refused, and nothi
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from hpml_compiler.plan_files import FORMAT_VERSION, json_content, read_text, write_text
+from hpml_compiler.plan_files import FORMAT_VERSION, PlanFile, json_content
 from hpml_compiler.plan_records import (
     CollectiveTotal,
     GraphPlan,
@@ -65,7 +64,7 @@ class PlanMismatch(BadInput):
     """A plan was given for another graph, another torch release or another number of ranks."""
 
 
-class Plan(Record):
+class Plan(PlanFile):
     """A mesh and the plans of all graphs on it; see the module's docstring. `options` are those it was made with."""
 
     format_version: int = FORMAT_VERSION
@@ -153,10 +152,6 @@ class Plan(Record):
 
     # -- files and checks ----------------------------------------------------------------------------------------------
 
-    def to_json(self) -> str:
-        """The whole plan as strict JSON text."""
-        return json.dumps(self.model_dump(mode="json"), allow_nan=False, indent=1) + "\n"
-
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
         """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid plan."""
@@ -170,15 +165,6 @@ class Plan(Record):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise BadInput(what=f"not a valid plan: {describe_errors(error)}", where=where, next_step=remake) from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan; an older file at `path` stays whole until the new one is."""
-        write_text(self.to_json(), path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read what `save` wrote. Raises BadInput."""
-        return cls.from_json(read_text(path), where=str(path))
 
     def check(self, graph_hash: str, torch_version: str, world_size: int) -> GraphPlan:
         """The plan of the graph with that hash. Raises PlanMismatch if there is none, if the number of ranks differs,

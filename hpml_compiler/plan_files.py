@@ -6,9 +6,34 @@ import os
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Self
+
+from hpml_compiler.plan_records import Record
 from passes.errors import BadInput
 
 FORMAT_VERSION = 1
+
+
+class PlanFile(Record):
+    """A record with files of its own; who inherits it says in `from_json` what a file has to be."""
+
+    def to_json(self) -> str:
+        """The whole plan as strict JSON text."""
+        return json.dumps(self.model_dump(mode="json"), allow_nan=False, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> Self:
+        """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid plan."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan; an older file at `path` stays whole until the new one is."""
+        write_text(self.to_json(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote. Raises BadInput."""
+        return cls.from_json(read_text(path), where=str(path))
 
 
 def json_content(text: str, where: str, next_step: str) -> dict[str, Any]:

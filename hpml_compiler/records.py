@@ -28,7 +28,7 @@ from passes.partition.clusters import Cluster
 from passes.partition.place import Placed
 from passes.partition.problem import Edge
 from passes.partition.redistribution import change
-from passes.partition.reprice import compute_us
+from passes.partition.reprice import boundary, compute_us
 from passes.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import format_placement
 
@@ -138,8 +138,7 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshP
 
 def _priced_by(graph: PlacementGraph, answer: Placed, c: Cluster, op: Operation, carries: bool) -> dict[str, Any]:
     """What the cost of an operation follows from, on one device: see `OperationPlan`."""
-    sizes, rows = answer.decision.sizes, answer.decision.operations
-    at = rows[op.index]
+    sizes, at = answer.decision.sizes, answer.decision.operations[op.index]
 
     def local(values: Iterable[tuple[int, Layout]]) -> float:
         return sum(local_bytes(graph.values[v], layout, sizes) for v, layout in values)
@@ -149,13 +148,7 @@ def _priced_by(graph: PlacementGraph, answer: Placed, c: Cluster, op: Operation,
         moved = local(zip((*op.inputs, *op.outputs), at.inputs + at.made))
         flops = op.flops * operation_share(at, sizes)
     elif carries and any(graph.operations[i].kind != "view" for i in c.operations):
-        read: dict[int, Layout] = {}
-        made: dict[int, Layout] = {}
-        for i in c.operations:
-            for v, layout in zip(graph.operations[i].inputs, rows[i].inputs):
-                read.setdefault(v, layout)
-            made.update(zip(graph.operations[i].outputs, rows[i].outputs))
-        moved = local((v, read[v]) for v in c.inputs) + local((v, made[v]) for v in c.outputs)
+        moved = local(boundary(graph, c, answer.decision))
     first = graph.values[op.outputs[0]] if op.outputs else None
     return {
         "kind": op.kind if op.heavy else "pointwise" if moved else "view",

@@ -1,6 +1,8 @@
 """Layouts: the placement of a value on every mesh axis, and what one rank then holds."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from passes.placement_graph import Value
 from passes.rules.base import Placement, format_placement, parse_placement
 
@@ -24,6 +26,15 @@ def legal(value: Value, layout: Layout, sizes: tuple[int, ...]) -> bool:
         if isinstance(p, tuple):
             split[p] = split.get(p, 1) * n
     return all(value.factors[d][k] % n == 0 for (d, k), n in split.items())
+
+
+def local_shape(value: Value, layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the part of a value that one rank holds, in a layout that is `legal`."""
+    shape = list(value.spec.shape)
+    for p, n in zip(layout, sizes):
+        if isinstance(p, tuple):
+            shape[p[0]] //= n
+    return tuple(shape)
 
 
 def local_bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> float:

@@ -3,19 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.layouts import Layout
-from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.layouts import Layout, local_shape
+from passes.placement_graph import Operation, PlacementGraph
 
 _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "bool": "b8"}
-
-
-def local_shape(value: Value, layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Shape of one rank's part of a value."""
-    shape = list(value.spec.shape)
-    for placement, n in zip(layout, sizes):
-        if isinstance(placement, tuple):
-            shape[placement[0]] //= n
-    return tuple(shape)
 
 
 def operation_key(

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,8 @@ def simulate(
     path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan that `hpml plan --save` wrote.")],
     cluster: Annotated[str | None, typer.Option(
         help="Price everything anew for NODESxDEVICES:DEVICE, as 8x8:h100-80g, or a JSON file.")] = None,
-    recompute: Annotated[str, typer.Option(help="none, or full: run the blocks' forward again for backward.")] = "none",
+    recompute: Annotated[Literal["none", "full"], typer.Option(
+        help="full: run the blocks' forward again for backward.")] = "none",
     microbatches: Annotated[int, typer.Option(help="Run forward and backward this often, on parts of the rows.")] = 1,
     overlap: Annotated[bool, typer.Option(help="Compute while collectives run.")] = True,
     contention: Annotated[float | None, typer.Option(
@@ -34,7 +35,7 @@ def simulate(
     from hpml_compiler.simulate import simulate as run
 
     plan = Plan.load(path)
-    found = run(plan, cluster, recompute=recompute, microbatches=microbatches, overlap=overlap,  # type: ignore[arg-type]
+    found = run(plan, cluster, recompute=recompute, microbatches=microbatches, overlap=overlap,
                 contention=contention)
     if trace is not None:
         _write_trace(found, trace)

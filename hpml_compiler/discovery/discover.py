@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 from hpml_compiler.discovery.measure_peaks import Measured, corrected, measure
 from hpml_compiler.discovery.node_facts import GpuFacts, NodeFacts, read_node
@@ -140,7 +140,7 @@ def _inter_node(sheet: DeviceSheet, node: NodeFacts, devices: int, findings: lis
     """InfiniBand if there is any, else the fastest interface whose speed is known, else what is built in."""
     infiniband = [port for port in node.ports if port.infiniband]
     ethernet = [port for port in node.ports if not port.infiniband and port.bytes_per_s]
-    link, how = sheet.inter_node, "assumed"
+    link, how = sheet.inter_node, cast(How, "assumed")
     if infiniband:
         slowest = min(port.bytes_per_s for port in infiniband)
         link, how = Link(
@@ -153,7 +153,7 @@ def _inter_node(sheet: DeviceSheet, node: NodeFacts, devices: int, findings: lis
             name=f"Ethernet, {ethernet[0].name}", bandwidth_bytes_per_s=ethernet[0].bytes_per_s,
             source="speed as the system says; latency, efficiency and slowdown: as in the built-in device file",
         ), "read"
-    findings.append(Finding("link between nodes", f"{link.name}, {_rate(link)}", how))  # type: ignore[arg-type]
+    findings.append(Finding("link between nodes", f"{link.name}, {_rate(link)}", how))
     return link
 
 

@@ -8,7 +8,6 @@ Nothing here imports torch. Files are strict JSON, as those of `hpml_compiler.pl
 """
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from hpml_compiler.plan import Plan, describe_errors
-from hpml_compiler.plan_files import FORMAT_VERSION, json_content, read_text, write_text
+from hpml_compiler.plan_files import FORMAT_VERSION, PlanFile, json_content
 from hpml_compiler.plan_records import Count, MemoryBytes, Microseconds, PredictedCost, Record
 from passes.errors import BadInput
 
@@ -72,7 +71,7 @@ class ShareAttempt(Record):
     reason: str = ""
 
 
-class MixedPlan(Record):
+class MixedPlan(PlanFile):
     """Shares of a batch of `batch` rows; see the module's docstring.
 
     estimated_bound_us: what the best shares would take at least, as far as the times of the numbers of rows that were not
@@ -180,10 +179,6 @@ class MixedPlan(Record):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
-    def to_json(self) -> str:
-        """The whole plan as strict JSON text."""
-        return json.dumps(self.model_dump(mode="json"), allow_nan=False, indent=1) + "\n"
-
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> MixedPlan:
         """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid mixed plan."""
@@ -196,15 +191,6 @@ class MixedPlan(Record):
             return cls.model_validate_json(text)
         except ValidationError as error:
             raise BadInput(what=f"not a valid plan: {describe_errors(error)}", where=where, next_step=remake) from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan; an older file at `path` stays whole until the new one is."""
-        write_text(self.to_json(), path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> MixedPlan:
-        """Read what `save` wrote. Raises BadInput."""
-        return cls.from_json(read_text(path), where=str(path))
 
     # -- for people ----------------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def measure(found: Iterable[Variant]) -> tuple[dict[str, Measurement], dict[str,
             try:
                 call = prepare(variant)
                 call()
-            except (CannotRun, RuntimeError, IndexError, TypeError, NotImplementedError) as error:
+            except (CannotRun, RuntimeError, IndexError, TypeError) as error:
                 failed[variant.key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 continue
             calls[variant.key] = (call, max(1, round(SAMPLE_US / max(_us(call, 2), 1e-3))))

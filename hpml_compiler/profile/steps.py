@@ -149,7 +149,8 @@ def collective_in_step_us() -> float:
     Ranks come to it at other times, and the thread that carries it out has to be woken beside one that computes. The
     mean of all_reduce and all_gather over all ranks, of a chain of collectives with products between them.
     """
-    c10d, world, name = torch.ops._c10d_functional, dist.get_world_size(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    assert dist.group.WORLD is not None, "there is a process group"
+    c10d, world, name = torch.ops._c10d_functional, dist.get_world_size(), dist.group.WORLD.group_name
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, w = torch.randn(256, 256, device=device), torch.randn(256, 256, device=device)
     payload = torch.ones(CHAIN_ELEMENTS, device=device)
@@ -163,14 +164,8 @@ def collective_in_step_us() -> float:
             if with_collectives:
                 collectives[link % 2]()
 
-    def alone(collective: Callable[[], Any]) -> Callable[[], None]:
-        def call() -> None:
-            collective()
-
-        return call
-
     between_us = (median_us(lambda: chain(True)) - median_us(lambda: chain(False))) / CHAIN_LINKS
-    alone_us = sum(median_us(alone(each), before=dist.barrier) for each in collectives) / 2
+    alone_us = sum(median_us(each, before=dist.barrier) for each in collectives) / 2
     return max(between_us - alone_us, 0.0)
 
 

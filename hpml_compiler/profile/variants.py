@@ -5,12 +5,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 from torch.fx import GraphModule
 
-from passes.layouts import Layout, legal
-from passes.operation_key import local_shape, operation_key
+from passes.layouts import Layout, legal, local_shape
+from passes.operation_key import operation_key
 from passes.placement_graph import Operation, PlacementGraph
 from passes.rules.base import REPLICATE
 
@@ -26,9 +25,6 @@ class Variant:
     node: fx.Node
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
-    kind: str
-    flops: float
-    bytes_moved: float
 
 
 def mesh_sizes(ranks: int) -> list[tuple[int, ...]]:
@@ -71,10 +67,4 @@ def _variant(key: str, node: fx.Node, op: Operation, graph: PlacementGraph, inpu
     def shapes(values: Sequence[int], layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
         return tuple(local_shape(graph.values[v], p, sizes) for v, p in zip(values, layouts))
 
-    read, written = shapes(op.inputs, inputs), shapes(op.outputs, made)
-    share = 1.0
-    for axis, n in enumerate(sizes):
-        share /= n if any(isinstance(p[axis], tuple) for p in (*inputs, *made)) else 1
-    moved = sum(torch.Size(shape).numel() * graph.values[v].spec.itemsize
-                for v, shape in zip((*op.inputs, *op.outputs), read + written))
-    return Variant(key, node, read, written, op.kind, op.flops * share, float(moved))
+    return Variant(key, node, shapes(op.inputs, inputs), shapes(op.outputs, made))

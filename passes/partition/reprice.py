@@ -37,6 +37,18 @@ class Cost:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
+def boundary(graph: PlacementGraph, c: Cluster, decision: Decision) -> list[tuple[int, Layout]]:
+    """What a cluster reads, as its first reader in it does, and what it makes: values with their layouts."""
+    read: dict[int, Layout] = {}
+    made: dict[int, Layout] = {}
+    for i in c.operations:
+        op, rows = graph.operations[i], decision.operations[i]
+        for v, layout in zip(op.inputs, rows.inputs):
+            read.setdefault(v, layout)
+        made.update(zip(op.outputs, rows.outputs))
+    return [*((v, read[v]) for v in c.inputs), *((v, made[v]) for v in c.outputs)]
+
+
 class _Walk:
     def __init__(self, graph: PlacementGraph, decision: Decision, prices: Prices, bucket_bytes: float):
         self.graph, self.decision, self.prices, self.sizes = graph, decision, prices, decision.sizes
@@ -64,14 +76,7 @@ class _Walk:
         heavy = [op.index for op in operations if op.heavy]
         if heavy or all(op.kind == "view" for op in operations):
             return sum(map(self.operation_us, heavy))
-        read: dict[int, Layout] = {}
-        made: dict[int, Layout] = {}
-        for op in operations:
-            rows = self.decision.operations[op.index]
-            for v, p in zip(op.inputs, rows.inputs):
-                read.setdefault(v, p)
-            made.update(zip(op.outputs, rows.outputs))
-        moved = sum(self.local(v, read[v]) for v in c.inputs) + sum(self.local(v, made[v]) for v in c.outputs)
+        moved = sum(self.local(v, p) for v, p in boundary(self.graph, c, self.decision))
         return self.prices.compute_us(0.0, moved, "float32", "pointwise")
 
     def reductions_us(self, index: int) -> float:

@@ -18,6 +18,7 @@ from passes.partition.choices import Prices, operation_share
 from passes.partition.clusters import Cluster
 from passes.partition.place import Placed
 from passes.partition.redistribution import bucket_bytes_of, collective
+from passes.partition.reprice import boundary
 from passes.placement_graph import Operation
 from passes.polynomial import Polynomial, Powers
 from passes.rules.base import Placement
@@ -176,13 +177,8 @@ class _Walk:
     def cluster(self, c: Cluster) -> None:
         entity = self.problem.cluster_class[c.index]
         weight, operations = self.weight(entity), [self.graph.operations[i] for i in c.operations]
-        read: dict[int, Layout] = {}
-        made: dict[int, Layout] = {}
         for op in operations:
             rows = self.decision.operations[op.index]
-            for v, layout in zip(op.inputs, rows.inputs):
-                read.setdefault(v, layout)
-            made.update(zip(op.outputs, rows.outputs))
             pairs = [*zip(op.inputs, rows.inputs), *zip(op.outputs, rows.made)]
             if op.heavy:
                 self.charges[entity, "compute", self.kernel(op)] += weight
@@ -193,11 +189,12 @@ class _Walk:
                         self.charges[entity, "communication", message] += weight
             self.transients[self.local((v, layout) for v, layout in pairs if v not in self.problem.saved)] = None
         if not any(op.heavy for op in operations) and any(op.kind != "view" for op in operations):
-            moved = self.local([*((v, read[v]) for v in c.inputs), *((v, made[v]) for v in c.outputs)])
+            moved = self.local(boundary(self.graph, c, self.decision))
             self.charges[entity, "compute", Kernel((), moved, "float32", "pointwise")] += weight
         for position, port in self.problem.held_inside[c.index]:
-            v = operations[position].outputs[port]
-            self.held[entity, "activations", self.local([(v, made[v])])] += weight
+            op = operations[position]
+            layout = self.decision.operations[op.index].outputs[port]
+            self.held[entity, "activations", self.local([(op.outputs[port], layout)])] += weight
 
     def edges(self) -> None:
         """What is redistributed, and what is saved for backward in a copy of its own."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes.layouts import Layout
+from passes.layouts import Layout, local_shape
 from passes.placement_graph import Value
 from passes.rules.base import PARTIAL_MAX, REPLICATE
 from passes.transform.insert import Inserter
@@ -41,16 +41,6 @@ def local_factors(value: Value, layout: Layout, sizes: Sequence[int]) -> list[li
         if isinstance(p, tuple):
             rows[p[0]][p[1]] //= n
     return rows
-
-
-def local_shape(value: Value, layout: Layout, sizes: Sequence[int]) -> list[int]:
-    shape = []
-    for size, row in zip(value.spec.shape, local_factors(value, layout, sizes)):
-        n = 1
-        for f in row:
-            n *= f
-        shape.append(n if row else size)
-    return shape
 
 
 def around(value: Value, layout: Layout, place: tuple[int, int], sizes: Sequence[int]) -> tuple[int, int]:

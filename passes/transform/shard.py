@@ -21,13 +21,13 @@ from passes.annotations import read
 from passes.base import TransformPass
 from passes.compat import fake_mode_of, pytree
 from passes.decision import Decision, OperationLayouts, Route
-from passes.layouts import Layout
+from passes.layouts import Layout, local_shape
 from passes.placement_graph import PlacementGraph
 from passes.registry import register
 from passes.results import DECISION, INTERFACE, OPERATIONS
 from passes.rules.base import Rule
 from passes.rules.table import operand_nodes
-from passes.transform.collectives import MeshGroups, Redistributor, local_shape
+from passes.transform.collectives import MeshGroups, Redistributor
 from passes.transform.insert import PROVENANCE, Inserter
 from passes.transform.localize import Local, localize, ordered_ranges, shifted_ranges
 
@@ -114,7 +114,7 @@ class Sharder:
         value = self.graph.values[index]
         shape = local_shape(value, layout, self.groups.sizes)
         old = node.meta["val"]
-        if list(old.shape) != shape:
+        if tuple(old.shape) != shape:
             with self.fake_mode:
                 local = torch.empty(shape, dtype=old.dtype, device=old.device)
                 new.meta["val"] = local.requires_grad_(old.requires_grad)
@@ -162,7 +162,7 @@ class Sharder:
             Local(
                 target=node.target, args=tuple(args), kwargs=kwargs,
                 whole=tuple(v.spec.shape for v in values),
-                local=tuple(tuple(local_shape(v, p, self.groups.sizes)) for v, p in zip(values, layouts.made)),
+                local=tuple(local_shape(v, p, self.groups.sizes) for v, p in zip(values, layouts.made)),
                 rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part),
                 strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
@@ -200,7 +200,7 @@ class Sharder:
         made = new.meta["val"]
         made = made if isinstance(made, (tuple, list)) else [made]
         for value, layout in zip(values, layouts.made):
-            got, expected = list(made[value.port].shape), local_shape(value, layout, self.groups.sizes)
+            got, expected = tuple(made[value.port].shape), local_shape(value, layout, self.groups.sizes)
             if got != expected:
                 operands = [tuple(x.meta["val"].shape) for x in new.all_input_nodes]
                 raise AssertionError(f"{node.name}: {node.target} on local operands {operands} gave shape {got}, "

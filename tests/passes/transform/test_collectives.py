@@ -10,12 +10,12 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from passes import compat
-from passes.layouts import Layout, format_layout, legal
+from passes.layouts import Layout, format_layout, legal, local_shape
 from passes.partition.redistribution import change
 from passes.placement_graph import Value
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors
 from passes.rules.table import spec_of
-from passes.transform.collectives import MeshGroups, Redistributor, local_shape
+from passes.transform.collectives import MeshGroups, Redistributor
 from passes.transform.insert import Inserter
 from tests.passes.transform.random_decisions import Free
 from tests.passes.transform.ranks import cut
@@ -96,7 +96,7 @@ def run_steps(rank: int, sizes: tuple[int, ...]) -> dict[str, int]:
         before = x.clone()
         made = emit(step, place, x)(x)
         what = f"{factors} {dtype} {format_layout(source)} -> {format_layout(target)} on {place.coordinates}"
-        assert list(made.shape) == local_shape(value, target, sizes), what
+        assert tuple(made.shape) == local_shape(value, target, sizes), what
         assert torch.equal(made, cut(reduced(step, place, seed), value, target, place)), what
         assert torch.equal(x, before), f"{what}: the operand was written to"
         axis = next(a for a in range(len(sizes)) if source[a] != target[a])
