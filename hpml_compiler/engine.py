@@ -151,7 +151,9 @@ class _Compilation:
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
         annotated = annotate(gm, self.inputs, forward_outputs)
         same_graph(annotated.hash(), annotated.text)
-        self.planned = planned = from_rank_0(lambda: self._plan(annotated))
+        planned = from_rank_0(lambda: self._plan(annotated))
+        record = planned.record.model_copy(update={"frame": compat.frame_being_compiled()})
+        self.planned = planned = replace(planned, record=record)
         self.session.graphs.append(planned.record)
         if self.options.monitor:
             self.watched = WatchedGraph(monitor_of(self.options), planned.record)

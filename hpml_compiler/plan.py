@@ -91,8 +91,11 @@ class Plan(PlanFile):
 
     @property
     def step_graphs(self) -> tuple[GraphPlan, ...]:
-        """The graphs that one step runs: those that train, or all where none does."""
-        return tuple(graph for graph in self.graphs if graph.training) or self.graphs
+        """The graphs that one step runs: those that train, or all where none does; of what was compiled again, as HF BERT
+        is after its first call, the last graph alone."""
+        training = [graph for graph in self.graphs if graph.training] or self.graphs
+        last = {graph.frame: graph.name for graph in training}
+        return tuple(graph for graph in training if not graph.frame or last[graph.frame] == graph.name)
 
     @property
     def predicted(self) -> PredictedCost:

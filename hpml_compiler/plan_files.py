@@ -36,6 +36,15 @@ class PlanFile(Record):
         return cls.from_json(read_text(path), where=str(path))
 
 
+def is_mixed(text: str) -> bool:
+    """Whether this looks like the file of a mixed plan."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(content, dict) and content.get("kind") == "mixed"
+
+
 def json_content(text: str, where: str, next_step: str) -> dict[str, Any]:
     """The object in `text`, with the format version that this hpml reads. Raises BadInput."""
     try:

@@ -183,6 +183,12 @@ class GraphPlan(Record):
     `multiplicity[class_id]` says how many times in the whole model each *listed* operation of that class runs: 1 (or no
     entry) where every layer's nodes are listed, 32 where one layer is listed for 32. So the time of a step is
     the sum of `predicted_us * multiplicity` over the listed operations, and likewise over redistributions.
+
+    `tangents`: bytes of the gradients that backward is given, one for each result that has one; autograd makes zeros for
+    results that the loss does not depend on.
+
+    `frame` names the piece of the script that the graph was compiled from, "" where that is not known; compiled again,
+    the same piece gives another graph of the same frame.
     """
 
     graph_hash: str
@@ -199,6 +205,8 @@ class GraphPlan(Record):
     seconds: dict[str, Annotated[float, Field(ge=0.0)]]
     multiplicity: dict[ClassId, Annotated[int, Field(ge=1)]]
     decisions: dict[str, DecisionRecord] = Field(default_factory=dict)
+    tangents: dict[str, Count] = Field(default_factory=dict)
+    frame: str = ""
 
     def runs(self, operation: OperationPlan) -> int:
         """How many times in one step of the whole model the listed `operation` runs."""

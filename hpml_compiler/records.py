@@ -89,6 +89,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
             entity: DecisionRecord(inputs=tuple(inputs), outputs=tuple(outputs))
             for entity, (inputs, outputs) in answer.problem.pins(solution).items()
         },
+        tangents={value.name: value.bytes for value in graph.values if value.kind == "tangent"},
     )
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "outside_tracing",
     "dtensor_spec",
     "fake_mode",
+    "frame_being_compiled",
     "guard_on_type_and_grad",
     "inductor_decompositions",
     "input_sources",
@@ -124,16 +125,17 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
         return passes(joint, **kwargs) or joint
 
 
-def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
+def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any, *,
+                      deduplicate: bool = False) -> Any:
     """Inductor's partitioner: forward and backward graph, saving what costs least.
 
-    Without its elimination of common subexpressions, which knows nothing of nodes held back for backward: see
+    deduplicate: with its elimination of common subexpressions, which knows nothing of nodes held back for backward: see
     `passes.transform.deduplicate`.
     """
     from torch._functorch import config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    with config.patch(cse=False):
+    with config.patch(cse=deduplicate):
         return min_cut_rematerialization_partition(
             joint, inputs, compiler="inductor", num_fwd_outputs=forward_outputs,
             static_lifetime_input_indices=static_inputs,
@@ -194,6 +196,14 @@ def quiet_dynamo() -> Any:
     }
     with config.patch(ignore_logging_functions=functions):
         yield
+
+
+def frame_being_compiled() -> str:
+    """Which piece of Python code Dynamo is compiling, as a number that is the same when it compiles that again; "" if none."""
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return "" if compile_id is None else str(compile_id.frame_id)
 
 
 def fake_mode_of(gm: torch.fx.GraphModule) -> Any:

@@ -68,6 +68,8 @@ class PlacementGraph:
     """What the graph returns: (value, parameter whose placement its gradient takes, or None: returned whole)."""
     unruled: dict[str, list[str]] = field(default_factory=dict)
     """Operators without a rule -> nodes."""
+    saved: frozenset[int] | None = None
+    """Values that forward holds for backward; None: not known."""
 
 
 def block_class(block: str) -> str:

@@ -31,10 +31,13 @@ def simulate(
     """Simulate one step of a saved plan: print the table, or with --json one object."""
     import json
 
+    from hpml_compiler.mixed.plan import MixedPlan
     from hpml_compiler.plan import Plan
+    from hpml_compiler.plan_files import is_mixed, read_text
     from hpml_compiler.simulate import simulate as run
 
-    plan = Plan.load(path)
+    text = read_text(path)
+    plan = (MixedPlan if is_mixed(text) else Plan).from_json(text, where=str(path))
     found = run(plan, cluster, recompute=recompute, microbatches=microbatches, overlap=overlap,
                 contention=contention)
     if trace is not None:
@@ -42,7 +45,8 @@ def simulate(
     if timeline is not None:
         from hpml_compiler.visualize.timeline import draw
 
-        draw(found, timeline, f"{', '.join(g.name for g in plan.step_graphs)} on {cluster or plan.cluster or 'its cluster'}")
+        what = ", ".join(g.name for g in plan.step_graphs) if isinstance(plan, Plan) else f"{plan.batch} rows"
+        draw(found, timeline, f"{what} on {cluster or plan.cluster or 'its cluster'}")
     if as_json:
         print(json.dumps(found.summary(), allow_nan=False))
     else:

@@ -154,6 +154,8 @@ class _GroupPlanner:
                           "use more devices, a smaller batch, or raise memory_budget where it is below the device's memory")
 
     def _reason(self, group: int) -> str:
+        if not any(attempt.group == group for attempt in self.attempts):
+            return "it was given none"
         if not self.estimates[group].known:
             return f"it cannot hold the model: {self._why_not(group)}"
         return "it would save less time than adding up gradients with it takes"
@@ -203,12 +205,3 @@ class _GroupPlanner:
             attempts=tuple(self.attempts), notes=self._notes(rows),
             seconds={**seconds, "solve": solve, "rewrite": 0.0, "total": time.perf_counter() - self.began},
         )
-
-
-def simulated_us(plan: MixedPlan, cluster: Cluster) -> float:
-    """What the simulator says of a step: of the slowest group (each on its part of `cluster`), and adding up."""
-    from hpml_compiler.simulate import simulate
-
-    groups = zip(plan.groups, cluster.groups, strict=True)
-    alone = [simulate(group.plan, Cluster((nodes,))).step_us for group, nodes in groups if group.plan is not None]
-    return max(alone) + plan.cross.predicted_us

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hpml_compiler.monitor.classes import CLASSES, class_of_kind
 from hpml_compiler.plan_records import GraphPlan, MemoryBytes, Redistribution
+from hpml_compiler.simulate import simulated_peak_bytes
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -25,6 +26,7 @@ class GraphCost:
     """The predicted µs of one graph: of a forward and a backward call by class, as they are when nothing overlaps.
 
     graph_us: both calls together, with overlap. optimizer_us: by parameter, since graphs may share parameters.
+    peak_bytes: of a step of this graph alone, as simulated.
     """
 
     name: str
@@ -33,6 +35,7 @@ class GraphCost:
     backward_us: Mapping[str, float]
     graph_us: float
     optimizer_us: Mapping[str, float]
+    peak_bytes: int
 
     def calls_us(self, runs: Runs) -> float:
         """Predicted time of so many calls."""
@@ -71,6 +74,7 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
         name=plan.name, training=plan.training, forward_us=dict(forward), backward_us=dict(backward),
         graph_us=max(plan.predicted.step_time_us - plan.predicted.optimizer_us, 0.0),
         optimizer_us={name: plan.predicted.optimizer_us * size / total for name, size in trained.items()},
+        peak_bytes=simulated_peak_bytes(plan),
     )
 
 
@@ -98,8 +102,11 @@ def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Seque
         if run.backward:
             optimizer.update(cost.optimizer_us)
     classes["optimizer"] = sum(optimizer.values())
-    trained = [plans[run.graph] for run in runs if run.backward] or [plans[run.graph] for run in runs]
-    parts = expected_parts(trained)
+    trained = [run for run in runs if run.backward] or list(runs)
+    parts = expected_parts([plans[run.graph] for run in trained])
+    if len(trained) == 1 and trained[0].forward == 1:
+        held = sum(size for part, size in parts.items() if part != "activations")
+        parts["activations"] = max(costs[trained[0].graph].peak_bytes - held, 0)
     return Expected(step_us + classes["optimizer"], classes, sum(parts.values()), parts)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpml_compiler.profile.timing import slowest_us, time_us
 from hpml_compiler.runtime.world import device_type, ensure_process_group
 from passes.costs.base import COLLECTIVE_KINDS
 from passes.costs.cache import Measurement, MeasurementCache, device_key
@@ -106,7 +106,7 @@ def time_collective(kind: str, group: dist.ProcessGroup, ranks: Sequence[int], m
     counts: dict[int, int] = {}
     for length in lengths:
         calls[length] = _call(kind, buffer[:length], group, ranks)
-        (warm_us,) = _slowest([min(_time_us(calls[length]) for _ in range(_WARM_CALLS))])
+        (warm_us,) = slowest_us([min(_time_us(calls[length]) for _ in range(_WARM_CALLS))])
         counts[length] = min(max(int(seconds * 1e6 / len(lengths) / warm_us), _FEWEST_CALLS), _MOST_CALLS)
         if warm_us > _MOST_CALL_US:
             break
@@ -117,7 +117,7 @@ def time_collective(kind: str, group: dist.ProcessGroup, ranks: Sequence[int], m
     # A message that goes there and back is timed as two.
     share = 0.5 if kind == "send_recv" else 1.0
     return [
-        CollectiveTiming(kind, measured, length * _ITEM_BYTES, tuple(us * share for us in _slowest(samples[length])))
+        CollectiveTiming(kind, measured, length * _ITEM_BYTES, tuple(us * share for us in slowest_us(samples[length])))
         for length in calls
     ]
 
@@ -167,23 +167,7 @@ def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[i
 
 def _time_us(call: Callable[[], Any]) -> float:
     dist.barrier()
-    _synchronize()
-    start = time.perf_counter()
-    call()
-    _synchronize()
-    return (time.perf_counter() - start) * 1e6
-
-
-def _synchronize() -> None:
-    if device_type() == "cuda":
-        torch.cuda.synchronize()
-
-
-def _slowest(us: Sequence[float]) -> list[float]:
-    """Of each of these numbers the largest of all ranks."""
-    times = torch.tensor(us, dtype=torch.float64, device=device_type())
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return times.tolist()
+    return time_us(call)
 
 
 @contextmanager

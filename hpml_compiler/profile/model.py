@@ -1,7 +1,8 @@
 """Profile a model on the devices here: its heavy operations, its fused kernels, its optimizer, the runtime."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,18 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hpml_compiler import session
 from hpml_compiler.api import Traces
 from hpml_compiler.measurements import local_ranks, sharing_key
 from hpml_compiler.options import Options
 from hpml_compiler.planning import Annotated, plan_graph
-from hpml_compiler.profile.operations import measure
-from hpml_compiler.profile.steps import (
-    collective_in_step_us,
-    optimizer_traffic_us_per_element,
-    optimizer_us,
-    runtime_overhead,
-    step_times,
-)
+from hpml_compiler.profile.operations import operation_calls
+from hpml_compiler.profile.runtime import RuntimeOverhead, runtime_calls
+from hpml_compiler.profile.steps import LARGE_ELEMENTS, LARGE_TENSORS, ModelStep, large_optimizer_step, optimizer_step
+from hpml_compiler.profile.timing import Timed, as_measurement, in_rounds, slowest_us
 from hpml_compiler.profile.variants import variants
 from hpml_compiler.runtime.world import device_type
 from passes.cluster import Cluster
@@ -29,6 +27,10 @@ from passes.costs.cache import Measurement, MeasurementCache
 from passes.costs.measured import FACTOR, OPERATION, OPTIMIZER, OVERHEAD
 from passes.mesh import Mesh, mesh_from_pin
 from passes.operation_key import operation_key
+
+STEP, UPDATE, TRAFFIC = "step", "optimizer", "large optimizer"
+BURSTS = 3
+"""A profiler is slow to start: fused kernels are looked at now and then, between rounds."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +44,62 @@ class ModelProfile:
     overheads_us: Mapping[str, float] = field(default_factory=dict)
 
 
-def profile_model(model: nn.Module, batch: Any, cache: MeasurementCache) -> ModelProfile:
-    """Measure and keep in the cache.
+def profile_model(model: nn.Module, batch: Any, cache: MeasurementCache, seconds: float = 15.0) -> ModelProfile:
+    """Measure for about so many seconds, besides what compiling takes, and keep the medians in the cache.
 
-    In a process group all ranks measure at once, as they will compute, and the slowest rank's times are kept. `model`
-    and `batch` are real tensors on the device that is profiled; the model is not changed.
+    In a process group all ranks measure at once, as they will compute, and the slowest rank's times count. `model` and
+    `batch` are real tensors on the device that is profiled; the model is not changed.
     """
-    ranks, world = local_ranks(), dist.get_world_size() if dist.is_initialized() else 1
-    graphs = Traces(model, batch, Options.parse({"costs": "roofline"})).whole
-    found = {key: v for graph in graphs for key, v in variants(graph.gm, graph.graph, world).items()}
-    operations, failed = measure(found.values())
-    slowest = _slowest({key: m.median_us for key, m in operations.items()})
-    operations = {key: replace(operations[key], median_us=us) for key, us in slowest.items()}
-    factors, overheads = _whole_step(model, batch, graphs, slowest)
-    if world > 1:
-        added = runtime_overhead()
-        overheads["graph"], overheads["tensor"] = added.graph_us, overheads["tensor"] + added.tensor_us
-        overheads["collective"] = collective_in_step_us()
-    factors, overheads = _slowest(factors), _slowest(overheads)
-    profile = ModelProfile(sharing_key(device_type(), ranks), operations, failed, factors, overheads)
-    if world == 1 or dist.get_rank() == 0:
-        _keep(profile, graphs, cache)
-    return profile
+    torch.compiler.reset()
+    session.reset()
+    profiler = ModelProfiler(model, batch)
+    for _ in range(BURSTS):
+        profiler.sample(seconds / BURSTS)
+    torch.compiler.reset()
+    session.reset()
+    return profiler.keep(cache)
 
 
-def _whole_step(model: nn.Module, batch: Any, graphs: list[Annotated], measured_us: Mapping[str, float],
+class ModelProfiler:
+    """Everything of a model that is timed, compiled and ready. All ranks make one together, and call it together."""
+
+    def __init__(self, model: nn.Module, batch: Any):
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.graphs = Traces(model, batch, Options.parse({"costs": "roofline"})).whole
+        found = {key: v for graph in self.graphs for key, v in variants(graph.gm, graph.graph, self.world).items()}
+        self.operations, self.failed = operation_calls(found.values())
+        self.trained = [p.detach() for p in model.parameters() if p.requires_grad]
+        self.step = ModelStep(model, batch)
+        self.calls = {
+            STEP: Timed(self.step.call, samples=3, warm=1), UPDATE: Timed(optimizer_step(self.trained), samples=3, warm=1),
+            TRAFFIC: Timed(large_optimizer_step()), **(runtime_calls() if self.world > 1 else {}), **self.operations,
+        }
+        self.samples: dict[str, list[float]] = {name: [] for name in self.calls}
+
+    def sample(self, seconds: float) -> None:
+        """Look at the fused kernels of some steps, then time everything in turns for so long."""
+        self.step.profile()
+        for name, us in in_rounds(self.calls, seconds).items():
+            self.samples[name] += us
+
+    def keep(self, cache: MeasurementCache) -> ModelProfile:
+        """The profile from all samples so far, which rank 0 puts into the cache."""
+        (fused_us,) = slowest_us([self.step.fused_us])
+        us = {name: statistics.median(some) for name, some in self.samples.items() if some}
+        factors, overheads = _whole_step(self.graphs, us, fused_us, self.trained)
+        if self.world > 1:
+            added = RuntimeOverhead.of(us)
+            overheads["tensor"] += added.tensor_us
+            overheads |= {"graph": added.graph_us, "collective": added.collective_us}
+        measured = {key: as_measurement(self.samples[key]) for key in self.operations if self.samples[key]}
+        device = sharing_key(device_type(), local_ranks())
+        profile = ModelProfile(device, measured, self.failed, factors, overheads)
+        if self.world == 1 or dist.get_rank() == 0:
+            _keep(profile, self.graphs, cache)
+        return profile
+
+
+def _whole_step(graphs: list[Annotated], us: Mapping[str, float], fused_us: float, trained: Sequence[torch.Tensor],
                 ) -> tuple[dict[str, float], dict[str, float]]:
     """Factors and overheads from steps of the model on this rank's device alone."""
     cluster, mesh = _one_device()
@@ -76,19 +109,17 @@ def _whole_step(model: nn.Module, batch: Any, graphs: list[Annotated], measured_
         for op in graph.graph.operations:
             if op.heavy and op.outputs:
                 key = operation_key(graph.graph, op, ((),) * len(op.inputs), ((),) * len(op.outputs), ())
-                heavy_us += measured_us.get(key, max(record.operations[op.name].predicted_us - launch_us, 0.0))
+                heavy_us += us.get(key, max(record.operations[op.name].predicted_us - launch_us, 0.0))
                 kernels += 1
         light = [op.predicted_us - launch_us for op in record.operations.values() if op.kind == "pointwise"]
         light_us, kernels = light_us + sum(light), kernels + len(light)
-    times = step_times(model, batch)
-    factors = {"pointwise": times.fused_us / light_us} if light_us > 0 and times.fused_us > 0 else {}
-    host_us = max(times.wall_us - (times.fused_us or light_us) - heavy_us, 0.0)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    updating_us, elements = optimizer_us([p.detach() for p in trained]), sum(p.numel() for p in trained)
+    factors = {"pointwise": fused_us / light_us} if light_us > 0 and fused_us > 0 else {}
+    host_us = max(us[STEP] - (fused_us or light_us) - heavy_us, 0.0)
+    elements = sum(p.numel() for p in trained)
     # Small parameters may lie in a cache: then all of their time is traffic, and there is less of it.
-    traffic_us = min(optimizer_traffic_us_per_element(), updating_us / elements)
+    traffic_us = min(us[TRAFFIC] / (LARGE_ELEMENTS * LARGE_TENSORS), us[UPDATE] / elements)
     factors[OPTIMIZER] = traffic_us / RooflineCost(mesh.device, mesh).optimizer_us(1.0)
-    tensor_us = (updating_us - traffic_us * elements) / len(trained)
+    tensor_us = (us[UPDATE] - traffic_us * elements) / len(trained)
     return factors, {"launch": host_us / max(kernels, 1), "tensor": tensor_us}
 
 
@@ -98,17 +129,6 @@ def _one_device() -> tuple[Cluster, Mesh]:
     group = Cluster.local(local_ranks(), device_type(), device_name=name).groups[0]
     cluster = Cluster((replace(group, nodes=1, devices_per_node=1),))
     return cluster, mesh_from_pin({}, cluster)
-
-
-def _slowest(values: Mapping[str, float]) -> dict[str, float]:
-    """Of each value the largest of all ranks; all ranks have the same names, since they trace the same model."""
-    if not dist.is_initialized():
-        return dict(values)
-    keys = sorted(values)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, {key: values[key] for key in keys})
-    common = set.intersection(*(set(each) for each in gathered))
-    return {key: max(each[key] for each in gathered) for key in keys if key in common}
 
 
 def _keep(profile: ModelProfile, graphs: list[Annotated], cache: MeasurementCache) -> None:

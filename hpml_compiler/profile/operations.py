@@ -1,55 +1,38 @@
-"""Time the heavy operations of a model on this rank's device, as one rank would call them."""
+"""The heavy operations of a model as calls on this rank's device, as one rank would call them."""
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
+from hpml_compiler.profile.timing import Timed, time_us
 from hpml_compiler.profile.variants import Variant
 from passes import compat
-from passes.costs.cache import Measurement
 
-SAMPLES, SAMPLE_US = 9, 400.0
-"""So many samples are taken of a call, each of as many calls as make it last that long."""
+SAMPLE_US = 400.0
+"""A sample is of as many calls as make it last that long."""
 
 
 class CannotRun(Exception):
     """The operation does not take these operands: its arguments name sizes that a rank's part does not have."""
 
 
-def measure(found: Iterable[Variant]) -> tuple[dict[str, Measurement], dict[str, str]]:
-    """Measurements by key, and why those are missing that could not be run.
-
-    Rounds go over all calls, so that what disturbs the machine for a while disturbs all of them alike.
-    """
-    calls: dict[str, tuple[Callable[[], Any], int]] = {}
+def operation_calls(found: Iterable[Variant]) -> tuple[dict[str, Timed], dict[str, str]]:
+    """How each is to be timed, by key, and why those are missing that could not be run."""
+    calls: dict[str, Timed] = {}
     failed: dict[str, str] = {}
-    with torch.no_grad():
-        for variant in found:
-            try:
-                call = prepare(variant)
-                call()
-            except (CannotRun, RuntimeError, IndexError, TypeError) as error:
-                failed[variant.key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                continue
-            calls[variant.key] = (call, max(1, round(SAMPLE_US / max(_us(call, 2), 1e-3))))
-        samples: dict[str, list[float]] = {key: [] for key in calls}
-        for _ in range(SAMPLES):
-            for key, (call, repeats) in calls.items():
-                samples[key].append(_us(call, repeats))
-    return {key: as_measurement(us) for key, us in samples.items()}, failed
-
-
-def as_measurement(us: Sequence[float]) -> Measurement:
-    """Median, number and spread (90th over 10th percentile) of samples."""
-    ordered = sorted(us)
-    low, high = ordered[len(us) // 10], ordered[-1 - len(us) // 10]
-    return Measurement(statistics.median(us), len(us), max(high / low, 1.0) if low else 1.0)
+    for variant in found:
+        try:
+            call = prepare(variant)
+            call()
+        except (CannotRun, RuntimeError, IndexError, TypeError) as error:
+            failed[variant.key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            continue
+        calls[variant.key] = Timed(call, repeats=max(1, round(SAMPLE_US / max(time_us(call, 2), 1e-3))), warm=1)
+    return calls, failed
 
 
 def prepare(variant: Variant) -> Callable[[], Any]:
@@ -112,15 +95,3 @@ def _with_sizes(arguments: Any, sizes: dict[tuple[int, ...], tuple[int, ...]]) -
 
     return compat.pytree.tree_map(
         lambda x: list(sizes.get(tuple(x), tuple(x))) if is_shape(x) else x, arguments, is_leaf=is_shape)
-
-
-def _us(call: Callable[[], Any], repeats: int) -> float:
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    if cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats * 1e6

@@ -2,8 +2,10 @@
 
 A value lives from its producer to its last reader. One that forward makes and only backward reads lives on if the plan
 says `saved`; if not, it is dropped after forward and made again where backward reads it, and then takes memory only if a
-kernel that is no pointwise one (which would recompute it on the fly) reads it. Views take none, nor do values that one
-fused kernel makes and reads. What is recomputed needs its own sources: these live on as long.
+kernel that is no pointwise one (which would recompute it on the fly) reads it. What the plan has in backward, but `saved`,
+is made in forward. Views take none, nor do values that one fused kernel makes and reads. What is recomputed needs its own
+sources: these live on as long. A gradient lives from where it is made to the end of the step, as it does when
+`zero_grad` sets gradients to None.
 """
 from __future__ import annotations
 
@@ -46,6 +48,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.intervals: list[Interval] = []
+        self.gradient_bytes = 0.0
+        """Of reduced gradients, which live from where they are made to the end of the step."""
 
     def of_graph(self, graph: GraphPlan, view: LocalView, part: float) -> GraphLedger:
         return GraphLedger(self, graph, view, part)
@@ -75,6 +79,14 @@ class GraphLedger:
         self.copy_entries: dict[tuple, int] = {}
         self.latest: dict[str, Key] = {}
         self.outputs: list[tuple[float, int | None]] = []
+        self.backward_born: int | None = None
+
+    def backward_begins(self, index: int | None) -> None:
+        """With entry `index`, its first one: it is given tangents, and what forward has computed on its behalf."""
+        self.backward_born = index
+        for name, nbytes in self.graph.tangents.items():
+            self.values[name, 0] = _Value(nbytes * self.part, 0.0, index, index)
+            self.latest[name] = (name, 0)
 
     def operation(self, each: Instance, phase: str, index: int | None, late: bool) -> None:
         """An operation runs in entry `index`, or takes no time after it (`late`): operands are read, results made."""
@@ -95,7 +107,8 @@ class GraphLedger:
         total = float(sum(operation.result_bytes)) * part if name not in self.inner else 0.0
         kept = self._kept_bytes(each, phase) * part
         old = self.values.get((name, each.layer))
-        value = _Value(kept, max(0.0, total - kept), index, index, sources=tuple(sources), late=late)
+        born = self.backward_born if operation.backward and kept else index
+        value = _Value(kept, max(0.0, total - kept), born, index, sources=tuple(sources), late=late and born == index)
         if old is not None:  # made again: the first one was dropped, but for what forward has to keep
             self._close(old)
         self.values[name, each.layer] = value
@@ -155,8 +168,6 @@ class GraphLedger:
 
     def _kept_bytes(self, each: Instance, phase: str) -> float:
         operation = self.graph.operations[each.name]
-        if operation.backward:
-            return 0.0
         if phase == "forward" and (each.group in self.recomputed or self.recomputed == {OUTSIDE}):
             crosses = any(self.graph.operations[r].block != operation.block
                           for r in self._forward_readers(each.name)) or each.name in self.carries.values()
@@ -214,20 +225,21 @@ class GraphLedger:
             self.ledger.add(value.dropped, value.backward_first, value.backward_last)
 
     def _gradient(self, each: Instance, index: int | None) -> None:
-        """What a gradient takes beyond the place where the reduced one is kept, until it is reduced."""
+        """A gradient lives until the optimizer has read it; what it takes beyond its reduced part, until it is reduced."""
         key = (each.name, each.layer)
         if key in self.gradient_bytes:
             self.gradient_bytes[key].last = index  # a further microbatch adds to it
             return
         nbytes = float(sum(self.graph.operations[each.name].result_bytes))
-        for move in self.graph.redistributions:
-            if move.consumer == "" and self.roots.get(move.value) == each.name:
-                over = nbytes - placed_bytes(move.shape, move.dtype, move.target, self.graph.mesh)
-                if over > 0:
-                    interval = Interval(over, index, index)
-                    self.gradient_bytes[key] = interval
-                    self.ledger.intervals.append(interval)
-                return
+        moves = [m for m in self.graph.redistributions if m.consumer == "" and self.roots.get(m.value) == each.name]
+        kept = min([nbytes, *(placed_bytes(m.shape, m.dtype, m.target, self.graph.mesh) for m in moves)])
+        self.ledger.add(kept, index, None)
+        self.ledger.gradient_bytes += kept
+        if nbytes > kept:
+            self.gradient_bytes[key] = Interval(nbytes - kept, index, index)
+            self.ledger.intervals.append(self.gradient_bytes[key])
+        else:
+            self.gradient_bytes[key] = Interval(0.0, index, index)
 
 
 def _carries(graph: GraphPlan) -> dict[str, str]:

@@ -157,6 +157,7 @@ class _Walk:
         self.microbatch = microbatch
         if self.graph.training:
             self.program.compute(f"call {self.graph.name}", BACKWARD, self.prices.call_us())
+            self.memory.backward_begins(self.program.now)
         waiting = dict(self.recomputed) if self.phases[1] else {}
         for each in self.phases[1]:
             group = each.group if each.group in waiting else OUTSIDE if OUTSIDE in waiting else None

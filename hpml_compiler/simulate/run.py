@@ -2,19 +2,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plan import Plan
+from hpml_compiler.plan_records import GraphPlan, MemoryBytes
 from hpml_compiler.simulate.assemble import Label, breakdown, events, memory_over_time
 from hpml_compiler.simulate.engine import Spans, Task
 from hpml_compiler.simulate.engine import run as run_tasks
+from hpml_compiler.simulate.lanes import Lanes, side_by_side
 from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
 from hpml_compiler.simulate.program import Entry, Program
 from hpml_compiler.simulate.schedules import ScheduleName, Stage, pipeline
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
 from passes.cluster import Cluster
 from passes.costs import CostModel, RooflineCost
+from passes.costs.between_groups import sum_between_groups_us
 from passes.costs.energy import Power
 from passes.device import Device
 from passes.errors import BadInput
@@ -28,7 +31,7 @@ GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
 
 
 def simulate(
-    plan: Plan,
+    plan: Plan | MixedPlan,
     cluster: Cluster | str | None = None,
     *,
     cost: CostModel | None = None,
@@ -40,7 +43,7 @@ def simulate(
     schedule: Literal["gpipe", "1f1b"] = "1f1b",
     virtual_stages: int = 1,
 ) -> Simulation:
-    """One step of `plan`.
+    """One step of `plan`; of a mixed one, a lane for each group of devices, those that idle included.
 
     cluster: None takes the plan's own predicted times; else every operation and collective is priced anew for it (a
     cluster, or its text as for `hpml plan --cluster`). cost: asked for prices instead of the roofline of that cluster.
@@ -59,41 +62,64 @@ def simulate(
         raise BadInput(f"recompute must be none or full, got {recompute!r}", "simulate")
     if contention is not None and not 1.0 <= contention <= 2.0:
         raise BadInput(f"contention must be from 1 (overlap is free) to 2 (it gains nothing), got {contention}", "simulate")
-    mesh = _mesh(plan, cluster)
-    device = mesh.device if mesh else None
-    factor = contention if contention is not None else CONTENTION[device.kind if device else "cpu"]
-    if stages is not None:
-        built = _pipeline(plan, stages, microbatches, schedule, virtual_stages)
+    if isinstance(plan, MixedPlan):
+        if stages is not None or cost is not None:
+            raise BadInput("a mixed plan has no stages, and links of several kinds", "simulate", "leave stages and cost out")
+        built = _mixed(plan, cluster, recompute == "full", microbatches, overlap)
+    elif stages is not None:
+        built = _pipeline(plan, _mesh(plan, cluster), stages, microbatches, schedule, virtual_stages)
     else:
-        built = _plan(plan, mesh, cost, cluster is not None, recompute == "full", microbatches, overlap)
-    return _simulation(built, run_tasks(built.tasks, [factor] * len(built.ranks)), device)
+        built = _plan(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", microbatches, overlap)
+    factors = [contention if contention is not None else CONTENTION[device.kind if device else "cpu"]
+               for device in built.devices]
+    return _simulation(built, run_tasks(built.tasks, factors))
 
 
-@dataclass(frozen=True)
-class _Built:
-    """Tasks with their labels; the memory and the ranks of each lane; energy beyond idling, as (watts kind, µs)."""
+def simulated_peak_bytes(graph: GraphPlan) -> int:
+    """Peak of a device in a step of one graph, at the plan's own times."""
+    program = Program([graph], [AsPlanned(graph, None)], microbatches=1, recompute=False)
+    lane = _lane(program, graph.memory, 1, None, overlap=True)
+    spans = run_tasks(lane.tasks, [CONTENTION["cpu"]])
+    return max(nbytes for _, nbytes in memory_over_time(lane.intervals[0], spans, lane.held_bytes[0]))
 
-    tasks: list[Task]
-    labels: list[Label]
-    intervals: list[list]
-    held_bytes: list[float]
-    ranks: list[tuple[int, ...]]
-    kernels: list[str]
-    link_j: float
+
+def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, microbatches: int, overlap: bool) -> Lanes:
+    """Groups in order; before their optimizers run, gradients are added up over those that take part."""
+    whole = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if whole is not None and [group.size for group in whole.groups] != [group.devices for group in plan.groups]:
+        raise BadInput(f"the plan's groups have {[group.devices for group in plan.groups]} devices, those of {whole} "
+                       f"{[group.size for group in whole.groups]}", "simulate", "name a cluster with the same groups")
+    lanes: list[Lanes] = []
+    for number, group in enumerate(plan.groups):
+        own = Cluster((whole.groups[number],)) if whole else None
+        if group.plan is None:
+            known = own or _parsed(group.cluster)
+            lanes.append(Lanes.idle(group.devices, known.device if known else None))
+        else:
+            lanes.append(_plan(group.plan, _mesh(group.plan, own), None, own is not None, recompute, microbatches, overlap))
+    active = [number for number, group in enumerate(plan.groups) if group.plan is not None]
+    sum_us = sum_between_groups_us(whole, active, plan.cross.bytes) if whole else plan.cross.predicted_us
+    return side_by_side(lanes, active, sum_us)
 
 
 def _mesh(plan: Plan, cluster: Cluster | str | None) -> Mesh | None:
     """The plan's mesh on a cluster. With None, on the plan's own, if its text still says enough; else None."""
     if cluster is None:
-        try:
-            return mesh_from_pin(plan.mesh, Cluster.parse(plan.cluster)) if plan.cluster else None
-        except BadInput:  # of a device file that is not here, or of the machine it was made on: its times are in the plan
-            return None
+        known = _parsed(plan.cluster)
+        return mesh_from_pin(plan.mesh, known) if known else None
     return mesh_from_pin(plan.mesh, Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
 
 
+def _parsed(cluster: str | None) -> Cluster | None:
+    """None for a device file that is not here, or the machine that a plan was made on: its times are in the plan."""
+    try:
+        return Cluster.parse(cluster) if cluster else None
+    except BadInput:
+        return None
+
+
 def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, microbatches: int,
-          overlap: bool) -> _Built:
+          overlap: bool) -> Lanes:
     graphs = plan.step_graphs
     if cost is not None and mesh is None:
         raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
@@ -102,13 +128,17 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
         model = Repriced(graph, mesh, cost or RooflineCost(mesh.device, mesh)) if mesh else None
         prices.append(model if model and (anew or cost is not None) else AsPlanned(graph, model))
     program = Program(graphs, prices, microbatches=microbatches, recompute=recompute)
-    memory = plan.memory
-    return _Built(
-        _tasks(program.entries, overlap),
-        [Label(e.name, e.kind, e.is_work) for e in program.entries],
-        [program.ledger.intervals], [float(memory.parameters + memory.gradients + memory.optimizer)],
-        [tuple(range(plan.world_size))], [e.kernel for e in program.entries],
-        sum(e.link_j for e in program.entries),
+    return _lane(program, plan.memory, plan.world_size, mesh.device if mesh else None, overlap)
+
+
+def _lane(program: Program, memory: MemoryBytes, ranks: int, device: Device | None, overlap: bool) -> Lanes:
+    entries = program.entries
+    # Gradients that no listed operation is seen to make count all the time.
+    unseen = max(0.0, memory.gradients - program.ledger.gradient_bytes)
+    return Lanes(
+        _tasks(entries, overlap), [Label(e.name, e.kind, e.is_work) for e in entries], [program.ledger.intervals],
+        [memory.parameters + memory.optimizer + unseen], [tuple(range(ranks))], [device], [e.kernel for e in entries],
+        sum(e.link_j for e in entries) * ranks,
     )
 
 
@@ -119,7 +149,8 @@ def _tasks(entries: Sequence[Entry], overlap: bool) -> list[Task]:
     return [Task(e.us, e.stream, (i - 1,) if i else ()) for i, e in enumerate(entries)]
 
 
-def _pipeline(plan: Plan, stages: Sequence[Stage], microbatches: int, schedule: ScheduleName, virtual: int) -> _Built:
+def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[Stage], microbatches: int, schedule: ScheduleName,
+              virtual: int) -> Lanes:
     world, devices = plan.world_size, max(1, len(stages) // max(1, virtual))
     if virtual < 1 or (virtual > 1 and schedule != "1f1b"):
         raise BadInput(f"virtual_stages={virtual} under {schedule}", "simulate", "interleave with 1f1b, by 1 or more")
@@ -131,10 +162,11 @@ def _pipeline(plan: Plan, stages: Sequence[Stage], microbatches: int, schedule: 
     each = world // devices
     ranks = [tuple(range(d * each, (d + 1) * each)) for d in range(devices)]
     kernels = ["" if not label.work else "pointwise" if label.kind == "optimizer" else "matmul" for label in built.labels]
-    return _Built(built.tasks, built.labels, built.intervals, built.held_bytes, ranks, kernels, 0.0)
+    return Lanes(built.tasks, built.labels, built.intervals, built.held_bytes, ranks,
+                 [mesh.device if mesh else None] * devices, kernels, 0.0)
 
 
-def _simulation(built: _Built, spans: Spans, device: Device | None) -> Simulation:
+def _simulation(built: Lanes, spans: Spans) -> Simulation:
     parts = breakdown(built.tasks, built.labels, spans, [len(ranks) for ranks in built.ranks])
     curves = [memory_over_time(intervals, spans, held) for intervals, held in zip(built.intervals, built.held_bytes)]
     peaks = [max(nbytes for _, nbytes in curve) for curve in curves]
@@ -147,7 +179,7 @@ def _simulation(built: _Built, spans: Spans, device: Device | None) -> Simulatio
         bubble_us=parts.bubble_us,
         optimizer_us=parts.optimizer_us,
         peak_bytes=peaks[lane],
-        energy_j=_energy_j(built, spans, device) if device else None,
+        energy_j=_energy_j(built, spans),
         energy_label=ESTIMATED,
         events=events(built.tasks, built.labels, spans),
         memory=curves[lane],
@@ -156,11 +188,16 @@ def _simulation(built: _Built, spans: Spans, device: Device | None) -> Simulatio
     )
 
 
-def _energy_j(built: _Built, spans: Spans, device: Device) -> float:
-    """Idle power through the step, the power above it of each kernel and collective for its time, and the links'."""
-    power = Power.of(device)
-    micro_j = power.idle_w * spans.end_us * sum(len(ranks) for ranks in built.ranks)
+def _energy_j(built: Lanes, spans: Spans) -> float | None:
+    """Idle power through the step, the power above it of each kernel and collective for its time, and the links'; None
+    where a device is not known."""
+    powers = [Power.of(device) for device in built.devices if device is not None]
+    if len(powers) < len(built.devices):
+        return None
+    micro_j = sum(power.idle_w * spans.end_us * len(ranks) for power, ranks in zip(powers, built.ranks))
     for task, kernel in zip(built.tasks, built.kernels):
-        watts = power.kernel_w(kernel) if kernel else power.communication_w
-        micro_j += (watts - power.idle_w) * task.us * sum(len(built.ranks[lane]) for lane in task.lanes)
-    return micro_j * 1e-6 + built.link_j * sum(len(ranks) for ranks in built.ranks)
+        for lane in task.lanes:
+            power = powers[lane]
+            watts = power.kernel_w(kernel) if kernel else power.communication_w
+            micro_j += (watts - power.idle_w) * task.us * len(built.ranks[lane])
+    return micro_j * 1e-6 + built.link_j

@@ -8,12 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plan import Plan
 from hpml_compiler.simulate.simulation import Simulation
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
 
 
-def renderable(plan: Plan, simulation: Simulation, cluster: str | None = None) -> RenderableType:
+def renderable(plan: Plan | MixedPlan, simulation: Simulation, cluster: str | None = None) -> RenderableType:
     """cluster: for which the plan was priced anew."""
     s, lanes = simulation, len(simulation.ranks_of_lane)
     where = cluster or plan.cluster or "the cluster it was made on"
@@ -23,7 +24,8 @@ def renderable(plan: Plan, simulation: Simulation, cluster: str | None = None) -
     if s.energy_j is not None:
         lines.append(f"energy      {s.energy_j:.4g} J a step on all devices ({s.energy_label})")
     lines.append(f"plan        {format_us(plan.predicted.step_time_us)} a step predicted without overlap")
-    return Group(Text(f"mesh {format_mesh(plan.mesh)} on {where}: {ranks}, {format_us(s.step_us)} a step simulated"),
+    what = f"mesh {format_mesh(plan.mesh)}" if isinstance(plan, Plan) else f"{plan.batch} rows shared out"
+    return Group(Text(f"{what} on {where}: {ranks}, {format_us(s.step_us)} a step simulated"),
                  _parts(s), _events(s), *map(Text, lines))
 
 

@@ -7,6 +7,7 @@ from torch import fx
 
 from passes.analysis.flops import FLOPS
 from passes.analysis.operations import build_placement_graph
+from passes.analysis.saved import saved_values
 from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.registry import register
@@ -28,4 +29,6 @@ class FindOperations(AnalysisPass):
             graph_module, interface.kinds, interface.outputs, lambda node: read(FLOPS, node),
             trainable=interface.trainable,
         )
+        if interface.training:
+            graph.saved = saved_values(graph_module, graph, interface.forward_outputs)
         write(OPERATIONS, graph_module, Operations(graph, rules))

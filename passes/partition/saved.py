@@ -1,8 +1,9 @@
-"""Which forward values a step has to keep for its backward part, if cheap operations are recomputed there.
+"""Which forward values a step has to keep for its backward part: what the graph says or, of one that is made by hand, an
+estimate.
 
 A view or a pointwise operation costs little next to the bytes of its result, and inductor's partitioner recomputes
 it in backward; so what has to be kept are the nearest results of reductions and heavy operations. Parameters and inputs
-are there anyway. The decision per value (save, recompute, offload) is a later pass; this is its starting point.
+are there anyway.
 """
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ def recomputable(op: Operation) -> bool:
 
 def saved_values(graph: PlacementGraph) -> frozenset[int]:
     """Indices of forward values that are kept."""
+    if graph.saved is not None:
+        return graph.saved
     kept: set[int] = set()
     seen: set[int] = set()
     stack = [v for op in graph.operations if op.backward for v in op.inputs]

@@ -28,8 +28,8 @@ The schemes, with where parameters, gradients and optimizer state are stored:
   cannot share 8 key-value heads: where heads do not divide (on the axis of 64, on the outer one of 8 x 8) the attention
   block is left open.
 
-DDP without sequence, and TP inside a node, do not fit; they are compared without the budget. The others are compared both
-within the budget and without.
+DDP without sequence, and TP without sequence (whose residual stream is whole on every device), do not fit; they are
+compared without the budget. The others are compared both within the budget and without.
 """
 from __future__ import annotations
 
@@ -309,8 +309,8 @@ SCHEMES = {
     "FSDP x TP, 8x8": Scheme((8, 8), (data, tensor_and_sequence), sharded),
     "FSDP x TP, 16x4": Scheme((16, 4), (data, tensor_and_sequence), sharded),
     "TP inside a node": Scheme((8, 8), (idle, tensor), used, fits=False),
-    "TP, 8x8": Scheme((8, 8), (tensor_but_attention, tensor), used),
-    "TP, 64": Scheme((64,), (tensor,), used),
+    "TP, 8x8": Scheme((8, 8), (tensor_but_attention, tensor), used, fits=False),
+    "TP, 64": Scheme((64,), (tensor,), used, fits=False),
 }
 A_ROW_FOR_EVERY_RANK = {
     "DDP": Scheme((64,), (data,), whole, fits=False),

@@ -154,3 +154,13 @@ def test_check_refuses(arguments, message):
     with pytest.raises(PlanMismatch, match=message) as caught:
         gpt_plan().check(*arguments)
     assert caught.value.exit_code == 2 and caught.value.next_step
+
+
+def test_what_was_compiled_again_counts_once():
+    """Three graphs of two frames: a step runs the last graph of each, and every graph whose frame is not known."""
+    graph = gpt_plan().graphs[0]
+    graphs = tuple(graph.model_copy(update={"name": name, "frame": frame})
+                   for name, frame in (("a", "0"), ("b", "1"), ("c", "0"), ("d", ""), ("e", "")))
+    plan = gpt_plan().model_copy(update={"graphs": graphs})
+    assert [g.name for g in plan.step_graphs] == ["b", "c", "d", "e"]
+    assert plan.memory.peak == 4 * graph.memory.peak

@@ -1,17 +1,22 @@
 """A model, a batch and unlike devices before -> shares of the rows after, priced, and simulated."""
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+import typer
 from torch import nn
+from typer.testing import CliRunner
 
 import hpml_compiler
+from hpml_compiler.commands import simulate as simulate_command
 from hpml_compiler.mixed.plan import MixedPlan
-from hpml_compiler.mixed.planning import equal_rows, plan_mixed, simulated_us
+from hpml_compiler.mixed.planning import equal_rows, plan_mixed
 from hpml_compiler.options import Options
 from hpml_compiler.planning import candidate_meshes
+from hpml_compiler.simulate import simulate
 from passes.cluster import Cluster, NodeGroup
 from passes.device import DeviceSheet, builtin_sheet
 from passes.errors import BadInput, Infeasible
@@ -73,7 +78,41 @@ def test_the_simulator_agrees_that_it_beats_the_equal_split(case):
     assert plan.equal_split is not None
     equal = plan_mixed(Regression(), batch(plan.batch), cluster, Options.parse({}), rows=plan.equal_split.rows)
     assert equal.predicted.step_time_us == pytest.approx(plan.equal_split.step_time_us)
-    assert simulated_us(plan, cluster) < 0.75 * simulated_us(equal, cluster)
+    mine, theirs = simulate(plan, cluster), simulate(equal, cluster)
+    assert mine.step_us < 0.75 * theirs.step_us and mine.bubble_us < theirs.bubble_us
+    # A first step waits for the slowest group before the sum, and for the slowest optimizer after it.
+    serial_us = simulate(plan, cluster, overlap=False).step_us
+    assert plan.predicted.step_time_us * (1 - 1e-6) <= serial_us <= 1.01 * plan.predicted.step_time_us
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    made = typer.Typer()
+    made.callback()(lambda: None)
+    simulate_command.register(made)
+    return made
+
+
+def test_the_command_simulates_a_saved_mixed_plan(app, case, tmp_path):
+    plan = case[1]
+    plan.save(tmp_path / "plan.json")
+    done = CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json"), "--json",
+                                    "--timeline", str(tmp_path / "step.png"), "--trace", str(tmp_path / "step.json")])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["ranks_of_lane"] == [group.devices for group in plan.groups]
+    assert found["step_us"] == pytest.approx(plan.predicted.step_time_us, rel=0.02)
+    assert "rows shared out" in CliRunner().invoke(app, ["simulate", str(tmp_path / "plan.json")]).stdout
+    with pytest.raises(BadInput, match="groups have"):
+        simulate(plan, "1x2:a100-80g+1x2:l4-24g")
+
+
+def test_a_group_that_is_left_out_idles(case):
+    cluster, plan = case
+    alone = plan_mixed(Regression(), batch(plan.batch), cluster, Options.parse({}), rows=(plan.batch, 0))
+    found = simulate(alone, cluster)
+    assert found.bubble_us > 0 and len(found.ranks_of_lane) == 2 and found.energy_j is not None
+    assert {event.lane for event in found.events} == {0}
 
 
 def test_reported_times_are_those_of_plans_not_of_estimates(case):

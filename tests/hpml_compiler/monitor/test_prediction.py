@@ -1,11 +1,14 @@
 """Plans and what a step ran -> predicted time, by class, and bytes."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import hpml_compiler
 from hpml_compiler.monitor.classes import CLASSES
 from hpml_compiler.monitor.prediction import Runs, expected, graph_cost
+from hpml_compiler.simulate import simulated_peak_bytes
 from tests.hpml_compiler.plans import gpt_graph
 
 
@@ -35,7 +38,7 @@ def test_one_forward_and_backward_is_the_plan_s_own_prediction(plan):
     assert sum(found.classes_us.values()) == pytest.approx(found.step_us)
     assert tuple(found.classes_us) == CLASSES
     assert found.classes_us["matmul"] > 0 and found.classes_us["attention"] > 0 and found.classes_us["overhead"] == 0
-    assert found.peak_bytes == plan.memory.peak
+    assert found.peak_bytes == sum(found.parts_bytes.values()) == simulated_peak_bytes(plan) < 1.05 * plan.memory.peak
     assert found.parts_bytes["optimizer"] == plan.memory.optimizer
 
 
@@ -44,7 +47,8 @@ def test_accumulated_gradients_are_one_optimizer_step(plan):
     optimizer = plan.predicted.optimizer_us
     assert four.step_us - optimizer == pytest.approx(4 * (one.step_us - optimizer))
     assert four.classes_us["matmul"] == pytest.approx(4 * one.classes_us["matmul"])
-    assert four.peak_bytes == one.peak_bytes
+    assert four.peak_bytes == plan.memory.peak, "all gradients are there in the backward parts after the first"
+    assert one.peak_bytes == pytest.approx(four.peak_bytes, rel=0.3)
 
 
 def test_forward_alone_is_less_than_half_of_both(plan):
@@ -60,7 +64,7 @@ def test_known_answer():
     cost = graph_cost(gpt_graph(layers=3))
     assert cost.forward_us == pytest.approx({"pointwise": 2 + 3 * 23 + 20, "collective": 15, "overhead": 0})
     assert cost.backward_us == pytest.approx({"pointwise": 30, "collective": 15, "overhead": 0})
-    assert graph_cost(gpt_graph(layers=3, listed=1)) == cost
+    assert replace(graph_cost(gpt_graph(layers=3, listed=1)), peak_bytes=cost.peak_bytes) == cost
     assert cost.calls_us(Runs(0, 1, 1)) == pytest.approx(22 + 48 * 3 - 5 * 3)
     assert cost.calls_us(Runs(0, 0, 1)) == pytest.approx((22 + 48 * 3 - 5 * 3) * 45 / (91 + 15 + 45))
 
@@ -77,7 +81,9 @@ def test_graphs_of_one_model_share_its_optimizer_and_parameters():
     one, two = of([gpt_graph()] * 2, (0, 1, 1)), of([gpt_graph()] * 2, (0, 1, 1), (1, 1, 1))
     assert two.classes_us["optimizer"] == pytest.approx(one.classes_us["optimizer"])
     assert two.parts_bytes["parameters"] == one.parts_bytes["parameters"]
-    assert two.parts_bytes["activations"] == 2 * one.parts_bytes["activations"]
+    memory = gpt_graph().memory
+    largest = memory.peak - memory.parameters - memory.gradients - memory.optimizer
+    assert two.parts_bytes["activations"] == 2 * largest
 
 
 def test_an_evaluation_takes_time_but_holds_nothing_of_training():

@@ -10,7 +10,7 @@ from torch import nn
 import hpml_compiler
 from hpml_compiler.measurements import sharing_key
 from hpml_compiler.profile.model import profile_model
-from hpml_compiler.profile.steps import STEPS, fused_kernels_us, loss_of
+from hpml_compiler.profile.steps import fused_kernels_us, loss_of
 from passes.cluster import Cluster
 from passes.costs.cache import MeasurementCache
 from passes.costs.measured import Measurements
@@ -20,9 +20,10 @@ def test_of_each_fused_kernel_the_median_counts_and_nothing_else():
     def event(name: str, us: float) -> SimpleNamespace:
         return SimpleNamespace(name=name, self_cpu_time_total=us, self_device_time_total=us)
 
-    events = [event("graph_0_cpp_fused_add_0", 3.0)] * (2 * STEPS - 1) + [event("graph_0_cpp_fused_add_0", 1e6)]
-    events += [event("triton_poi_fused_mul_1", 5.0)] * STEPS + [event("aten::mm", 99.0)] * STEPS
-    assert fused_kernels_us(events) == pytest.approx(2 * 3.0 + 5.0)
+    steps = 5
+    events = [event("graph_0_cpp_fused_add_0", 3.0)] * (2 * steps - 1) + [event("graph_0_cpp_fused_add_0", 1e6)]
+    events += [event("triton_poi_fused_mul_1", 5.0)] * steps + [event("aten::mm", 99.0)] * steps
+    assert fused_kernels_us(events, steps) == pytest.approx(2 * 3.0 + 5.0)
 
 
 @pytest.mark.parametrize("wrap", [lambda y: y, lambda y: {"loss": y, "logits": y}, lambda y: (y, 1),
@@ -45,7 +46,7 @@ def test_a_plan_of_a_profiled_model_costs_its_kernels_and_its_host_time(tmp_path
     batch = (torch.randn(128, 64),)
     before = [p.clone() for p in model.parameters()]
     with MeasurementCache() as cache:
-        found = profile_model(model, batch, cache)
+        found = profile_model(model, batch, cache, seconds=1.0)
         kept = Measurements.load(cache, sharing_key("cpu", 1))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), "the model is not changed"
     assert found.failed == {} and kept is not None

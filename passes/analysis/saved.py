@@ -1,0 +1,87 @@
+"""Which forward values backward finds: what the partitioner that splits the rewritten graph saves of the traced one.
+
+The decision per value (save, recompute, offload) is a later pass; this is its starting point. Rewriting changes
+which bytes a rank holds of a value, hardly which values it holds.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportReturnType=false
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+
+from torch import fx
+
+from passes import compat
+from passes.placement_graph import PlacementGraph, block_class
+from passes.rules.table import is_random
+
+
+def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int) -> frozenset[int]:
+    """Indices of the values of `graph` that are held; parameters and inputs, which are there anyway, are not among them."""
+    index = {value.name: value.index for value in graph.values}
+    found: set[int] = set()
+    for node in _partitioned(gm, forward_outputs):
+        owner, port = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
+        value = index.get(owner.name if port is None else f"{owner.name}.{port}")
+        if value is not None and (root := _root(graph, value)) is not None:
+            found.add(root)
+    return frozenset(_alike_in_repeated_blocks(graph, found, _numbers(graph, gm)))
+
+
+def _partitioned(gm: fx.GraphModule, forward_outputs: int) -> list[fx.Node]:
+    """Nodes that forward hands to backward."""
+    copied = fx.Graph()
+    results = copied.graph_copy(gm.graph, {})
+    copied.output(results)
+    for old, new in zip(gm.graph.find_nodes(op="output"), copied.find_nodes(op="output")):
+        new.meta.update(old.meta)
+    forward, _ = compat.min_cut_partition(fx.GraphModule(gm, copied), (), forward_outputs, (), deduplicate=True)
+    (output,) = forward.graph.find_nodes(op="output")
+    return [x for x in compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)[forward_outputs:]
+            if isinstance(x, fx.Node)]
+
+
+def _root(graph: PlacementGraph, index: int) -> int | None:
+    """The value whose memory a value is a view of; None if that is an input's."""
+    producer = graph.values[index].producer
+    while producer is not None and graph.operations[producer].kind == "view":
+        index = graph.operations[producer].inputs[0]
+        producer = graph.values[index].producer
+    return None if producer is None else index
+
+
+def _alike_in_repeated_blocks(graph: PlacementGraph, found: Iterable[int], numbers: Sequence[Hashable]) -> set[int]:
+    """Of a value that each repetition of a block has, all or none, as most have it: where two cuts cost the same, the
+    partitioner takes one here and the other there, and blocks that differ cannot be planned as one. A value that all
+    repetitions compute from the same inputs, as a mask, is computed once, and is the first one's."""
+    found, position = set(found), defaultdict(int)
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for op in graph.operations:
+        if op.backward:
+            continue
+        position[op.block] += 1
+        for port, value in enumerate(op.outputs):
+            alike[block_class(op.block), position[op.block], op.target, port].append(value)
+    for values in alike.values():
+        blocks = {graph.operations[graph.values[v].producer or 0].block for v in values}
+        if len(blocks) > 1 and len({numbers[v] for v in values}) == len(values):
+            held = sum(v in found for v in values)
+            found.difference_update(values)
+            found.update(values if 2 * held > len(values) else ())
+    return found
+
+
+def _numbers(graph: PlacementGraph, gm: fx.GraphModule) -> list[Hashable]:
+    """Of each value; equal for values of equal calls of equal arguments."""
+    known: dict[Hashable, int] = {}
+    of_node: dict[fx.Node, int] = {}
+    of_name: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        key: Hashable = node.name
+        if node.op == "call_function" and not is_random(node.target):
+            key = str(node.target), repr(compat.pytree.tree_map_only(fx.Node, of_node.get, (node.args, dict(node.kwargs))))
+        of_name[node.name] = of_node[node] = known.setdefault(key, len(known))
+    return [(of_name[value.name.partition(".")[0]], value.port) for value in graph.values]
