@@ -17,6 +17,7 @@ from hpml_compiler.agreement import from_rank_0, same_graph
 from hpml_compiler.api import last_plan
 from hpml_compiler.lowering import Lowering, boxed
 from hpml_compiler.monitor import tensorboard
+from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
@@ -69,7 +70,9 @@ def monitor_of(options: Options) -> Monitor:
     """This process's monitor, made with the options of the graph that is compiled first."""
     current = session.current()
     if current.monitor is None:
-        current.monitor = Monitor(device_type(), speaks=dist.get_rank() == 0, folder=options.tensorboard)
+        speaks, kind = dist.get_rank() == 0, device_type()
+        current.monitor = Monitor(kind, speaks=speaks, folder=options.tensorboard,
+                                  power=PowerMeter.here(kind) if speaks else None)
     return current.monitor
 
 

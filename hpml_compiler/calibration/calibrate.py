@@ -31,6 +31,8 @@ LINKS = ("intra_node.efficiency", "inter_node.efficiency")
 StepTime = Callable[[Plan, Cluster, Row], float]
 """(plan of a row, its cluster with the parameters on trial, the row) -> seconds of a step."""
 
+UNLIMITED = "1000TB"
+
 
 @dataclass(frozen=True)
 class RowReport:
@@ -126,6 +128,8 @@ def calibrate(
 def plan_row(row: Row) -> Plan:
     """The plan of a row's target on its cluster (with a pipeline: on that of one stage, all layers) and pinned mesh.
 
+    What was measured did fit, by recompute or microbatches that the planner does not know of: memory is no limit here.
+
     Raises BadInput that names the row.
     """
     from hpml_compiler import api
@@ -138,7 +142,8 @@ def plan_row(row: Row) -> Plan:
 
         model = LossAlone(model)
     try:
-        plan = api.plan(model, batch, cluster=stage_cluster(row), **{**row.options, "mesh": dict(row.mesh)})
+        options = {"memory_budget": UNLIMITED, **row.options, "mesh": dict(row.mesh)}
+        plan = api.plan(model, batch, cluster=stage_cluster(row), **options)
     except BadInput as error:
         raise BadInput(error.what, f"{row.name}: {error.where}", error.next_step) from error
     if not isinstance(plan, Plan):

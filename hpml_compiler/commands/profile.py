@@ -29,6 +29,7 @@ def profile(
                                               f"start it on several ranks: {RANKS}.")] = False,
     seconds: Annotated[float, typer.Option(min=0.01, help="Time for each kind of collective on each group.")] = 3.0,
     max_mib: Annotated[float, typer.Option("--max-mib", min=2**-6, help="Largest message that is timed, in MiB.")] = 64,
+    model_seconds: Annotated[float, typer.Option(min=0.01, help="Time for the operations and steps of the TARGET.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time what runs on the devices that are there, and keep the medians in the user's cache folder.
@@ -52,7 +53,7 @@ def profile(
         if ranks > 1 and (collectives or target is None):
             found["collectives"] = _collectives(cache, seconds, max_mib)
         if target is not None:
-            found["operations"] = _operations(cache, target)
+            found["operations"] = _operations(cache, target, model_seconds)
         if int(os.environ.get("RANK", "0")) == 0:
             _print(found, as_json)
 
@@ -81,12 +82,12 @@ def _device() -> str:
     return device_key("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _operations(cache: MeasurementCache, target: str) -> dict[str, Any]:
+def _operations(cache: MeasurementCache, target: str, seconds: float) -> dict[str, Any]:
     from hpml_compiler.profile.model import profile_model
     from hpml_compiler.targets import load_target
 
     with contextlib.redirect_stdout(sys.stderr):  # what the model's code prints
-        found = profile_model(*load_target(target), cache)
+        found = profile_model(*load_target(target), cache, seconds)
     return {
         "measured": {key: m.median_us for key, m in found.operations.items()}, "failed": dict(found.failed),
         "factors": dict(found.factors), "overheads_us": dict(found.overheads_us),

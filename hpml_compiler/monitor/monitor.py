@@ -11,6 +11,7 @@ import torch
 
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.clock import Clock, clock_for
+from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.held import OldGradients, held_bytes, trained_parameters
 from hpml_compiler.monitor.prediction import Expected, GraphCost, Runs, expected, graph_cost
 from hpml_compiler.monitor.profiled import StepProfile
@@ -35,12 +36,14 @@ class Monitor:
     """
 
     def __init__(self, device_type: str, *, speaks: bool = True, folder: str | None = None, clock: Clock | None = None,
-                 window: Window | None = None, make_profile: Callable[[], StepProfile] | None = None) -> None:
+                 window: Window | None = None, make_profile: Callable[[], StepProfile] | None = None,
+                 power: PowerMeter | None = None) -> None:
         self.device_type, self.speaks, self.folder = device_type, speaks, folder
         self.clock = clock or clock_for(device_type)
         self.recorder = StepRecorder(self.clock, self._step_ended)
         self.window = window or Window()
         self.profiling = Profiling(make_profile or self._start_profile)
+        self.power = power or PowerMeter(None)
         self.plans: list[GraphPlan] = []
         self.costs: list[GraphCost] = []
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -165,6 +168,8 @@ class Monitor:
             self.profiling.give_up()
         enough = self.window.add(step)
         samples = self.window.samples
+        if len(samples) == 1:
+            self.power.begin()
         if samples and self.held is None and len(samples) == FEWEST:
             self._look_at_held = True
             if self.device_type != "cuda":  # where torch counts the bytes of tensors while it profiles
@@ -200,12 +205,14 @@ class Monitor:
         seen = self.profiling.result_for(runs)
         classes = compared(prediction.classes_us, seen.of_step(times)) if seen else ()
         peak_bytes, source = self._peak(seen.peak_bytes if seen else None)
+        watts = self.power.watts()
         return Report(
             step=self.window.seen, steps_measured=len(steps), runs=self._named(runs),
             step_time=Compared("step time", prediction.step_us, times.step_us), graphs_us=times.graphs_us,
             optimizer_us=times.optimizer_us, between_us=times.between_us, classes=classes, memory_source=source,
             peak_memory=None if peak_bytes is None else Compared("peak memory", prediction.peak_bytes, peak_bytes),
-            memory_parts=self._memory_parts(prediction, peak_bytes),
+            memory_parts=self._memory_parts(prediction, peak_bytes), energy_j=prediction.energy_j,
+            measured_energy_j=None if watts is None else watts * times.step_us * 1e-6, energy_source=self.power.label,
         )
 
     def _peak(self, profiled: int | None) -> tuple[int | None, str]:

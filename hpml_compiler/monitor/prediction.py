@@ -26,7 +26,7 @@ class GraphCost:
     """The predicted µs of one graph: of a forward and a backward call by class, as they are when nothing overlaps.
 
     graph_us: both calls together, with overlap. optimizer_us: by parameter, since graphs may share parameters.
-    peak_bytes: of a step of this graph alone, as simulated.
+    peak_bytes: of a step of this graph alone, as simulated. energy_j: of that step on all devices; None if not known.
     """
 
     name: str
@@ -36,6 +36,7 @@ class GraphCost:
     graph_us: float
     optimizer_us: Mapping[str, float]
     peak_bytes: int
+    energy_j: float | None
 
     def calls_us(self, runs: Runs) -> float:
         """Predicted time of so many calls."""
@@ -47,12 +48,14 @@ class GraphCost:
 
 @dataclass(frozen=True)
 class Expected:
-    """Predicted for one step: its time, its time by class (every class is there), bytes by part and at the peak."""
+    """Predicted for one step: its time, its time by class (every class is there), bytes by part and at the peak, and the
+    joules of all devices (None if a graph's are not known; in proportion to the calls' time)."""
 
     step_us: float
     classes_us: Mapping[str, float]
     peak_bytes: int
     parts_bytes: Mapping[str, int]
+    energy_j: float | None
 
 
 def graph_cost(plan: GraphPlan) -> GraphCost:
@@ -74,7 +77,7 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
         name=plan.name, training=plan.training, forward_us=dict(forward), backward_us=dict(backward),
         graph_us=max(plan.predicted.step_time_us - plan.predicted.optimizer_us, 0.0),
         optimizer_us={name: plan.predicted.optimizer_us * size / total for name, size in trained.items()},
-        peak_bytes=simulated_peak_bytes(plan),
+        peak_bytes=simulated_peak_bytes(plan), energy_j=plan.predicted.energy_j,
     )
 
 
@@ -107,7 +110,14 @@ def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Seque
     if len(trained) == 1 and trained[0].forward == 1:
         held = sum(size for part, size in parts.items() if part != "activations")
         parts["activations"] = max(costs[trained[0].graph].peak_bytes - held, 0)
-    return Expected(step_us + classes["optimizer"], classes, sum(parts.values()), parts)
+    joules = [_joules(costs[run.graph], run) for run in runs]
+    known = [each for each in joules if each is not None]
+    return Expected(step_us + classes["optimizer"], classes, sum(parts.values()), parts,
+                    sum(known) if len(known) == len(joules) else None)
+
+
+def _joules(cost: GraphCost, runs: Runs) -> float | None:
+    return None if cost.energy_j is None or not cost.graph_us else cost.energy_j * cost.calls_us(runs) / cost.graph_us
 
 
 def expected_parts(plans: Sequence[GraphPlan]) -> dict[str, int]:

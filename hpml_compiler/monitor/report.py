@@ -12,7 +12,7 @@ TOLERANCE = 0.25
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure, predicted and measured: µs or bytes."""
+    """One figure, predicted and measured: µs, bytes or joules."""
 
     name: str
     predicted: float
@@ -35,7 +35,9 @@ class Report:
     step: optimizer steps until then, or groups of them (`monitor.steps`). steps_measured: how many the medians are of.
     runs: calls of graphs in one such step, as text. step_time: µs. graphs_us, optimizer_us, between_us: of the measured
     step time, what passed in compiled graphs, in optimizers and between them. peak_memory: bytes, None if it was not
-    measured; memory_source says how. classes, memory_parts: µs by class of work and bytes by part; empty if not looked at.
+    measured; memory_source says how. energy_j: predicted joules of the step on all devices, an estimate from data sheets,
+    None if not known; measured_energy_j: where there is a meter, and energy_source says which. classes, memory_parts: µs by
+    class of work and bytes by part; empty if not looked at.
     """
 
     step: int
@@ -49,9 +51,20 @@ class Report:
     memory_source: str = ""
     classes: tuple[Compared, ...] = ()
     memory_parts: tuple[Compared, ...] = ()
+    energy_j: float | None = None
+    measured_energy_j: float | None = None
+    energy_source: str = ""
 
     def text(self) -> str:
         """One line."""
+        return f"{self._time_and_memory()}{self._energy()}"
+
+    def _energy(self) -> str:
+        found = [] if self.energy_j is None else [f"predicted {self.energy_j:.4g} J (estimated)"]
+        found += [] if self.measured_energy_j is None else [f"{self.energy_source} {self.measured_energy_j:.4g} J"]
+        return f"; energy of a step {', '.join(found)}" if found else ""
+
+    def _time_and_memory(self) -> str:
         time = self.step_time
         line = (f"step {self.step}: step time predicted {format_us(time.predicted)}, measured "
                 f"{format_us(time.measured)} (ratio {time.ratio:.2f}; {format_us(self.graphs_us)} in compiled graphs, "

@@ -24,7 +24,7 @@ def open_writer(folder: str) -> Any:
 
 
 def scalars(report: Report) -> dict[str, float]:
-    """Tag -> value: ms, MiB and ratios."""
+    """Tag -> value: ms, MiB, J and ratios."""
     time, found = report.step_time, {}
     found["hpml/step_time_ms/predicted"], found["hpml/step_time_ms/measured"] = time.predicted / 1e3, time.measured / 1e3
     found["hpml/step_time_ratio"] = time.ratio
@@ -33,6 +33,9 @@ def scalars(report: Report) -> dict[str, float]:
         found["hpml/peak_memory_MiB/predicted"] = memory.predicted / 2**20
         found["hpml/peak_memory_MiB/measured"] = memory.measured / 2**20
         found["hpml/peak_memory_ratio"] = memory.ratio
+    for name, joules in (("predicted", report.energy_j), ("measured", report.measured_energy_j)):
+        if joules is not None:
+            found[f"hpml/energy_J/{name}"] = joules
     for each in report.classes:
         found[f"hpml/class_ms/{each.name}/predicted"] = each.predicted / 1e3
         found[f"hpml/class_ms/{each.name}/measured"] = each.measured / 1e3

@@ -78,7 +78,7 @@ def simulate(
 def simulated_peak_bytes(graph: GraphPlan) -> int:
     """Peak of a device in a step of one graph, at the plan's own times."""
     program = Program([graph], [AsPlanned(graph, None)], microbatches=1, recompute=False)
-    lane = _lane(program, graph.memory, 1, None, overlap=True)
+    lane = _lane(program, [graph], graph.memory, 1, None, overlap=True)
     spans = run_tasks(lane.tasks, [CONTENTION["cpu"]])
     return max(nbytes for _, nbytes in memory_over_time(lane.intervals[0], spans, lane.held_bytes[0]))
 
@@ -128,11 +128,14 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
         model = Repriced(graph, mesh, cost or RooflineCost(mesh.device, mesh)) if mesh else None
         prices.append(model if model and (anew or cost is not None) else AsPlanned(graph, model))
     program = Program(graphs, prices, microbatches=microbatches, recompute=recompute)
-    return _lane(program, plan.memory, plan.world_size, mesh.device if mesh else None, overlap)
+    return _lane(program, graphs, plan.memory, plan.world_size, mesh.device if mesh else None, overlap)
 
 
-def _lane(program: Program, memory: MemoryBytes, ranks: int, device: Device | None, overlap: bool) -> Lanes:
+def _lane(program: Program, graphs: Sequence[GraphPlan], memory: MemoryBytes, ranks: int, device: Device | None,
+          overlap: bool) -> Lanes:
     entries = program.entries
+    if memory.optimizer:
+        program.ledger.add(_update_bytes(graphs, device), len(entries) - 1, len(entries) - 1)
     # Gradients that no listed operation is seen to make count all the time.
     unseen = max(0.0, memory.gradients - program.ledger.gradient_bytes)
     return Lanes(
@@ -140,6 +143,13 @@ def _lane(program: Program, memory: MemoryBytes, ranks: int, device: Device | No
         [memory.parameters + memory.optimizer + unseen], [tuple(range(ranks))], [device], [e.kernel for e in entries],
         sum(e.link_j for e in entries) * ranks,
     )
+
+
+def _update_bytes(graphs: Sequence[GraphPlan], device: Device | None) -> float:
+    """What torch's Adam makes besides while it runs: two tensors like the parameter, one parameter after the other; on CUDA
+    one for each of all parameters at once (`foreach`)."""
+    sizes = [p.bytes_per_device for graph in graphs for p in graph.parameters.values() if p.trainable]
+    return float(sum(sizes) if device is not None and device.kind == "cuda" else 2 * max(sizes, default=0))
 
 
 def _tasks(entries: Sequence[Entry], overlap: bool) -> list[Task]:

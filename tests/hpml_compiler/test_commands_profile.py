@@ -46,7 +46,7 @@ def operations(monkeypatch, tmp_path):
     found = types.SimpleNamespace(operations={"mm": Measurement(12.5, 3)}, failed={"sort": "why"},
                                   factors={"pointwise": 1.5}, overheads_us={"launch": 2.0})
     module = types.ModuleType("hpml_compiler.profile.model")
-    module.profile_model = lambda model, batch, cache: found  # type: ignore[attr-defined]
+    module.profile_model = lambda model, batch, cache, seconds: found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     (tmp_path / "profiled.py").write_text("import torch\nprint('hello')\n"
                                           "def linear(): return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n")
@@ -106,7 +106,7 @@ def test_a_target_on_several_ranks_has_collectives_if_asked_for(app, ranks, oper
 
 
 def _profile(rank: int) -> None:
-    command.profile(target=None, collectives=True, seconds=0.01, max_mib=0.0625, as_json=True)
+    command.profile(target=None, collectives=True, seconds=0.01, max_mib=0.0625, model_seconds=1.0, as_json=True)
 
 
 def test_two_ranks_are_profiled_and_kept(launch, tmp_path, monkeypatch, capfd):
