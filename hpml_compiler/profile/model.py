@@ -119,7 +119,7 @@ def _whole_step(graphs: list[Annotated], us: Mapping[str, float], fused_us: floa
     # Small parameters may lie in a cache: then all of their time is traffic, and there is less of it.
     traffic_us = min(us[TRAFFIC] / (LARGE_ELEMENTS * LARGE_TENSORS), us[UPDATE] / elements)
     factors[OPTIMIZER] = traffic_us / RooflineCost(mesh.device, mesh).optimizer_us(1.0)
-    tensor_us = (us[UPDATE] - traffic_us * elements) / len(trained)
+    tensor_us = max(us[UPDATE] - traffic_us * elements, 0.0) / len(trained)  # rounding may leave less than nothing
     return factors, {"launch": host_us / max(kernels, 1), "tensor": tensor_us}
 
 
