@@ -30,9 +30,9 @@ class Lanes:
         return Lanes([], [], [[]], [0.0], [tuple(range(ranks))], [device], [], 0.0)
 
 
-def side_by_side(parts: Sequence[Lanes], summing: Sequence[int], sum_us: float) -> Lanes:
+def side_by_side(parts: Sequence[Lanes], summing: Sequence[int], sum_us: float, sum_j: float) -> Lanes:
     """One lane from each part, ranks numbered on, which meet where gradients are added up: in a task of `sum_us` on the
-    lanes `summing`, before their optimizers run."""
+    lanes `summing`, before their optimizers run; its links take `sum_j`."""
     tasks: list[Task] = []
     steps: list[int] = []  # the optimizer of each lane that has one
     ranks: list[tuple[int, ...]] = []
@@ -54,7 +54,7 @@ def side_by_side(parts: Sequence[Lanes], summing: Sequence[int], sum_us: float) 
         for part, offset in zip(parts, _offsets(parts))
     ]
     return Lanes(tasks, labels, intervals, [part.held_bytes[0] for part in parts], ranks,
-                 [part.devices[0] for part in parts], kernels, sum(part.link_j for part in parts))
+                 [part.devices[0] for part in parts], kernels, sum_j + sum(part.link_j for part in parts))
 
 
 def _offsets(parts: Sequence[Lanes]) -> list[int]:

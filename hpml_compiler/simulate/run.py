@@ -17,7 +17,7 @@ from hpml_compiler.simulate.schedules import ScheduleName, Stage, pipeline
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
 from passes.cluster import Cluster
 from passes.costs import CostModel, RooflineCost
-from passes.costs.between_groups import sum_between_groups_us
+from passes.costs.between_groups import sum_between_groups_j, sum_between_groups_us
 from passes.costs.energy import Power
 from passes.device import Device
 from passes.errors import BadInput
@@ -89,17 +89,18 @@ def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, micr
     if whole is not None and [group.size for group in whole.groups] != [group.devices for group in plan.groups]:
         raise BadInput(f"the plan's groups have {[group.devices for group in plan.groups]} devices, those of {whole} "
                        f"{[group.size for group in whole.groups]}", "simulate", "name a cluster with the same groups")
+    known = whole or _parsed(plan.cluster)
     lanes: list[Lanes] = []
     for number, group in enumerate(plan.groups):
-        own = Cluster((whole.groups[number],)) if whole else None
         if group.plan is None:
-            known = own or _parsed(group.cluster)
-            lanes.append(Lanes.idle(group.devices, known.device if known else None))
+            lanes.append(Lanes.idle(group.devices, known.groups[number].device if known else None))
         else:
+            own = Cluster((whole.groups[number],)) if whole else None
             lanes.append(_plan(group.plan, _mesh(group.plan, own), None, own is not None, recompute, microbatches, overlap))
     active = [number for number, group in enumerate(plan.groups) if group.plan is not None]
     sum_us = sum_between_groups_us(whole, active, plan.cross.bytes) if whole else plan.cross.predicted_us
-    return side_by_side(lanes, active, sum_us)
+    sum_j = sum_between_groups_j(known, active, plan.cross.bytes) if known else 0.0
+    return side_by_side(lanes, active, sum_us, sum_j)
 
 
 def _mesh(plan: Plan, cluster: Cluster | str | None) -> Mesh | None:

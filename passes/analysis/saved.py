@@ -28,7 +28,8 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
         value = index.get(owner.name if port is None else f"{owner.name}.{port}")
         if value is not None and (root := _root(graph, value)) is not None:
             found.add(root)
-    return frozenset(_alike_in_repeated_blocks(graph, found, _numbers(graph, gm)))
+    numbers = _numbers(graph, gm)
+    return frozenset(_where_backward_reads(graph, _alike_in_repeated_blocks(graph, found, numbers), numbers))
 
 
 def _partitioned(gm: fx.GraphModule, forward_outputs: int) -> list[fx.Node]:
@@ -72,6 +73,20 @@ def _alike_in_repeated_blocks(graph: PlacementGraph, found: Iterable[int], numbe
             found.difference_update(values)
             found.update(values if 2 * held > len(values) else ())
     return found
+
+
+def _where_backward_reads(graph: PlacementGraph, found: Iterable[int], numbers: Sequence[Hashable]) -> set[int]:
+    """Backward may compute once more what forward has computed: the partitioner, which removes such calls, saves forward's
+    value. In a graph that still has them, it is backward's value that is held, if nothing there reads the other."""
+    again = {numbers[v]: v for op in graph.operations if op.backward for v in op.outputs}
+    return {v if _has_backward_reader(graph, v) else again.get(numbers[v], v) for v in found}
+
+
+def _has_backward_reader(graph: PlacementGraph, index: int) -> bool:
+    """Directly, or through views."""
+    return any(
+        op.backward or (op.kind == "view" and any(_has_backward_reader(graph, v) for v in op.outputs))
+        for op in (graph.operations[i] for i in graph.values[index].users))
 
 
 def _numbers(graph: PlacementGraph, gm: fx.GraphModule) -> list[Hashable]:

@@ -40,6 +40,13 @@ def sum_between_groups_us(cluster: Cluster, active: Sequence[int], nbytes: float
     return collective_us("all_reduce", groups_axis(cluster, active), nbytes)
 
 
+def sum_between_groups_j(cluster: Cluster, active: Sequence[int], nbytes: float) -> float:
+    """Joules that the links between groups take for the same."""
+    if len(active) < 2:
+        return 0.0
+    return len(active) * link_j("all_reduce", groups_axis(cluster, active), nbytes)
+
+
 def mixed_energy_j(cluster: Cluster, energies_j: Sequence[float], times_us: Sequence[float], nbytes: float) -> float:
     """Joules of one step on all devices: of each group, what its own part of the step takes (`energies_j`, `times_us`;
     0 and 0 for one that is left out), waiting for the slowest, and adding up `nbytes` of gradients with the others."""
@@ -52,6 +59,4 @@ def mixed_energy_j(cluster: Cluster, energies_j: Sequence[float], times_us: Sequ
         adding_us = together_us if g in active else 0.0
         waiting_us = step_us - times_us[g] - adding_us
         total += group.size * 1e-6 * (waiting_us * power.idle_w + adding_us * power.communication_w)
-    if len(active) > 1:
-        total += len(active) * link_j("all_reduce", groups_axis(cluster, active), nbytes)
-    return total
+    return total + sum_between_groups_j(cluster, active, nbytes)

@@ -81,8 +81,9 @@ def test_the_simulator_agrees_that_it_beats_the_equal_split(case):
     mine, theirs = simulate(plan, cluster), simulate(equal, cluster)
     assert mine.step_us < 0.75 * theirs.step_us and mine.bubble_us < theirs.bubble_us
     # A first step waits for the slowest group before the sum, and for the slowest optimizer after it.
-    serial_us = simulate(plan, cluster, overlap=False).step_us
-    assert plan.predicted.step_time_us * (1 - 1e-6) <= serial_us <= 1.01 * plan.predicted.step_time_us
+    serial = simulate(plan, cluster, overlap=False)
+    assert plan.predicted.step_time_us * (1 - 1e-6) <= serial.step_us <= 1.01 * plan.predicted.step_time_us
+    assert serial.energy_j == pytest.approx(plan.energy_j, rel=0.02)
 
 
 @pytest.fixture
