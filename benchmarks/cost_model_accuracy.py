@@ -12,7 +12,6 @@ are ordered rightly.
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.util
 import itertools
 import json
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from common import report, seconds, turn
 
-COLLECTIVE_SECONDS, PROFILE_SECONDS, TURNS, ROUNDS = 3.0, 20.0, 8, 4
+COLLECTIVE_SECONDS, PROFILE_SECONDS, TURNS, ROUNDS = 3.0, 12.0, 6, 3
 """Profiling and measuring take turns, since the machine's own speed comes and goes by a quarter within seconds."""
 
 
@@ -90,24 +89,34 @@ class Row:
         import hpml_compiler
         from hpml_compiler import session
 
-        self.name, self.mesh, self.ranks, self.times = name, mesh, ranks, []
+        self.module, self.name, self.mesh, self.ranks, self.times = module, name, mesh, ranks, []
         session.reset()
-        model, batch = module.build(name)
-        self.untouched = copy.deepcopy(model)
-        call = torch.compile(model) if ranks == 1 else torch.compile(model, backend="hpml", options={"mesh": mesh})
-        self.model, self.batch, self.call = model, batch, call
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self._compile({"mesh": mesh})
         for _ in range(6):
             self.step()
         self.ran = hpml_compiler.last_plan() if ranks > 1 else None
 
+    def _compile(self, options: dict[str, Any]) -> None:
+        self.model, self.batch = self.module.build(self.name)
+        self.call = (
+            torch.compile(self.model) if self.ranks == 1 else torch.compile(self.model, backend="hpml", options=options))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
     def plan(self) -> Any:
-        """What ran, with the prices of everything that was measured by then."""
+        """What ran, with the prices of everything that was measured by then: compiled anew, obeying the plan."""
         import hpml_compiler
+        from hpml_compiler import session
         from passes.cluster import Cluster
 
-        options = {"trace_all_layers": True, **({"plan": self.ran} if self.ran is not None else {})}
-        return hpml_compiler.plan(self.untouched, self.batch, Cluster.local(self.ranks, "cpu"), **options)
+        session.reset()
+        torch.compiler.reset()
+        if self.ran is None:
+            model, batch = self.module.build(self.name)
+            return hpml_compiler.plan(model, batch, Cluster.local(1, "cpu"), trace_all_layers=True)
+        self._compile({"plan": self.ran, "compiler": "eager"})
+        for _ in range(2):
+            self.step()
+        return hpml_compiler.last_plan()
 
     def step(self) -> None:
         from hpml_compiler.profile.steps import loss_of

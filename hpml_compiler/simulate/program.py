@@ -285,6 +285,8 @@ class _Walk:
         more = len(bucket.members) - 1
         label = bucket.members[0][3] + (f" and {more} more" if more else "")
         index = self.program.communicate(label, key[1], bucket.us, sorted(set(bucket.after)), bucket.link_j)
+        if more:  # they are copied together
+            self.program.ledger.add(bucket.nbytes, index, index)
         for move, k, layer, name in bucket.members:
             self._reduce(move, k + 1, index, layer, name)
 
