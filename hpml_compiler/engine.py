@@ -23,6 +23,7 @@ from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
 from hpml_compiler.presets import after_planning
+from hpml_compiler.reuse import structure
 from hpml_compiler.runtime.inputs import take_out_markers
 from hpml_compiler.runtime.parameters import install, parameter_name, placeable
 from hpml_compiler.runtime.world import device_type, ensure_process_group
@@ -190,11 +191,15 @@ class _Compilation:
         if given is not None and annotated.interface.training:
             given.check(annotated.hash(), torch.__version__, dist.get_world_size())
         names = {p: n for n, p in annotated.interface.positions.items()}
-        return plan_graph(
+        rows = frozenset(names[p] for p in self.rows if p in names)
+        key = structure(annotated, rows)
+        planned = plan_graph(
             annotated, self.options, local_cluster(self.options, dist.get_world_size()),
-            fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}",
-            rows=frozenset(names[p] for p in self.rows if p in names), given=given,
+            fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}", rows=rows, given=given,
+            like=self.session.decided.get(key),
         )
+        self.session.decided.setdefault(key, planned.record)
+        return planned
 
     def _mesh_in_use(self, annotated: Annotated) -> dict[str, int] | None:
         """The mesh that this graph has to share: that of its placed parameters, or of the graphs before it."""

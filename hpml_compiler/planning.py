@@ -6,8 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
 
@@ -18,6 +17,7 @@ from hpml_compiler.plan_records import GraphPlan, MeshAttempt
 from hpml_compiler.presets import before_planning
 from hpml_compiler.pricing import MeshPrices, in_time, minimized_first
 from hpml_compiler.records import graph_plan
+from hpml_compiler.reuse import Pins, decided_as, pins_of
 from hpml_compiler.visualize.text import format_bytes
 from passes.annotations import read
 from passes.cluster import Cluster
@@ -70,6 +70,9 @@ class Planned:
     rejected: tuple[MeshAttempt, ...]
     cluster: str = ""
 
+    def with_record(self, record: GraphPlan) -> Planned:
+        return replace(self, record=record)
+
 
 def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None) -> Annotated:
     """Run the passes that planning needs over a traced graph. `forward_outputs` is None for a forward graph."""
@@ -100,18 +103,33 @@ def _off_hierarchy(mesh: Mesh, cluster: Cluster) -> float:
 def plan_graph(
     annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
-    shorter: Annotated | None = None, further: int = 0,
+    shorter: Annotated | None = None, further: int = 0, like: GraphPlan | None = None,
 ) -> Planned:
     """Try every candidate mesh and keep the cheapest answer.
 
-    A mesh whose bound is above the best answer so far is dropped without an answer. Raises Infeasible if no mesh meets
+    A mesh whose bound is above the best answer so far is dropped without an answer. `like`: the plan of a graph of the
+    same structure (`hpml_compiler.reuse`), whose decisions are taken where they fit. Raises Infeasible if no mesh meets
     the budget, with the smallest budget that any of them meets.
     """
+
+    def search(pinned: Pins | None, mesh: Mapping[str, int] | None) -> Planned:
+        return _search(annotated, options, cluster, mesh, name, rows, pinned, shorter, further)
+
+    if like is not None and given is None:
+        planned = decided_as(like, lambda pinned: search(pinned, like.mesh))
+        if planned is not None:
+            return planned
+    return search(_pins(given, annotated), fixed_mesh)
+
+
+def _search(
+    annotated: Annotated, options: Options, cluster: Cluster, fixed_mesh: Mapping[str, int] | None, name: str,
+    rows: frozenset[str], pinned: Pins | None, shorter: Annotated | None, further: int,
+) -> Planned:
     start = time.perf_counter()
     full_speed, cluster = cluster, capped_cluster(cluster, options.power_cap)
     budget = options.memory_budget if options.memory_budget is not None else cluster.device.memory_bytes
     state = StateModel(optimizer=float(options.optimizer_states))
-    pinned = _pins(given, annotated)
     measured = measurements.load(options, cluster, annotated.hash())
     if measured is not None and cluster != full_speed:
         log.warning("%s: what was measured is of full speed: under the power cap of %g W, the roofline prices", name,
@@ -168,13 +186,13 @@ def plan_graph(
     return Planned(dict(zip(mesh.names, mesh.shape)), answer.decision, record, tuple(attempts), str(cluster))
 
 
-def _pins(given: Plan | None, annotated: Annotated) -> dict[str, Any] | None:
+def _pins(given: Plan | None, annotated: Annotated) -> Pins | None:
     if given is None:
         return None
     digest = annotated.hash()
     for graph in given.graphs:
         if graph.graph_hash == digest:
-            return {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in graph.decisions.items()}
+            return pins_of(graph)
     return None
 
 

@@ -27,6 +27,8 @@ class Session:
 
     mesh: dict[str, int] | None = None
     graphs: list[GraphPlan] = field(default_factory=list)
+    decided: dict[str, GraphPlan] = field(default_factory=dict)
+    """On rank 0, which plans: by structure (`hpml_compiler.reuse`), the first plan of a graph of that structure."""
     rejected: list[MeshAttempt] = field(default_factory=list)
     options: Options = field(default_factory=lambda: Options.parse(None))
     cluster: str = ""
