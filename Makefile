@@ -1,7 +1,8 @@
 # make demo, make test: all the set-up a fresh machine needs is Python >= 3.10 and make.
 #   PYTHON=python3.12     another interpreter        PIP_ARGS="--index-url URL"   another source of packages
 #   PYTEST_ARGS="-k ilp"  options of pytest          DEMO_ARGS="..."              options of hpml demo
-.PHONY: demo test lint clean
+# make test-torch TORCH=2.15.0: the tests on another release of torch than that of development.
+.PHONY: demo test test-torch lint clean
 
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile
@@ -29,9 +30,24 @@ demo: .venv-demo/.made
 test: .venv-test/.made
 	.venv-test/bin/python -m pytest $(PYTEST_ARGS)
 
+# As above, with the constraints on everything but torch. What pip takes may be a build that needs gigabytes of CUDA
+# packages, unless PIP_ARGS names an index of builds for CPUs.
+.venv-torch-%/.made: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python with venv found: say make PYTHON=/path/to/python"; exit 4; }
+	rm -rf .venv-torch-$*
+	"$(PYTHON)" -m venv .venv-torch-$*
+	{ grep -v '^torch==' constraints.txt; echo 'torch==$*'; } > .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip install --quiet $(PIP_ARGS) -c .venv-torch-$*/constraints.txt -e '.[test]'
+	touch $@
+
+test-torch:
+	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0"; exit 2; }
+	$(MAKE) .venv-torch-$(TORCH)/.made
+	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
+
 lint: .venv-test/.made
 	.venv-test/bin/ruff check .
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
 
 clean:
-	rm -rf .venv-demo .venv-test *.egg-info build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv-demo .venv-test .venv-torch-* *.egg-info build .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The only place that touches private modules of torch, and where releases 2.11 to 2.13 differ.
+"""The only place that touches private modules of torch, and where releases 2.11 to 2.15 differ.
 
 What takes long to load, such as `torch._inductor` and `torch._dynamo`, is imported when it is used.
 """
