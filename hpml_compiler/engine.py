@@ -23,6 +23,7 @@ from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
 from hpml_compiler.presets import after_planning
+from hpml_compiler.profile import quick
 from hpml_compiler.reuse import structure
 from hpml_compiler.runtime.inputs import take_out_markers
 from hpml_compiler.runtime.parameters import install, parameter_name, placeable
@@ -155,6 +156,7 @@ class _Compilation:
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
         annotated = annotate(gm, self.inputs, forward_outputs)
         same_graph(annotated.hash(), annotated.text)
+        self._look(annotated)
         planned = from_rank_0(lambda: self._plan(annotated))
         record = planned.record.model_copy(update={"frame": compat.frame_being_compiled()})
         self.planned = planned = replace(planned, record=record)
@@ -186,6 +188,17 @@ class _Compilation:
         if path and dist.get_rank() == 0:
             last_plan().save(path)
 
+    def _look(self, annotated: Annotated) -> None:
+        """Before the first plan, all ranks measure a little where there is no profile."""
+        if self.session.looked:
+            return
+        self.session.looked = True
+        cluster = local_cluster(self.options, dist.get_world_size())
+        if quick.wanted(self.options, cluster, annotated.hash()):
+            start = time.perf_counter()
+            self.session.quick = quick.look(annotated, cluster)
+            annotated.seconds["look"] = time.perf_counter() - start
+
     def _plan(self, annotated: Annotated) -> Planned:
         given = self.options.load_plan()
         if given is not None and annotated.interface.training:
@@ -196,7 +209,7 @@ class _Compilation:
         planned = plan_graph(
             annotated, self.options, local_cluster(self.options, dist.get_world_size()),
             fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}", rows=rows, given=given,
-            like=self.session.decided.get(key),
+            like=self.session.decided.get(key), quick=self.session.quick,
         )
         self.session.decided.setdefault(key, planned.record)
         return planned

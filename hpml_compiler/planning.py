@@ -15,7 +15,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.plan import Plan
 from hpml_compiler.plan_records import GraphPlan, MeshAttempt
 from hpml_compiler.presets import before_planning
-from hpml_compiler.pricing import MeshPrices, in_time, minimized_first
+from hpml_compiler.pricing import Measured, MeshPrices, in_time, minimized_first
 from hpml_compiler.records import graph_plan
 from hpml_compiler.reuse import Pins, decided_as, pins_of
 from hpml_compiler.visualize.text import format_bytes
@@ -104,16 +104,17 @@ def plan_graph(
     annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
     shorter: Annotated | None = None, further: int = 0, like: GraphPlan | None = None,
+    quick: Measured | None = None,
 ) -> Planned:
     """Try every candidate mesh and keep the cheapest answer.
 
     A mesh whose bound is above the best answer so far is dropped without an answer. `like`: the plan of a graph of the
-    same structure (`hpml_compiler.reuse`), whose decisions are taken where they fit. Raises Infeasible if no mesh meets
-    the budget, with the smallest budget that any of them meets.
+    same structure (`hpml_compiler.reuse`), whose decisions are taken where they fit. `quick`: what prices are scaled by
+    where no profile has anything. Raises Infeasible if no mesh meets the budget, with the smallest budget that any meets.
     """
 
     def search(pinned: Pins | None, mesh: Mapping[str, int] | None) -> Planned:
-        return _search(annotated, options, cluster, mesh, name, rows, pinned, shorter, further)
+        return _search(annotated, options, cluster, mesh, name, rows, pinned, shorter, further, quick)
 
     if like is not None and given is None:
         planned = decided_as(like, lambda pinned: search(pinned, like.mesh))
@@ -124,13 +125,13 @@ def plan_graph(
 
 def _search(
     annotated: Annotated, options: Options, cluster: Cluster, fixed_mesh: Mapping[str, int] | None, name: str,
-    rows: frozenset[str], pinned: Pins | None, shorter: Annotated | None, further: int,
+    rows: frozenset[str], pinned: Pins | None, shorter: Annotated | None, further: int, quick: Measured | None,
 ) -> Planned:
     start = time.perf_counter()
     full_speed, cluster = cluster, capped_cluster(cluster, options.power_cap)
     budget = options.memory_budget if options.memory_budget is not None else cluster.device.memory_bytes
     state = StateModel(optimizer=float(options.optimizer_states))
-    measured = measurements.load(options, cluster, annotated.hash())
+    measured = measurements.load(options, cluster, annotated.hash()) or quick
     if measured is not None and cluster != full_speed:
         log.warning("%s: what was measured is of full speed: under the power cap of %g W, the roofline prices", name,
                     options.power_cap)

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hpml_compiler.options import Options
 from hpml_compiler.plan_records import GraphPlan, MeshAttempt
+from hpml_compiler.pricing import Measured
 from hpml_compiler.runtime.world import device_type
 from passes import compat
 from passes.layouts import Layout
@@ -32,6 +33,9 @@ class Session:
     rejected: list[MeshAttempt] = field(default_factory=list)
     options: Options = field(default_factory=lambda: Options.parse(None))
     cluster: str = ""
+    looked: bool = False
+    quick: Measured | None = None
+    """What a quick look at these devices found (`hpml_compiler.profile.quick`), where there is no profile."""
     device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
     monitor: Monitor | None = None
 

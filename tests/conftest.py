@@ -2,11 +2,15 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
+
+# Plans of tests are the same each time, and their launches start fast; the tests of the quick look itself ask for it.
+os.environ.setdefault("HPML_QUICK_PROFILE", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

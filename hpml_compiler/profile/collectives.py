@@ -101,7 +101,7 @@ def time_collective(kind: str, group: dist.ProcessGroup, ranks: Sequence[int], m
     """
     n, device = len(ranks), torch.device(device_type())
     lengths = sorted({-(-nbytes // (_ITEM_BYTES * n)) * n for nbytes in sizes})
-    buffer = torch.ones(lengths[-1], device=device)
+    buffer = torch.ones(lengths[-1], dtype=torch.float32, device=device)
     calls: dict[int, Callable[[], Any]] = {}
     counts: dict[int, int] = {}
     for length in lengths:

@@ -102,7 +102,7 @@ class ModelProfiler:
 def _whole_step(graphs: list[Annotated], us: Mapping[str, float], fused_us: float, trained: Sequence[torch.Tensor],
                 ) -> tuple[dict[str, float], dict[str, float]]:
     """Factors and overheads from steps of the model on this rank's device alone."""
-    cluster, mesh = _one_device()
+    cluster, mesh = one_device()
     launch_us, light_us, heavy_us, kernels = mesh.device.launch_latency_us, 0.0, 0.0, 0
     for graph in graphs:
         record = plan_graph(graph, Options.parse({"costs": "roofline", "memory_budget": "1TiB"}), cluster).record
@@ -123,7 +123,7 @@ def _whole_step(graphs: list[Annotated], us: Mapping[str, float], fused_us: floa
     return factors, {"launch": host_us / max(kernels, 1), "tensor": tensor_us}
 
 
-def _one_device() -> tuple[Cluster, Mesh]:
+def one_device() -> tuple[Cluster, Mesh]:
     """One of this machine's devices, as fast as it is while the other ranks compute too."""
     name = torch.cuda.get_device_name() if device_type() == "cuda" else ""
     group = Cluster.local(local_ranks(), device_type(), device_name=name).groups[0]

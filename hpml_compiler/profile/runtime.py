@@ -40,8 +40,12 @@ class RuntimeOverhead:
         added = {layers: us[f"hpml {layers}"] - us[f"inductor {layers}"] for layers in (FEW, MANY)}
         tensor_us = max((added[MANY] - added[FEW]) / (MANY - FEW) / 2, 0.0)  # a layer has weight and bias
         graph_us = max(added[FEW] - FEW * 2 * tensor_us, 0.0) / 2
-        between_us = (us["chain"] - us["products"]) / LINKS
-        return RuntimeOverhead(graph_us, tensor_us, max(between_us - sum(map(us.__getitem__, COLLECTIVES)) / 2, 0.0))
+        return RuntimeOverhead(graph_us, tensor_us, between_us(us))
+
+
+def between_us(us: Mapping[str, float]) -> float:
+    """What a collective takes more between computations than after a barrier, from the medians of `collective_calls`."""
+    return max((us["chain"] - us["products"]) / LINKS - sum(map(us.__getitem__, COLLECTIVES)) / 2, 0.0)
 
 
 def runtime_calls() -> dict[str, Timed]:
@@ -49,7 +53,7 @@ def runtime_calls() -> dict[str, Timed]:
     backends: dict[str, dict[str, Any]] = {"inductor": {}, "hpml": {"costs": "roofline", "monitor": False}}
     steps = {f"{backend} {layers}": Timed(_tiny_step(layers, backend, **options), samples=3, warm=1)
              for layers in (FEW, MANY) for backend, options in backends.items()}
-    return {**steps, **_collective_calls()}
+    return {**steps, **collective_calls()}
 
 
 class _Chain(nn.Module):
@@ -80,11 +84,12 @@ def _tiny_step(layers: int, backend: str, **options: Any) -> Callable[[], None]:
     return whole
 
 
-def _collective_calls() -> dict[str, Timed]:
+def collective_calls() -> dict[str, Timed]:
+    """A chain of products with collectives between them, and the same without; and each collective alone."""
     assert dist.group.WORLD is not None, "there is a process group"
     c10d, world, name = torch.ops._c10d_functional, dist.get_world_size(), dist.group.WORLD.group_name
-    x, w = torch.randn(256, 256, device=device_type()), torch.randn(256, 256, device=device_type())
-    payload = torch.ones(ELEMENTS, device=device_type())
+    x, w = torch.ones(2, 256, 256, dtype=torch.float32, device=device_type()).unbind()
+    payload = torch.ones(ELEMENTS, dtype=torch.float32, device=device_type())
     part = payload[: ELEMENTS // world]
     collectives: tuple[Callable[[], Any], ...] = (
         lambda: c10d.wait_tensor(c10d.all_reduce(payload, "sum", name)),
