@@ -186,7 +186,10 @@ class _Compilation:
         """HPML_SAVE_PLAN=path: rank 0 leaves the plan there, so that a script need not ask for it."""
         path = os.environ.get("HPML_SAVE_PLAN")
         if path and dist.get_rank() == 0:
-            last_plan().save(path)
+            try:
+                last_plan().save(path)
+            except BadInput as error:  # a training goes on without the file, and the other ranks know nothing of it
+                log.error("HPML_SAVE_PLAN: %s", error)
 
     def _look(self, annotated: Annotated) -> None:
         """Before the first plan, all ranks measure a little where there is no profile."""

@@ -14,7 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, V
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plan import Plan, describe_errors
 from hpml_compiler.plan_records import Objective
-from passes.errors import BadInput
+from passes.cluster import MOST_DEVICES
+from passes.errors import BadInput, shortened
 
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 
@@ -27,6 +28,9 @@ _UNITS = {"b": 1} | {f"{letter}{suffix}": base ** power
                      for power, letter in enumerate("kmgt", start=1) for suffix, base in (("b", 1000), ("ib", 1024))}
 
 
+MOST_BYTES = 10**18
+
+
 def parse_bytes(value: object) -> int:
     """Bytes from an int or a text such as "64MiB" (2**20), "24GB" (10**9) or "1.5 TiB". Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -35,10 +39,14 @@ def parse_bytes(value: object) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
         unit = _UNITS.get(match[2].lower() or "b") if match else None
         if match is None or unit is None:
-            raise ValueError(f"{value!r} is no number of bytes: write 64MiB (2**20), 24GB (10**9) or an integer")
-        size = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+            raise ValueError(f"{shortened(repr(value))} is no number of bytes: write 64MiB (2**20), 24GB (10**9) or an "
+                             "integer")
+        exact = "." not in match[1] and len(match[1]) < 20
+        size = int(match[1]) * unit if exact else int(min(float(match[1]) * unit, 2.0 * MOST_BYTES))
     if size < 1:
-        raise ValueError(f"{value!r} is less than one byte")
+        raise ValueError(f"{shortened(str(value))!r} is less than one byte")
+    if size > MOST_BYTES:
+        raise ValueError("it is more than an exabyte, which no device has")
     return size
 
 
@@ -55,6 +63,8 @@ def _mesh_sizes(value: object) -> object:
                              "or another name, whose use the solver decides")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"the size of axis {name!r} is {size!r}, not a positive integer")
+        if size > MOST_DEVICES:
+            raise ValueError(f"the size of axis {name!r} is more than {MOST_DEVICES:,}, the most devices that hpml plans for")
     return dict(value)
 
 
@@ -71,11 +81,11 @@ def parse_watts(value: object) -> float:
     if match:
         watts = float(match[1]) * (1000 if match[2] else 1)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        watts = float(value)
+        watts = float(min(value, 1e18))
     else:
-        raise ValueError(f"{value!r} is no power: write 300 or 300W")
-    if not 0 < watts < math.inf:
-        raise ValueError(f"{value!r} is no positive number of watts")
+        raise ValueError(f"{shortened(repr(value))} is no power: write 300 or 300W")
+    if not 0 < watts < 1e18:
+        raise ValueError(f"{shortened(repr(value))} is no positive, finite number of watts")
     return watts
 
 
@@ -189,15 +199,15 @@ def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:
     for fix in fixes:
         key, equals, text = (part.strip() for part in fix.partition("="))
         if not (key and equals and text):
-            raise BadInput(what=f"{fix!r} is not KEY=VALUE", where="--fix", next_step="write --fix dp=2")
+            raise BadInput(what=f"{shortened(repr(fix))} is not KEY=VALUE", where="--fix", next_step="write --fix dp=2")
         if key in options or key in axes:
             raise BadInput(what=f"{key} is given twice", where=f"--fix {fix}", next_step="leave one of them out")
         if key in Options.model_fields:
             options[key] = _json_or_text(text)
-        elif re.fullmatch(r"\d+", text) and not _did_you_mean(key):
-            axes[key] = int(text)
+        elif re.fullmatch(r"\d+", text, re.ASCII) and not _did_you_mean(key):
+            axes[key] = int(text) if len(text) < 20 else MOST_DEVICES + 1  # too many; Python refuses to read long numbers
         else:
-            raise BadInput(what=f"{key!r} is no option{_did_you_mean(key)}, and {key}={text} is no axis with its size",
+            raise BadInput(what=f"{key!r} is no option{_did_you_mean(key)}, and {shortened(fix)} is no axis with its size",
                            where=f"--fix {fix}", next_step="the options are " + ", ".join(Options.model_fields)
                            + '; an axis takes a whole number, as in dp=2 or, for any name, mesh={"NAME": 2}')
     if axes:
@@ -212,6 +222,9 @@ def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:
 def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError as error:
+        raise BadInput("the value nests too deep to be read", f"--fix {shortened(text)}",
+                       "options are numbers, text, or objects of these") from error
     except ValueError:
         return text
 

@@ -20,13 +20,15 @@ from passes.device import (
     host_of,
     sheet_for_torch_name,
 )
-from passes.errors import BadInput
+from passes.errors import BadInput, shortened
 from passes.records import FrozenMap, from_json, read_json, to_json, write_json
 
 __all__ = ["Cluster", "Device", "DeviceSheet", "Link", "NodeGroup", "builtin_devices", "builtin_sheet"]
 
 _PATTERN = re.compile(r"([0-9]+)x([0-9]+):(.+)")
 _JOINT = re.compile(r"\+(?=\s*[0-9]+x[0-9]+:)")  # a + in a file's name is none
+MOST_DEVICES, MOST_GROUPS = 2**20, 10
+"""Of a cluster: several times as many devices as the largest ever had; as many groups as shares are searched for."""
 LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S = 200e9  # what the cores of one host share: about eight channels of DDR4-3200
 
 
@@ -51,8 +53,11 @@ class NodeGroup:
         object.__setattr__(self, "host", host_of(self.device, self.host))
         if self.nodes < 1 or self.devices_per_node < 1:
             raise BadInput(
-                f"a cluster needs at least one node and one device, got {self.nodes}x{self.devices_per_node}", "cluster"
+                f"a cluster needs at least one node and one device, got {self.nodes}x{self.devices_per_node}", "cluster",
+                "write NODESxDEVICES:DEVICE, such as 8x8:h100-80g",
             )
+        if self.size > MOST_DEVICES:
+            raise BadInput(_too_many(), "cluster", "name a smaller cluster")
 
     @staticmethod
     def of(nodes: int, devices_per_node: int, sheet: DeviceSheet) -> NodeGroup:
@@ -82,7 +87,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.groups:
-            raise BadInput("a cluster needs at least one group of nodes", "cluster")
+            raise BadInput("a cluster needs at least one group of nodes", "cluster", "add a group")
+        if len(self.groups) > MOST_GROUPS:
+            raise BadInput(f"the cluster has {len(self.groups)} groups of different devices, and shares are searched for up "
+                           f"to {MOST_GROUPS}", "cluster", "put like nodes into one group")
+        if self.world_size > MOST_DEVICES:
+            raise BadInput(_too_many(), "cluster", "name a smaller cluster")
         if self.same_node and any(group.nodes != 1 for group in self.groups):
             raise BadInput("same_node is true, but a group has several nodes", "cluster",
                            "give every group of the node nodes = 1, or leave same_node out")
@@ -112,12 +122,15 @@ class Cluster:
         for part, match in zip(parts, matches, strict=True):
             if match is None:
                 raise BadInput(
-                    f"cannot read {part!r} as a cluster" + (f" in {text!r}" if len(parts) > 1 else ""),
+                    f"cannot read {shortened(part)!r} as a cluster"
+                    + (f" in {shortened(text)!r}" if len(parts) > 1 else ""),
                     "cluster",
                     "write NODESxDEVICES:DEVICE, such as 8x8:h100-80g, several joined by +, or the path of a JSON "
                     f"file; built-in devices: {', '.join(builtin_devices())}",
                 )
             nodes, devices, device = match.groups()
+            if len(nodes.lstrip("0")) + len(devices.lstrip("0")) > 2 * len(str(MOST_DEVICES)):  # too long to be multiplied
+                raise BadInput(_too_many(), f"cluster {shortened(part)}", "name a smaller cluster")
             groups.append(NodeGroup.of(int(nodes), int(devices), _sheet(device)))
         return Cluster(tuple(groups))
 
@@ -221,6 +234,10 @@ def _with_sheet(group: Any, folder: Path) -> Any:
     sheet = to_json(_sheet(group["device"], folder))
     links = {name: sheet[name] for name in ("intra_node", "inter_node", "host", "storage")}
     return {**links, **group, "device": sheet["device"]}
+
+
+def _too_many() -> str:
+    return f"more than {MOST_DEVICES:,} devices, which is the most that hpml plans for"
 
 
 def _slowest_link(groups: tuple[NodeGroup, ...], same_node: bool) -> Link:

@@ -68,24 +68,28 @@ class Device:
         check_positive(self, where, "memory_bytes", "memory_bandwidth_bytes_per_s", "launch_latency_us")
         for dtype, rate in self.peak_flops_per_s.items():
             if not 0 < rate < math.inf:
-                raise BadInput(f"the peak rate of {dtype} must be positive, got {rate}", where)
+                raise BadInput(f"the peak rate of {dtype} must be positive, got {rate}", where, "give it in FLOP/s")
         for field in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
             if not 0 < getattr(self, field) <= 1:
-                raise BadInput(f"{field} must be in (0, 1], got {getattr(self, field)}", where)
+                raise BadInput(f"{field} must be in (0, 1], got {getattr(self, field)}", where,
+                               "give the fraction of the peak that large kernels reach")
         for field in ("matmul_ramp_us", "matmul_half_dim", "attention_ramp_us", "attention_half_dim"):
             if not 0 <= getattr(self, field) < math.inf:
-                raise BadInput(f"{field} must be 0 or positive, got {getattr(self, field)}", where)
+                raise BadInput(f"{field} must be 0 or positive, got {getattr(self, field)}", where,
+                               "0 is a device that loses nothing on small kernels")
         for cache in self.caches:
             check_positive(cache, f"{where}: caches", "bytes", "bandwidth_bytes_per_s")
         for small, large in zip(self.caches, self.caches[1:], strict=False):
             if large.bytes < 2 * small.bytes or large.bandwidth_bytes_per_s >= small.bandwidth_bytes_per_s:
-                raise BadInput("each cache must be at least twice as large as the one before, and slower", where)
+                raise BadInput("each cache must be at least twice as large as the one before, and slower", where,
+                               "list caches from the smallest to the largest")
         if not 0 <= self.idle_power_w <= self.busy_power_w < math.inf:
-            raise BadInput("power must be 0 <= idle_power_w <= busy_power_w", where)
+            raise BadInput("power must be 0 <= idle_power_w <= busy_power_w", where, "give watts of the whole device")
         for field in ("memory_power_w", "communication_power_w"):
             watts = getattr(self, field)
             if watts is not None and not self.idle_power_w <= watts <= self.busy_power_w:
-                raise BadInput(f"{field} must be between idle_power_w and busy_power_w, got {watts}", where)
+                raise BadInput(f"{field} must be between idle_power_w and busy_power_w, got {watts}", where,
+                               "leave it out to have it estimated")
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of `dtype`; one that is not listed runs at the rate of float32, half of it if wider than 4 bytes."""

@@ -26,6 +26,11 @@ class HpmlError(Exception):
         return "\n".join(lines)
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """What a user gave, short enough to be repeated in an error."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class BadInput(HpmlError):
     """An option, file, mesh, plan or model that cannot be used as it was given."""
 

@@ -17,7 +17,7 @@ def check_positive(record: object, where: str, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         if not 0 < value < math.inf:
-            raise BadInput(f"{name} must be positive, got {value}", where)
+            raise BadInput(f"{name} must be positive and finite, got {value}", where, f"give {name} a number above 0")
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ class Link:
         object.__setattr__(self, "slowdown", FrozenMap(self.slowdown))
         check_positive(self, where, "latency_us", "bandwidth_bytes_per_s", "shared_by")
         if not 0 < self.efficiency <= 1:
-            raise BadInput(f"efficiency must be in (0, 1], got {self.efficiency}", where)
+            raise BadInput(f"efficiency must be in (0, 1], got {self.efficiency}", where,
+                           "give the fraction of the rated bandwidth that payload gets, such as 0.8")
         for kind, factor in self.slowdown.items():
             if not 0 < factor < math.inf:
-                raise BadInput(f"the slowdown of {kind} must be positive, got {factor}", where)
+                raise BadInput(f"the slowdown of {kind} must be positive, got {factor}", where, "1 is as the formula says")
         if self.energy_j_per_byte is not None and not 0 <= self.energy_j_per_byte < math.inf:
-            raise BadInput(f"energy_j_per_byte must be at least 0, got {self.energy_j_per_byte}", where)
+            raise BadInput(f"energy_j_per_byte must be at least 0, got {self.energy_j_per_byte}", where,
+                           "leave it out where it is not known")
 
     def device_bytes_per_s(self, devices_per_node: int) -> float:
         """Bytes/s that each device gets in one direction while all devices of its node use the link."""

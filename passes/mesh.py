@@ -1,8 +1,10 @@
 """Meshes: the devices of a cluster as a grid, each axis priced by the links that it runs over."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 
 from passes.cluster import Cluster
@@ -45,9 +47,11 @@ class MeshAxis:
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.latency_us <= 0 or self.bandwidth_bytes_per_s <= 0:
-            raise BadInput(f"size, latency and bandwidth must be positive: {self}", f"mesh axis {self.name!r}")
+            raise BadInput(f"size, latency and bandwidth must be positive: {self}", f"mesh axis {self.name!r}",
+                           "mend the links of the cluster")
         if self.levels and prod(level.size for level in self.levels) != self.size:
-            raise BadInput(f"the sizes of the levels do not multiply to {self.size}", f"mesh axis {self.name!r}")
+            raise BadInput(f"the sizes of the levels do not multiply to {self.size}", f"mesh axis {self.name!r}",
+                           "leave the levels out, or give sizes that multiply to the axis")
 
     def __hash__(self) -> int:  # short, since the costs of collectives are cached by axis
         return hash((self.name, self.size, self.latency_us))
@@ -124,7 +128,7 @@ def enumerate_meshes(cluster: Cluster, max_axes: int = 2) -> list[Mesh]:
     A world of one device has the mesh without axes.
     """
     if not 1 <= max_axes <= len(AXIS_NAMES):
-        raise BadInput(f"max_axes must be 1 to {len(AXIS_NAMES)}, got {max_axes}", "enumerate_meshes")
+        raise BadInput(f"max_axes must be 1 to {len(AXIS_NAMES)}, got {max_axes}", "enumerate_meshes", "2 is usual")
     world = cluster.world_size
     if world == 1:
         return [_mesh((), cluster)]
@@ -141,10 +145,10 @@ def mesh_from_pin(pin: Mapping[str, int], cluster: Cluster) -> Mesh:
         if not isinstance(name, str) or not name.isidentifier():
             raise BadInput(f"{name!r} is no name for an axis", "mesh", "use a word, such as dp or tp")
         if type(size) is not int or size < 1:
-            raise BadInput(f"the size of axis {name!r} must be an integer of at least 1, got {size!r}", "mesh")
+            raise BadInput(f"the size of axis {name!r} must be an integer of at least 1, got {size!r}", "mesh", "write dp=2")
     world, product = cluster.world_size, prod(pin.values())
     if product != world:
-        shapes = list(factorizations(world, len(pin))) or list(factorizations(world, 1))
+        shapes = list(islice(factorizations(world, len(pin)), 13)) or list(factorizations(world, 1))
         listed = ", ".join(" x ".join(map(str, shape)) for shape in shapes[:12]) + (", ..." if len(shapes) > 12 else "")
         shown = " x ".join(f"{name}={size}" for name, size in pin.items()) or "no axes"
         raise BadInput(
@@ -161,10 +165,17 @@ def factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
         if number == 1:
             yield ()
         return
-    for first in range(2, number + 1):
-        if number % first == 0:
-            for rest in factorizations(number // first, count - 1):
-                yield (first, *rest)
+    if count > 1 and number < 2**count:  # nothing is left for the further factors
+        return
+    for first in _divisors(number) if count > 1 else (number,) * (number > 1):
+        for rest in factorizations(number // first, count - 1):
+            yield (first, *rest)
+
+
+def _divisors(number: int) -> list[int]:
+    """Those above 1, in ascending order."""
+    small = [first for first in range(1, math.isqrt(number) + 1) if number % first == 0]
+    return sorted({*small, *(number // first for first in small)} - {1})
 
 
 def _mesh(axes: tuple[tuple[str, int], ...], cluster: Cluster) -> Mesh:

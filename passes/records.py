@@ -9,7 +9,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from passes.errors import BadInput
+from passes.errors import BadInput, shortened
+from passes.files import read_text, write_file
 
 R = TypeVar("R")
 
@@ -47,7 +48,8 @@ def from_json(cls: type[R], data: Any, where: str) -> R:
     but that an integer may stand for a float.
     """
     if not isinstance(data, dict):
-        raise BadInput(f"expected an object for {cls.__name__}, got {_kind(data)}", where)
+        raise BadInput(f"expected an object for {cls.__name__}, got {_kind(data)}", where,
+                       f"write an object with the keys {', '.join(f.name for f in fields(cls))}")  # type: ignore[arg-type]
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     unknown = [k for k in data if k not in known]
     if unknown:
@@ -58,7 +60,11 @@ def from_json(cls: type[R], data: Any, where: str) -> R:
     if missing:
         raise BadInput(f"missing key {missing[0]!r} in {cls.__name__}", where, f"add it; keys: {', '.join(known)}")
     hints = get_type_hints(cls)
-    return cls(**{k: _value(hints[k], v, f"{where}: {k}") for k, v in data.items()})
+    values = {k: _value(hints[k], v, f"{where}: {k}") for k, v in data.items()}
+    try:
+        return cls(**values)
+    except BadInput as error:  # a record knows what it is called, not where it was read
+        raise BadInput(error.what, f"{where}: {error.where}", error.next_step) from error
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -70,45 +76,48 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return from_json(hint, value, where)  # type: ignore[arg-type]
     if hint is FrozenMap:
         if not isinstance(value, dict):
-            raise BadInput(f"expected an object of numbers, got {_kind(value)}", where)
+            raise BadInput(f"expected an object of numbers, got {_kind(value)}", where, 'write {"float32": 1e12}')
         return FrozenMap({k: _value(float, v, f"{where}: {k}") for k, v in value.items()})
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise BadInput(f"expected an array, got {_kind(value)}", where)
+            raise BadInput(f"expected an array, got {_kind(value)}", where, "write the values between [ and ]")
         return tuple(_value(get_args(hint)[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise BadInput(f"expected {_NAMES.get(hint, hint)}, got {_kind(value)}", where)
+        raise BadInput(f"expected {_NAMES.get(hint, hint)}, got {_kind(value)}", where, "mend that value in the file")
     if hint is float and not math.isfinite(value):
-        raise BadInput(f"expected a finite number, got {value}", where)
+        raise BadInput(f"expected a finite number, got {value}", where, "mend that value in the file")
     return value
 
 
 def read_json(path: str | Path) -> Any:
-    """The JSON of a file; raises BadInput if it cannot be read or is not valid (NaN and repeated keys are not)."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"cannot read the file: {error.strerror}", str(path)) from error
-    except UnicodeDecodeError as error:
-        raise BadInput("the file is not UTF-8 text", str(path)) from error
+    """The JSON of a file; raises BadInput if it cannot be read or is not valid (see `parse_json`)."""
+    return parse_json(read_text(path, "the file", "give a JSON file that is there and can be read"), str(path))
+
+
+def parse_json(text: str, where: str, next_step: str = "mend the file, or make it again", what: str = "not valid JSON") -> Any:
+    """The JSON in `text`; raises BadInput, naming `where`, for what is not valid. NaN and repeated keys are not, nor is
+    text that nests deeper than Python reads."""
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_repeats)
+    except RecursionError as error:
+        raise BadInput(f"{what}: it nests too deep", where, next_step) from error
     except ValueError as error:
-        raise BadInput(f"not valid JSON: {error}", str(path)) from error
+        raise BadInput(f"{what}: {error if text.strip() else 'it is empty'}", where, next_step) from error
 
 
 def write_json(data: Any, path: str | Path) -> None:
-    """Writes JSON values, indented, with a newline at the end; raises ValueError on NaN and infinities."""
-    Path(path).write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Writes JSON values, indented, with a newline at the end. Raises ValueError on NaN and infinities, and BadInput
+    where the file cannot be written."""
+    write_file(path, json.dumps(data, indent=2, allow_nan=False) + "\n", "the JSON file")
 
 
 _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}" if not isinstance(value, (dict, list)) else type(value).__name__
+    return f"{type(value).__name__} {shortened(repr(value))}" if not isinstance(value, (dict, list)) else type(value).__name__
 
 
 def _no_constant(name: str) -> Any:

@@ -27,7 +27,9 @@ def calibrate(
     from hpml_compiler.calibration.calibrate import plan_row
     from hpml_compiler.calibration.rows import read_rows
     from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
+    from passes.files import check_writable
 
+    check_writable(save, "the device file")
     listed = read_rows(rows)
     sheet = _sheet(device)
     with _stdout_to_stderr(), _progress() as tell:

@@ -46,8 +46,11 @@ def doctor(
 
 def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
     """Prints, and saves, the cluster that was found; under torchrun the first rank does for all."""
-    if save is not None and save.suffix != ".json":
+    from passes.files import check_writable, is_device
+
+    if save is not None and save.suffix != ".json" and not is_device(save):
         raise BadInput("a cluster file ends in .json", f"--save {save}", f"write --save {save}.json")
+    check_writable(save, "the cluster")
     from hpml_compiler.discovery.discover import discover
     from passes.records import to_json
 

@@ -36,6 +36,9 @@ def explain(
     save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
 ) -> None:
     """Say where NAME lives, why, and what it costs; or, as formulas, how that grows."""
+    from passes.files import check_writable
+
+    check_writable(save, "the formulas")
     formulas_wanted = bool(grow or what_if or save)
     if target.endswith(".json"):
         cost = _read(target, name, formulas_wanted)

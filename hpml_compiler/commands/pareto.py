@@ -31,7 +31,9 @@ def pareto(
 ) -> None:
     """Plan TARGET for time and for energy, on every mesh, under every cap; keep what nothing beats in both."""
     from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
+    from hpml_compiler.visualize.pictures import check_picture
 
+    check_picture(save, "the front")
     options, watts, counts = _options(fix or []), _caps(caps), _counts(devices)
     with _stdout_to_stderr(), _progress() as tell:
         found = _sweep(target, cluster, options, watts, counts, tell)

@@ -37,8 +37,13 @@ def plan(
     svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file (.svg, .png, .pdf).")] = None,
 ) -> None:
     """Plan TARGET on a cluster: print the table, or with --json one object."""
+    from hpml_compiler.visualize.pictures import check_picture
+    from passes.files import check_writable
+
     flags = {"cluster": cluster, "memory_budget": memory_budget, "solver": solver, "time_limit": time_limit, "gap": gap}
     options = _options(fix or [], {name: value for name, value in flags.items() if value is not None})
+    check_writable(save, "the plan")
+    check_picture(svg, "the plan")
     with _stdout_to_stderr(), _progress() as tell:
         found = _make(target, options, tell)
     if save is not None:

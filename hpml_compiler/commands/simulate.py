@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from passes.errors import BadInput
-
 
 def register(app: typer.Typer) -> None:
     app.command("simulate")(simulate)
@@ -31,17 +29,23 @@ def simulate(
     """Simulate one step of a saved plan: print the table, or with --json one object."""
     import json
 
+    from passes.files import check_writable, write_file
+
+    for each, what in ((timeline, "the timeline"), (trace, "the trace")):
+        check_writable(each, what)
     from hpml_compiler.mixed.plan import MixedPlan
     from hpml_compiler.plan import Plan
-    from hpml_compiler.plan_files import is_mixed, read_text
+    from hpml_compiler.plan_files import is_mixed, read_plan
     from hpml_compiler.simulate import simulate as run
 
-    text = read_text(path)
+    text = read_plan(path)
     plan = (MixedPlan if is_mixed(text) else Plan).from_json(text, where=str(path))
     found = run(plan, cluster, recompute=recompute, microbatches=microbatches, overlap=overlap,
                 contention=contention)
     if trace is not None:
-        _write_trace(found, trace)
+        from hpml_compiler.simulate.trace import trace_json
+
+        write_file(trace, trace_json(found), "the trace")
     if timeline is not None:
         from hpml_compiler.visualize.timeline import draw
 
@@ -51,16 +55,6 @@ def simulate(
         print(json.dumps(found.summary(), allow_nan=False))
     else:
         _print_table(plan, found, cluster)
-
-
-def _write_trace(found: Any, path: Path) -> None:
-    from hpml_compiler.simulate.trace import trace_json
-
-    try:
-        path.write_text(trace_json(found), encoding="utf-8")
-    except OSError as error:
-        raise BadInput(what=f"cannot write the trace: {error.strerror}", where=str(path),
-                       next_step="name a file in a folder that exists and can be written") from error
 
 
 def _print_table(plan: Any, found: Any, cluster: str | None) -> None:

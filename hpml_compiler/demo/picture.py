@@ -4,6 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpml_compiler.demo.runs import Run
+from hpml_compiler.visualize.pictures import save_figure
 
 
 def draw(one: Run, many: Run, path: Path) -> None:
@@ -26,4 +27,4 @@ def draw(one: Run, many: Run, path: Path) -> None:
         lower.set_ylabel("relative\ndifference")
         lower.set_xlabel("step")
         lower.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.savefig(path, dpi=110)
+        save_figure(figure, path, "the losses", dpi=110)

@@ -18,6 +18,7 @@ from hpml_compiler.plan import Plan, describe_errors
 from hpml_compiler.plan_files import FORMAT_VERSION, PlanFile, json_content
 from hpml_compiler.plan_records import Count, MemoryBytes, Microseconds, PredictedCost, Record
 from passes.errors import BadInput
+from passes.files import is_device
 
 RowCounts = Annotated[tuple[Count, ...], Field(strict=False)]
 
@@ -203,6 +204,8 @@ class MixedPlan(PlanFile):
     def render(self, path: str | os.PathLike[str], **options: Any) -> list[Path]:
         """Draw the plan of each group that takes part into a file of its own: plan.svg gives plan-0.svg, plan-1.svg."""
         path = Path(path)
+        if is_device(path):
+            return [group.plan.render(path, **options) for group in self.groups if group.plan]
         return [group.plan.render(path.with_stem(f"{path.stem}-{number}"), **options)
                 for number, group in enumerate(self.groups) if group.plan]
 

@@ -57,11 +57,12 @@ def simulate(
     Raises BadInput for a cluster of another size than the plan's, or options out of range.
     """
     if microbatches < 1:
-        raise BadInput(f"microbatches must be at least 1, got {microbatches}", "simulate")
+        raise BadInput(f"microbatches must be at least 1, got {microbatches}", "simulate", "1 is a whole batch at once")
     if recompute not in ("none", "full"):
-        raise BadInput(f"recompute must be none or full, got {recompute!r}", "simulate")
+        raise BadInput(f"recompute must be none or full, got {recompute!r}", "simulate", "write recompute=\"full\"")
     if contention is not None and not 1.0 <= contention <= 2.0:
-        raise BadInput(f"contention must be from 1 (overlap is free) to 2 (it gains nothing), got {contention}", "simulate")
+        raise BadInput(f"contention must be from 1 (overlap is free) to 2 (it gains nothing), got {contention}", "simulate",
+                       "leave it out to take what is usual for the device")
     if isinstance(plan, MixedPlan):
         if stages is not None or cost is not None:
             raise BadInput("a mixed plan has no stages, and links of several kinds", "simulate", "leave stages and cost out")

@@ -221,7 +221,7 @@ class SymbolicCost:
         if unknown := [each for each in sizes if each not in self.base]:
             raise BadInput(f"{unknown[0]!r} is no size of the formulas", "what-if", f"the sizes are {', '.join(self.base)}")
         if wrong := {k: n for k, n in at.items() if type(n) is not int or n < 1}:
-            raise BadInput(f"sizes are whole numbers above 0, not {wrong}", "what-if")
+            raise BadInput(f"sizes are whole numbers above 0, not {wrong}", "what-if", "write --what-if batch=64")
         axes = {axis: at[axis] for axis in self.axes}
         mesh = mesh_from_pin(axes, self.cluster_for(prod(axes.values())) if cluster is None else parsed(cluster))
         value = self._values_at(at)

@@ -10,11 +10,12 @@ import graphviz
 from hpml_compiler.plan import Plan
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
 from hpml_compiler.visualize.layout import INPUTS, Edge, Layout, Node, layout
+from hpml_compiler.visualize.pictures import picture_format
 from hpml_compiler.visualize.table import describe_memory, describe_solver
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
 from passes.errors import BadInput, MissingDependency
+from passes.files import is_device, write_file
 
-FORMATS = (".svg", ".png", ".pdf")
 SPLIT, WHOLE = "#d7e8fb", "#f4f4f4"
 SHAPES = {"block": "box3d", "operation": "box", "parameter": "ellipse", "end": "plaintext"}
 
@@ -49,18 +50,15 @@ def digraph(
 
 
 def render(plan: Plan, path: Path, **options: Any) -> Path:
-    """Draw into `path`, a file of one of FORMATS. Raises BadInput for another suffix; MissingDependency, with the .gv
+    """Draw into `path` (.svg, .png, .pdf). Raises BadInput for another suffix; MissingDependency, with the .gv
     written beside `path`, where the program `dot` is not there."""
-    if path.suffix.lower() not in FORMATS:
-        raise BadInput(what=f"cannot draw a file of type {path.suffix!r}", where=str(path),
-                       next_step=f"use one of {', '.join(FORMATS)}")
+    kind = picture_format(path, "the plan")
     drawing = digraph(plan, **options)
-    kind = path.suffix.lower().lstrip(".")
     try:
-        path.write_bytes(drawing.pipe(format=kind))
+        write_file(path, drawing.pipe(format=kind), "the picture of the plan")
     except graphviz.ExecutableNotFound as error:
-        source = path.with_suffix(".gv")
-        source.write_text(drawing.source, encoding="utf-8")
+        source = Path("plan.gv") if is_device(path) else path.with_suffix(".gv")
+        write_file(source, drawing.source, "the graph of the plan")
         raise MissingDependency(
             what=f"{path.name} is not drawn: the program dot of Graphviz is not installed",
             where=f"the graph is in {source}",

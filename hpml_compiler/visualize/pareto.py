@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpml_compiler.energy.pareto import Point, Sweep
+from hpml_compiler.visualize.pictures import save_figure
 from hpml_compiler.visualize.text import format_mesh
-from passes.errors import BadInput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,10 +47,6 @@ def draw(sweep: Sweep, path: Path, title: str = "") -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    supported = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lower().lstrip(".") not in supported:
-        raise BadInput(f"cannot draw a {path.suffix or 'file without suffix'}", str(path),
-                       f"name a file that ends in one of {', '.join(sorted(supported))}")
     front = sweep.front
     shown = [p for p in sweep.points
              if p.step_time_s <= WITHIN * front[-1].step_time_s and p.energy_j <= WITHIN * front[0].energy_j]
@@ -68,11 +64,7 @@ def draw(sweep: Sweep, path: Path, title: str = "") -> None:
         labels = ", ".join(dict.fromkeys(point.energy_label for point in sweep.points))
         axes.set_title(f"{title or sweep.cluster}: time and energy ({labels})", fontsize=11, loc="left")
         _legend(axes, shown, len(sweep.points) - len(shown))
-        try:
-            figure.savefig(path, dpi=120)
-        except OSError as error:
-            raise BadInput(f"cannot write the picture: {error.strerror}", str(path),
-                           "name a file in a folder that exists") from error
+        save_figure(figure, path, "the front", dpi=120)
 
 
 def _logarithmic(axes: Axes) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpml_compiler.visualize.pictures import save_figure
 from hpml_compiler.visualize.text import format_bytes, format_us
-from passes.errors import BadInput
 
 if TYPE_CHECKING:
     from hpml_compiler.simulate import Event, Simulation
@@ -50,11 +50,7 @@ def draw(simulation: Simulation, path: str | os.PathLike[str], title: str = "") 
         _memory(lower, simulation, scale)
         lower.set_xlabel(f"time ({unit})")
         figure.suptitle("\n".join(filter(None, [title, headline(simulation)])), fontsize=10)
-        try:
-            figure.savefig(path, dpi=130)
-        except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib cannot write
-            raise BadInput(what=f"cannot draw the timeline: {error}", where=str(path),
-                           next_step="name a .png, .svg or .pdf file in a folder that can be written") from error
+        save_figure(figure, path, "the timeline", dpi=130)
     return path
 
 

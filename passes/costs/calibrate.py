@@ -44,9 +44,10 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if not 0 < self.lower <= self.start <= self.upper:
-            raise BadInput(f"the start {self.start} is not within [{self.lower}, {self.upper}]", f"parameter {self.name}")
+            raise BadInput(f"the start {self.start} is not within [{self.lower}, {self.upper}]", f"parameter {self.name}",
+                           "start between the bounds")
         if not 0 < self.sigma < math.inf:
-            raise BadInput(f"sigma must be positive, got {self.sigma}", f"parameter {self.name}")
+            raise BadInput(f"sigma must be positive, got {self.sigma}", f"parameter {self.name}", "0.3 is usual")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def fit(predict: Predict, measured_s: Sequence[float], parameters: Sequence[Para
     """
     rows = range(len(measured_s)) if rows is None else rows
     if not len(rows) or not parameters:
-        raise BadInput("nothing to fit: there are no rows, or no parameters", "calibration")
+        raise BadInput("nothing to fit: there are no rows, or no parameters", "calibration",
+                       "give a row that is not held out, and a parameter")
     measured = np.array([_log(measured_s[i], i, "measured") for i in rows])
     start = np.log([p.start for p in parameters])
     lower, upper = (np.log([getattr(p, side) for p in parameters]) for side in ("lower", "upper"))
@@ -157,5 +159,5 @@ def _newton(jacobian: np.ndarray, here: np.ndarray, z: np.ndarray, lower: np.nda
 
 def _log(seconds: float, row: int, sort: str) -> float:
     if not 0 < seconds < math.inf:
-        raise BadInput(f"the {sort} step time must be positive and finite, got {seconds}", f"row {row}")
+        raise BadInput(f"the {sort} step time must be positive and finite, got {seconds}", f"row {row}", "mend that row")
     return math.log(seconds)

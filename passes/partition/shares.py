@@ -22,10 +22,8 @@ from itertools import combinations
 
 import numpy as np
 
+from passes.cluster import MOST_GROUPS  # every set of groups is tried
 from passes.errors import BadInput
-
-MOST_GROUPS = 10
-"""Every set of groups is tried."""
 
 Times = Sequence[float] | np.ndarray
 """µs of a group's part of a step by its rows."""

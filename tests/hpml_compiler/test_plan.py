@@ -34,10 +34,10 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
     gpt_plan(2).save(path)
 
-    def full_disk(self, text, **options):
+    def full_disk(self, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pathlib.Path.write_text", full_disk)
+    monkeypatch.setattr("pathlib.Path.replace", full_disk)
     with pytest.raises(BadInput, match="No space left"):
         gpt_plan(3).save(path)
     assert Plan.load(path) == gpt_plan(2)
@@ -51,7 +51,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     (edited(gpt_plan(1), world_size="8"), "world_size"),
     (edited(gpt_plan(1), surprise=1), "surprise"),
     (edited(gpt_plan(1), mesh={"tp": 4, "dp": 2}), "graph 'GPT' has the mesh"),
-    (gpt_plan(1).to_json().replace('"predicted_us": 10.0', '"predicted_us": NaN'), "NaN is not JSON"),
+    (gpt_plan(1).to_json().replace('"predicted_us": 10.0', '"predicted_us": NaN'), "NaN is no JSON"),
     (gpt_plan(1).to_json().replace('"S(2)"', '"S(-1)"'), "pattern"),
     (gpt_plan(1).to_json().replace('"axis": "tp"', '"axis": "pp"'), r"name the axes \['pp'\]"),
 ])

@@ -1,0 +1,132 @@
+"""Files that people name: read as text, and written whole or not at all. What goes wrong is BadInput.
+
+Every writer of the project goes through `write_file`: plans, pictures, traces, clusters, formulas.
+"""
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import stat
+import sys
+from pathlib import Path
+
+from passes.errors import BadInput
+
+_STREAM = re.compile(r"/(?:dev|proc/self)/(?:fd/(\d+)|(stdin|stdout|stderr))")
+_NAMED = {"stdin": 0, "stdout": 1, "stderr": 2}
+_numbers = itertools.count()
+
+
+def read_text(path: str | os.PathLike[str], what: str, next_step: str) -> str:
+    """The text of a file, which is UTF-8. what: "the plan". Raises BadInput."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"cannot read {what}: the file is not UTF-8 text", str(path), next_step) from error
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise BadInput(f"cannot read {what}: {_reason(error)}", str(path), next_step) from error
+
+
+def write_file(path: str | os.PathLike[str], content: str | bytes, what: str) -> None:
+    """Write `what` (such as "the plan"). Raises BadInput that says why it cannot be written.
+
+    A regular file is written beside and then renamed: an older one stays whole until the new one is, keeps its mode, and
+    a link goes on pointing to it. To a device, a pipe or one of this process's streams (/dev/stdout) it is written
+    through, since renaming a file over /dev/null would replace the device.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    path = Path(path)
+    try:
+        if (stream := _stream(path)) is not None:
+            for each in (sys.stdout, sys.stderr):
+                each.flush()  # what was printed before comes before
+            _through(os.dup(stream), data)
+        elif _is_regular(path):
+            _beside(path.resolve(), data)
+        else:
+            _through(os.open(path, os.O_WRONLY), data)
+    except (OSError, ValueError) as error:
+        raise _refused(path, what, error) from error
+
+
+def check_writable(path: str | os.PathLike[str] | None, what: str) -> None:
+    """Raises BadInput where `write_file` could not even begin: asked before something slow is done. None is no file."""
+    if path is None:
+        return
+    path = Path(path)
+    try:
+        if _stream(path) is not None:
+            return
+        if _is_regular(path):
+            folder = path.resolve().parent
+            folder.stat()
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        raise _refused(path, what, error) from error
+
+
+def is_device(path: str | os.PathLike[str]) -> bool:
+    """Whether `write_file` writes through: no suffix is to be asked for then."""
+    try:
+        return _stream(Path(path)) is not None or not _is_regular(Path(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _stream(path: Path) -> int | None:
+    """The file descriptor of /dev/stdout and its like. Opened anew, a file behind it would be cut off."""
+    found = _STREAM.fullmatch(os.fspath(path))
+    return None if found is None else _NAMED[found[2]] if found[2] else int(found[1])
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether there is, or is to be, a regular file. Raises OSError where there can be none."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return True
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return stat.S_ISREG(mode)
+
+
+def _beside(path: Path, data: bytes) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    partial = path.with_name(f".hpml-{os.getpid()}-{next(_numbers)}.part")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+        _through(descriptor, data)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _through(descriptor: int, data: bytes) -> None:
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) or 0:]
+
+
+def _refused(path: Path, what: str, error: OSError | ValueError) -> BadInput:
+    step = "name a file in a folder that exists and can be written"
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        step = "free space there, or name a file on another disk"
+    elif number == errno.EISDIR:
+        step = "name a file in that folder"
+    elif number in (errno.ENOENT, errno.ENOTDIR):
+        return BadInput(f"cannot write {what}: there is no folder {path.parent}", str(path), f"mkdir -p {path.parent}")
+    return BadInput(f"cannot write {what}: {_reason(error)}", str(path), step)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
