@@ -120,7 +120,7 @@ class Options(BaseModel):
     time_limit: float = Field(30.0, gt=0, description="seconds the solver may take, over all meshes together")
     gap: float = Field(1e-3, ge=0, description="relative gap to the proven bound at which the solver may stop")
     plan: PlanOrPath | None = Field(None, description="a Plan or the path of one, obeyed in place of solving")
-    cluster: str | None = Field(
+    cluster: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; without it, the devices here"
     )
     costs: Literal["auto", "roofline", "measured"] = Field(

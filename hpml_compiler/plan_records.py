@@ -187,6 +187,8 @@ class GraphPlan(Record):
     `tangents`: bytes of the gradients that backward is given, one for each result that has one; autograd makes zeros for
     results that the loss does not depend on.
 
+    `rows`: of the batch, where its tensors agree on them; None where they do not, or nobody said.
+
     `frame` names the piece of the script that the graph was compiled from, "" where that is not known; compiled again,
     the same piece gives another graph of the same frame.
     """
@@ -206,6 +208,7 @@ class GraphPlan(Record):
     multiplicity: dict[ClassId, Annotated[int, Field(ge=1)]]
     decisions: dict[str, DecisionRecord] = Field(default_factory=dict)
     tangents: dict[str, Count] = Field(default_factory=dict)
+    rows: Annotated[int, Field(ge=0)] | None = None
     frame: str = ""
 
     def runs(self, operation: OperationPlan) -> int:

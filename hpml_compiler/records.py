@@ -90,7 +90,14 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
             for entity, (inputs, outputs) in answer.problem.pins(solution).items()
         },
         tangents={value.name: value.bytes for value in graph.values if value.kind == "tangent"},
+        rows=_rows(graph),
     )
+
+
+def _rows(graph: PlacementGraph) -> int | None:
+    """The size of dim 0 that the batch's tensors share."""
+    sizes = {value.spec.shape[0] for value in graph.values if value.kind == "batch" and value.spec.shape}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _largest_transient(graph: PlacementGraph, answer: Placed) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from hpml_compiler.runtime.parameters import parameter_name
+from hpml_compiler.trace_errors import check_batch, check_products, not_traceable
 from passes import compat
 from passes.errors import BadInput
 from passes.interface import GraphInput, kind_of_input
@@ -46,6 +47,7 @@ def trace(model: nn.Module, batch: Any) -> list[Traced]:
     Real, fake and meta tensors are taken alike: weights and batch are replaced by fake ones on the device that they are
     on (meta: cpu, since on meta the loss has no gradient). Raises BadInput if nothing is differentiable.
     """
+    check_batch(batch)
     start = time.perf_counter()
     found: list[Traced] = []
 
@@ -72,16 +74,24 @@ def trace(model: nn.Module, batch: Any) -> list[Traced]:
             torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
         except Exception as error:
             if not found:
-                raise BadInput(
-                    f"the model cannot be traced: {error}", where=type(model).__name__,
-                    next_step="call model(**batch) (or model(*batch)) by hand, check that its loss has a gradient",
-                ) from error
+                raise not_traceable(model, batch, error) from error
         finally:
             torch.compiler.reset()
     if not found:
-        raise BadInput("no graph with a gradient was traced", where=type(model).__name__,
-                       next_step="give a model in training mode whose output depends on a parameter")
+        raise BadInput(_why_no_gradient(model), where=type(model).__name__,
+                       next_step="give a model whose output, such as a loss, depends on a parameter that is trained")
+    for traced in found:
+        check_products(traced.gm, model)
     return found
+
+
+def _why_no_gradient(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    if not parameters:
+        return "the model has no parameters, so there is no training step to plan"
+    if not any(parameter.requires_grad for parameter in parameters):
+        return "all parameters of the model are frozen, so there is no training step to plan"
+    return "nothing that the model returns has a gradient, so there is no training step to plan"
 
 
 def _fake(value: Any) -> Any:

@@ -185,7 +185,8 @@ def tracing_fake_mode() -> Any:
 
 @contextlib.contextmanager
 def quiet_dynamo() -> Any:
-    """Trace on through logging calls of libraries (transformers warns once), which would break the graph."""
+    """Trace on through logging calls of libraries (transformers warns once), which would break the graph; and log nothing
+    of an operation that fails on fake tensors: the error itself says it."""
     import logging
 
     import torch._dynamo.config as config
@@ -194,8 +195,14 @@ def quiet_dynamo() -> Any:
         function for name in ("warning_once", "info_once")
         if (function := getattr(logging.Logger, name, None)) is not None
     }
-    with config.patch(ignore_logging_functions=functions):
-        yield
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    level = fakes.level
+    fakes.setLevel(logging.CRITICAL)
+    try:
+        with config.patch(ignore_logging_functions=functions):
+            yield
+    finally:
+        fakes.setLevel(level)
 
 
 def frame_being_compiled() -> str:

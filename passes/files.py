@@ -70,6 +70,14 @@ def check_writable(path: str | os.PathLike[str] | None, what: str) -> None:
         raise _refused(path, what, error) from error
 
 
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """The folder and those above it, where they are not there. Raises BadInput."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"cannot make the folder: {_reason(error)}", str(path), "name a folder that can be made") from error
+
+
 def is_device(path: str | os.PathLike[str]) -> bool:
     """Whether `write_file` writes through: no suffix is to be asked for then."""
     try:

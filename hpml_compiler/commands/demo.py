@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for plan.json, plan.svg and loss.png.")] = Path(),
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks of the run that is split.")] = 2,
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Ranks of the run that is split.")] = 2,
     steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 40,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the GPT.")] = 6,
     width: Annotated[int, typer.Option(min=64, help="Width of the GPT, a multiple of 64.")] = 384,
@@ -40,6 +40,7 @@ def demo(
 
     from hpml_compiler.commands._checks import check_compiler
     from hpml_compiler.demo import picture, runs
+    from passes.files import make_folder
 
     console = Console(highlight=False, soft_wrap=True)
     compiler = check_compiler()
@@ -49,7 +50,7 @@ def demo(
     if width % 64:
         raise BadInput(f"{width} is no multiple of 64, which is the size of a head", "--width",
                        f"use {64 * round(width / 64)}")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     for name in FILES:
         (out / name).unlink(missing_ok=True)  # an older one would pass for this run's
     plan_path = out / "plan.json"

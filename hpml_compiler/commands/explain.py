@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from passes.errors import BadInput
+from passes.errors import BadInput, shortened
+
+MOST_DIGITS = 12  # of a size: formulas are sums of products of several
 
 
 def register(app: typer.Typer) -> None:
@@ -112,8 +114,11 @@ def _sizes(texts: list[str], option: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for text in texts:
         name, equals, number = (part.strip() for part in text.partition("="))
-        if not (name and equals and number.isdecimal()):
-            raise BadInput(f"{text!r} is not NAME=NUMBER", option, f"write {option} batch=64")
+        if not (name and equals and number.isascii() and number.isdecimal()):
+            raise BadInput(f"{shortened(repr(text))} is not NAME=NUMBER", option, f"write {option} batch=64")
+        if len(number) > MOST_DIGITS:
+            raise BadInput(f"{name} is larger than any size there is", f"{option} {shortened(text)}",
+                           f"give a number of at most {MOST_DIGITS} digits")
         if name in sizes:
             raise BadInput(f"{name} is given twice", f"{option} {text}", "leave one of them out")
         sizes[name] = int(number)

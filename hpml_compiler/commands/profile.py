@@ -49,6 +49,7 @@ def profile(
     from passes.costs.cache import MeasurementCache
 
     with MeasurementCache() as cache, _process_group():
+        cache.check_writable()
         found: dict[str, Any] = {"device": _device(), "cache": str(cache.path)}
         if ranks > 1 and (collectives or target is None):
             found["collectives"] = _collectives(cache, seconds, max_mib)

@@ -1,16 +1,22 @@
 """`hpml run`: torchrun with sound defaults."""
 from __future__ import annotations
 
+import errno
+import importlib.util
 import os
+import re
+import socket
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import psutil
 import typer
 
-from passes.errors import BadInput
+from passes.errors import BadInput, shortened
 
 MOST_CPU_RANKS = 4  # by default: without accelerators ranks are for trying things out, and each costs memory
+MOST_RANKS = 1024  # on one node: more are a typing error, and would take the machine down
 PG_TIMEOUT_S = 60
 
 
@@ -22,8 +28,9 @@ def register(app: typer.Typer) -> None:
 def run(
     script: Annotated[str, typer.Argument(help="Script to run on every rank (with -m, a module).")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, passed on untouched.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, show_default="CUDA devices; without any, cores but at most "
-                                              f"{MOST_CPU_RANKS}", help="Ranks on this node.")] = None,
+    nproc: Annotated[int | None, typer.Option(
+        min=1, max=MOST_RANKS, help="Ranks on this node.",
+        show_default=f"CUDA devices; without any, cores but at most {MOST_CPU_RANKS}")] = None,
     nnodes: Annotated[str, typer.Option(help="Number of nodes, or MIN:MAX for elastic runs.")] = "1",
     node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node; by default they agree.")] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet; needed for "
@@ -37,6 +44,9 @@ def run(
     limit of process groups that hpml makes) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (restarts work with gloo).
     Ends with the exit code of the first rank that failed; 128 + N if signal N ended it, or the run.
     """
+    if module and not _has_module(script):
+        raise BadInput(f"there is no module {script!r}", where="hpml run -m", next_step="install it, start from the folder "
+                       "that it lies in, or give a script without -m")
     if not module and not Path(script).is_file():
         raise BadInput("the script does not exist", where=script, next_step="give the path of a Python file, or -m and "
                        "a module; options of `hpml run` stand before it, options of the script after it")
@@ -71,12 +81,52 @@ def environment_defaults(ranks: int) -> dict[str, str]:
     }
 
 
+def _has_module(name: str) -> bool:
+    """Whether `python -m` finds the package that it is in: the current folder counts. Nothing is imported."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _check_endpoint(endpoint: str, binds: bool) -> None:
+    """Raises BadInput for what is not HOST:PORT and, where this node is the one that `binds` it, for a port that is taken:
+    torchrun would wait for whoever has it."""
+    host, colon, port = endpoint.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16):
+        raise BadInput(f"{shortened(endpoint)!r} is not HOST:PORT", where="--rdzv-endpoint",
+                       next_step="write --rdzv-endpoint localhost:29400, the same on every node")
+    if not binds or port == "0":
+        return
+    try:
+        family = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family[0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(family[4])
+    except socket.gaierror as error:
+        raise BadInput(f"the host is not known: {error.strerror}", where=f"--rdzv-endpoint {endpoint}",
+                       next_step="give the name or address of the first node") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise BadInput(f"port {port} is taken by another process", where=f"--rdzv-endpoint {endpoint}",
+                           next_step="choose another port, or end that process (`ss -ltnp` lists them)") from error
+        raise BadInput(f"this node cannot open the port: {error.strerror}", where=f"--rdzv-endpoint {endpoint}",
+                       next_step="give an address of the node of rank 0, and run rank 0 there") from error
+
+
 def _rendezvous(nnodes: str, node_rank: int | None, endpoint: str | None) -> list[str]:
+    counts = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", nnodes, re.ASCII)
+    if counts is None or (counts[2] and int(counts[2]) < int(counts[1])):
+        raise BadInput(f"{shortened(nnodes)!r} is no number of nodes", where="--nnodes",
+                       next_step="write --nnodes 2, or MIN:MAX as in 1:4")
     if nnodes == "1" and endpoint is None:
         return ["--standalone"]  # a free port, so that several runs fit on one machine
     if endpoint is None:
         raise BadInput("several nodes need a place to meet", where=f"--nnodes {nnodes}",
                        next_step="add --rdzv-endpoint HOST:PORT, the same on every node")
+    _check_endpoint(endpoint, binds=nnodes == "1" or node_rank == 0)
     meeting = [f"--nnodes={nnodes}", f"--rdzv-endpoint={endpoint}"]
     if node_rank is None:
         return [*meeting, "--rdzv-backend=c10d"]

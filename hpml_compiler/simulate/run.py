@@ -23,6 +23,7 @@ from passes.device import Device
 from passes.errors import BadInput
 from passes.mesh import Mesh, mesh_from_pin
 
+MOST_MICROBATCHES = 4096
 CONTENTION = {"cpu": 2.0, "cuda": 1.19}
 """How much both streams slow down while both run, by kind of device. cpu: gloo moves and adds the bytes on the cores that
 compute, so overlap gains nothing. cuda: computation that overlaps communication was 18.9% slower on average (up to 40%)
@@ -58,6 +59,7 @@ def simulate(
     """
     if microbatches < 1:
         raise BadInput(f"microbatches must be at least 1, got {microbatches}", "simulate", "1 is a whole batch at once")
+    _check_microbatches(plan, microbatches)
     if recompute not in ("none", "full"):
         raise BadInput(f"recompute must be none or full, got {recompute!r}", "simulate", "write recompute=\"full\"")
     if contention is not None and not 1.0 <= contention <= 2.0:
@@ -74,6 +76,23 @@ def simulate(
     factors = [contention if contention is not None else CONTENTION[device.kind if device else "cpu"]
                for device in built.devices]
     return _simulation(built, run_tasks(built.tasks, factors))
+
+
+def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
+    """Every part of a plan that knows its rows has to be divided; of one that does not, there is a most."""
+    parts = [(f"the group {group.cluster}", group.rows) for group in plan.groups if group.plan] if isinstance(
+        plan, MixedPlan) else [(f"graph {graph.name}", graph.rows) for graph in plan.step_graphs]
+    if not parts:
+        raise BadInput("the plan has no graphs, so there is no step to simulate", "simulate",
+                       "make it again with `hpml plan TARGET --save PLAN.json`")
+    for name, rows in parts:
+        if rows is not None and rows % count:
+            fitting = [n for n in range(1, min(rows, 1024) + 1) if rows % n == 0]
+            raise BadInput(f"{count} microbatches do not divide the {rows} rows of {name}", "simulate",
+                           f"choose one of {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)}")
+    if count > MOST_MICROBATCHES:
+        raise BadInput(f"{count} microbatches are more than the {MOST_MICROBATCHES:,} that a simulation takes", "simulate",
+                       "a steady step repeats itself: simulate fewer")
 
 
 def simulated_peak_bytes(graph: GraphPlan) -> int:

@@ -97,6 +97,9 @@ def describe_move(move: Redistribution, graph: GraphPlan) -> str:
 
 
 def _unknown(plan: Plan, name: str) -> BadInput:
+    if not plan.graphs:
+        return BadInput(what="the plan has no graphs: there is nothing to explain", where="explain",
+                        next_step="make it again with `hpml plan TARGET --save PLAN.json`")
     known = list(dict.fromkeys(each for graph in plan.graphs for each in (*graph.parameters, *graph.operations)))
     parts = [each for each in known if name and name in each]
     close = list(dict.fromkeys([*difflib.get_close_matches(name, known, n=5, cutoff=0.5), *parts]))[:8]

@@ -89,6 +89,15 @@ class MeasurementCache:
         ]
         self._guarded(lambda: self._write(rows))
 
+    def check_writable(self) -> None:
+        """Raises BadInput where nothing could be kept: asked before something slow is measured. Makes the file."""
+        self._guarded(self._begin_to_write)
+
+    def _begin_to_write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._open() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+
     def close(self) -> None:
         """Closes the file; the next use opens it again."""
         if self._connection is not None:

@@ -107,6 +107,7 @@ class _StartedHiGHS(pulp.HiGHS):
 def check_options(options: SolverOptions) -> str:
     """PuLP's spelling of the solver's name. Raises `BadInput` (unknown solver or option) or `MissingDependency`."""
     legal = sorted(set(pulp.listSolvers()))
+    _check_common(options.extra)
     name = next((known for known in legal if known.lower() == options.solver.lower()), None)
     if name is None:
         raise BadInput(f"unknown solver {options.solver!r}", "solver options", "use one of " + ", ".join(legal))
@@ -172,6 +173,19 @@ def _instance(name: str, settings: Mapping[str, Any]) -> Any:
 
 def _make(name: str, settings: Mapping[str, Any]) -> Any:
     return _StartedHiGHS(**settings) if name == "HiGHS" else _instance(name, settings)
+
+
+def _check_common(extra: Mapping[str, Any]) -> None:
+    """What PuLP itself reads, and hands on or ignores without a look at it."""
+    for key, own in (("timeLimit", "time_limit"), ("gapRel", "gap")):
+        if key in extra:
+            raise BadInput(f"{key} has a name of its own here", "solver options", f"give {own} in its place")
+    threads = extra.get("threads", 1)
+    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        raise BadInput(f"threads is {threads!r}, not a whole number of at least 1", "solver options", 'write {"threads": 1}')
+    for key in ("msg", "warmStart", "mip", "keepFiles"):
+        if not isinstance(extra.get(key, True), (bool, int)):
+            raise BadInput(f"{key} is {extra[key]!r}, not true or false", "solver options", f'write {{"{key}": true}}')
 
 
 def _check_highs_options(extra: Mapping[str, Any]) -> None:
