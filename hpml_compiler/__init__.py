@@ -8,11 +8,11 @@ from hpml_compiler.plan import Plan
 
 if TYPE_CHECKING:
     from hpml_compiler.api import last_plan
-    from hpml_compiler.loader import distribute
+    from hpml_compiler.loader import distribute, distribute_batch
     from hpml_compiler.mixed.plan import MixedPlan
     from hpml_compiler.monitor.last import last_report
 
-__all__ = ["Plan", "distribute", "last_plan", "last_report", "plan"]
+__all__ = ["Plan", "distribute", "distribute_batch", "last_plan", "last_report", "plan"]
 
 
 def plan(model: Any, batch: Any, cluster: Any = None, **options: Any) -> Plan | MixedPlan:
@@ -24,10 +24,10 @@ def plan(model: Any, batch: Any, cluster: Any = None, **options: Any) -> Plan | 
 
 def __getattr__(name: str) -> Any:
     # torch takes seconds to import; `hpml --help` shall not wait for it.
-    if name == "distribute":
-        from hpml_compiler.loader import distribute
+    if name in ("distribute", "distribute_batch"):
+        from hpml_compiler import loader
 
-        return distribute
+        return getattr(loader, name)
     if name == "last_plan":
         from hpml_compiler.api import last_plan
 

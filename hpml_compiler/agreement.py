@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from hpml_compiler.runtime.doing import at
 from passes import compat
 from passes.errors import HpmlError
 
@@ -27,7 +28,7 @@ def first_difference(mine: str, reference: str) -> str:
 
 def same_graph(digest: str, text: Callable[[], str]) -> None:
     """Raises GraphMismatch on every rank if any rank's graph differs from rank 0's, showing the first difference."""
-    with compat.outside_tracing():
+    with compat.outside_tracing(), at("comparing the graph with the other ranks'"):
         _compare(digest, text)
 
 
@@ -53,10 +54,11 @@ def from_rank_0(make: Callable[[], T]) -> T:
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            box = [(True, make())]
+            with at("planning"):
+                box = [(True, make())]
         except Exception as error:  # sent to the ranks that wait for the answer, and raised again below
             box = [(False, error)]
-    with compat.outside_tracing():
+    with compat.outside_tracing(), at("waiting for the plan, which rank 0 makes"):
         dist.broadcast_object_list(box, src=0)
     good, answer = box[0]
     if good:

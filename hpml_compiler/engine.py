@@ -25,6 +25,11 @@ from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
 from hpml_compiler.presets import after_planning
 from hpml_compiler.profile import quick
 from hpml_compiler.reuse import structure
+from hpml_compiler.runtime import liveness
+from hpml_compiler.runtime.alike import own_values, same_values
+from hpml_compiler.runtime.calls import backward_call, forward_call
+from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
+from hpml_compiler.runtime.doing import Spot, at
 from hpml_compiler.runtime.inputs import take_out_markers
 from hpml_compiler.runtime.parameters import install, parameter_name, placeable
 from hpml_compiler.runtime.world import device_type, ensure_process_group
@@ -47,7 +52,9 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         compat.warm_cpp_compiler()
     if world == 1:
         return _one_device(gm, example_inputs, options)
-    return _Compilation(gm, example_inputs, options).run()
+    liveness.start()
+    with at(f"compiling graph_{len(session.current().graphs)}"):
+        return _Compilation(gm, example_inputs, options).run()
 
 
 def _one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -123,15 +130,18 @@ class _Compilation:
             decompositions=compat.inductor_decompositions(),
         )(gm, examples)
         assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
+        same_values(own_values(self.inputs, self.given_inputs))
         installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh))
 
         def call(*args: Any) -> Any:
             return function(*installed.locals(args))
 
+        half = of_forward(self.planned.record.name, self.inputs, self.given_inputs, self.draws)
+        spot = Spot(f"forward of {self.planned.record.name}")
         if self.watched is None:
-            return call
+            return forward_call(call, spot, half)
         watch_optimizers(current_monitor)
-        return self.watched.forward(call)
+        return forward_call(self.watched.forward(call), spot, half)
 
     def _static(self, value: Any) -> Any:
         """Sizes are numbers here: a batch of another size is another graph, with a plan of its own."""
@@ -148,7 +158,10 @@ class _Compilation:
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         call = self.lowering.backward(gm, inputs)
-        return call if self.watched is None else self.watched.backward(call)
+        assert self.planned is not None
+        name = self.planned.record.name
+        call = call if self.watched is None else self.watched.backward(call)
+        return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm))
 
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
         return self.lowering.inference(self._rewrite(gm, None))
@@ -157,6 +170,7 @@ class _Compilation:
         annotated = annotate(gm, self.inputs, forward_outputs)
         same_graph(annotated.hash(), annotated.text)
         self._look(annotated)
+        self.draws = draws_random_numbers(gm)
         planned = from_rank_0(lambda: self._plan(annotated))
         record = planned.record.model_copy(update={"frame": compat.frame_being_compiled()})
         self.planned = planned = replace(planned, record=record)

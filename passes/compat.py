@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "outside_tracing",
     "dtensor_spec",
     "fake_mode",
+    "group_timeout",
     "frame_being_compiled",
     "guard_on_type_and_grad",
     "inductor_decompositions",
@@ -45,6 +47,7 @@ __all__ = [
     "warm_cpp_compiler",
     "pytree",
     "set_cpp_log_level",
+    "side_store",
     "size_hint",
     "source_name",
     "will_accumulate",
@@ -262,6 +265,26 @@ def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tupl
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def group_timeout(group: Any) -> timedelta:
+    """After how long a collective of a process group gives up."""
+    backend = next(iter({group._get_backend(device) for device in group._device_types}))
+    return backend.options._timeout
+
+
+def side_store(prefix: str, timeout_s: float) -> Any:
+    """The store of the group of all ranks, through a connection of its own: whoever waits for a key on the other one blocks
+    all that use it. None for a store that cannot be reached twice."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    dist, store = cast("Any", torch.distributed), cast("Any", _get_default_store())
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    return dist.PrefixStore(prefix, dist.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s),
+                                                  wait_for_workers=False))
 
 
 def norm_partial(order: float) -> Any:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hpml_compiler.runtime.alike import same_for_optimizer
+from hpml_compiler.runtime.doing import Spot, doing
 from hpml_compiler.runtime.local_ops import wrap
 from hpml_compiler.runtime.placed import PlacedTensor, place_like
 from passes import compat
@@ -20,6 +22,8 @@ ELEMENTWISE = frozenset(
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 )
 """Optimizers that treat every element by itself. (A class derived from one of these may do anything.)"""
+
+STEP = Spot("optimizer.step")
 
 _placed: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 _on_locals: WeakKeyDictionary[torch.optim.Optimizer, _LocalStep] = WeakKeyDictionary()
@@ -39,7 +43,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if torch.compiler.is_compiling():
         return
     _after_step(optimizer, args, kwargs)  # in case the step before raised an error
+    STEP.calls += 1
+    doing.at, doing.inside = STEP, True
     if _placed.get(optimizer) is not optimizer.state:
+        same_for_optimizer(optimizer)
         place_state(optimizer)
         _placed[optimizer] = optimizer.state
     if not has_closure(args, kwargs) and works_on_locals(optimizer):
@@ -47,6 +54,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    doing.inside = False
     step = _on_locals.pop(optimizer, None)
     if step is not None:
         step.undo(optimizer)

@@ -54,5 +54,16 @@ def take_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> Rows:
     return compat.make_dtensor(Rows, local, compat.dtensor_spec(mesh, (Shard(0),), tensor))
 
 
+def rows_of_all(tensor: torch.Tensor, mesh: DeviceMesh) -> Rows:
+    """Rows of a global tensor, made of each rank's own: all ranks have as many, of one shape and dtype. Without a copy where
+    they lie one after the other at the start of their storage."""
+    local = tensor.detach()
+    if not local.is_contiguous() or local.storage_offset():
+        local = local.clone(memory_format=torch.contiguous_format)
+    shape = (tensor.shape[0] * mesh.size(), *tensor.shape[1:])
+    like = torch.empty_strided(shape, local.stride(), dtype=tensor.dtype, device="meta")
+    return compat.make_dtensor(Rows, local, compat.dtensor_spec(mesh, (Shard(0),), like))
+
+
 def _gathered(value: Any) -> Any:
     return whole(value) if isinstance(value, Rows) else value

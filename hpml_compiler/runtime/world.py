@@ -4,10 +4,13 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from passes import compat
 
 DEFAULT_TIMEOUT_S = 60  # torch's own is 30 minutes for gloo: too long to learn that a rank has died
 
@@ -30,6 +33,27 @@ def ensure_process_group() -> int:
 def device_type() -> str:
     """What the ranks compute on, as far as the process group tells: cuda or cpu."""
     return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
+
+
+def control_group() -> dist.ProcessGroup:
+    """All ranks, for small messages between hosts: of its own, so that none is taken for one of the data's collectives, and
+    on gloo, so that no device waits for it. The first call is a collective."""
+    return _host_group("control", id(dist.group.WORLD))
+
+
+def check_group() -> dist.ProcessGroup:
+    """Like `control_group`, for messages that are still on their way while others are sent."""
+    return _host_group("check", id(dist.group.WORLD))
+
+
+@functools.lru_cache(maxsize=2)
+def _host_group(purpose: str, group: int) -> Any:
+    return dist.new_group(backend="gloo", timeout=group_timeout())
+
+
+def group_timeout() -> timedelta:
+    """The time limit of the group of all ranks, whoever made it."""
+    return compat.group_timeout(dist.group.WORLD)
 
 
 def world_mesh() -> DeviceMesh:

@@ -1,0 +1,182 @@
+"""When a rank is late or gone, the others name it: each rank posts what it does to the store of the process group."""
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from hpml_compiler.runtime.blame import Failure, Record, culprits, is_distributed, operation_of
+from hpml_compiler.runtime.doing import Watch, doing, line_of_script
+from passes import compat
+from passes.errors import HpmlError
+
+log = logging.getLogger("hpml")
+INTERVAL_S = 1.0
+SLOW_S = 3.0  # from then on a record says which line of the script it is
+STORE_TIMEOUT_S = 5
+
+
+class RankLost(HpmlError):
+    """A rank is late or gone, and this one waited for it."""
+
+
+@dataclass
+class _Board:
+    """Records and failures in the store, through a connection of this thread's own."""
+
+    store: Any
+    rank: int
+    world: int
+    beats: int = 0
+
+    def post(self, watch: Watch, ended: bool = False) -> None:
+        age = watch.age_s()
+        self.beats += 1
+        record = Record(self.beats, str(doing.at), doing.inside, age, time.time(), ended, doing.raised,
+                        line_of_script() if age > SLOW_S else "")
+        self.store.set(f"record{self.rank}", json.dumps(asdict(record)))
+
+    def post_failure(self, failure: Failure) -> None:
+        number = self.store.add("failures", 1)
+        self.store.set(f"failure{number}", json.dumps(asdict(failure)))
+
+    def records(self) -> dict[int, Record]:
+        keys = {rank: f"record{rank}" for rank in range(self.world)}
+        return {rank: Record(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
+
+    def failures(self) -> list[Failure]:
+        keys = [f"failure{number}" for number in range(1, self.store.add("failures", 0) + 1)]
+        return [Failure(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
+
+
+class _Liveness:
+    def __init__(self, board: _Board) -> None:
+        self.board, self.watch = board, Watch()
+        self.interval_s = max(INTERVAL_S, board.world / 256)
+        self.lock, self.over = threading.Lock(), threading.Event()
+        self.told = False
+        self.thread = threading.Thread(target=self._beat, name="hpml-liveness", daemon=True)
+        self.thread.start()
+
+    def _beat(self) -> None:
+        while not self.over.wait(self.interval_s):
+            try:
+                with self.lock:
+                    self.board.post(self.watch)
+            except (RuntimeError, OSError) as error:  # the store is gone; whoever waits for a rank will hear of that
+                log.debug("what this rank does is no longer posted: %s", error)
+                return
+
+    def stop(self, ended: bool) -> None:
+        if self.over.is_set():
+            return
+        self.over.set()
+        self.thread.join(STORE_TIMEOUT_S)
+        if ended:
+            self._post(lambda: self.board.post(self.watch, ended=True))
+
+    def fail(self, error: BaseException, secondary: bool) -> None:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._post(lambda: self.board.post_failure(Failure(self.board.rank, text, doing.place(), time.time(), secondary)))
+
+    def _post(self, what: Any) -> None:
+        try:
+            with self.lock:
+                what()
+        except (RuntimeError, OSError) as error:
+            log.debug("the store is gone: %s", error)
+
+    def name(self, error: BaseException) -> RankLost:
+        """Why a collective failed here, from what the other ranks have posted."""
+        where = f"rank {self.board.rank}, {doing.place()}{operation_of(error)}"
+        reported = str(error).strip().splitlines()
+        try:
+            with self.lock:
+                failures, first = self.board.failures(), self.board.records()
+            second = first
+            if not any(not failure.secondary and failure.rank != self.board.rank for failure in failures):
+                time.sleep(2.2 * self.interval_s)  # whoever is alive posts again
+                with self.lock:
+                    failures, second = self.board.failures(), self.board.records()
+            what, next_step = culprits(self.board.rank, self.board.world, failures, first, second, doing.place())
+        except (RuntimeError, OSError):
+            owner = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+            what = f"a collective failed, and the store where ranks say what they do is gone too: {owner} has ended"
+            next_step = f"look at what {owner} wrote last"
+        return RankLost(what, f"{where}; torch says: {reported[0] if reported else type(error).__name__}"[:600], next_step)
+
+
+_running: dict[int, _Liveness] = {}
+_starts = 0
+
+
+def start() -> None:
+    """Post what this rank does from now on; once for each process group, on all ranks."""
+    global _starts
+    key = id(dist.group.WORLD)
+    if key in _running:
+        return
+    for old in _running.values():
+        old.stop(ended=False)
+    _running.clear()
+    _starts += 1
+    prefix = f"hpml/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_starts}"
+    try:
+        store = compat.side_store(prefix, STORE_TIMEOUT_S)
+    except RuntimeError as error:
+        log.warning("what this rank does cannot be told to the others, the store takes no second connection: %s", error)
+        return
+    if store is None:
+        return
+    _running[key] = _Liveness(_Board(store, dist.get_rank(), dist.get_world_size()))
+    if _starts == 1:
+        atexit.register(_at_exit)
+        _watch_uncaught()
+
+
+def _current() -> _Liveness | None:
+    return next(iter(_running.values()), None)
+
+
+def _at_exit() -> None:
+    live = _current()
+    if live is not None:
+        live.stop(ended=not getattr(sys, "last_value", None))
+
+
+def named(error: Exception) -> Exception:
+    """The error to raise for one that came out of a collective, here and now: it names the rank that is late or gone. Any
+    other error as it is, noted for the other ranks."""
+    live = _current()
+    if live is None or isinstance(error, RankLost):
+        return error
+    if not is_distributed(error):
+        doing.raised = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        return error
+    lost = live.name(error)
+    live.fail(lost, secondary=True)
+    return lost
+
+
+def _watch_uncaught() -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        live, lost = _current(), None
+        if live is not None and not isinstance(error, RankLost):
+            if is_distributed(error):  # in a gather outside of compiled graphs, for one
+                lost = live.name(error)
+            live.fail(lost or error, secondary=lost is not None)
+        before(kind, error, traceback)
+        if lost is not None:
+            print(f"hpml: {lost}", file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
