@@ -1,0 +1,81 @@
+"""All uses on all meshes: `python -m tests.scripts` prints what came of each and the counts, `--json FILE` keeps them.
+
+Arguments are families or uses (`loops`, `loops.accumulates`); without any, all of them. `--mesh dp` runs on one mesh only,
+`--in-turn` each on the one mesh that the tests give it. Ends with 1 if a use does not do what is expected of it.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.scripts.compare import VERDICTS, Outcome
+from tests.scripts.launch import Case, outcomes
+from tests.scripts.use import MESHES, families, find, in_turn, uses_of
+from tests.scripts.verdict import complaint
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.scripts", description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--mesh", action="append", choices=list(MESHES))
+    parser.add_argument("--in-turn", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--verbose", action="store_true", help="the whole of what went wrong, and the ranks' output")
+    asked = parser.parse_args()
+    wanted = [use for family in families() for use in uses_of(family)
+              if not asked.names or family in asked.names or use.name in asked.names]
+    turns = {use.name: mesh for use, mesh in in_turn()}
+    results: dict[str, dict[str, Outcome]] = {}
+    complaints = []
+    start = time.monotonic()
+    for family in dict.fromkeys(use.family for use in wanted):
+        cases = [(use.name, mesh) for mesh in asked.mesh or MESHES for use in wanted
+                 if use.family == family and (not asked.in_turn or turns[use.name] == mesh)]
+        for (name, mesh), outcome in _run(cases, asked.verbose).items():
+            results.setdefault(mesh, {})[name] = outcome
+            wrong = complaint(find(name), mesh, outcome)
+            note = "  (known)" if not wrong and outcome.verdict in ("different", "crashed") else ""
+            detail = outcome.detail if asked.verbose else _line(outcome.detail)
+            print(f"{mesh:9} {name:45} {outcome.verdict:9} {outcome.seconds:5.1f} s{note}  {detail}", flush=True)
+            complaints += [wrong] if wrong else []
+    _table(results, time.monotonic() - start)
+    if asked.json:
+        counts = {mesh: Counter(o.verdict for o in found.values()) for mesh, found in results.items()}
+        uses = {mesh: {name: asdict(o) for name, o in found.items()} for mesh, found in results.items()}
+        asked.json.write_text(json.dumps({"counts": counts, "uses": uses}, indent=1))
+    for wrong in complaints:
+        print(f"unexpected: {wrong if asked.verbose else _line(wrong)}")
+    return 1 if complaints else 0
+
+
+def _run(cases: list[Case], verbose: bool) -> dict[Case, Outcome]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stdout if verbose else io.StringIO()):
+        return outcomes(Path(folder), cases)
+
+
+def _line(text: str) -> str:
+    """An error in one line: the last one of a traceback, the first of anything else."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return (lines[-1] if "Traceback (most recent call last)" in text else lines[0])[:160]
+
+
+def _table(results: dict[str, dict[str, Outcome]], seconds: float) -> None:
+    print(f"\n{'':10}" + "".join(f"{verdict:>11}" for verdict in (*VERDICTS, "uses")))
+    for mesh, found in results.items():
+        counts = Counter(outcome.verdict for outcome in found.values())
+        print(f"{mesh:10}" + "".join(f"{counts[verdict]:11}" for verdict in VERDICTS) + f"{len(found):11}")
+    print(f"{seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

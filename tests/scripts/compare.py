@@ -1,0 +1,92 @@
+"""Run a use on one device and split, in this rank, and judge."""
+from __future__ import annotations
+
+import random
+import shutil
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hpml_compiler
+from hpml_compiler import session
+from passes.errors import HpmlError
+from tests.scripts.snapshot import Leaf, difference, digest, snapshot
+from tests.scripts.use import Script, Use
+
+VERDICTS = ("same", "refused", "different", "crashed")
+
+
+@dataclass
+class Outcome:
+    """same: one device's result. refused: a clear word of hpml's. different: silently wrong. crashed: all else."""
+
+    verdict: str
+    detail: str = ""
+    seconds: float = 0.0
+    graphs: int = 0
+    digest: str = ""
+
+
+def judge(use: Use, mesh: str, folder: Path, rank: int) -> Outcome:
+    start = time.perf_counter()
+    expected = seen(use, Script(None, _empty(folder / f"one{rank}"), rank))
+    start_split = time.perf_counter()
+    try:
+        actual = seen(use, Script(mesh, folder / "split", rank))
+    except Exception as error:
+        words = _refusal(error)
+        detail = words or "".join(traceback.format_exception(error))
+        return Outcome("refused" if words else "crashed", detail, time.perf_counter() - start)
+    finally:
+        graphs = len(hpml_compiler.last_plan().graphs) if session.current().graphs else 0
+        print(f"{use.name} on {mesh}: {start_split - start:.2f} s + {time.perf_counter() - start_split:.2f} s", flush=True)
+    wrong = difference(actual, expected, use.tolerance)
+    if wrong is None and bool(graphs) != use.compiles:
+        wrong = f"{graphs} graphs came to the backend"
+    return Outcome("different" if wrong else "same", wrong or "", time.perf_counter() - start, graphs, digest(actual))
+
+
+def seen(use: Use, script: Script) -> list[Leaf]:
+    """What a use returns, and where it leaves the generator of random numbers."""
+    torch._dynamo.reset()
+    session.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    if script.mesh is not None:
+        if script.rank == 0:
+            _empty(script.folder)
+        dist.barrier()
+    try:
+        value = use.run(script)
+        generator = torch.get_rng_state()  # before what gathering may draw
+        return snapshot({"returned": value, "generator": generator})
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _refusal(error: BaseException | None) -> str | None:
+    """What hpml says, if that is what ended the script; Dynamo wraps what a backend raises."""
+    seen: set[int] = set()
+    queue: list[Any] = [error]
+    while queue:
+        error = queue.pop()
+        if error is None or id(error) in seen:
+            continue
+        if isinstance(error, HpmlError):
+            return str(error) if error.where and error.next_step else None
+        seen.add(id(error))
+        queue += [error.__cause__, error.__context__, getattr(error, "inner_exception", None)]
+    return None

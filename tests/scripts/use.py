@@ -1,0 +1,105 @@
+"""A use of torch: a small script that runs once on one device and once split, and says what it saw.
+
+    @use
+    def accumulates(hp):
+        model = mlp()
+        call, optimizer = hp.compile(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        ...
+        return losses, model, optimizer
+
+On one device `hp.compile` gives back what it gets, and `hp.distribute` too. What is returned may be any nest of tensors,
+numbers, modules (parameters, gradients, buffers) and optimizers (their whole state). A script is seeded, and its default
+dtype is float64.
+"""
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hpml_compiler
+
+MESHES: dict[str, dict[str, int] | None] = {"dp": {"dp": 2}, "tp": {"tp": 2}, "unpinned": None}
+FAMILIES = "tests.scripts.uses"
+ByMesh = str | Mapping[str, str]
+"""One text for all meshes, or mesh -> text for some."""
+
+
+@dataclass
+class Script:
+    """What a use does otherwise when it is split. `mesh` is a name in MESHES; None is one device."""
+
+    mesh: str | None
+    folder: Path
+    """For files; the same on all ranks, and another one for each run."""
+    rank: int = 0
+
+    def compile(self, model: Any, **options: Any) -> Any:
+        if self.mesh is None:
+            return model
+        pinned = {} if MESHES[self.mesh] is None else {"mesh": MESHES[self.mesh]}
+        return torch.compile(model, backend="hpml", options={"compiler": "eager", **pinned, **options})
+
+    def distribute(self, loader: Iterable[Any]) -> Iterable[Any]:
+        return loader if self.mesh is None else hpml_compiler.distribute(loader)
+
+
+@dataclass(frozen=True)
+class Use:
+    name: str
+    run: Callable[[Script], Any]
+    tolerance: float = 1e-9
+    """Absolute and relative. Only what computes in less than float64 needs another one."""
+    refused: ByMesh = field(default_factory=dict)
+    """hpml says that it cannot do this: a regular expression for its words."""
+    known: ByMesh = field(default_factory=dict)
+    """Fails today, and why. A test turns red when it does not fail any more, so that the entry goes."""
+    compiles: bool = True
+    """False: nothing of it comes to the backend, and it runs whole on every rank."""
+    limit_s: float = 60
+
+    @property
+    def family(self) -> str:
+        return self.name.split(".")[0]
+
+
+def use(function: Callable[[Script], Any] | None = None, **how: Any) -> Any:
+    """Mark a function of a family's module as a use; `how` are the fields of Use."""
+    def mark(function: Callable[[Script], Any]) -> Callable[[Script], Any]:
+        name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        function.use = Use(name, function, **how)  # type: ignore[attr-defined]
+        return function
+
+    return mark if function is None else mark(function)
+
+
+def on(mesh: str, text: ByMesh) -> str | None:
+    """What is said for a mesh, if anything."""
+    return text if isinstance(text, str) else text.get(mesh)
+
+
+def families() -> list[str]:
+    package = importlib.import_module(FAMILIES)
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+
+
+def uses_of(family: str) -> list[Use]:
+    """The uses of a family, in the order in which they are written."""
+    module = importlib.import_module(f"{FAMILIES}.{family}" if family in families() else f"tests.scripts.{family}")
+    return [value.use for value in vars(module).values()
+            if isinstance(getattr(value, "use", None), Use) and value.__module__ == module.__name__]
+
+
+def find(name: str) -> Use:
+    return next(use for use in uses_of(name.split(".")[0]) if use.name == name)
+
+
+def in_turn() -> list[tuple[Use, str]]:
+    """Each use with one mesh, the meshes in turn within a family."""
+    names = list(MESHES)
+    return [(use, names[number % len(names)]) for family in families() for number, use in enumerate(uses_of(family))]

@@ -1,0 +1,1 @@
+"""Families of uses, a module each. See `tests.scripts.use`."""
