@@ -32,9 +32,16 @@ class Outcome:
     digest: str = ""
 
 
+class Unfit(Exception):
+    """A script that does not run on one device: it says nothing about hpml."""
+
+
 def judge(use: Use, mesh: str, folder: Path, rank: int) -> Outcome:
     start = time.perf_counter()
-    expected = seen(use, Script(None, _empty(folder / f"one{rank}"), rank))
+    try:
+        expected = seen(use, Script(None, _empty(folder / f"one{rank}"), rank))
+    except Exception as error:
+        raise Unfit(f"{type(error).__name__} on one device: {error}") from error
     start_split = time.perf_counter()
     try:
         actual = seen(use, Script(mesh, folder / "split", rank))

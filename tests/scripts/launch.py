@@ -32,10 +32,10 @@ def outcomes(folder: Path, cases: list[Case]) -> dict[Case, Outcome]:
         except RanksFailed as failure:
             log = str(failure)
         for number, case in enumerate(cases):
-            parts = [_read(here / f"{number}.{rank}") for rank in range(RANKS)]
+            parts = [read(here / f"{number}.{rank}") for rank in range(RANKS)]
             if all(part is None for part in parts) and number:
                 break
-            found[case] = _together(parts, log)
+            found[case] = together(parts, log)
         cases = [case for case in cases if case not in found]
     return found
 
@@ -57,11 +57,11 @@ def run_uses(rank: int, cases: list[Case], folder: str) -> None:
             return
 
 
-def _read(path: Path) -> Outcome | None:
+def read(path: Path) -> Outcome | None:
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
-def _together(parts: list[Outcome | None], log: str) -> Outcome:
+def together(parts: list[Outcome | None], log: str) -> Outcome:
     """The ranks' outcomes as one: that of all if they agree, to the last bit, and else what the worst of them says."""
     there = [part for part in parts if part is not None]
     if len(there) < len(parts):

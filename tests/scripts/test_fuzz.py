@@ -1,0 +1,18 @@
+"""A few random scripts, on one device and split -> never silently another result. `python -m tests.scripts.fuzz` tries many."""
+from __future__ import annotations
+
+import pytest
+
+from tests.scripts.fuzz import search
+from tests.scripts.fuzz_ranks import Ranks
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mesh", ["dp", "tp"])
+def test_random_scripts(tmp_path, mesh):
+    ranks = Ranks(tmp_path)
+    try:
+        counts = search(ranks, mesh, 8)
+    finally:
+        ranks.stop()
+    assert counts["same"] and counts.keys() <= {"same", "refused"}, counts
