@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import pickle
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.scripts.compare import Outcome, judge
 from tests.scripts.use import find
 
 RANKS = 2
+os.environ.setdefault("HPML_QUICK_PROFILE", "0")  # what a plan costs does not matter here, and each use is a new session
 
 
 Case = tuple[str, str]
