@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.scripts.compare import VERDICTS, Outcome
+from tests.scripts.compare import VERDICTS, Outcome, in_short
 from tests.scripts.launch import Case, outcomes
 from tests.scripts.use import MESHES, families, find, in_turn, uses_of
 from tests.scripts.verdict import complaint
@@ -43,7 +43,7 @@ def main() -> int:
             results.setdefault(mesh, {})[name] = outcome
             wrong = complaint(find(name), mesh, outcome)
             note = "  (known)" if not wrong and outcome.verdict in ("different", "crashed") else ""
-            detail = outcome.detail if asked.verbose else _line(outcome.detail)
+            detail = outcome.detail if asked.verbose else in_short(outcome.detail)
             print(f"{mesh:9} {name:45} {outcome.verdict:9} {outcome.seconds:5.1f} s{note}  {detail}", flush=True)
             complaints += [wrong] if wrong else []
     _table(results, time.monotonic() - start)
@@ -52,21 +52,13 @@ def main() -> int:
         uses = {mesh: {name: asdict(o) for name, o in found.items()} for mesh, found in results.items()}
         asked.json.write_text(json.dumps({"counts": counts, "uses": uses}, indent=1))
     for wrong in complaints:
-        print(f"unexpected: {wrong if asked.verbose else _line(wrong)}")
+        print(f"unexpected: {wrong if asked.verbose else in_short(wrong)}")
     return 1 if complaints else 0
 
 
 def _run(cases: list[Case], verbose: bool) -> dict[Case, Outcome]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stdout if verbose else io.StringIO()):
         return outcomes(Path(folder), cases)
-
-
-def _line(text: str) -> str:
-    """An error in one line: the last one of a traceback, the first of anything else."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
-        return ""
-    return (lines[-1] if "Traceback (most recent call last)" in text else lines[0])[:160]
 
 
 def _table(results: dict[str, dict[str, Outcome]], seconds: float) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import time
 import traceback
@@ -34,6 +35,13 @@ class Outcome:
 
 class Unfit(Exception):
     """A script that does not run on one device: it says nothing about hpml."""
+
+
+def in_short(detail: str) -> str:
+    """One line of it: of a traceback, the last error's."""
+    lines = [line for line in detail.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Failed|Exception|Unsupported)\b", line)]
+    return (errors or lines or [""])[-1 if errors else 0][:160]
 
 
 def judge(use: Use, mesh: str, folder: Path, rank: int) -> Outcome:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from tests.scripts.compare import Outcome
+from tests.scripts.compare import in_short
 from tests.scripts.fuzz_ranks import Ranks
 from tests.scripts.fuzz_strategies import scripts
 from tests.scripts.use import MESHES
@@ -44,17 +44,11 @@ def search(ranks: Ranks, mesh: str, cases: int, start: int = 0, others: dict[str
         if outcome.verdict == "different":
             raise SilentlyWrong(f"{outcome.detail}\non {mesh}, this script:\n\n{text}")
         if outcome.verdict != "same" and others is not None:
-            others.setdefault(f"{outcome.verdict} on {mesh}: {kind(outcome)}", f"{outcome.detail}\n\n{text}")
+            others.setdefault(f"{outcome.verdict} on {mesh}: {in_short(outcome.detail)}", f"{outcome.detail}\n\n{text}")
 
     with contextlib.redirect_stdout(io.StringIO()):  # the ranks' output
         one()
     return counts
-
-
-def kind(outcome: Outcome) -> str:
-    lines = [line for line in outcome.detail.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":")[0] and not line.startswith(" ")]
-    return (errors[-1] if errors else lines[0])[:120]
 
 
 def main() -> int:

@@ -57,8 +57,6 @@ class Use:
     """Absolute and relative. Only what computes in less than float64 needs another one."""
     refused: ByMesh = field(default_factory=dict)
     """hpml says that it cannot do this: a regular expression for its words."""
-    known: ByMesh = field(default_factory=dict)
-    """Fails today, and why. A test turns red when it does not fail any more, so that the entry goes."""
     compiles: bool = True
     """False: nothing of it comes to the backend, and it runs whole on every rank."""
     limit_s: float = 60

@@ -72,6 +72,6 @@ def dies_on_one_rank(hp):
         dist.barrier()
 
 
-@use(known="as an entry for what works again")
+@use
 def works_again(hp):
     return train(hp, mlp(), steps=1)
