@@ -49,7 +49,7 @@ class Traces:
     @cached_property
     def whole(self) -> list[Annotated]:
         """All graphs of the whole model."""
-        return [_annotate(traced) for traced in trace(self.model, self.batch)]
+        return [_annotate(traced) for traced in trace(self.model, self.batch, self.options.compiler)]
 
     @cached_property
     def shortened(self) -> tuple[Annotated, Annotated, int] | None:
@@ -60,7 +60,7 @@ class Traces:
         traces = []
         for count in (SHORT, LONG):
             with shortened(self.model, count):
-                found = trace(self.model, self.batch)
+                found = trace(self.model, self.batch, self.options.compiler)
             if len(found) != 1:
                 return None
             traces.append(_annotate(found[0]))

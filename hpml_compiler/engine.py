@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from hpml_compiler import session
 from hpml_compiler.agreement import from_rank_0, same_graph
 from hpml_compiler.api import last_plan
-from hpml_compiler.lowering import Lowering, boxed
+from hpml_compiler.lowering import Lowering, boxed, decompositions
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
@@ -24,6 +24,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
 from hpml_compiler.presets import after_planning
 from hpml_compiler.profile import quick
+from hpml_compiler.refused import refuse
 from hpml_compiler.reuse import structure
 from hpml_compiler.runtime import liveness
 from hpml_compiler.runtime.alike import own_values, same_values
@@ -54,6 +55,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         return _one_device(gm, example_inputs, options)
     liveness.start()
     with at(f"compiling graph_{len(session.current().graphs)}"):
+        refuse(gm)
         return _Compilation(gm, example_inputs, options).run()
 
 
@@ -127,7 +129,7 @@ class _Compilation:
             bw_compiler=self._backward,
             inference_compiler=self._inference,
             partition_fn=self._partition,
-            decompositions=compat.inductor_decompositions(),
+            decompositions=decompositions(self.options.compiler),
         )(gm, examples)
         assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
         same_values(own_values(self.inputs, self.given_inputs))
@@ -167,6 +169,8 @@ class _Compilation:
         return self.lowering.inference(self._rewrite(gm, None))
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
+        if forward_outputs is None:  # no gradient flows, whether or not it may: parameters are placed by training alone
+            self.inputs = [replace(described, placeable=False) for described in self.inputs]
         annotated = annotate(gm, self.inputs, forward_outputs)
         same_graph(annotated.hash(), annotated.text)
         self._look(annotated)

@@ -43,6 +43,12 @@ def tag_by_dataflow(joint: GraphModule, forward_outputs: int) -> None:
             node.meta["partitioner_tag"] = "is_forward" if node in needed else "is_backward"
 
 
+def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
+    """Into what operators are taken apart while they are traced. Random numbers are those of one device: inductor draws
+    with a generator of its own, "eager" as torch does without a compiler."""
+    return compat.inductor_decompositions() if compiler == "inductor" else compat.eager_decompositions()
+
+
 class Lowering:
     """Partitioning and compiling for one graph, with inductor or without ("eager")."""
 

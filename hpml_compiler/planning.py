@@ -30,6 +30,7 @@ from passes.partition.build import StateModel
 from passes.partition.place import Placed, place
 from passes.partition.solvers import SolverOptions
 from passes.placement_graph import PlacementGraph
+from passes.result import attribute_of
 from passes.results import INTERFACE, OPERATIONS
 from passes.rules.base import Rule
 
@@ -54,6 +55,8 @@ class Annotated:
             value = node.meta.get("val")
             shape = tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", ""))
             lines.append(f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs} -> {shape}")
+            if node.op == "get_attr" and isinstance(called := attribute_of(self.gm, node), GraphModule):
+                lines.append(called.code)
         return "\n".join(lines)
 
     def hash(self) -> str:

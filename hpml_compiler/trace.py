@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from hpml_compiler.lowering import decompositions
 from hpml_compiler.runtime.parameters import parameter_name
 from hpml_compiler.trace_errors import check_batch, check_products, not_traceable
 from passes import compat
@@ -41,8 +42,8 @@ def call_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
     return (batch,), {}
 
 
-def trace(model: nn.Module, batch: Any) -> list[Traced]:
-    """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes.
+def trace(model: nn.Module, batch: Any, compiler: str = "inductor") -> list[Traced]:
+    """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler.
 
     Real, fake and meta tensors are taken alike: weights and batch are replaced by fake ones on the device that they are
     on (meta: cpu, since on meta the loss has no gradient). Raises BadInput if nothing is differentiable.
@@ -64,7 +65,7 @@ def trace(model: nn.Module, batch: Any) -> list[Traced]:
             raise _Stop
 
         return compat.aot_autograd(
-            fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=compat.inductor_decompositions()
+            fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=decompositions(compiler)
         )(gm, examples)
 
     torch.compiler.reset()

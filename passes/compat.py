@@ -20,13 +20,18 @@ __all__ = [
     "adopt_foreach_type",
     "aot_autograd",
     "compile_with_inductor",
+    "convert_before_differentiating",
     "default_partition",
+    "eager_decompositions",
     "fake_mode_of",
     "inductor_joint_passes",
     "inductor_whole",
+    "inside_transform",
     "is_fused_kernel",
     "min_cut_partition",
     "outside_tracing",
+    "outside_transforms",
+    "depends_on_data",
     "dtensor_spec",
     "fake_mode",
     "group_timeout",
@@ -69,6 +74,14 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
+
+
+def eager_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The same table without the operators that draw random numbers themselves: inductor's stand-ins for them, made for
+    its own generator, draw others from torch's than the operators do. What consists of other operators is kept."""
+    table = inductor_decompositions()
+    return {op: decomposed for op, decomposed in table.items()
+            if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or op._can_decompose()}
 
 
 def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
@@ -239,6 +252,15 @@ def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
     return int(symbolic_shapes.hint_int(size, fallback=unbacked))  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def depends_on_data(size: int | torch.SymInt) -> bool:
+    """Whether a size is only known when the graph runs, such as the length of `nonzero`."""
+    if isinstance(size, int):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
+
+
 # DTensor's insides, for parameters that are DTensors (hpml_compiler/runtime).
 
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
@@ -317,6 +339,33 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
+
+
+inside_transform = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` (vmap, grad, jvp, ...) is running."""
+
+
+def outside_transforms() -> Any:
+    """A context outside of all transforms of `torch.func` that are running: for what is the same to all of them."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def convert_before_differentiating(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """From now on, `torch.func`'s grad, vjp and jvp (and what is made of them) convert each tensor that they
+    differentiate by. They wrap tensors in a way that `__torch_function__` does not see, and DTensor meets plain ones."""
+    from torch._functorch import eager_transforms
+
+    wrap = eager_transforms._wrap_tensor_for_grad
+    if getattr(wrap, "converts", None) is convert:
+        return
+
+    def converted(maybe_tensor: Any, level: int) -> Any:
+        return wrap(convert(maybe_tensor) if isinstance(maybe_tensor, torch.Tensor) else maybe_tensor, level)
+
+    cast("Any", converted).converts = convert
+    eager_transforms._wrap_tensor_for_grad = converted
 
 
 def will_accumulate(nodes: Any) -> bool:

@@ -129,6 +129,8 @@ def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return function(value)
     if isinstance(value, dict):
         return {key: _map(function, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map(function, item) for item in value)
+    if isinstance(value, list):  # Dynamo gives lists of a class of its own, which cannot be changed
+        return [_map(function, item) for item in value]
+    if type(value) is tuple:
+        return tuple(_map(function, item) for item in value)
     return value

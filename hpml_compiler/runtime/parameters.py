@@ -18,6 +18,7 @@ from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.placed import place, place_like
 from hpml_compiler.runtime.rebinding import rebind, rebind_attributes
+from hpml_compiler.runtime.transforms import watch_transforms
 from passes import compat
 from passes.errors import BadInput
 
@@ -92,6 +93,7 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     trainable = [i for i in placed if example_inputs[i].requires_grad]
     compat.guard_on_type_and_grad([sources[i] for i in placed if isinstance(example_inputs[i], nn.Parameter)])
     watch_optimizers()
+    watch_transforms()
     return Installed(placed, trainable, [names[i] for i in placements], olds, news)
 
 

@@ -19,7 +19,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     Every rank gets the same value, so every rank must call this. The gradient that arrives is whole and equal on all
     ranks too; each rank keeps its part, without communication. While Dynamo traces, there is no communication.
     """
-    return _Whole.apply(tensor) if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if compat.inside_transform():  # of torch.func: the parameter itself is none of its arguments
+        with compat.outside_transforms():
+            return _Whole.apply(tensor)
+    return _Whole.apply(tensor)
 
 
 def local_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
@@ -56,9 +61,26 @@ class _Whole(torch.autograd.Function):
         return tensor.full_tensor()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        spec = reduced(ctx.spec, gradient)
-        part = local_part(gradient, spec.mesh, spec.placements)
-        # What arrives may be expanded, or be held by somebody else, who would see it being clipped in place.
-        return compat.make_dtensor(ctx.kind, part.clone() if part is gradient else part, spec)
+        if torch.is_grad_enabled():  # create_graph=True
+            return _Part.apply(gradient, ctx.kind, ctx.spec)
+        return _part(gradient, ctx.kind, ctx.spec)
+
+
+class _Part(torch.autograd.Function):
+    """What `_Whole` does backward, differentiable in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, kind: type, spec: Any) -> torch.Tensor:
+        return _part(gradient, kind, spec)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return whole(gradients[0]), None, None
+
+
+def _part(gradient: torch.Tensor, kind: type, spec: Any) -> torch.Tensor:
+    spec = reduced(spec, gradient)
+    part = local_part(gradient, spec.mesh, spec.placements)
+    # What arrives may be expanded, or be held by somebody else, who would see it being clipped in place.
+    return compat.make_dtensor(kind, part.clone() if part is gradient else part, spec)

@@ -135,6 +135,8 @@ def _trilinear(*args: Any, out_val: Any, **kwargs: Any) -> float:
 
 _OWN: dict[str, Callable[..., float]] = {
     "aten.convolution_backward": _convolution_backward,
+    "flex_attention": _attention,
+    "flex_attention_backward": lambda q, k, v, *_, **__: _attention_backward(None, q, k, v),
     "aten.linear": _contraction(0),
     "aten.matmul": _contraction(0),
     "aten.mv": _contraction(0),

@@ -17,6 +17,7 @@ from passes.analysis.blocks import assign_blocks, is_backward
 from passes.analysis.factors import RuledCall, factorize
 from passes.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import REPLICATE, Rule, Spec, Strategy, strategies
+from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import call_of, is_heavy, operand_nodes, rule_of_call, spec_of
 
 aten = torch.ops.aten
@@ -56,9 +57,9 @@ class _Builder:
 
     def read(self, node: Node) -> int:
         """Value that a node stands for, through `getitem`."""
-        if node.target is operator.getitem:
-            return self.of[node.args[0], node.args[1]]
-        return self.of[node, 0]
+        owner = port_of(node)
+        assert owner is not None, "only tensors are read"
+        return self.of[owner]
 
     def build(self) -> tuple[PlacementGraph, list[Rule | None]]:
         graph = PlacementGraph([], self.values, [])
@@ -73,13 +74,11 @@ class _Builder:
 
     def _operation(self, node: Node, graph: PlacementGraph, rules: list[Rule | None]) -> None:
         inputs = tuple(self.read(x) for x in operand_nodes(node))
-        result = node.meta.get("val")
-        results = list(result) if isinstance(result, (tuple, list)) else [result]
         outputs = tuple(
             self.value(node, port, spec_of(x), len(graph.operations))
-            for port, x in enumerate(results) if isinstance(x, torch.Tensor)
+            for port, (_, x) in enumerate(leaves_of(node.meta.get("val"))) if isinstance(x, torch.Tensor)
         )
-        rule = rule_of_call(call_of(node)) if outputs else None
+        rule = rule_of_call(call_of(node)) if outputs and not is_opaque(node) else None
         if outputs and rule is None:
             graph.unruled.setdefault(str(node.target), []).append(node.name)
         rules.append(rule)

@@ -8,7 +8,6 @@ which bytes a rank holds of a value, hardly which values it holds.
 # pyright: reportReturnType=false
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -16,6 +15,7 @@ from torch import fx
 
 from passes import compat
 from passes.placement_graph import PlacementGraph, block_class
+from passes.rules.opaque import port_of
 from passes.rules.table import is_random
 
 
@@ -24,8 +24,9 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
     index = {value.name: value.index for value in graph.values}
     found: set[int] = set()
     for node in _partitioned(gm, forward_outputs):
-        owner, port = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
-        value = index.get(owner.name if port is None else f"{owner.name}.{port}")
+        value = index.get(node.name)
+        if value is None and (owner := port_of(node)) is not None:
+            value = index.get(f"{owner[0].name}.{owner[1]}")
         if value is not None and (root := _root(graph, value)) is not None:
             found.add(root)
     numbers = _numbers(graph, gm)

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes.compat import OpOverload, pytree
+from passes.compat import OpOverload, depends_on_data, pytree, size_hint
 from passes.rules.base import Call, Operand, Rule, RuleFunction, Spec
+from passes.rules.opaque import leaves_of
 
 FAMILIES = (
-    "attention", "convolution", "creation", "embedding", "matmul", "pointwise", "pooling", "reductions", "routing", "scatter",
-    "special", "views", "windows",
+    "attention", "convolution", "creation", "embedding", "flex", "matmul", "pointwise", "pooling", "reductions", "routing",
+    "scatter", "special", "views", "windows",
 )
+UNBACKED_SIZE = 8192
 _table: dict[str, RuleFunction] = {}
 _heavy: set[str] = set()
 
@@ -87,15 +89,14 @@ def has_rule(target: Any) -> bool:
 
 
 def spec_of(value: Any) -> Spec:
-    """Spec of a tensor (fake ones too); sizes must be plain integers."""
-    return Spec(tuple(int(s) for s in value.shape), str(value.dtype).removeprefix("torch."), value.dtype.itemsize)
+    """Spec of a tensor (fake ones too); sizes must be numbers. One that depends on data counts as inductor counts it."""
+    shape = tuple(size_hint(s, UNBACKED_SIZE) if depends_on_data(s) else int(s) for s in value.shape)
+    return Spec(shape, str(value.dtype).removeprefix("torch."), value.dtype.itemsize)
 
 
 def results_of(node: Node) -> list[Any]:
     """Tensors that a node returns; None entries of a tuple are dropped."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return [v for _, v in leaves_of(node.meta.get("val")) if isinstance(v, torch.Tensor)]
 
 
 def operand_nodes(node: Node) -> list[Node]:

@@ -1,6 +1,8 @@
 """Rewrite a joint graph into the form that rules and clusters want, with the same values.
 
 - `alias` and `detach` go where nobody outside can tell;
+- random numbers that only take the shape of a tensor do not wait for it, and dropout multiplies by a mask, so that what
+  is drawn whole on every rank (to be what one device draws) needs no whole activation;
 - a fused bias (`addmm`) is taken apart, so that the product may be a partial sum while the bias is added once;
 - `mean`, `var` and `var_mean` become sums: over a split dim these are partial sums, so that the statistics of a
   BatchNorm over a split batch are those of the whole batch by themselves;
@@ -13,6 +15,7 @@
 # pyright: reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +24,7 @@ from torch.fx import GraphModule, Node
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.registry import register
+from passes.rules.opaque import is_plain
 from passes.rules.table import is_heavy
 from passes.transform.insert import Inserter
 
@@ -65,6 +69,42 @@ def _identity(node: Node, insert: Inserter) -> bool:
     if any(user.op == "output" for user in node.users) or not isinstance(source, Node):
         return False
     node.replace_all_uses_with(source)
+    return True
+
+
+LENDS_SHAPE = (
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    aten.bernoulli.p, aten.exponential.default, aten.geometric.default, aten.uniform.default, aten.normal_functional.default,
+    aten.random.default, aten.random.to, getattr(aten.random, "from"), aten.log_normal.default, aten.cauchy.default,
+)
+"""Random numbers in the shape, order in memory and type of the first argument, whose values are not read."""
+
+
+def _like(x: Node, insert: Inserter) -> Node:
+    """A tensor without values in the image of another."""
+    value = x.meta["val"]
+    return insert(aten.empty_strided.default, list(value.shape), list(value.stride()), dtype=value.dtype, device=value.device)
+
+
+def _lends_shape(node: Node, insert: Inserter) -> bool:
+    source, *others = node.args
+    if not is_plain(source.meta["val"]) or not source.all_input_nodes and source.op == "call_function":
+        return False
+    node.replace_all_uses_with(insert(node.target, _like(source, insert), *others, **node.kwargs))
+    return True
+
+
+def _dropout(node: Node, insert: Inserter) -> bool:
+    """Dropout's mask is drawn by dropout itself, of anything: on a GPU nothing else draws the same."""
+    x, p, train = (*node.args, True)[:3]
+    parts = [(user, user.args[1]) for user in node.users if user.target is operator.getitem]
+    if len(parts) < len(node.users) or train is False or p in (0, 1) or not is_plain(x.meta["val"]):
+        return False
+    mask = insert(operator.getitem, insert(node.target, _like(x, insert), p, True), 1)
+    result = insert(aten.mul.Tensor, insert(aten.mul.Tensor, x, mask), 1 / (1 - p))
+    for user, part in parts:
+        user.replace_all_uses_with((result, mask)[part])
+        node.graph.erase_node(user)
     return True
 
 
@@ -173,6 +213,8 @@ def _var(node: Node, insert: Inserter) -> bool:
 
 REWRITES = {
     **dict.fromkeys(IDENTITIES, _identity),
+    **dict.fromkeys(LENDS_SHAPE, _lends_shape),
+    aten.native_dropout.default: _dropout,
     aten.addmm.default: _fused_bias(aten.mm.default),
     aten.baddbmm.default: _fused_bias(aten.bmm.default),
     aten.mean.default: _mean,

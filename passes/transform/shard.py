@@ -24,8 +24,10 @@ from passes.decision import Decision, OperationLayouts, Route
 from passes.layouts import Layout, local_shape
 from passes.placement_graph import PlacementGraph
 from passes.registry import register
+from passes.result import attribute_of
 from passes.results import DECISION, INTERFACE, OPERATIONS
-from passes.rules.base import Rule
+from passes.rules.base import REPLICATE, Rule
+from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import operand_nodes
 from passes.transform.collectives import MeshGroups, Redistributor
 from passes.transform.insert import PROVENANCE, Inserter
@@ -42,6 +44,11 @@ class _Appender(Inserter):
         super().__init__(graph, like, like, fake_mode)
         self.tag = tag
 
+    def _value(self, x: Any) -> Any:
+        if not isinstance(x, Node):
+            return x
+        return x.meta["val"] if "val" in x.meta else attribute_of(self.like.graph.owning_module, x)  # a graph that is called
+
     def __call__(self, target, /, *args, **kwargs):
         node = self.graph.call_function(target, args, kwargs)
         for key in PROVENANCE:
@@ -54,8 +61,7 @@ class _Appender(Inserter):
         ):
             node.meta["partitioner_tag"] = BACKWARD_ON_PURPOSE  # what reads it cannot run before it
         with self.fake_mode:
-            get = lambda x: x.meta["val"] if isinstance(x, Node) else x  # noqa: E731
-            a, k = pytree.tree_map(get, (args, kwargs), is_leaf=lambda x: isinstance(x, Node))
+            a, k = pytree.tree_map(self._value, (args, kwargs), is_leaf=lambda x: isinstance(x, Node))
             node.meta["val"] = target(*a, **k)
         return node
 
@@ -87,9 +93,11 @@ class Sharder:
                 self._input(node)
             elif node.op == "output":
                 self._output(node)
-            elif node.target is operator.getitem and (node.args[0].name, node.args[1]) in self.ports:
-                self.env[node] = self.made[self.ports[node.args[0].name, node.args[1]]][0]
-            elif node.name in self.by_name and self.by_name[node.name].outputs:
+            elif node.target is operator.getitem:
+                self._part(node)
+            elif node.name in self.by_name and is_opaque(node):
+                self._opaque(node)
+            elif node.name in self.by_name:
                 self._call(node)
             else:
                 self.env[node] = self._copy(node)
@@ -103,6 +111,33 @@ class Sharder:
         new = self.new.node_copy(node, lambda n: self.env[n])
         new.meta = dict(node.meta)
         return new
+
+    def _part(self, node: Node) -> None:
+        owner = port_of(node)
+        index = None if owner is None else self.ports.get((owner[0].name, owner[1]))
+        self.env[node] = self._copy(node) if index is None else self.made[index][0]
+
+    def _opaque(self, node: Node) -> None:
+        """The call as it was traced, of whole operands."""
+        op = self.by_name[node.name]
+        whole = {x: self._arrive(self.decision.routes[op.index, k], node) for k, x in enumerate(operand_nodes(node))}
+        new = self.new.node_copy(node, lambda x: whole[x] if x in whole else self.env[x])
+        new.meta = dict(node.meta)
+        if node.meta.get("partitioner_tag") != "is_backward" and any(
+            x.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE for x in whole.values()
+        ):
+            new.meta["partitioner_tag"] = BACKWARD_ON_PURPOSE
+        self.env[node] = new
+        insert = _Appender(self.new, node, self.fake_mode)
+        paths = [path for path, _ in leaves_of(node.meta.get("val"))]
+        layout = (REPLICATE,) * len(self.groups.sizes)
+        for v in op.outputs:
+            part = new
+            for position in paths[self.graph.values[v].port]:
+                part = insert(operator.getitem, part, position)
+            self.made[v] = (part, layout)
+            for route in self.returned.get(v, ()):
+                self._arrive(route, node)
 
     def _input(self, node: Node) -> None:
         new = self._copy(node)
@@ -170,10 +205,11 @@ class Sharder:
         )
         self.env[node] = new
         self._check(node, op, values, layouts, new)
+        paths = [path for path, _ in leaves_of(node.meta["val"])]
         for value, made, after in zip(values, layouts.made, layouts.outputs):
             part = new
-            if isinstance(node.meta["val"], (tuple, list)):
-                part = insert(operator.getitem, new, value.port)
+            for position in paths[value.port]:
+                part = insert(operator.getitem, part, position)
             layout = made
             for axis in range(len(made)):
                 if layout[axis] != after[axis]:
@@ -197,8 +233,7 @@ class Sharder:
         return None if parts == 1 else (mine * count, count)
 
     def _check(self, node, op, values, layouts, new) -> None:
-        made = new.meta["val"]
-        made = made if isinstance(made, (tuple, list)) else [made]
+        made = [part for _, part in leaves_of(new.meta["val"])]
         for value, layout in zip(values, layouts.made):
             got, expected = tuple(made[value.port].shape), local_shape(value, layout, self.groups.sizes)
             if got != expected:

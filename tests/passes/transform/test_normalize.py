@@ -164,3 +164,31 @@ def test_the_pass_does_the_same_and_says_what_it_did():
     Normalize()(gm)
     assert aten.addmm.default not in targets(gm)
     torch.testing.assert_close(gm(*inputs), before)
+
+
+def test_random_numbers_in_the_shape_of_a_value_do_not_wait_for_it():
+    x = f(4, 6).t()
+    gm = traced(lambda x: torch.rand_like(x.sin()) + torch.bernoulli(x.cos(), 0.3), x)
+    torch.manual_seed(0)
+    before = gm(x)
+    assert normalize(gm, fake_mode_of(gm))
+    torch.manual_seed(0)
+    torch.testing.assert_close(gm(x), before)
+    for node in gm.graph.find_nodes(op="call_function", target=aten.rand_like.default):
+        assert node.args[0].target == aten.empty_strided.default
+    assert not {aten.sin.default, aten.cos.default} & set(targets(gm))
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_dropout_draws_its_mask_of_anything(p):
+    x = f(4, 6)
+    gm = traced(lambda x: torch.native_dropout(x, p, True), x)
+    torch.manual_seed(0)
+    before = gm(x)
+    changed = normalize(gm, fake_mode_of(gm))
+    assert changed == (p < 1)
+    torch.manual_seed(0)
+    for a, b in zip(gm(x), before, strict=True):
+        torch.testing.assert_close(a, b)
+    (drawn,) = gm.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+    assert (drawn.args[0].op == "placeholder") == (p == 1)

@@ -1,0 +1,23 @@
+"""`torch.func` on a model with placed parameters: per-sample gradients, Jacobians, products with Hessians."""
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from hpml_compiler.runtime.placed import PlacedTensor
+from hpml_compiler.runtime.whole import whole
+from passes import compat
+
+
+@functools.cache
+def watch_transforms() -> None:
+    """From now on, placed tensors that are differentiated by are whole inside of a transform, and so are their results."""
+    compat.convert_before_differentiating(_plain)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, PlacedTensor):
+        return tensor
+    # Dynamo traces no communication: to it, what any op makes of a placed tensor is whole.
+    return tensor.view_as(tensor) if torch.compiler.is_compiling() else whole(tensor)
