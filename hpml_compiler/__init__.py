@@ -8,11 +8,12 @@ from hpml_compiler.plan import Plan
 
 if TYPE_CHECKING:
     from hpml_compiler.api import last_plan
+    from hpml_compiler.integrations.accelerate import one_device
     from hpml_compiler.loader import distribute, distribute_batch
     from hpml_compiler.mixed.plan import MixedPlan
     from hpml_compiler.monitor.last import last_report
 
-__all__ = ["Plan", "distribute", "distribute_batch", "last_plan", "last_report", "plan"]
+__all__ = ["Plan", "distribute", "distribute_batch", "last_plan", "last_report", "one_device", "plan"]
 
 
 def plan(model: Any, batch: Any, cluster: Any = None, **options: Any) -> Plan | MixedPlan:
@@ -36,4 +37,8 @@ def __getattr__(name: str) -> Any:
         from hpml_compiler.monitor.last import last_report
 
         return last_report
+    if name == "one_device":
+        from hpml_compiler.integrations.accelerate import one_device
+
+        return one_device
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,15 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from hpml_compiler.wrappers import watch_compiled_modules, watch_ddp
+
+# Torch loads this module inside of torch.compile, before it makes the compiled module.
+watch_ddp()
+watch_compiled_modules()
+
+defaults: dict[str, Any] = {}
+"""Options for what names none: a library that compiles by a backend's name has no argument for them."""
+
 
 def hpml(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None,
@@ -27,7 +36,7 @@ def hpml(
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not known", where="torch.compile",
                        next_step="leave it out; what the modes of inductor tune is not exposed here")
-    return compile_graph(gm, example_inputs, Options.parse(options))
+    return compile_graph(gm, example_inputs, Options.parse({**defaults, **(options or {})}))
 
 
 @atexit.register

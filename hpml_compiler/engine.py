@@ -34,6 +34,7 @@ from hpml_compiler.runtime.doing import Spot, at
 from hpml_compiler.runtime.inputs import take_out_markers
 from hpml_compiler.runtime.parameters import install, parameter_name, placeable
 from hpml_compiler.runtime.world import device_type, ensure_process_group
+from hpml_compiler.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
 from passes.annotations import write
 from passes.cluster import Cluster
@@ -46,6 +47,7 @@ log = logging.getLogger("hpml")
 
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     world = ensure_process_group()
+    watch_compiled_modules()  # the backend may have been imported before Dynamo
     options.check_mesh(world)
     if options.tensorboard is not None:
         tensorboard.check_installed()
@@ -53,6 +55,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         compat.warm_cpp_compiler()
     if world == 1:
         return _one_device(gm, example_inputs, options)
+    refuse_other_wrappers(example_inputs)
     liveness.start()
     with at(f"compiling graph_{len(session.current().graphs)}"):
         refuse(gm)

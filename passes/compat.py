@@ -19,8 +19,10 @@ __all__ = [
     "OpOverload",
     "adopt_foreach_type",
     "aot_autograd",
+    "backend_of",
     "compile_with_inductor",
     "convert_before_differentiating",
+    "compiled_module_type",
     "default_partition",
     "eager_decompositions",
     "fake_mode_of",
@@ -227,6 +229,30 @@ def frame_being_compiled() -> str:
 
     compile_id = CompileContext.current_compile_id()
     return "" if compile_id is None else str(compile_id.frame_id)
+
+
+def compiled_module_type() -> Any:
+    """The class of what `torch.compile(module)` returns; None before Dynamo is loaded."""
+    import sys
+
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+
+
+def backend_of(module: torch.nn.Module) -> Any:
+    """The backend that a module is compiled for, by `torch.compile(module)` or `module.compile()`; None if it is not."""
+    kind = compiled_module_type()
+    if kind is None:
+        return None
+    callback = None
+    if isinstance(module, kind):
+        callback = getattr(module.dynamo_ctx, "callback", None)
+    elif (compiled := module.__dict__.get("_compiled_call_impl")) is not None:
+        freevars = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+        callback = freevars["callback"].cell_contents if "callback" in freevars else None
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend = None if callback is None else innermost_backend(callback)
+    return getattr(backend, "compiler_fn", backend)
 
 
 def fake_mode_of(gm: torch.fx.GraphModule) -> Any:

@@ -1,0 +1,117 @@
+"""accelerate, and what is built on it: `one_device()`, and checkpoints that all ranks gather and rank 0 writes."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpml_compiler import backend
+from hpml_compiler.integrations.gather import barrier, gathered, gathered_states
+from hpml_compiler.options import Options
+from hpml_compiler.runtime.world import ensure_process_group
+from passes.errors import BadInput, MissingDependency
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def one_device(**options: Any) -> None:
+    """From now on, accelerate sees the one device that a split model stands for, and rank 0 as its main process.
+
+    So it puts no DDP around models, gives every rank the same batches, reduces no losses and metrics, and lets rank 0
+    write. `dynamo_backend="hpml"`, and `torch_compile_backend="hpml"` of transformers' TrainingArguments, are known. To be
+    called before an Accelerator or TrainingArguments are made. On one rank, only the name of the backend becomes known.
+
+    options: of the backend, for models that a library compiles by the backend's name alone.
+    """
+    try:
+        from accelerate.state import PartialState
+    except ImportError as error:
+        raise MissingDependency("accelerate is not installed", "hpml_compiler.one_device()",
+                                "pip install accelerate; without it, there is nothing that this has to tell") from error
+    Options.parse(options)  # what is wrong with them is said here, not at the first step
+    backend.defaults.update(options)
+    _know_the_backend()
+    if ensure_process_group() == 1 or hasattr(PartialState.__init__, "__wrapped__"):
+        return
+    if PartialState._shared_state and PartialState().num_processes > 1:
+        raise BadInput("accelerate has counted the ranks already", "hpml_compiler.one_device()",
+                       "call it at the start of the script, before an Accelerator or TrainingArguments are made")
+    PartialState._reset_state()
+    _wrap(PartialState, "__init__", _as_main_process)
+    watch_saves()
+
+
+def _as_main_process(original: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        fresh = not self._shared_state
+        if not fresh:
+            original(self, cpu, **kwargs)
+            return
+        if "transformers.trainer" in sys.modules:
+            from hpml_compiler.integrations import transformers
+
+            transformers.watch_trainers()
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local % torch.cuda.device_count())
+        with _hidden(LAUNCHER):
+            original(self, cpu, **kwargs)
+        self.process_index, self.local_process_index = dist.get_rank(), local
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    return init
+
+
+@functools.cache
+def watch_saves() -> None:
+    """From now on, `save_state`, `save_model` and `get_state_dict` of an Accelerator gather what several ranks hold."""
+    from accelerate import Accelerator
+
+    def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: gathered(original(self, *args, **kwargs))
+
+    def save_state(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with gathered_states(self._optimizers):
+                result = original(self, *args, **kwargs)
+            barrier()
+            return result
+
+        return save
+
+    _wrap(Accelerator, "get_state_dict", get_state_dict)
+    _wrap(Accelerator, "save_state", save_state)
+
+
+def _wrap(kind: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(kind, name)
+    setattr(kind, name, functools.wraps(original)(make(original)))
+
+
+def _know_the_backend() -> None:
+    """accelerate has a list of backends, which torch's entry points do not extend."""
+    from accelerate.utils import DynamoBackend
+
+    if "HPML" in DynamoBackend.__members__:
+        return
+    member: Any = str.__new__(DynamoBackend, "HPML")
+    member._name_, member._value_ = "HPML", "HPML"
+    DynamoBackend._member_map_["HPML"] = member
+    DynamoBackend._value2member_map_["HPML"] = member
+    DynamoBackend._member_names_.append("HPML")
+
+
+@contextlib.contextmanager
+def _hidden(variables: tuple[str, ...]) -> Iterator[None]:
+    held = {name: os.environ.pop(name) for name in variables if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(held)

@@ -1,0 +1,69 @@
+"""Lightning: `Trainer(strategy=HpmlStrategy())`, one device as far as Lightning can see, on as many ranks as there are."""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpml_compiler.integrations.gather import barrier, gathered
+from hpml_compiler.runtime.world import control_group, ensure_process_group
+from passes.errors import MissingDependency
+
+try:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+except ImportError:
+    try:
+        from pytorch_lightning.strategies import SingleDeviceStrategy  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingDependency("Lightning is not installed", "hpml_compiler.integrations.lightning",
+                                "pip install lightning") from error
+
+
+class HpmlStrategy(SingleDeviceStrategy):
+    """For modules whose model is compiled with backend="hpml": every rank runs the script of one device.
+
+    All ranks get the same batches (no DistributedSampler is put in), no DDP is put around, nothing is reduced that is the
+    global batch's already. Checkpoints are gathered by all ranks and written by rank 0, with the names and shapes that one
+    device writes; rank 0 logs.
+    """
+
+    strategy_name = "hpml"
+
+    def __init__(self, device: Any = None, **kwargs: Any) -> None:
+        ensure_process_group()
+        super().__init__(device=_own_device() if device is None else device, **kwargs)
+        if dist.is_initialized():
+            self.global_rank, self.local_rank = dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        held = [obj]
+        dist.broadcast_object_list(held, src, group=control_group())
+        return held[0]
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return gathered(super().lightning_module_state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return gathered(super().optimizer_state(optimizer))
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(gathered(checkpoint), filepath, storage_options)
+        barrier()
+
+
+def _own_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
