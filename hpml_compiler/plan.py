@@ -189,17 +189,20 @@ class Plan(PlanFile):
 
     # -- for people (hpml_compiler/visualize; imported late, so that a plan loads without rich) ------------------------
 
-    def table(self, width: int = 100) -> str:
-        """The plan as text: a row per class of equal blocks."""
+    def table(self, width: int | None = None) -> str:
+        """The plan as text, as wide as the terminal: a row per class of equal blocks."""
         from hpml_compiler.visualize.table import render_text
 
         return render_text(self, width)
 
-    def explain(self, name: str) -> str:
-        """Where the node or parameter `name` lives, why and at what cost. Raises BadInput with the closest names."""
+    def explain(self, name: str, width: int | None = None) -> str:
+        """Where the node or parameter `name` lives, why and at what cost, in lines of at most `width` (None: of any
+        length). Raises BadInput with the closest names."""
         from hpml_compiler.visualize.explain import explain
+        from hpml_compiler.visualize.terminal import wrapped
 
-        return explain(self, name)
+        text = explain(self, name)
+        return text if width is None else wrapped(text, width)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to `other`; `str()` of the result is text for people."""

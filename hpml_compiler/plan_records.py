@@ -45,7 +45,8 @@ class Record(BaseModel):
 
 
 class ParameterPlan(Record):
-    """One parameter (or buffer): its whole shape, how it is stored, its bytes whole and on one (the fullest) device."""
+    """One parameter (or buffer): its whole shape, how it is stored, its bytes whole and on one (the fullest) device, and
+    the node that its gradient is ("" where it has none, or nobody said)."""
 
     shape: Shape
     dtype: str
@@ -53,6 +54,7 @@ class ParameterPlan(Record):
     trainable: bool
     bytes_whole: Count
     bytes_per_device: Count
+    gradient: str = ""
 
 
 class OperationPlan(Record):

@@ -60,7 +60,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
         name=name,
         training=annotated.interface.training,
         mesh=dict(zip(mesh.names, mesh.shape)),
-        parameters=_parameters(annotated, answer),
+        parameters=_parameters(annotated, answer, listed),
         operations=_operations(graph, mesh, answer, prices, listed),
         redistributions=(
             *(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices, listed),
@@ -111,8 +111,10 @@ def _largest_transient(graph: PlacementGraph, answer: Placed) -> float:
     return largest
 
 
-def _parameters(annotated: Annotated, answer: Placed) -> dict[str, ParameterPlan]:
+def _parameters(annotated: Annotated, answer: Placed, listed: Listing) -> dict[str, ParameterPlan]:
     found = {}
+    named = {value.name: listed.values[value.index] for value in annotated.graph.values}
+    gradients = {parameter: named.get(node.name, "") for node, parameter in annotated.interface.outputs if parameter}
     for v, layout in answer.decision.inputs.items():
         value = annotated.graph.values[v]
         if value.kind == "parameter":
@@ -120,6 +122,7 @@ def _parameters(annotated: Annotated, answer: Placed) -> dict[str, ParameterPlan
                 shape=value.spec.shape, dtype=value.spec.dtype, placements=placements(layout),
                 trainable=value.trainable, bytes_whole=value.bytes,
                 bytes_per_device=round(local_bytes(value, layout, answer.decision.sizes)),
+                gradient=gradients.get(value.name, "") if value.trainable else "",
             )
     return found
 

@@ -58,22 +58,26 @@ def _sheet(device: str | None) -> Any:
 
 def _print(report: dict[str, Any]) -> None:
     from rich import box
-    from rich.console import Console
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
-    console.print(f"device {report['device']}", highlight=False)
-    parameters = Table("parameter", "built in", "fitted", "informed by the rows", box=box.SIMPLE, pad_edge=False)
+    from hpml_compiler.visualize.terminal import show
+
+    parameters = Table("parameter", box=box.SIMPLE, pad_edge=False)
+    for title in ("built in", "fitted", "informed by the rows"):
+        parameters.add_column(title, justify="right")
     for name, each in report["parameters"].items():
         parameters.add_row(name, f"{each['built_in']:.3f}", f"{each['fitted']:.3f}", f"{each['informed']:.0%}")
-    console.print(parameters)
-    rows = Table("row", "measured", "predicted", "error", "leave-one-out", box=box.SIMPLE, pad_edge=False)
+    rows = Table("row", box=box.SIMPLE, pad_edge=False)
+    for title in ("measured", "predicted", "error", "left out"):
+        rows.add_column(title, justify="right")
     for row in report["rows"]:
         left_out = row["leave_one_out_error"]
         last = "held out" if row["held_out"] else "" if left_out is None else f"{left_out:+.1%}"
-        rows.add_row(row["name"], f"{row['measured_s']:.4g} s", f"{row['predicted_s']:.4g} s", f"{row['error']:+.1%}", last)
-    console.print(rows)
-    for key, what in (("mean_error", "rows fitted to"), ("mean_leave_one_out_error", "leave-one-out"),
-                      ("mean_held_out_error", "rows held out")):
-        if report[key] is not None:
-            console.print(f"mean absolute error, {what}: {report[key]:.1%}", highlight=False)
+        rows.add_row(Text(row["name"]), f"{row['measured_s']:.4g} s", f"{row['predicted_s']:.4g} s", f"{row['error']:+.1%}",
+                     last)
+    means = [f"mean absolute error, {what}: {report[key]:.1%}" for key, what in (
+        ("mean_error", "rows fitted to"), ("mean_leave_one_out_error", "each row predicted from the others"),
+        ("mean_held_out_error", "rows held out")) if report[key] is not None]
+    show(Group(Text(f"device {report['device']}"), parameters, rows, *map(Text, means)))

@@ -63,26 +63,28 @@ def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
         print(json.dumps({"text": str(found.cluster), "cluster": to_json(found.cluster),
                           "findings": [dataclasses.asdict(each) for each in found.findings]}))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from hpml_compiler.visualize.terminal import show
 
     table = Table("what", "value", "how", title=str(found.cluster))
     for each in found.findings:
         table.add_row(Text(each.what), Text(each.value), each.how)
-    Console().print(table)
+    show(table)
     if save is not None:
         print(f"wrote {save}; plan for it with: hpml plan TARGET --cluster {save}")
 
 
 def _print_table(checks: list[Check]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from hpml_compiler.visualize.terminal import show
 
     colors = {"ok": "green", "warning": "yellow", "missing": "red"}
     table = Table("check", "", "found", "next step")
     for check in checks:  # as Text, since a remedy such as pulp[highs] is no markup
         table.add_row(check.name, Text(check.status, style=colors[check.status]), Text(check.detail),
                       Text(check.next_step))
-    Console().print(table)
+    show(table)

@@ -53,8 +53,10 @@ def explain(
         from hpml_compiler.symbolic.file import save as write
 
         write(cost, save)
+    from hpml_compiler.visualize.terminal import wrapped
+
     texts = ([cost.growth(name)] if grow or not (sizes or save) else []) + ([cost.what_if(name, **sizes)] if sizes else [])
-    print("\n\n".join(texts), end="\n" if texts else "")
+    print(wrapped("\n\n".join(texts)), end="\n" if texts else "")
 
 
 def _read(path: str, name: str | None, formulas_wanted: bool) -> Any:
@@ -65,12 +67,13 @@ def _read(path: str, name: str | None, formulas_wanted: bool) -> Any:
     if is_formulas(read_json(path)):
         return load(path)
     from hpml_compiler.plan import Plan
+    from hpml_compiler.visualize.terminal import columns
 
     found = Plan.load(path)
     if formulas_wanted:
         raise BadInput("a plan does not say how sizes grow", path,
                        f"give the model: `hpml explain TARGET --fix plan={path} --grow`")
-    print(found.explain(_required(name)))
+    print(found.explain(_required(name), columns()))
     return None
 
 
@@ -88,6 +91,7 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
         from hpml_compiler.plan import Plan
         from hpml_compiler.symbolic.build import formulas
         from hpml_compiler.targets import load_target
+        from hpml_compiler.visualize.terminal import columns
 
         model, batch = load_target(target)
         tell("planning")
@@ -99,7 +103,7 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
     if not isinstance(found, Plan):
         raise BadInput("a plan over groups of different devices has no one place for a node", target,
                        "explain on one group, or `hpml plan` to see the parts")
-    print(found.explain(_required(name)))
+    print(found.explain(_required(name), columns()))
     return None
 
 

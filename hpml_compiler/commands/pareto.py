@@ -94,23 +94,23 @@ def _sweep(target: str, cluster: str, options: Any, caps: list[float | None] | N
 def _print(found: Sweep) -> None:
     """The front as a table, fastest first."""
     from rich import box
-    from rich.console import Console
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
+    from hpml_compiler.visualize.terminal import show
     from hpml_compiler.visualize.text import format_joules, format_mesh, format_us
 
     table = Table(box=box.SIMPLE, pad_edge=False, title_justify="left")
     for name in ("devices", "mesh", "cap", "planned for", "step", "energy", "power each"):
-        table.add_column(name, justify="left" if name in ("mesh", "planned for") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("mesh", "planned for") else "right")
     for point in found.front:
         table.add_row(
             str(point.devices), format_mesh(point.mesh),
             "none" if point.power_cap_w is None else f"{point.power_cap_w:g} W", point.objective,
             format_us(point.step_time_s * 1e6), format_joules(point.energy_j), f"{point.power_w:.3g} W",
         )
-    console = Console()
     labels = ", ".join(dict.fromkeys(point.energy_label for point in found.points))
     missed = f", {len(found.missed)} plans do not fit" if found.missed else ""
-    console.print(f"{len(found.front)} of {len(found.points)} plans on {found.cluster} are beaten by none{missed}; energy "
-                  f"is {labels}", markup=False, highlight=False)
-    console.print(table)
+    show(Group(Text(f"{len(found.front)} of {len(found.points)} plans on {found.cluster} are beaten by none{missed}; energy is "
+                    f"{labels}"), table))

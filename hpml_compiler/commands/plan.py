@@ -81,15 +81,11 @@ def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
 
 
 def _print_table(found: Any) -> None:
-    if sys.stdout.isatty():
-        from rich.console import Console
+    from hpml_compiler.mixed.plan import MixedPlan
+    from hpml_compiler.visualize import mixed, table
+    from hpml_compiler.visualize.terminal import show
 
-        from hpml_compiler.mixed.plan import MixedPlan
-        from hpml_compiler.visualize import mixed, table
-
-        Console().print(mixed.renderable(found) if isinstance(found, MixedPlan) else table.renderable(found))
-    else:
-        print(found.table())
+    show(mixed.renderable(found) if isinstance(found, MixedPlan) else table.renderable(found))
 
 
 @contextlib.contextmanager

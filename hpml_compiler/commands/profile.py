@@ -132,22 +132,21 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, allow_nan=False))
         return
-    from rich.console import Console
+    from hpml_compiler.visualize.terminal import show
 
-    console = Console()
-    console.print(f"on {found['device']}", soft_wrap=True)
+    print(f"on {found['device']}")
     if "collectives" in found:
-        console.print(_table(found["collectives"]))
+        show(_table(found["collectives"]))
     if "operations" in found:
-        console.print(_operation_lines(found["operations"]), soft_wrap=True)
-    console.print(f"kept in {found['cache']}", soft_wrap=True)
+        print(_operation_lines(found["operations"]))
+    print(f"kept in {found['cache']}")
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.box import SIMPLE
     from rich.table import Column, Table
 
-    table = Table(Column("collective", no_wrap=True), "ranks", "stride", "α µs", "1/β GB/s", "pieces", "max MiB", "error",
+    table = Table(Column("collective", no_wrap=True), "ranks", "stride", "latency us", "GB/s", "pieces", "max MiB", "error",
                   box=SIMPLE, pad_edge=False, caption="error: median, of predicting a size from the others")
     for row in rows:
         beta, error = row["beta_us_per_byte"], row["left_out_error"]
@@ -163,5 +162,5 @@ def _operation_lines(found: dict[str, Any]) -> str:
     failed = f", {len(found['failed'])} cannot run alone" if found["failed"] else ""
     lines = [f"operations: {len(found['measured'])} timed{failed}"]
     lines += [f"  {name}: {value:.2f} times the formula" for name, value in found["factors"].items()]
-    lines += [f"  {name}: {us:.1f} µs of overhead" for name, us in found["overheads_us"].items()]
+    lines += [f"  {name}: {us:.1f} us of overhead" for name, us in found["overheads_us"].items()]
     return "\n".join(lines)

@@ -1,7 +1,6 @@
 """`hpml simulate PLAN.json`: what a step of a saved plan would take, where the time goes, and which bytes are held."""
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,11 +57,7 @@ def simulate(
 
 
 def _print_table(plan: Any, found: Any, cluster: str | None) -> None:
-    from rich.console import Console
-
     from hpml_compiler.simulate.table import renderable
+    from hpml_compiler.visualize.terminal import show
 
-    if sys.stdout.isatty():
-        Console().print(renderable(plan, found, cluster))
-    else:
-        Console(file=sys.stdout, width=100, color_system=None).print(renderable(plan, found, cluster))
+    show(renderable(plan, found, cluster))

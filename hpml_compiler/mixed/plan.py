@@ -195,7 +195,7 @@ class MixedPlan(PlanFile):
 
     # -- for people ----------------------------------------------------------------------------------------------------
 
-    def table(self, width: int = 100) -> str:
+    def table(self, width: int | None = None) -> str:
         """The shares as text, then the table of each group's plan."""
         from hpml_compiler.visualize.mixed import render_text
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plan import Plan
 from hpml_compiler.simulate.simulation import Simulation
+from hpml_compiler.visualize.terminal import labelled
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
 
 
@@ -19,14 +20,14 @@ def renderable(plan: Plan | MixedPlan, simulation: Simulation, cluster: str | No
     s, lanes = simulation, len(simulation.ranks_of_lane)
     where = cluster or plan.cluster or "the cluster it was made on"
     ranks = f"{sum(map(len, s.ranks_of_lane))} ranks in {lanes} lane{'s' * (lanes > 1)}"
-    lines = [f"collectives {format_us(s.communication_us)}, of which exposed {format_us(s.exposed_communication_us)}",
-             f"memory      peak {format_bytes(s.peak_bytes)} on a device, {format_bytes(s.memory[0][1])} at the start"]
+    lines = {"collectives": f"{format_us(s.communication_us)}, of which exposed {format_us(s.exposed_communication_us)}",
+             "memory": f"peak {format_bytes(s.peak_bytes)} on a device, {format_bytes(s.memory[0][1])} at the start"}
     if s.energy_j is not None:
-        lines.append(f"energy      {s.energy_j:.4g} J a step on all devices ({s.energy_label})")
-    lines.append(f"plan        {format_us(plan.predicted.step_time_us)} a step predicted without overlap")
+        lines["energy"] = f"{s.energy_j:.4g} J a step on all devices ({s.energy_label})"
+    lines["plan"] = f"{format_us(plan.predicted.step_time_us)} a step predicted without overlap"
     what = f"mesh {format_mesh(plan.mesh)}" if isinstance(plan, Plan) else f"{plan.batch} rows shared out"
     return Group(Text(f"{what} on {where}: {ranks}, {format_us(s.step_us)} a step simulated"),
-                 _parts(s), _events(s), *map(Text, lines))
+                 _parts(s), _events(s), *(labelled(label, line) for label, line in lines.items()))
 
 
 def _parts(s: Simulation) -> Table:
@@ -52,8 +53,8 @@ def _events(s: Simulation) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("stream")
     table.add_column("kind")
-    table.add_column("runs a rank", justify="right", no_wrap=True)
-    table.add_column("time busy", justify="right", no_wrap=True)
+    table.add_column("runs a rank", justify="right")
+    table.add_column("time busy", justify="right")
     for (stream, kind), (runs, us) in sorted(counts.items(), key=lambda item: (item[0][0] != "compute", -item[1][1])):
         table.add_row(stream, kind, f"{runs:.4g}", format_us(us))
     return table

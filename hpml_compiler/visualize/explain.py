@@ -43,11 +43,33 @@ def _parameter(graph: GraphPlan, name: str, parameter: ParameterPlan) -> Iterato
     yield from (f"  {line}" for line in describe_placements(parameter.placements, graph.mesh) or ["whole, one device"])
     if stand_in := _stand_in(graph, name):
         yield f"the operations of its block are not listed: {stand_in} stands for it"
+        yield from _gradient(graph, parameter)
         return
+    yield from _gradient(graph, parameter)
     users = [each for each, operation in graph.operations.items() if name in operation.sources]
     if users:
         more = f" and {len(users) - MOST_USERS} more" if len(users) > MOST_USERS else ""
         yield f"read by {', '.join(users[:MOST_USERS])}{more}"
+
+
+def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
+    """How the gradient is made, and what adds it up or brings it to where the parameter is stored."""
+    if not parameter.gradient:
+        return
+    names, made = [parameter.gradient], graph.operations.get(parameter.gradient)
+    while made is not None and made.kind == "view" and len(made.sources) == 1:  # a reduction may lie before the views
+        names.append(made.sources[0])
+        made = graph.operations.get(made.sources[0])
+    moves = [move for move in graph.redistributions
+             if move.value in names and (not move.consumer or move.consumer in names) and move.steps]
+    if not moves:
+        yield f"its gradient {parameter.gradient} is made where it is wanted: nothing is reduced"
+    for move in moves:
+        steps = ", then ".join(f"{step.collective} over {step.axis}={graph.mesh[step.axis]} ({format_bytes(step.bytes)}, "
+                               f"{format_us(step.predicted_us)})" for step in move.steps)
+        total = f", {format_us(sum(step.predicted_us for step in move.steps))} in all" if len(move.steps) > 1 else ""
+        yield (f"its gradient {move.value} is made as {format_placements(move.source, graph.mesh)} and becomes "
+               f"{format_placements(move.target, graph.mesh)} by {steps}{total}")
 
 
 def _stand_in(graph: GraphPlan, name: str) -> str:
@@ -79,7 +101,8 @@ def _around(graph: GraphPlan, name: str) -> Iterator[str]:
     before = [move for move in graph.redistributions if move.consumer == name]
     after = [move for move in graph.redistributions if move.value == name]
     if not before and not after and not (name in graph.parameters and _stand_in(graph, name)):
-        yield "nothing is redistributed before or after it"
+        yield ("it is read as it is stored: nothing is gathered" if name in graph.parameters
+               else "nothing is redistributed before or after it")
     yield from (f"before it, {describe_move(move, graph)}" for move in before)
     yield from (f"after it, {describe_move(move, graph)}" for move in after)
     yield from (f"left whole: {left.reason}" for left in graph.left_whole if left.name == name)

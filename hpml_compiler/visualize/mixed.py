@@ -1,24 +1,22 @@
 """A plan for unlike devices as a table: a row per group, what other shares would take, then each group's own plan."""
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hpml_compiler.mixed.plan import Alternative, MixedPlan
 from hpml_compiler.visualize import table as like_devices
+from hpml_compiler.visualize.terminal import as_text
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
 
 
-def render_text(plan: MixedPlan, width: int = 100) -> str:
-    """The table as plain text of at most `width` columns."""
-    text = io.StringIO()
-    Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(renderable(plan))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+def render_text(plan: MixedPlan, width: int | None = None) -> str:
+    """The table as plain text of at most `width` columns, those of the terminal by default."""
+    return as_text(renderable(plan), width)
 
 
 def renderable(plan: MixedPlan) -> RenderableType:
@@ -40,9 +38,9 @@ def renderable(plan: MixedPlan) -> RenderableType:
 
 def _groups(plan: MixedPlan) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("group", overflow="fold")
+    table.add_column("group", overflow="fold", min_width=12)
     for name in ("rows", "share", "a device", "mesh", "step", "waits", "peak"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     slowest_us = max(group.step_time_us for group in plan.groups)
     for group in plan.groups:
         if group.plan is None:

@@ -1,19 +1,19 @@
 """A plan as a table: a row per class of equal blocks, then memory, collectives, and what was left whole."""
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from hpml_compiler.plan import Plan
 from hpml_compiler.plan_records import GraphPlan, MemoryBytes, SolverReport
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
+from hpml_compiler.visualize.terminal import as_text, labelled
 from hpml_compiler.visualize.text import (
     format_bytes,
     format_collectives,
@@ -30,11 +30,9 @@ MOST_LINES = 4  # of placements in a row
 MOST_NAMES = 3  # of left-whole nodes, and of other meshes
 
 
-def render_text(plan: Plan, width: int = 100) -> str:
-    """The table as plain text of at most `width` columns."""
-    text = io.StringIO()
-    Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(renderable(plan))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+def render_text(plan: Plan, width: int | None = None) -> str:
+    """The table as plain text of at most `width` columns, those of the terminal by default."""
+    return as_text(renderable(plan), width)
 
 
 def renderable(plan: Plan) -> RenderableType:
@@ -45,9 +43,9 @@ def renderable(plan: Plan) -> RenderableType:
         parts += [Text(""), *_graph(graph)]
     for attempt in plan.rejected[:MOST_NAMES]:
         cost = "" if attempt.objective_us is None else f"{format_objective(attempt.objective_us, attempt.objective)}, "
-        parts.append(Text(f"not taken    mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
+        parts.append(labelled("not taken", f"mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
     if len(plan.rejected) > MOST_NAMES:
-        parts.append(Text(f"             and {len(plan.rejected) - MOST_NAMES} more meshes"))
+        parts.append(labelled("", f"and {len(plan.rejected) - MOST_NAMES} more meshes"))
     return Group(*parts)
 
 
@@ -62,12 +60,12 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
     classes = block_classes(graph)
     yield _table(graph, classes)
     yield from _disagreements(graph, classes)
-    yield Text(f"per device   {describe_memory(graph.memory)}")
-    yield Text(f"collectives  {format_collectives(graph.collectives) or 'none'}")
+    yield labelled("per device", describe_memory(graph.memory))
+    yield labelled("collectives", format_collectives(graph.collectives) or "none")
     for left in graph.left_whole[:MOST_NAMES]:
-        yield Text(f"left whole   {left.name}: {left.reason}")
+        yield labelled("left whole", f"{left.name}: {left.reason}")
     if len(graph.left_whole) > MOST_NAMES:
-        yield Text(f"             and {len(graph.left_whole) - MOST_NAMES} more")
+        yield labelled("", f"and {len(graph.left_whole) - MOST_NAMES} more")
 
 
 def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[RenderableType]:
@@ -77,7 +75,7 @@ def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[Rend
         ("communication", graph.predicted.communication_us, sum(each.communication_us for each in classes)),
     ):
         if abs(total - predicted) > 0.01 * max(total, predicted):
-            yield Text(f"note         the blocks' {what} adds up to {format_us(total)}, not {format_us(predicted)}")
+            yield labelled("note", f"the blocks' {what} adds up to {format_us(total)}, not {format_us(predicted)}")
 
 
 def describe_solver(report: SolverReport) -> str:
@@ -101,15 +99,15 @@ def describe_memory(memory: MemoryBytes) -> str:
 
 def _table(graph: GraphPlan, classes: list[BlockClass]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("block", overflow="fold", max_width=30)
+    table.add_column("block", overflow="fold", max_width=24)
     table.add_column("runs", justify="right", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("placements", overflow="fold", ratio=1)
-    table.add_column("compute", justify="right", no_wrap=True)
-    table.add_column("communication", justify="right", no_wrap=True)
+    table.add_column("parameters", justify="right")
+    table.add_column("placements", overflow="fold", ratio=1, min_width=12)
+    table.add_column("compute", justify="right")
+    table.add_column("sent", justify="right")
     shown = _costliest(classes)
     for each in shown:
-        sizes = f"{format_count(each.parameter_count)}\n{format_bytes(each.bytes_per_device)}/device"
+        sizes = f"{format_count(each.parameter_count)}\n{format_bytes(each.bytes_per_device)} held"
         table.add_row(*map(Text, (
             each.name,
             f"x{each.multiplicity}",

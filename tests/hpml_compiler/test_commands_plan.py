@@ -114,7 +114,7 @@ def test_save_and_explain(app, target, calls, tmp_path):
     result = CliRunner().invoke(app, ["plan", target, "--save", str(path)])
     assert result.exit_code == 0 and Plan.load(path) == gpt_plan()
     result = CliRunner().invoke(app, ["explain", str(path), "proj_1"])
-    assert result.exit_code == 0 and result.stdout == gpt_plan().explain("proj_1") + "\n"
+    assert result.exit_code == 0 and result.stdout == gpt_plan().explain("proj_1", 80) + "\n"
     result = CliRunner().invoke(app, ["explain", str(path), "prj_1"])
     assert isinstance(result.exception, BadInput) and "proj_1" in result.exception.next_step
     result = CliRunner().invoke(app, ["explain", str(tmp_path / "none.json"), "proj_1"])

@@ -95,7 +95,7 @@ def test_a_target_alone_leaves_the_collectives_out(app, operations):
 def test_what_was_found_of_a_target(app, operations):
     lines = CliRunner().invoke(app, [operations], catch_exceptions=False).stdout.splitlines()
     assert lines[1:4] == ["operations: 1 timed, 1 cannot run alone", "  pointwise: 1.50 times the formula",
-                          "  launch: 2.0 µs of overhead"]
+                          "  launch: 2.0 us of overhead"]
 
 
 def test_a_target_on_several_ranks_has_collectives_if_asked_for(app, ranks, operations):

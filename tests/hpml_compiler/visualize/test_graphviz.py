@@ -135,7 +135,7 @@ def test_without_dot_the_source_is_written_and_the_error_says_how(tmp_path, monk
 
 
 def test_unknown_format_is_bad_input(tmp_path):
-    with pytest.raises(BadInput, match="'.bmp'"):
+    with pytest.raises(BadInput, match="type .bmp"):
         gpt_plan().render(tmp_path / "plan.bmp")
 
 

@@ -43,7 +43,7 @@ def test_many_unlike_blocks_are_summed_up():
     cost = graph.predicted.model_copy(update={"compute_us": compute_us})
     graph = graph.model_copy(update={"operations": graph.operations | many, "predicted": cost})
     text = gpt_plan(1).model_copy(update={"graphs": (graph,)}).table()
-    assert f"{63 - MOST_ROWS} cheaper blocks" in text
+    assert f"{63 - MOST_ROWS} cheaper" in text
     assert "part59" in text and "part0 " not in text
 
 

@@ -33,5 +33,5 @@ def test_the_headline_shares_add_up():
 
 @pytest.mark.parametrize("name", ["no/such/folder.png", "picture.unknown"])
 def test_a_file_that_cannot_be_drawn_is_bad_input(tmp_path, name):
-    with pytest.raises(BadInput, match="cannot draw"):
+    with pytest.raises(BadInput, match="cannot (draw|write) the timeline"):
         draw(simulate(chain_plan(2)), tmp_path / name)
