@@ -8,12 +8,13 @@ from hpml_compiler.plan import Plan
 
 if TYPE_CHECKING:
     from hpml_compiler.api import last_plan
+    from hpml_compiler.checkpoints import full_state_dict
     from hpml_compiler.integrations.accelerate import one_device
     from hpml_compiler.loader import distribute, distribute_batch
     from hpml_compiler.mixed.plan import MixedPlan
     from hpml_compiler.monitor.last import last_report
 
-__all__ = ["Plan", "distribute", "distribute_batch", "last_plan", "last_report", "one_device", "plan"]
+__all__ = ["Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report", "one_device", "plan"]
 
 
 def plan(model: Any, batch: Any, cluster: Any = None, **options: Any) -> Plan | MixedPlan:
@@ -29,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from hpml_compiler import loader
 
         return getattr(loader, name)
+    if name == "full_state_dict":
+        from hpml_compiler.checkpoints import full_state_dict
+
+        return full_state_dict
     if name == "last_plan":
         from hpml_compiler.api import last_plan
 

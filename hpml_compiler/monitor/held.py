@@ -1,9 +1,7 @@
 """Bytes of the tensors that live from step to step: parameters, gradients and optimizer state, this rank's parts."""
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -39,15 +37,22 @@ def trained_parameters(optimizers: Iterable[torch.optim.Optimizer]) -> list[torc
 
 
 class OldGradients:
-    """The gradients that are there now, watched until they are replaced or dropped."""
+    """The gradients that are there now, watched until they are replaced or dropped.
+
+    They are marked. (A weak reference would keep `model.to(...)` from swapping them, and addresses are used again.)
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._mark = object()
         with compat.plain_torch_functions():
-            self._found: list[tuple[torch.Tensor, weakref.ref[Any]]] = [
-                (p, weakref.ref(p.grad)) for p in parameters if p.grad is not None
-            ]
+            self._found = [p for p in parameters if p.grad is not None]
+            for parameter in self._found:
+                setattr(parameter.grad, _MARK, self._mark)
 
     def bytes_left(self) -> int:
-        """Bytes of those that are still gradients. (By identity: new ones often get the same addresses.)"""
+        """Bytes of those that are still gradients."""
         with compat.plain_torch_functions():
-            return storage_bytes(p.grad for p, old in self._found if p.grad is not None and p.grad is old())
+            return storage_bytes(p.grad for p in self._found if getattr(p.grad, _MARK, None) is self._mark)
+
+
+_MARK = "hpml_old_gradient"

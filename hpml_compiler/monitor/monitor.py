@@ -47,7 +47,9 @@ class Monitor:
         self.plans: list[GraphPlan] = []
         self.costs: list[GraphCost] = []
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.inputs: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self.inputs: dict[int, list[torch.Tensor]] = {}
+        """By graph: its parameters, during the one step at whose end their bytes are counted. (Not weak references for
+        longer: `model.to(...)` could not swap a placed parameter that has one.)"""
         self.held: dict[str, int] | None = None
         self.report: Report | None = None
         self.active = True
@@ -123,8 +125,8 @@ class Monitor:
         begun = self.recorder.graph_begins(graph, backward)
         if not self.active:  # with the step before, the window ended
             return None
-        if not backward and graph not in self.inputs:
-            self.inputs[graph] = [weakref.ref(each) for each in arguments if isinstance(each, torch.nn.Parameter)]
+        if self._look_at_held and not backward and graph not in self.inputs:
+            self.inputs[graph] = [each for each in arguments if isinstance(each, torch.nn.Parameter)]
         entered = None
         if self.profiling.is_wanted:
             entered = self.profiling.call_begins(self.recorder.step, self._is_first_of_training(graph))
@@ -148,15 +150,12 @@ class Monitor:
         self.recorder.optimizer_ends()
         if self._look_at_held:
             self._look_at_held, self._disturbs_next = False, True
-            self.held = held_bytes(self.optimizers, self._parameters())
+            self.held = held_bytes(self.optimizers, [each for found in self.inputs.values() for each in found])
+            self.inputs.clear()
         if self.profiling.is_running:
             self._disturbs_next = True
             held = self.held or {}
             self.profiling.optimizer_ended(self.recorder.step, held.get("parameters", 0) + held.get("optimizer", 0))
-
-    def _parameters(self) -> list[torch.Tensor]:
-        """What the graphs use as parameters, frozen ones included."""
-        return [each for found in self.inputs.values() for ref in found if (each := ref()) is not None]
 
     def _start_profile(self) -> StepProfile:
         return StepProfile(self.device_type, OldGradients(trained_parameters(self.optimizers)).bytes_left)

@@ -1,99 +1,184 @@
-"""The ways to run one op on placed tensors, outside compiled graphs."""
+"""The ways to run one op on placed tensors, outside compiled graphs. None runs an op again that may have written."""
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from hpml_compiler.runtime.routes import in_place
+from hpml_compiler.runtime.routes import WRITES_UNSEEN, in_place
 from hpml_compiler.runtime.whole import local_part, reduced, whole
 
 log = logging.getLogger(__name__)
-VIEW_STEP = "view_step"
-"""Attribute of a gathered view: how it was made."""
 
 
-def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The op on whole plain tensors, as one device does it."""
-    return func(*_map(whole, args), **_map(whole, kwargs))
+def on_fakes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The op on whole plain tensors without data, as Dynamo asks for it."""
+    return func(*map_tensors(whole, args), **map_tensors(whole, kwargs))
 
 
-@dataclass(frozen=True)
-class ViewStep:
-    """How a view was made of another tensor: `func(source, *args, **kwargs)`, of which it is item `index`, if any."""
+def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
+             as_view: Callable[[DTensor, torch.Tensor], Any] | None = None) -> Any:
+    """The op on whole plain tensors, as one device does it, once.
 
-    source: DTensor
-    func: Callable[..., Any]
-    args: tuple
-    kwargs: dict[str, Any]
-    index: int | None
-
-    def replay(self, whole_source: torch.Tensor) -> torch.Tensor:
-        """The same view of the whole source."""
-        result = self.func(whole_source, *self.args, **self.kwargs)
-        return result if self.index is None else result[self.index]
-
-
-def through_whole(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Change a whole copy of the tensor that the op writes to, and keep this rank's part of it.
-
-    If that tensor is a gathered view, what it views is changed too.
+    Whatever the op has written to one of them, by its name (`add_`), an option (`inplace=True`, `out=`) or in passing
+    (running statistics, renormalized embeddings), is kept: each rank takes its part. A placed tensor that the op
+    returns is returned itself. `as_view(source, view)` makes of a result that shares the source's memory what is
+    returned; without it, such a result is plain.
     """
-    target = changed_tensor(name, args, kwargs)
-    if torch.is_grad_enabled() and target.requires_grad:
-        raise RuntimeError(f"{name} changes a tensor in place that requires a gradient; use torch.no_grad()")
-    base, steps = target, []
-    while hasattr(base, VIEW_STEP):
-        steps.append(getattr(base, VIEW_STEP))
-        base = steps[-1].source
-    with torch.no_grad():
-        whole_base = value = whole(base).clone()
-        for step in reversed(steps):
-            value = step.replay(value)
-
-        def operand(tensor: torch.Tensor) -> torch.Tensor:
-            return value if tensor is target else whole(tensor)
-
-        func(*_map(operand, args), **_map(operand, kwargs))
-        for changed, new in ((base, whole_base), (target, value)):
-            _keep_part(changed, new)
-    return target
+    wholes, name = _Wholes(), getattr(func, "__name__", str(func))
+    result = func(*map_tensors(wholes.of, args), **map_tensors(wholes.of, kwargs))
+    wholes.keep_changes(name)
+    if name in ("numpy", "__array__") and not wholes.are_live:
+        result.setflags(write=False)  # an array of a copy: what is written to it would not reach the tensor
+    return _map_results(lambda value: wholes.original(value, as_view), result)
 
 
-def _keep_part(tensor: DTensor, value: torch.Tensor) -> None:
-    """Give the tensor a whole new value; it keeps its placement, but what was still to be reduced is reduced now."""
+class _Wholes:
+    """The whole tensors that stand for the placed operands of one op."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[DTensor, torch.Tensor, int, Any]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        found = self._found.get(id(tensor))
+        if found is None:
+            value = whole(tensor) if not torch.is_inference_mode_enabled() else _counting(tensor)
+            version = -1 if value.is_inference() else value._version
+            found = self._found[id(tensor)] = tensor, value, version, value.grad_fn
+        return found[1]
+
+    @property
+    def are_live(self) -> bool:
+        """Whether what is written to them at any time reaches the tensors that they stand for."""
+        return all(placement.is_replicate() for tensor, *_ in self._found.values() for placement in tensor.placements)
+
+    def keep_changes(self, name: str) -> None:
+        for tensor, value, version, grad_fn in self._found.values():
+            if name not in WRITES_UNSEEN and (not in_place(name) if version < 0 else value._version == version):
+                continue
+            try:
+                recorded = value.grad_fn is not grad_fn or (value.requires_grad and not tensor.requires_grad)
+            except RuntimeError:  # autograd's word on views that a Function made
+                recorded = True
+            if recorded:
+                raise RuntimeError(f"{name} changes in place, with gradients recorded, a tensor of a model that is split; "
+                                   "use torch.no_grad(), or write it without the change in place (x = x + y)")
+            with torch.no_grad():
+                keep(tensor, value)
+
+    def original(self, value: torch.Tensor, as_view: Callable[[DTensor, torch.Tensor], Any] | None) -> Any:
+        for tensor, known, _, _ in self._found.values():
+            if value is known:
+                return tensor
+            if as_view is not None and _shares_memory(value, known):
+                return as_view(tensor, value)
+        return value
+
+
+def _counting(tensor: DTensor) -> torch.Tensor:
+    """The whole tensor, made so that it counts how often it is changed, which those of inference mode do not."""
+    with torch.inference_mode(False), torch.no_grad():
+        return whole(tensor)
+
+
+def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout != torch.strided or b.layout != torch.strided or isinstance(a, DTensor) or not b.numel():
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def keep(tensor: DTensor, value: torch.Tensor) -> None:
+    """Give a placed tensor a whole new value; it keeps its placement, but what was still to be reduced is reduced now.
+
+    If it is a gathered view, what it views is changed too.
+    """
+    if value.shape != tensor.shape:
+        raise RuntimeError(f"a placed tensor keeps its shape {tuple(tensor.shape)}; in place it cannot become "
+                           f"{tuple(value.shape)}. Make a new tensor instead")
     tensor._local_tensor.copy_(local_part(value, tensor.device_mesh, tensor.placements))
     tensor._spec = reduced(tensor._spec, value)
+    step = getattr(tensor, VIEW_STEP, None)
+    if step is not None and not step.is_cut_off:
+        step.write(value)
+        step.note_version()
 
 
-def as_dtensors(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], mesh: DeviceMesh,
-                kind: type) -> Any:
-    """The op on DTensors, plain tensors being the same on all ranks; what DTensor refuses is done whole.
+VIEW_STEP = "view_step"
+"""Attribute of a gathered view: how it was made, a `views.ViewStep`."""
 
-    DTensors in the result become `kind`, a subclass.
+
+def as_dtensors(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], kind: type) -> Any:
+    """An op of `routes.ON_DTENSORS` on DTensors; what DTensor refuses is done whole, which is safe for these: they do
+    not write and draw no random numbers.
+
+    What is still to be reduced is reduced first. DTensors in the result become `kind`, a subclass.
     """
-
-    def replicated(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, DTensor) or not tensor.dim():  # DTensor itself takes plain scalars
-            return tensor
-        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
+    if name != "stack":  # of norms, in `clip_grad_norm_`: they are reduced together
+        args, kwargs = map_tensors(_reduced, args), map_tensors(_reduced, kwargs)
     try:
-        return adopt(func(*_map(replicated, args), **_map(replicated, kwargs)), kind)
+        result = adopt(func(*args, **kwargs), kind)
     except dist.DistError:
         raise
     except Exception as refusal:
         log.debug("%s is done on whole tensors, since DTensor says: %s", name, refusal)
-        if isinstance(changed_tensor(name, args, kwargs), DTensor):
-            return through_whole(func, name, args, kwargs)
         return on_whole(func, args, kwargs)
+    if isinstance(result, DTensor) and result.requires_grad and (
+            not result.dim() or any(p.is_partial() for p in result.placements)):
+        return whole(result)  # a loss: from here on, all is as on one device
+    return result
+
+
+def _reduced(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor.redistribute(tensor.device_mesh, placements)
+
+
+def on_parts(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A pointwise op that changes its first argument, a placed tensor: each rank changes its part, by its part of the
+    others. NotImplemented, and nothing done, where that is not enough."""
+    target = args[0]
+    if any(placement.is_partial() for placement in target.placements):
+        return NotImplemented
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+        return NotImplemented
+    try:
+        local_args = map_tensors(lambda tensor: _part_like(tensor, target), args[1:])
+        local_kwargs = map_tensors(lambda tensor: _part_like(tensor, target), kwargs)
+    except _DoesNotFit:
+        return NotImplemented
+    func(target._local_tensor, *local_args, **local_kwargs)
+    return target
+
+
+class _DoesNotFit(Exception):
+    pass
+
+
+def _part_like(tensor: torch.Tensor, target: DTensor) -> torch.Tensor:
+    """The part of an operand that meets this rank's part of the target."""
+    if isinstance(tensor, DTensor):
+        if tensor.shape == target.shape and tensor.device_mesh == target.device_mesh:
+            if tensor.placements == target.placements:
+                return tensor._local_tensor
+            if all(placement.is_replicate() for placement in tensor.placements):
+                return local_part(tensor._local_tensor, target.device_mesh, target.placements)
+            return tensor.redistribute(target.device_mesh, target.placements)._local_tensor
+        tensor = whole(tensor)
+    if not tensor.dim():
+        return tensor
+    if tensor.dim() > target.dim() or any(
+            ours != theirs and ours != 1 for ours, theirs in zip(tensor.shape[::-1], target.shape[::-1], strict=False)):
+        raise _DoesNotFit
+    return local_part(tensor.expand(target.shape), target.device_mesh, target.placements)
 
 
 def adopt(value: Any, kind: type) -> Any:
@@ -117,20 +202,37 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in tensors_in(item)]
 
 
-def changed_tensor(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The tensor that the op writes to, the first of a list; None if it makes a new one."""
-    first = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init names all its arguments
-    target = first if in_place(name) else kwargs.get("out")
-    return target[0] if isinstance(target, (list, tuple)) and target else target
+def changed_tensors(name: str, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that the op writes to, as its name and `out=` tell; none if it makes new ones."""
+    out = kwargs.get("out")
+    if in_place(name):
+        first = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init names all its arguments
+        return tensors_in((first, out))
+    return [] if out is None else tensors_in(out)
 
 
-def _map(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
+        return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, list):  # Dynamo gives lists of a class of its own, which cannot be changed
-        return [_map(function, item) for item in value]
-    if type(value) is tuple:
-        return tuple(_map(function, item) for item in value)
+        return [map_tensors(function, item) for item in value]
+    if isinstance(value, tuple):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+def _map_results(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Results of an op: named tuples of torch take one argument, a sequence."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        items = [_map_results(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(items)
+    return value
+
+

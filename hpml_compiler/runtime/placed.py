@@ -2,29 +2,44 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hpml_compiler.runtime import foreach
 from hpml_compiler.runtime.eager import (
     VIEW_STEP,
-    ViewStep,
     adopt,
     as_dtensors,
-    changed_tensor,
+    changed_tensors,
+    on_fakes,
+    on_parts,
     on_whole,
     tensors_in,
-    through_whole,
 )
 from hpml_compiler.runtime.local_ops import try_local
-from hpml_compiler.runtime.routes import COMPUTED_ATTRIBUTES, DIFFERENTIABLE, METADATA, NEEDS_WHOLE, ON_LOCALS, VIEWS
-from hpml_compiler.runtime.whole import local_part, whole
+from hpml_compiler.runtime.routes import (
+    CASTS,
+    COMPUTED_ATTRIBUTES,
+    DIFFERENTIABLE,
+    METADATA,
+    ON_DTENSORS,
+    ON_LOCALS,
+    SEVERAL_VIEWS,
+    VIEWS,
+    in_place,
+)
+from hpml_compiler.runtime.views import ViewStep, refresh, strided_replay
+from hpml_compiler.runtime.whole import local_part, reduced, whole
 from passes import compat
+
+log = logging.getLogger(__name__)
 
 
 class PlacedTensor(DTensor):
@@ -72,40 +87,59 @@ class PlacedTensor(DTensor):
         placed = [operand for operand in operands if isinstance(operand, DTensor)]
         if not placed or module == "torch.autograd":
             return func(*args, **kwargs)
-        writes = isinstance(changed_tensor(name, args, kwargs), DTensor)
-        if writes and (name in NEEDS_WHOLE or module == "torch.nn.init" or "out" in kwargs):
-            return through_whole(func, name, args, kwargs)
-        if not writes and (name in NEEDS_WHOLE or compat.is_fake(placed[0]._local_tensor)
-                           or (name not in DIFFERENTIABLE and _tracked(placed))):
-            return on_whole(func, args, kwargs)
+        if compat.is_fake(placed[0]._local_tensor):
+            return on_fakes(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return foreach.unscale(func, *args, **kwargs)
+        changed = changed_tensors(name, args, kwargs)
+        plain = [operand for operand in operands if not isinstance(operand, DTensor)]
+        if foreach.is_foreach(name) and (changed or _tracked(plain) or any(operand.dim() for operand in plain)):
+            return cls._route_by_kind(func, name, args, kwargs)
+        if changed:
+            return cls._change(func, name, args, kwargs, changed)
         if name == "__iter__":
             return iter(_view(torch.Tensor.unbind, "unbind", args, kwargs))
-        if name in VIEWS and placed[0] is args[0]:
+        if placed[0] is args[0] and (name in VIEWS or name == "__get__"):
             return _view(func, name, args, kwargs)
-        plain = [operand for operand in operands if not isinstance(operand, DTensor)]
-        if _tracked(plain) or any(operand.dim() for operand in plain):
-            if foreach.is_foreach(name):
-                return cls._route_by_kind(func, name, args, kwargs)
-            if not writes and (_tracked(plain) or name != "stack"):  # stack: the norms of `clip_grad_norm_`
+        if name in CASTS and isinstance(args[0], DTensor) and any(p.is_partial() for p in args[0].placements):
+            return on_whole(func, args, kwargs, gathered_view)  # it may share memory on one device
+        alone = not _tracked(plain) and (name == "stack" or not any(operand.dim() for operand in plain))
+        if alone and name in (DIFFERENTIABLE if _tracked(placed) else ON_DTENSORS):
+            return as_dtensors(func, name, args, kwargs, PlacedTensor)
+        return on_whole(func, args, kwargs, gathered_view)
+
+    @classmethod
+    def _change(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any],
+                changed: list[torch.Tensor]) -> Any:
+        """An op that writes to these tensors, some of which may be plain."""
+        if getattr(func, "__module__", None) == "torch.nn.init":  # which record no gradients
+            with torch.no_grad():
                 return on_whole(func, args, kwargs)
-        return as_dtensors(func, name, args, kwargs, placed[0].device_mesh, PlacedTensor)
+        target = args[0] if args else None
+        if torch.is_grad_enabled():
+            _check_may_change(name, changed)
+            if target is changed[0] and len(changed) == 1 and isinstance(target, DTensor) and target.requires_grad:
+                return func(*args, **kwargs)  # DTensor's own, with autograd: it fits by the check
+        if name in ON_LOCALS and len(changed) == 1 and changed[0] is target and isinstance(target, PlacedTensor):
+            result = on_parts(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return on_whole(func, args, kwargs, gathered_view)
 
     @classmethod
     def _route_by_kind(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         groups = foreach.split_by_kind(name, args, kwargs)
         if all(groups):
             return foreach.merge([
-                (indices, cls._route(func, name, tuple(foreach.at(indices, value) for value in args),
-                                     {key: foreach.at(indices, value) for key, value in kwargs.items()}))
+                (indices, cls._route_by_kind(func, name, tuple(foreach.at(indices, value) for value in args),
+                                             {key: foreach.at(indices, value) for key, value in kwargs.items()}))
                 for indices in groups
             ])
-        if groups[1]:
+        if groups[1] or not in_place(name):
             return on_whole(func, args, kwargs)
         placed_args, placed_kwargs = foreach.like_targets(place_like, args, kwargs)
-        result = try_local(func, name, tuple(placed_args), placed_kwargs)
-        return adopt(func(*placed_args, **placed_kwargs), PlacedTensor) if result is NotImplemented else result
+        result = try_local(func, name, tuple(placed_args), placed_kwargs) if name in ON_LOCALS else NotImplemented
+        return on_whole(func, args, kwargs) if result is NotImplemented else result
 
     @classmethod
     def __tensor_unflatten__(cls, inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
@@ -125,23 +159,38 @@ class PlacedTensor(DTensor):
                 result.grad = copy.deepcopy(self.grad, memo)
         return result
 
+    def __copy__(self) -> PlacedTensor:
+        with compat.plain_torch_functions():
+            result = compat.make_dtensor(type(self), self._local_tensor.detach(), self._spec, self.requires_grad)
+            result.__dict__.update(self.__dict__)
+        return result
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = whole(self.detach())
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)
+        elif self.requires_grad:
+            plain.requires_grad_()
         return plain.__reduce_ex__(protocol)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
 
+def name_slots(kind: type) -> None:
+    """Let a class without slots of its own name those of DTensor: torch's stager of asynchronous checkpoints copies the
+    slots that the class of a tensor names. (In the class itself they would be made a second time.)"""
+    kind.__slots__ = DTensor.__slots__  # pyright: ignore[reportAttributeAccessIssue]
+
+
+name_slots(PlacedTensor)
 compat.adopt_foreach_type(PlacedTensor)
 
 
 class GatheredView(PlacedTensor):
     """What is a view on one device, but was gathered here, such as one row where rows are sharded.
 
-    Changed in place, it changes what it views. It is not refreshed when that is changed by others.
+    Changed in place, it changes what it views; when that is changed, it is gathered again at its next use.
     """
 
     __slots__ = ()
@@ -151,10 +200,34 @@ class GatheredView(PlacedTensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "")
-        if isinstance(changed_tensor(name, args, kwargs or {}), GatheredView):
-            with compat.plain_torch_functions():
-                return through_whole(func, name, args, kwargs or {})
+        if name in METADATA or (name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES):
+            return super().__torch_function__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        with compat.plain_torch_functions():
+            for operand in tensors_in((args, kwargs)):
+                if isinstance(operand, GatheredView):
+                    refresh(operand)
+            if any(isinstance(operand, GatheredView) for operand in changed_tensors(name, args, kwargs)):
+                if torch.is_grad_enabled():
+                    _check_may_change(name, changed_tensors(name, args, kwargs))
+                return on_whole(func, args, kwargs, gathered_view)
         return super().__torch_function__(func, types, args, kwargs)
+
+
+name_slots(GatheredView)
+
+
+def gathered_view(source: DTensor, value: torch.Tensor, replay: Callable[[torch.Tensor], torch.Tensor] | None = None,
+                  ) -> PlacedTensor:
+    """A view of the whole value of `source` as a placed tensor that stays one."""
+    mesh, replicate = source.device_mesh, [Replicate()] * source.device_mesh.ndim
+    view: Any = (DTensor.from_local(value, mesh, replicate, run_check=False) if value.requires_grad
+                 else place(value, mesh, replicate))
+    view.__class__ = PlacedTensor
+    if not all(placement.is_replicate() for placement in source.placements) or hasattr(source, VIEW_STEP):
+        view.__class__ = GatheredView
+        setattr(view, VIEW_STEP, ViewStep(source, replay or strided_replay(value, source)))
+    return view
 
 
 def place(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> PlacedTensor:
@@ -168,35 +241,51 @@ def place(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 
 def place_like(tensor: torch.Tensor, other: DTensor) -> torch.Tensor:
-    """A whole plain tensor placed as `other` is; a DTensor as it is."""
-    return tensor if isinstance(tensor, DTensor) else place(tensor, other.device_mesh, other.placements)
+    """A whole plain tensor placed as `other` is, with nothing to be reduced; a DTensor as it is."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    return place(tensor, other.device_mesh, reduced(other._spec, tensor).placements)
 
 
 def _tracked(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def _check_may_change(name: str, changed: Sequence[torch.Tensor]) -> None:
+    for tensor in changed:
+        if tensor.requires_grad and tensor.is_leaf:
+            raise RuntimeError(f"{name} changes a tensor in place that requires a gradient, a leaf of the autograd graph; "
+                               "use torch.no_grad()")
+
+
 def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A view; what does not share the source's storage is a GatheredView of it."""
     source = args[0]
-    result = as_dtensors(func, name, args, kwargs, source.device_mesh, PlacedTensor)
     if name == "__getitem__" and _copies(args[1]):
-        return result
+        return on_whole(func, args, kwargs)
+    several = name in SEVERAL_VIEWS and _tracked([source])  # DTensor's backward mixes in plain zeros
+    if not several and not hasattr(source, VIEW_STEP):
+        result = _try_view(func, args, kwargs)
+        address = source._local_tensor.untyped_storage().data_ptr()
+        if result is not None and all(_is_view_at(address, view) for view in tensors_in(result)):
+            return adopt(result, PlacedTensor)
+    return on_whole(func, args, kwargs, gathered_view)
 
-    def marked(view: Any, index: int | None = None) -> torch.Tensor:
-        if not isinstance(view, DTensor):
-            if view.requires_grad:
-                return view
-            view = place(view, source.device_mesh, [Replicate()] * source.device_mesh.ndim)
-        ours, theirs = source._local_tensor.untyped_storage(), view._local_tensor.untyped_storage()
-        if type(source) is GatheredView or ours.data_ptr() != theirs.data_ptr():
-            view.__class__ = GatheredView
-            setattr(view, VIEW_STEP, ViewStep(source, func, args[1:], kwargs, index))
-        return view
 
-    if isinstance(result, (list, tuple)):
-        return type(result)(marked(view, index) for index, view in enumerate(result))
-    return marked(result)
+def _try_view(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """DTensor's view, or None. Views neither write nor draw random numbers, so the op may be done again."""
+    try:
+        return func(*args, **kwargs)
+    except dist.DistError:
+        raise
+    except Exception as refusal:
+        log.debug("a view is gathered, since DTensor says: %s", refusal)
+        return None
+
+
+def _is_view_at(address: int, view: torch.Tensor) -> bool:
+    return (isinstance(view, DTensor) and view._local_tensor.untyped_storage().data_ptr() == address
+            and all(type(placement) in (Shard, Replicate) for placement in view.placements))
 
 
 def _copies(index: Any) -> bool:
@@ -213,7 +302,19 @@ def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:
         if value.shape != tensor.shape:
             raise ValueError(f"a placed tensor keeps its shape: {tuple(tensor.shape)}, not {tuple(value.shape)}")
         if name == "data":
-            tensor._local_tensor.data = local_part(whole(value.detach()), tensor.device_mesh, tensor.placements)
+            _set_data(func, tensor, whole(value.detach()))
             return
         value = place_like(value, tensor)
     func(tensor, value)
+
+
+def _set_data(func: Any, tensor: PlacedTensor, value: torch.Tensor) -> None:
+    spec = reduced(tensor._spec, tensor) if value.dtype == tensor.dtype else compat.dtensor_spec(
+        tensor.device_mesh, reduced(tensor._spec, tensor).placements, value)
+    part = local_part(value, tensor.device_mesh, spec.placements)
+    if value.dtype != tensor.dtype:  # the wrapper knows its dtype too
+        func(tensor, compat.make_dtensor(PlacedTensor, part, spec))
+        tensor._local_tensor = part
+    else:
+        tensor._local_tensor.data = part
+    tensor._spec = spec

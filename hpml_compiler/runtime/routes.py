@@ -12,6 +12,7 @@ METADATA = _words(
     is_floating_point is_complex is_signed is_inference is_same_size is_pinned is_shared is_conj is_neg
     is_coalesced has_names untyped_storage storage _typed_storage _is_view _is_zerotensor _nnz dense_dim sparse_dim
     requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward __len__ __hash__ __dir__
+    __delete__ detach_ is_set_to
     """
 )
 """Asked of the wrapper itself: shapes are those of the whole."""
@@ -34,15 +35,6 @@ ON_LOCALS = frozenset(
 """Element by element, so that operands with one placement need nothing but their local parts: what optimizers use. And
 what `clip_grad_norm_` uses."""
 
-NEEDS_WHOLE = _words(
-    """numpy __array__ tolist item __bool__ __float__ __int__ __index__ __complex__ __contains__ nonzero unique
-    is_nonzero equal allclose isclose __setitem__ index_fill_ index_copy_ index_add_ index_put_ index_reduce_ scatter_
-    scatter_add_ scatter_reduce_ masked_scatter_ fill_diagonal_ put_ triu_ tril_
-    normal normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli bernoulli_ rand_like
-    randn_like randint_like multinomial poisson dropout feature_dropout alpha_dropout native_dropout rrelu"""
-)
-"""Ops that DTensor answers for one rank only, or with other random numbers than one device would draw."""
-
 VIEWS = _words(
     """__getitem__ select narrow chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind view view_as
     transpose permute t squeeze unsqueeze expand expand_as diagonal unflatten movedim swapaxes swapdims as_strided
@@ -50,13 +42,24 @@ VIEWS = _words(
 )
 """Ops whose result shares storage with their first argument."""
 
-DIFFERENTIABLE = (ON_LOCALS - {"_foreach_norm"}) | VIEWS | _words("sum mean float double bfloat16 __get__ __iter__")
+SEVERAL_VIEWS = _words("chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind")
+
+CASTS = _words("to cpu cuda xpu type float double half bfloat16 long int short char byte bool contiguous clone detach")
+
+DIFFERENTIABLE = (ON_LOCALS - {"_foreach_norm"}) | VIEWS | CASTS | _words("sum mean __get__ __iter__")
 """Ops left to DTensor where a gradient flows: enough for penalties on parameters. DTensor's backward of others can be
 wrong (that of a maximum norm gives NaN)."""
 
+ON_DTENSORS = DIFFERENTIABLE | _words("_foreach_norm norm vector_norm linalg_vector_norm stack new_empty")
+"""Ops left to DTensor where all operands are placed: what optimizers, clipping and moving a model need. Each is tested
+against plain tensors. All others are done on whole tensors, since DTensor answers some of them for one rank only, draws
+other random numbers than one device would, or notices after it has written that it cannot do them."""
+
+WRITES_UNSEEN = _words("batch_norm instance_norm native_batch_norm _native_batch_norm_legit fused_moving_avg_obs_fake_quant")
+"""Ops that write running statistics without counting it as a change of the tensor."""
+
 KEEPS_ROWS = _words(
-    """to cpu cuda xpu type float double half bfloat16 long int short bool contiguous clone detach pin_memory
-    """
+    """to cpu cuda xpu type float double half bfloat16 long int short bool contiguous clone detach pin_memory"""
 )
 """Ops on one tensor that leave every element in its row."""
 

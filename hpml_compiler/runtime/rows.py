@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from hpml_compiler.runtime.eager import changed_tensor, on_whole, through_whole
+from hpml_compiler.runtime.eager import changed_tensors, map_tensors, on_fakes, on_whole
 from hpml_compiler.runtime.local_ops import wrap
-from hpml_compiler.runtime.placed import PlacedTensor
+from hpml_compiler.runtime.placed import PlacedTensor, name_slots
 from hpml_compiler.runtime.routes import KEEPS_ROWS
 from hpml_compiler.runtime.whole import whole
 from passes import compat
@@ -30,16 +30,18 @@ class Rows(PlacedTensor):
     def _route(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
         if isinstance(first, DTensor) and compat.is_fake(first._local_tensor):
-            return super()._route(func, name, args, kwargs)
-        target = changed_tensor(name, args, kwargs)
-        if isinstance(target, Rows):
-            return through_whole(func, name, args, kwargs)
-        if isinstance(target, DTensor):  # a parameter, changed by a value that happens to be rows
-            return PlacedTensor._route(func, name, tuple(_gathered(a) for a in args), kwargs)
+            return on_fakes(func, args, kwargs)
+        changed = changed_tensors(name, args, kwargs)
+        if changed and isinstance(changed[0], DTensor) and not isinstance(changed[0], Rows):
+            # a parameter, changed by a value that happens to be rows
+            return PlacedTensor._route(func, name, map_tensors(_gathered, args), map_tensors(_gathered, kwargs))
         if name in KEEPS_ROWS and isinstance(first, Rows) and not any(isinstance(a, DTensor) for a in args[1:]):
             local = func(first._local_tensor, *args[1:], **kwargs)
             return wrap(local, cls, first._spec) if isinstance(local, torch.Tensor) else local
         return on_whole(func, args, kwargs)
+
+
+name_slots(Rows)
 
 
 def take_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> Rows:
@@ -65,5 +67,5 @@ def rows_of_all(tensor: torch.Tensor, mesh: DeviceMesh) -> Rows:
     return compat.make_dtensor(Rows, local, compat.dtensor_spec(mesh, (Shard(0),), like))
 
 
-def _gathered(value: Any) -> Any:
+def _gathered(value: torch.Tensor) -> torch.Tensor:
     return whole(value) if isinstance(value, Rows) else value

@@ -23,8 +23,25 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if compat.inside_transform():  # of torch.func: the parameter itself is none of its arguments
         with compat.outside_transforms():
-            return _Whole.apply(tensor)
-    return _Whole.apply(tensor)
+            return _whole(tensor)
+    return _whole(tensor)
+
+
+def _whole(tensor: DTensor) -> torch.Tensor:
+    return _Whole.apply(tensor) if tensor.requires_grad and torch.is_grad_enabled() else _value(tensor)
+
+
+def _value(tensor: DTensor) -> torch.Tensor:
+    local = tensor._local_tensor
+    if compat.is_fake(local):  # Dynamo only asks for shape and type
+        return local.new_empty_strided(tensor.shape, tensor.stride())
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return local.detach()  # autograd marks what a Function returns, so not the same object
+    with compat.plain_torch_functions():  # a new wrapper, since inside of torch.tensor([...]) even detach() makes none
+        result = compat.make_dtensor(DTensor, local, tensor._spec).full_tensor()
+    if result.stride() == tensor.stride() or 0 in tensor.stride():
+        return result
+    return result.new_empty_strided(tensor.shape, tensor.stride()).copy_(result)
 
 
 def local_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
@@ -53,15 +70,18 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.kind, ctx.spec = type(tensor), tensor._spec
-        local = tensor._local_tensor
-        if compat.is_fake(local):  # Dynamo only asks for shape and type
-            return local.new_empty_strided(tensor.shape, tensor.stride())
-        if all(placement.is_replicate() for placement in tensor.placements):
-            return local.detach()  # autograd marks what it returns, so not the same object
-        return tensor.full_tensor()
+        ctx.set_materialize_grads(False)
+        value = _value(tensor)
+        if not value.dim():
+            return value.clone()  # a loss may be changed in place; autograd forbids that for a view made here
+        if value.untyped_storage().data_ptr() == tensor._local_tensor.untyped_storage().data_ptr():
+            return value
+        return value.new_empty(0).set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None
         if torch.is_grad_enabled():  # create_graph=True
             return _Part.apply(gradient, ctx.kind, ctx.spec)
         return _part(gradient, ctx.kind, ctx.spec)

@@ -13,9 +13,9 @@ from tests.hpml_compiler.runtime.common import assert_close, full, mlp
 from tests.hpml_compiler.runtime.toy import Toy
 
 STAY_ROWS = ["x.to('cpu')", "x.to(torch.float64)", "x.double()", "x / 4", "x + x", "(x - 1) * 2", "x.contiguous()",
-             "x.detach().clone()", "y.float()", "-x", "copy.deepcopy(x)"]
+             "x.detach().clone()", "y.float()", "-x", "copy.deepcopy(x)", "x.flatten(1)"]
 BECOME_WHOLE = ["x.view(-1)", "x[2]", "x[:, 1]", "x.sum()", "x.mean(1)", "x == 3", "torch.cat([x, x])", "x[y > 3]",
-                "x @ torch.ones(3, 2)", "F.one_hot(y, 8)", "y + torch.arange(8)", "torch.ones(8) * y", "x.flatten(1)",
+                "x @ torch.ones(3, 2)", "F.one_hot(y, 8)", "y + torch.arange(8)", "torch.ones(8) * y",
                 "x.T", "F.pad(y, (0, 1), value=-100)", "x.max(1)[0]", "torch.where(x > 2, x, torch.zeros_like(x))",
                 "torch.tensor(x.tolist())", "torch.from_numpy(x.numpy())", "list(x)[5]"]
 

@@ -1,0 +1,69 @@
+"""Views of placed tensors that had to be gathered: what is written to them, and to what they view, reaches the other."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hpml_compiler.runtime.eager import VIEW_STEP, keep
+from hpml_compiler.runtime.whole import whole
+
+
+class ViewStep:
+    """How a gathered view was made: `replay` makes it of the whole `source`."""
+
+    __slots__ = ("_address", "_version", "replay", "source")
+
+    def __init__(self, source: DTensor, replay: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.source, self.replay = source, replay
+        self._address = self._root().untyped_storage().data_ptr()
+        self.note_version()
+
+    def _root(self) -> torch.Tensor:
+        """This rank's part of the tensor that is viewed in the end."""
+        source = self.source
+        while (step := getattr(source, VIEW_STEP, None)) is not None:
+            source = step.source
+        return source._local_tensor
+
+    def note_version(self) -> None:
+        root = self._root()
+        self._version = -1 if root.is_inference() else root._version
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the source was given other memory (`p.data = ...`), which leaves its views alone."""
+        return self._root().untyped_storage().data_ptr() != self._address
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing has changed the source since. All ranks do the same, so all get the same answer."""
+        root = self._root()
+        return not root.is_inference() and root._version == self._version
+
+    def write(self, value: torch.Tensor) -> None:
+        """The view has this value now: so the source has it there."""
+        source = whole(self.source)
+        self.replay(source).copy_(value)
+        keep(self.source, source)
+
+
+def refresh(view: DTensor) -> None:
+    """Bring a gathered view up to date with what it views."""
+    step: ViewStep | None = getattr(view, VIEW_STEP, None)
+    if step is None:
+        return
+    if step.is_cut_off:
+        delattr(view, VIEW_STEP)
+    elif not step.is_current:
+        with torch.no_grad():
+            refresh(step.source)
+            view._local_tensor.copy_(step.replay(whole(step.source)))
+        step.note_version()
+
+
+def strided_replay(view: torch.Tensor, source: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How to make `view`, which lies in the memory of the whole `source`, of another whole value of it."""
+    shape, stride, offset = view.shape, view.stride(), view.storage_offset() - source.storage_offset()
+    return lambda other: other.as_strided(shape, stride, other.storage_offset() + offset)
