@@ -72,6 +72,8 @@ class _Whole(torch.autograd.Function):
         ctx.kind, ctx.spec = type(tensor), tensor._spec
         ctx.set_materialize_grads(False)
         value = _value(tensor)
+        if compat.is_fake(tensor._local_tensor):
+            return value
         if not value.dim():
             return value.clone()  # a loss may be changed in place; autograd forbids that for a view made here
         if value.untyped_storage().data_ptr() == tensor._local_tensor.untyped_storage().data_ptr():
