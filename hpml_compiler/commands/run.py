@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
@@ -148,8 +148,17 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
         torchrun.run(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        typer.echo(f"{error}\nhpml: rank {rank} was the first to fail, with exit code {failure.exitcode}", err=True)
+        typer.echo(f"hpml: {_first_failure(rank, failure)}\n{error}", err=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:  # Ctrl-C and the like: torchrun has ended the ranks
         return 128 + error.sigval
     return 0
+
+
+def _first_failure(rank: int, failure: Any) -> str:
+    """What to say first: who failed, and with what, as far as that rank has left word (`runtime.liveness`)."""
+    word = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
+    if word.get("noticed"):
+        return f"{word['message']}\n  (rank {rank} noticed, and ended with exit code {failure.exitcode})"
+    said = f": {word['message']}" if isinstance(word.get("message"), str) and word["message"] else ""
+    return f"rank {rank} was the first to fail, with exit code {failure.exitcode}{said}"

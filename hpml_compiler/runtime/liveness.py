@@ -166,6 +166,22 @@ def named(error: Exception) -> Exception:
     return lost
 
 
+def _leave_word(error: BaseException) -> None:
+    """For torchrun's agent on this node, where it asks for it; `hpml run` begins its report with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    noticed = isinstance(error, RankLost)
+    # The agent blames the earliest, in whole seconds; who only noticed shall not be it.
+    word = {"message": str(error) if noticed else f"{type(error).__name__}: {error}", "noticed": noticed,
+            "timestamp": int(time.time()) + (60 if noticed else 0)}
+    try:
+        with open(path, "w") as file:
+            json.dump(word, file)
+    except OSError as failed:
+        log.debug("no word left for the agent: %s", failed)
+
+
 def _watch_uncaught() -> None:
     before = sys.excepthook
 
@@ -175,6 +191,7 @@ def _watch_uncaught() -> None:
             if is_distributed(error):  # in a gather outside of compiled graphs, for one
                 lost = live.name(error)
             live.fail(lost or error, secondary=lost is not None)
+        _leave_word(lost or error)
         before(kind, error, traceback)
         if lost is not None:
             print(f"hpml: {lost}", file=sys.stderr, flush=True)

@@ -1,0 +1,90 @@
+"""A rank that is killed, raises or sleeps -> what the others say, and that they say it in time."""
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpml_compiler.runtime import liveness
+from hpml_compiler.runtime.calls import forward_call
+from hpml_compiler.runtime.doing import Spot, at, doing, line_of_script
+from hpml_compiler.runtime.liveness import RankLost
+
+TIMEOUT_S = 8
+
+
+def all_reduce(value):
+    dist.all_reduce(value)
+    return value
+
+
+def run_trouble(rank, how):
+    """Each call of the "graph" is a collective. The last rank does something else before the third call."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    liveness.start()
+    call = forward_call(all_reduce, Spot("forward of graph_0"), None)
+    call(torch.ones(2))
+    time.sleep(1.5)  # until all have posted
+    call(torch.ones(2))
+    if rank == dist.get_world_size() - 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "sleeps":
+            time.sleep(TIMEOUT_S + 5)
+            return "slept"
+        if how == "raises":
+            try:
+                with at("loading a batch"):
+                    raise ValueError("no such row")
+            except ValueError:
+                time.sleep(TIMEOUT_S + 5)
+                return "caught"
+    start = time.monotonic()
+    try:
+        call(torch.ones(2))
+    except RankLost as error:
+        return str(error), time.monotonic() - start
+    return "nobody was missed"
+
+
+CASES = {
+    "killed": (3, "rank 2 is gone without a word", "look at the exit code of rank 2"),
+    "sleeps": (2, "rank 1 is late: for", "test_liveness.py:"),
+    "raises": (2, "having caught ValueError: no such row", "look for work of one rank alone"),
+}
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_the_others_name_the_rank(launch, how):
+    world, *said = CASES[how]
+    outcomes = launch(run_trouble, world, (how,), init=False, check=False)
+    for rank in range(world - 1):
+        text, seconds = outcomes[rank]
+        assert all(part in text or f"rank {world - 1}" in text.splitlines()[0] and "found" in text for part in said), text
+        assert f"where: rank {rank}, in forward of graph_0, call 3, all_reduce" in text
+        assert seconds < TIMEOUT_S + 6
+    assert said[0] in outcomes[0][0] or said[0] in outcomes[-2][0]
+
+
+def test_other_errors_stay_what_they_are():
+    def fails():
+        raise KeyError("x")
+
+    spot = Spot("forward of graph_0")
+    with pytest.raises(KeyError):
+        forward_call(fails, spot, None)()
+    assert doing.at is spot and not doing.inside and spot.calls == 1
+    before = doing.at
+    with pytest.raises(KeyError), at("loading a batch"):
+        assert doing.place() == "in loading a batch"
+        fails()
+    assert doing.at is before
+
+
+def test_the_line_of_the_script():
+    assert line_of_script().startswith("test_liveness.py:") and line_of_script().endswith("in test_the_line_of_the_script")
