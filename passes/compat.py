@@ -223,6 +223,11 @@ def quiet_dynamo() -> Any:
         fakes.setLevel(level)
 
 
+def is_effect_token(placeholder: torch.fx.Node) -> bool:
+    """Whether it is no input of the model, but what AOTAutograd orders side effects by (checks of torch.linalg, prints)."""
+    return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
+
+
 def frame_being_compiled() -> str:
     """Which piece of Python code Dynamo is compiling, as a number that is the same when it compiles that again; "" if none."""
     from torch._guards import CompileContext

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from passes import compat
 from passes.compat import pytree
 from passes.layouts import Layout
 
@@ -58,12 +59,17 @@ def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
     stored: dict[str, Layout] = {}
     positions: dict[str, int] = {}
     primals: list[Node] = []
+    tokens = 0
     for order, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if node.name.startswith("tangents"):
             kinds[node.name] = "tangent"
             continue
+        if compat.is_effect_token(node):  # AOTAutograd's own, before the inputs; no gradient is returned for it
+            kinds[node.name] = "constant"
+            tokens += 1
+            continue
         primals.append(node)
-        position = _position(node, order)
+        position = _position(node, order - tokens)
         described = inputs[position]
         positions[node.name] = position
         if not isinstance(node.meta.get("val"), torch.Tensor):
