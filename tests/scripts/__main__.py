@@ -21,6 +21,8 @@ from tests.scripts.launch import Case, outcomes
 from tests.scripts.use import MESHES, families, find, in_turn, uses_of
 from tests.scripts.verdict import complaint
 
+TOGETHER = 30  # to one launch
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scripts", description=__doc__)
@@ -36,29 +38,34 @@ def main() -> int:
     results: dict[str, dict[str, Outcome]] = {}
     complaints = []
     start = time.monotonic()
-    for family in dict.fromkeys(use.family for use in wanted):
-        cases = [(use.name, mesh) for mesh in asked.mesh or MESHES for use in wanted
-                 if use.family == family and (not asked.in_turn or turns[use.name] == mesh)]
-        for (name, mesh), outcome in _run(cases, asked.verbose).items():
+    cases = [(use.name, mesh) for use in wanted for mesh in asked.mesh or MESHES
+             if not asked.in_turn or turns[use.name] == mesh]
+    for at in range(0, len(cases), TOGETHER):
+        for (name, mesh), outcome in _run(cases[at:at + TOGETHER], asked.verbose).items():
             results.setdefault(mesh, {})[name] = outcome
             wrong = complaint(find(name), mesh, outcome)
             note = "  (known)" if not wrong and outcome.verdict in ("different", "crashed") else ""
             detail = outcome.detail if asked.verbose else in_short(outcome.detail)
             print(f"{mesh:9} {name:45} {outcome.verdict:9} {outcome.seconds:5.1f} s{note}  {detail}", flush=True)
             complaints += [wrong] if wrong else []
+        _save(asked.json, results)
     _table(results, time.monotonic() - start)
-    if asked.json:
-        counts = {mesh: Counter(o.verdict for o in found.values()) for mesh, found in results.items()}
-        uses = {mesh: {name: asdict(o) for name, o in found.items()} for mesh, found in results.items()}
-        asked.json.write_text(json.dumps({"counts": counts, "uses": uses}, indent=1))
     for wrong in complaints:
-        print(f"unexpected: {wrong if asked.verbose else in_short(wrong)}")
+        print(f"unexpected: {wrong if asked.verbose else wrong.splitlines()[0]}")
     return 1 if complaints else 0
 
 
 def _run(cases: list[Case], verbose: bool) -> dict[Case, Outcome]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stdout if verbose else io.StringIO()):
         return outcomes(Path(folder), cases)
+
+
+def _save(path: Path | None, results: dict[str, dict[str, Outcome]]) -> None:
+    if path is None:
+        return
+    counts = {mesh: Counter(o.verdict for o in found.values()) for mesh, found in results.items()}
+    uses = {mesh: {name: asdict(o) for name, o in found.items()} for mesh, found in results.items()}
+    path.write_text(json.dumps({"counts": counts, "uses": uses}, indent=1))
 
 
 def _table(results: dict[str, dict[str, Outcome]], seconds: float) -> None:
