@@ -1,4 +1,7 @@
-"""All ranks use one plan: they compare graphs, rank 0 plans, the others receive. An error on one is an error on all."""
+"""All ranks use one plan: they compare graphs, rank 0 plans, the others receive. An error on one is an error on all.
+
+Over a group of its own, so that the messages of a rank that compiles alone meet none of the others' collectives.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hpml_compiler.runtime.doing import at
+from hpml_compiler.runtime.world import control_group
 from passes import compat
 from passes.errors import HpmlError
 
@@ -34,14 +38,15 @@ def same_graph(digest: str, text: Callable[[], str]) -> None:
 
 def _compare(digest: str, text: Callable[[], str]) -> None:
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    dist.all_gather_object(digests, digest, group=control_group())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
     shared = [text() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(shared, src=0)
+    dist.broadcast_object_list(shared, src=0, group=control_group())
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, first_difference(text(), str(shared[0])) if dist.get_rank() in different else None)
+    difference = first_difference(text(), str(shared[0])) if dist.get_rank() in different else None
+    dist.all_gather_object(found, difference, group=control_group())
     raise GraphMismatch(
         f"rank {different[0]} traced another graph than rank 0: {found[different[0]]}",
         where=f"ranks {different}",
@@ -59,7 +64,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
         except Exception as error:  # sent to the ranks that wait for the answer, and raised again below
             box = [(False, error)]
     with compat.outside_tracing(), at("waiting for the plan, which rank 0 makes"):
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=control_group())
     good, answer = box[0]
     if good:
         return answer

@@ -90,11 +90,14 @@ def culprits(rank: int, world: int, failures: Sequence[Failure], first: Mapping[
                 f"look at the exit code of rank {silent[0]} and at the kernel's log (dmesg)")
     if noticed:
         failure = min(noticed.values(), key=lambda f: f.when)
+        if re.search(rf"\branks? \[?{rank}\b", failure.error):
+            return (f"rank {failure.rank} waited for this rank no longer: {failure.error.split(': ', 1)[-1]}",
+                    "look at what this rank did instead; HPML_PG_TIMEOUT_S sets how long the others wait")
         return (failure.error.split(": ", 1)[-1] + f" (as rank {failure.rank} found)",
                 "look at that rank first; the others only waited for it")
     if ended:
         record = others[ended[0]]
-        return (f"{_ranks(ended)} at the end of the script already, since {_ago(time.time() - record.posted)}: {record.place} "
+        return (f"{_ranks(ended)} at the end of the script already ({_ago(time.time() - record.posted)}): {record.place} "
                 "it made no more calls", "give all ranks equally many batches (len of the loader on each rank)")
     missing = sorted(set(range(world)) - set(second) - {rank})
     if missing:

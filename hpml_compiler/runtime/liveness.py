@@ -15,12 +15,14 @@ import torch.distributed as dist
 
 from hpml_compiler.runtime.blame import Failure, Record, culprits, is_distributed, operation_of
 from hpml_compiler.runtime.doing import Watch, doing, line_of_script
+from hpml_compiler.runtime.world import group_timeout
 from passes import compat
 from passes.errors import HpmlError
 
 log = logging.getLogger("hpml")
 INTERVAL_S = 1.0
 SLOW_S = 3.0  # from then on a record says which line of the script it is
+SPEAK_S = 10.0  # in one call of a graph, from when on it is said who is not there
 STORE_TIMEOUT_S = 5
 
 
@@ -62,7 +64,9 @@ class _Liveness:
         self.board, self.watch = board, Watch()
         self.interval_s = max(INTERVAL_S, board.world / 256)
         self.lock, self.over = threading.Lock(), threading.Event()
-        self.told = False
+        # Long before the time limit: a user shall not wait for it, and NCCL ends the process then without an exception.
+        self.speaks_after_s = min(SPEAK_S, 0.5 * group_timeout().total_seconds())
+        self.spoke_of = ""
         self.thread = threading.Thread(target=self._beat, name="hpml-liveness", daemon=True)
         self.thread.start()
 
@@ -71,9 +75,28 @@ class _Liveness:
             try:
                 with self.lock:
                     self.board.post(self.watch)
+                waits = doing.inside and doing.at.calls and self.watch.age_s() > self.speaks_after_s
+                if waits and doing.place() != self.spoke_of:
+                    self._speak()
             except (RuntimeError, OSError) as error:  # the store is gone; whoever waits for a rank will hear of that
                 log.debug("what this rank does is no longer posted: %s", error)
                 return
+
+    def _speak(self) -> None:
+        """Say whom this rank waits for, before the wait is over, and go on posting meanwhile. One of those that wait does."""
+        readings, here, self.spoke_of = [], doing.place(), doing.place()
+        for number in range(2):
+            self.over.wait(2.2 * self.interval_s * number)
+            with self.lock:
+                self.board.post(self.watch)
+                readings.append(self.board.records())
+        waiting = [rank for rank, record in readings[1].items() if record.place == here]
+        if doing.place() != here or waiting[:1] != [self.board.rank] or len(waiting) == self.board.world:
+            return
+        what, next_step = culprits(self.board.rank, self.board.world, self.board.failures(), readings[0], readings[1],
+                                   here)
+        log.warning("%s", RankLost(what, f"rank {self.board.rank}, {here}, where it has waited for {self.watch.age_s():.0f} s",
+                                   next_step))
 
     def stop(self, ended: bool) -> None:
         if self.over.is_set():
@@ -114,14 +137,14 @@ class _Liveness:
         return RankLost(what, f"{where}; torch says: {reported[0] if reported else type(error).__name__}"[:600], next_step)
 
 
-_running: dict[int, _Liveness] = {}
+_running: dict[Any, _Liveness] = {}
 _starts = 0
 
 
 def start() -> None:
     """Post what this rank does from now on; once for each process group, on all ranks."""
     global _starts
-    key = id(dist.group.WORLD)
+    key = dist.group.WORLD
     if key in _running:
         return
     for old in _running.values():

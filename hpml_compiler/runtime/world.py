@@ -38,16 +38,16 @@ def device_type() -> str:
 def control_group() -> dist.ProcessGroup:
     """All ranks, for small messages between hosts: of its own, so that none is taken for one of the data's collectives, and
     on gloo, so that no device waits for it. The first call is a collective."""
-    return _host_group("control", id(dist.group.WORLD))
+    return _host_group("control", dist.group.WORLD)
 
 
 def check_group() -> dist.ProcessGroup:
     """Like `control_group`, for messages that are still on their way while others are sent."""
-    return _host_group("check", id(dist.group.WORLD))
+    return _host_group("check", dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=2)
-def _host_group(purpose: str, group: int) -> Any:
+def _host_group(purpose: str, world: Any) -> Any:  # kept while it is here, so a later group is never taken for it
     return dist.new_group(backend="gloo", timeout=group_timeout())
 
 
@@ -58,9 +58,9 @@ def group_timeout() -> timedelta:
 
 def world_mesh() -> DeviceMesh:
     """All ranks on one axis; the same mesh at every call for one process group."""
-    return _world_mesh(device_type(), id(dist.group.WORLD))
+    return _world_mesh(device_type(), dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=1)
-def _world_mesh(kind: str, group: int) -> DeviceMesh:
+def _world_mesh(kind: str, world: Any) -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),))

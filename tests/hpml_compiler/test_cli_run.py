@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -91,7 +92,20 @@ def test_the_users_environment_wins_and_a_module_can_be_run(tmp_path):
 def test_exit_code_is_that_of_the_failing_rank(tmp_path, how, exit_code):
     done = _hpml("run", "--nproc", "2", _script(tmp_path, ENDS.format(how=how)))
     assert done.returncode == exit_code
-    assert "hpml: rank 1 was the first to fail" in done.stderr
+    said = [line for line in done.stderr.splitlines() if "rank 1" in line]
+    assert said[0].startswith("hpml: rank 1 was the first to fail, with exit code")
+
+
+def test_who_only_noticed_is_not_blamed():
+    word = {"message": "rank 1 is late: for 9 s it has been in the script", "noticed": True}
+    failure = SimpleNamespace(exitcode=1, error_file_data=word)
+    assert run_command._first_failure(0, failure).splitlines() == [
+        word["message"], "  (rank 0 noticed, and ended with exit code 1)"]
+    failure.error_file_data = {"message": "ValueError: no such weight", "noticed": False}
+    assert run_command._first_failure(1, failure) == (
+        "rank 1 was the first to fail, with exit code 1: ValueError: no such weight")
+    failure.error_file_data = {"message": ""}
+    assert run_command._first_failure(1, failure).endswith("with exit code 1")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

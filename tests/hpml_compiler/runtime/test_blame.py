@@ -31,6 +31,9 @@ CASES = {
     "noticed by another, who is gone since": (
         [failure(0, "RankLost: rank 2 is late: for 9 s", True)], alive(r0=record(beats=5)),
         "rank 2 is late: for 9 s (as rank 0 found)"),
+    "this rank itself": (
+        [failure(0, "RankLost: rank 1 is late: for 9 s", True)], alive(r0=record(beats=5)),
+        "rank 0 waited for this rank no longer: rank 1 is late"),
     "ended": ([], alive(r2=record(beats=7, inside=False, ended=True)), "rank 2 is at the end of the script already"),
     "asleep": ([], alive(r2=record(beats=7, inside=False, age_s=31, line="train.py:9 in main")),
                "rank 2 is late: for 31 s it has been in the script, after backward of graph_0, call 3, at train.py:9 in main"),

@@ -1,6 +1,7 @@
 """A rank that is killed, raises or sleeps -> what the others say, and that they say it in time."""
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -44,11 +45,18 @@ def run_trouble(rank, how):
             except ValueError:
                 time.sleep(TIMEOUT_S + 5)
                 return "caught"
+    told = []
+    if how == "sleeps":
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("hpml").addHandler(handler)
     start = time.monotonic()
     try:
         call(torch.ones(2))
     except RankLost as error:
-        return str(error), time.monotonic() - start
+        seconds = time.monotonic() - start
+        assert how != "sleeps" or "rank 1 is late: for" in told[0] and "has waited for" in told[0], told
+        return str(error), seconds
     return "nobody was missed"
 
 
