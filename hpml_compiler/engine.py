@@ -30,10 +30,11 @@ from hpml_compiler.runtime import liveness
 from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
+from hpml_compiler.runtime.devices import device_type, memory_bytes, settle
 from hpml_compiler.runtime.doing import Spot, at
 from hpml_compiler.runtime.inputs import take_out_markers
 from hpml_compiler.runtime.parameters import install, parameter_name, placeable
-from hpml_compiler.runtime.world import device_type, ensure_process_group
+from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
 from passes.annotations import write
@@ -58,6 +59,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     refuse_other_wrappers(example_inputs)
     liveness.start()
     with at(f"compiling graph_{len(session.current().graphs)}"):
+        settle(example_inputs)
         refuse(gm)
         return _Compilation(gm, example_inputs, options).run()
 
@@ -75,8 +77,7 @@ def local_cluster(options: Options, world: int) -> Cluster:
         return Cluster.parse(options.cluster)
     kind = device_type()
     if kind == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return Cluster.local(world, "cuda", device_name=properties.name, memory_bytes=properties.total_memory)
+        return Cluster.local(world, "cuda", device_name=torch.cuda.get_device_name(), memory_bytes=memory_bytes())
     return Cluster.local(world, "cpu")
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import GraphModule
 
 from hpml_compiler import measurements
@@ -54,7 +55,8 @@ class Annotated:
         for node in self.gm.graph.nodes:
             value = node.meta.get("val")
             shape = tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", ""))
-            lines.append(f"{node.name} = {node.op} {node.target} {node.args} {node.kwargs} -> {shape}")
+            kwargs = {k: v.type if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}  # each has its own
+            lines.append(f"{node.name} = {node.op} {node.target} {node.args} {kwargs} -> {shape}")
             if node.op == "get_attr" and isinstance(called := attribute_of(self.gm, node), GraphModule):
                 lines.append(called.code)
         return "\n".join(lines)

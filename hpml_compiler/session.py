@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from hpml_compiler.options import Options
 from hpml_compiler.plan_records import GraphPlan, MeshAttempt
 from hpml_compiler.pricing import Measured
-from hpml_compiler.runtime.world import device_type
+from hpml_compiler.runtime.devices import device_type, forget
 from passes import compat
 from passes.layouts import Layout
 from passes.rules.base import REPLICATE
@@ -69,6 +69,7 @@ def reset() -> None:
     """Forget the mesh and the plans: the next compilation starts afresh (a new process group, another model)."""
     global _session
     _session = Session()
+    forget()
 
 
 def to_dtensor(layout: Layout) -> tuple[Placement, ...]:

@@ -20,6 +20,7 @@ __all__ = [
     "adopt_foreach_type",
     "aot_autograd",
     "backend_of",
+    "collectives_through_host",
     "compile_with_inductor",
     "convert_before_differentiating",
     "compiled_module_type",
@@ -48,6 +49,7 @@ __all__ = [
     "plain_torch_functions",
     "profiler_is_on",
     "quiet_dynamo",
+    "through_host",
     "tracing_fake_mode",
     "untraced",
     "visible_kernels",
@@ -135,10 +137,11 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
     passes = compile_fx._recursive_joint_graph_passes
     kwargs: dict[str, Any] = {"skip_invoke_subgraph": True}
-    if "input_device" in inspect.signature(passes).parameters:  # torch 2.13
+    if "input_device" in inspect.signature(passes).parameters:  # not in every patch of 2.11
         devices = [n.meta["val"].device for n in joint.graph.find_nodes(op="placeholder")
                    if isinstance(n.meta.get("val"), torch.Tensor)]
-        kwargs["input_device"] = devices[0] if devices else None
+        # What a model computes on, where numbers on the CPU are among its inputs.
+        kwargs["input_device"] = next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)
     with V.set_fake_mode(fake_mode_of(joint)):  # what replaces random numbers asks for it
         return passes(joint, **kwargs) or joint
 
@@ -169,13 +172,18 @@ def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
 
 def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, static_inputs: Any, is_backward: bool,
                           is_inference: bool) -> Callable[..., Any]:
-    """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it."""
+    """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
+
+    Never into CUDA graphs, also where inductor is set up for them: not every collective can be captured.
+    """
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    return compile_fx_inner(
-        gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward, is_inference=is_inference,
-        graph_id=next(_graph_ids),
-    )
+    with config.patch({"triton.cudagraphs": False}):
+        return compile_fx_inner(
+            gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
+            is_inference=is_inference, graph_id=next(_graph_ids),
+        )
 
 
 @contextlib.contextmanager
@@ -419,6 +427,52 @@ def adopt_foreach_type(kind: type) -> None:
     for supported in (of_optimizers, of_utilities):
         if kind not in supported:
             supported.append(kind)
+
+
+# Collectives of CUDA tensors over gloo.
+
+_FUNCTIONAL_COLLECTIVES = (
+    "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
+    "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_out",
+    "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast", "broadcast_",
+)
+_libraries: list[Any] = []  # what is registered goes with its library
+
+
+@functools.cache
+def collectives_through_host(dispatch_key: str = "CUDA") -> None:
+    """From now on, functional collectives of CUDA tensors are those of copies in the host's memory: for process groups in
+    which gloo carries them. Its `all_gather_into_tensor` reads device memory as if it were the host's and the process
+    dies (https://github.com/pytorch/pytorch/issues/152645); other ops are copied inside gloo anyway.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    for name in _FUNCTIONAL_COLLECTIVES:
+        if hasattr(torch.ops._c10d_functional, name):  # the *_out of reduce_scatter is younger than 2.11
+            library.impl(name, through_host(getattr(torch.ops._c10d_functional, name).default), dispatch_key)
+    _libraries.append(library)
+
+
+def through_host(op: Any) -> Callable[..., Any]:
+    """A functional collective on copies of its tensors in the host's memory. It waits, so that there is nothing to wait for
+    in the result; what the op writes to is written back."""
+    written = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    names = [each.name for each in op._schema.arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        device = next(x.device for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
+        host = pytree.tree_map_only(torch.Tensor, lambda x: x.cpu(), given)
+        positional = [host.pop(name) for name in names[:len(args)]]
+        results = op(*positional, **host)
+        results = pytree.tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor.default, results)
+        if not written:
+            return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), results)
+        (target,) = (given[name] for name in written)
+        for mine, new in zip(pytree.tree_leaves(target), pytree.tree_leaves(results), strict=True):
+            mine.copy_(new)
+        return target
+
+    return call
 
 
 # What Dynamo knows while a backend runs.

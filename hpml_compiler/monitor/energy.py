@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hpml_compiler.energy.meters import Counter, find_counter
 from hpml_compiler.measurements import local_ranks
+from hpml_compiler.runtime.devices import ranks_on_this_device
 
 log = logging.getLogger("hpml")
 
@@ -32,7 +33,8 @@ class PowerMeter:
         where: dict[str, Any] = {}
         if device_type == "cuda":
             where["gpus"] = [f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"]
-        return PowerMeter(find_counter(device_type, **where), (1 if device_type == "cuda" else local_ranks()) / world)
+        return PowerMeter(find_counter(device_type, **where),
+                          (ranks_on_this_device() if device_type == "cuda" else local_ranks()) / world)
 
     @property
     def label(self) -> str:

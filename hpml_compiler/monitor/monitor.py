@@ -171,8 +171,7 @@ class Monitor:
             self.power.begin()
         if samples and self.held is None and len(samples) == FEWEST:
             self._look_at_held = True
-            if self.device_type != "cuda":  # where torch counts the bytes of tensors while it profiles
-                self.profiling.want(samples[-1])
+            self.profiling.want(samples[-1])
         if enough and self._may_say(self._make_report()):
             self._steps_to_wait = self.window.close() * step.optimizer_steps
             self.active = False
@@ -215,7 +214,7 @@ class Monitor:
         )
 
     def _peak(self, profiled: int | None) -> tuple[int | None, str]:
-        if self.device_type == "cuda":
+        if profiled is None and self.device_type == "cuda":  # the whole model, before it was split, may be in it
             return torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated, since the start"
         return profiled, "" if profiled is None else "tensors allocated in one profiled step"
 

@@ -1,4 +1,4 @@
-"""One step under torch's profiler: time by class of work and, on a CPU, the peak of tensor memory."""
+"""One step under torch's profiler: time by class of work, and the peak of tensor memory on the device."""
 from __future__ import annotations
 
 import bisect
@@ -69,8 +69,8 @@ class StepProfile:
         self.on_device, self.varying_bytes = device_type == "cuda", varying_bytes
         self._notes: list[tuple[int, int]] = []
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
-        self._profile = profile(activities=activities, profile_memory=not self.on_device)
-        self._log_level = None if self.on_device else compat.set_cpp_log_level(2)  # it warns of each such thing that goes
+        self._profile = profile(activities=activities, profile_memory=True)
+        self._log_level = compat.set_cpp_log_level(2)  # it warns of each such thing that goes
         with _quiet_kineto():
             self._profile.start()
 
@@ -87,8 +87,7 @@ class StepProfile:
 
     def note(self) -> None:
         """Look at the varying bytes."""
-        if not self.on_device:
-            self._notes.append((time.time_ns(), self.varying_bytes()))
+        self._notes.append((time.time_ns(), self.varying_bytes()))
 
     def stop(self, steady_bytes: int = 0) -> Profiled:
         """What was seen. steady_bytes: held from before the profile until after it."""
@@ -97,11 +96,11 @@ class StepProfile:
         found: Any = self._profile.profiler
         raw = found.kineto_results.events()
         events = [_event(each) for each in raw if each.name() != MEMORY_EVENT and not _is_mirrored(each)]
-        if self.on_device:
-            return Profiled(kernel_us(events), True, None)
+        kind = torch.profiler.DeviceType.CUDA if self.on_device else torch.profiler.DeviceType.CPU
         changes = [(each.start_ns(), each.nbytes()) for each in raw
-                   if each.name() == MEMORY_EVENT and each.device_type() == torch.profiler.DeviceType.CPU]
-        return Profiled(graph_us(events), False, steady_bytes + peak(changes, self._notes))
+                   if each.name() == MEMORY_EVENT and each.device_type() == kind]
+        by_class = kernel_us(events) if self.on_device else graph_us(events)
+        return Profiled(by_class, self.on_device, steady_bytes + peak(changes, self._notes))
 
     def cancel(self) -> None:
         """Stop, and look at nothing."""

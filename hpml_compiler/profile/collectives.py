@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hpml_compiler.profile.timing import slowest_us, time_us
-from hpml_compiler.runtime.world import device_type, ensure_process_group
+from hpml_compiler.runtime.devices import device_type
+from hpml_compiler.runtime.world import ensure_process_group
 from passes.costs.base import COLLECTIVE_KINDS
 from passes.costs.cache import Measurement, MeasurementCache, device_key
 from passes.costs.measured_collectives import KIND, CollectivePoint, MeasuredGroup

@@ -20,7 +20,7 @@ from hpml_compiler.profile.runtime import RuntimeOverhead, runtime_calls
 from hpml_compiler.profile.steps import LARGE_ELEMENTS, LARGE_TENSORS, ModelStep, large_optimizer_step, optimizer_step
 from hpml_compiler.profile.timing import Timed, as_measurement, in_rounds, slowest_us
 from hpml_compiler.profile.variants import variants
-from hpml_compiler.runtime.world import device_type
+from hpml_compiler.runtime.devices import device_type
 from passes.cluster import Cluster
 from passes.costs import RooflineCost
 from passes.costs.cache import Measurement, MeasurementCache

@@ -31,7 +31,7 @@ from hpml_compiler.profile.runtime import COLLECTIVES, between_us, collective_ca
 from hpml_compiler.profile.steps import optimizer_step
 from hpml_compiler.profile.timing import Timed, in_rounds
 from hpml_compiler.profile.variants import Variant, variants
-from hpml_compiler.runtime.world import device_type
+from hpml_compiler.runtime.devices import device_type
 from passes import compat
 from passes.cluster import Cluster
 from passes.costs import OptimizerModel, RooflineCost

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpml_compiler.profile.steps import WARM_STEPS, trainer
 from hpml_compiler.profile.timing import Timed
-from hpml_compiler.runtime.world import device_type
+from hpml_compiler.runtime.devices import device_type
 
 FEW, MANY = 2, 12
 """Layers of the chains of tiny layers."""
@@ -72,7 +72,8 @@ def _tiny_step(layers: int, backend: str, **options: Any) -> Callable[[], None]:
     forward = types.FunctionType(_Chain.forward.__code__.replace(), _Chain.forward.__globals__)
     torch.manual_seed(0)
     model = type(f"Chain{layers}", (_Chain,), {"forward": forward})(layers)
-    step = trainer(model, (torch.randn(4, 16),), backend, **options)
+    model.to(device_type())
+    step = trainer(model, (torch.randn(4, 16, device=device_type()),), backend, **options)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def whole() -> None:

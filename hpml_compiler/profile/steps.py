@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.trace import call_arguments
 from passes import compat
 
@@ -54,7 +55,7 @@ class ModelStep:
 
     def profile(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if device_type() == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(PROFILED_STEPS):
@@ -75,7 +76,7 @@ def fused_kernels_us(events: Iterable[Any], steps: int) -> float:
     for event in events:
         if compat.is_fused_kernel(event.name):
             runs.setdefault(event.name, []).append(
-                event.self_device_time_total if torch.cuda.is_available() else event.self_cpu_time_total)
+                event.self_device_time_total if device_type() == "cuda" else event.self_cpu_time_total)
     return sum(statistics.median(us) * len(us) for us in runs.values()) / steps
 
 
@@ -92,4 +93,4 @@ def optimizer_step(parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
 
 def large_optimizer_step() -> Callable[[], None]:
     """The same over parameters so large that their traffic is what it takes."""
-    return optimizer_step([torch.zeros(LARGE_ELEMENTS)] * LARGE_TENSORS)
+    return optimizer_step([torch.zeros(LARGE_ELEMENTS, device=device_type())] * LARGE_TENSORS)

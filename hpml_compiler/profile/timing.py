@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpml_compiler.runtime.world import device_type
+from hpml_compiler.runtime.devices import device_type
 from passes.costs.cache import Measurement
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200

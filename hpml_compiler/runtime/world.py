@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hpml_compiler.runtime.devices import device_type, init_group_on_gpus
 from passes import compat
 
 DEFAULT_TIMEOUT_S = 60  # torch's own is 30 minutes for gloo: too long to learn that a rank has died
 
 
 def ensure_process_group() -> int:
-    """Number of ranks. Under torchrun, makes the process group if there is none: nccl where there is CUDA, else gloo.
+    """Number of ranks. Under torchrun, makes the process group if there is none: for GPUs see `devices`, else gloo.
 
     Its timeout is HPML_PG_TIMEOUT_S seconds, by default 60. Outside torchrun there is one rank and no group.
     """
@@ -25,14 +26,10 @@ def ensure_process_group() -> int:
             return 1
         timeout = timedelta(seconds=float(os.environ.get("HPML_PG_TIMEOUT_S", DEFAULT_TIMEOUT_S)))
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
+            init_group_on_gpus(timeout)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
     return dist.get_world_size()
-
-
-def device_type() -> str:
-    """What the ranks compute on, as far as the process group tells: cuda or cpu."""
-    return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
 
 
 def control_group() -> dist.ProcessGroup:

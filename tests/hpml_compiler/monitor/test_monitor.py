@@ -98,19 +98,23 @@ def test_too_much_memory_warns_of_the_part(said):
     assert monitor.held == {"parameters": 400, "gradients": 0, "optimizer": 0}
 
 
-def test_on_a_device_a_step_is_profiled_only_if_the_time_is_off(said, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: PEAK)
-    used = FakeProfile()
+def test_on_a_gpu_a_step_is_profiled_for_its_peak_too(said):
+    used = FakeProfile(peak_bytes=PEAK)
     script, monitor = loop([used], device_type="cuda")
     for _ in range(20):
         right(script)
-    assert not used.log and monitor.report is not None and not monitor.report.classes
-    assert "max_memory_allocated" in monitor.report.memory_source
-    for _ in range(40):
-        script.step(forward_us=1000.0)
     assert used.log == ["begin", "end", "begin", "end", "stop"]
-    (warning,) = warnings(said)
-    assert "Most of it is" in warning
+    assert monitor.report is not None and monitor.report.peak_memory.measured == PEAK and not warnings(said)
+
+
+def test_on_a_gpu_without_a_profile_the_peak_is_that_since_the_start(said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: PEAK)
+    monkeypatch.setattr(compat, "profiler_is_on", lambda: True)
+    script, monitor = loop([], device_type="cuda")
+    for _ in range(40):
+        right(script)
+    assert monitor.report is not None and monitor.report.peak_memory.measured == PEAK
+    assert "max_memory_allocated" in monitor.report.memory_source
 
 
 def test_a_profiled_step_and_the_one_after_are_not_measured():
