@@ -2,11 +2,17 @@
 #   PYTHON=python3.12     another interpreter        PIP_ARGS="--index-url URL"   another source of packages
 #   PYTEST_ARGS="-k ilp"  options of pytest          DEMO_ARGS="..."              options of hpml demo
 # make test-torch TORCH=2.15.0: the tests on another release of torch than that of development.
-.PHONY: demo test test-torch lint clean
+# make gpu: what hpml does on a GPU, with the torch and the packages that the machine has; see benchmarks/gpu_pass.py.
+#   GPU_PYTHON=python3    that machine's             GPU_ARGS="--models FILE"      options of gpu_pass.py
+#   make gpu-wheels, on a machine with a package index, fetches what the other lacks (GPU_PYTHON_VERSION=3.12 there).
+.PHONY: demo test test-torch gpu gpu-wheels lint clean
 
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile
 DEMO_ARGS ?=
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+GPU_ARGS ?=
 
 # The first interpreter that runs, is new enough, and can make a virtual environment.
 FITS := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))
@@ -45,9 +51,19 @@ test-torch:
 	$(MAKE) .venv-torch-$(TORCH)/.made
 	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
 
+gpu:
+	"$(GPU_PYTHON)" benchmarks/gpu_pass.py $(if $(wildcard gpu-wheels),--packages gpu-wheels) $(GPU_ARGS)
+
+# Without what highspy and pulp need in their turn, which is numpy: torch's machine has that.
+WHEELS = "$(PYTHON)" -m pip download --quiet $(PIP_ARGS) --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+	-c constraints.txt --dest gpu-wheels
+gpu-wheels:
+	$(WHEELS) --no-deps pulp highspy psutil packaging networkx
+	$(WHEELS) pydantic rich typer
+
 lint: .venv-test/.made
 	.venv-test/bin/ruff check .
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
 
 clean:
-	rm -rf .venv-demo .venv-test .venv-torch-* *.egg-info build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv-demo .venv-test .venv-torch-* gpu-wheels *.egg-info build .pytest_cache .ruff_cache .hypothesis

@@ -85,10 +85,12 @@ def _device() -> str:
 
 def _operations(cache: MeasurementCache, target: str, seconds: float) -> dict[str, Any]:
     from hpml_compiler.profile.model import profile_model
+    from hpml_compiler.runtime.devices import device_type, moved
     from hpml_compiler.targets import load_target
 
     with contextlib.redirect_stdout(sys.stderr):  # what the model's code prints
-        found = profile_model(*load_target(target), cache, seconds)
+        model, batch = load_target(target)
+        found = profile_model(model.to(device_type()), moved(batch, device_type()), cache, seconds)
     return {
         "measured": {key: m.median_us for key, m in found.operations.items()}, "failed": dict(found.failed),
         "factors": dict(found.factors), "overheads_us": dict(found.overheads_us),

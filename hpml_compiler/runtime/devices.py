@@ -130,5 +130,10 @@ def init_group_on_gpus(timeout: timedelta) -> None:
                             timeout=timeout)
 
 
+def moved(batch: Any, kind: str) -> Any:
+    """A batch with its tensors on a kind of device."""
+    return compat.pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(kind), batch)
+
+
 def _group() -> int:
     return id(dist.group.WORLD)
