@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hpml_compiler.runtime.checksums import exact_sum
-from hpml_compiler.runtime.world import control_group, device_type
+from hpml_compiler.runtime.devices import device_type
+from hpml_compiler.runtime.world import control_group
 from passes import compat
 from passes.interface import GraphInput
 

@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 
 from hpml_compiler.runtime.alike import generator_states, same_generators
 from hpml_compiler.runtime.checksums import differs, fingerprint, tolerance
-from hpml_compiler.runtime.world import check_group, device_type
+from hpml_compiler.runtime.devices import device_type
+from hpml_compiler.runtime.world import check_group
 from passes.errors import HpmlError
 from passes.interface import GraphInput
 
