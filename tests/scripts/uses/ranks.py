@@ -1,0 +1,242 @@
+"""Ranks that are not alike, wrappers of other libraries, and what else is done with a model that has trained."""
+from __future__ import annotations
+
+import io
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import hpml_compiler
+from tests.scripts.models import adamw, inputs, mlp, sgd, step, targets, tokens, train
+from tests.scripts.use import use
+
+
+@use
+def weights_that_are_not_seeded(hp):
+    """Each rank draws its own: rank 0's are everybody's."""
+    torch.manual_seed(0 if hp.mesh is None else hp.rank)
+    return train(hp, mlp())
+
+
+@use
+def an_unseeded_second_model(hp):
+    """The first model makes the generators equal, so that what is drawn later is too."""
+    torch.manual_seed(0 if hp.mesh is None else hp.rank)
+    first, second = mlp(), mlp(hidden=16)
+    return train(hp, first), train(hp, second), torch.rand(2)
+
+
+def _own_rows(hp, count=32):
+    """On one device the rows of both ranks' batches, in order of ranks."""
+    data = TensorDataset(inputs(count), targets(count))
+    samplers = [DistributedSampler(data, num_replicas=2, rank=rank, shuffle=True, seed=3) for rank in range(2)]
+    if hp.mesh is None:
+        order = list(chain.from_iterable(chain(one, two) for one, two in zip(*(_parts(list(s), 4) for s in samplers))))
+        return DataLoader(data, batch_size=8, sampler=order)
+    return hp.distribute(DataLoader(data, batch_size=4, sampler=samplers[hp.rank]))
+
+
+def _parts(rows, size):
+    return [rows[at:at + size] for at in range(0, len(rows), size)]
+
+
+@use
+def a_sampler_that_shares_out_rows(hp):
+    model = mlp()
+    call, optimizer = hp.compile(model), adamw(model)
+    return [step(call, optimizer, x, y) for x, y in _own_rows(hp)], model, optimizer
+
+
+@use
+def a_sampler_with_an_uneven_end(hp):
+    model = mlp()
+    call, optimizer = hp.compile(model), sgd(model)
+    return [step(call, optimizer, x, y) for x, y in _own_rows(hp, 26)], model, optimizer
+
+
+@use
+def a_mean_over_uneven_masks(hp):
+    """Tokens that count are spread unevenly over the ranks' rows."""
+    model = mlp()
+    call, optimizer, losses = hp.compile(model), sgd(model), []
+    for x, y in _own_rows(hp):
+        mask = (y[:, 0] > 0.2).double()
+        optimizer.zero_grad()
+        loss = ((call(x) - y).square().mean(1) * mask).sum() / mask.sum().clamp(min=1)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@use(refused=r"(?s)rank.*next step")
+def other_batches_on_each_rank(hp):
+    model = mlp()
+    call, optimizer = hp.compile(model), sgd(model)
+    shift = 0 if hp.mesh is None else hp.rank
+    return [step(call, optimizer, inputs() + shift, targets()) for _ in range(3)]
+
+
+@use(refused=r"(?s)rank.*next step")
+def other_batches_in_a_distributed_loader(hp):
+    shift = 0 if hp.mesh is None else hp.rank
+    model = mlp()
+    call, optimizer = hp.compile(model), sgd(model)
+    loader = DataLoader(TensorDataset(inputs() + shift, targets()), batch_size=8)
+    return [step(call, optimizer, x, y) for x, y in hp.distribute(loader)]
+
+
+@use
+def wrapped_in_data_parallel(hp):
+    """DDP around the compiled model, each rank with rows of its own: the mean over all of them."""
+    model = mlp()
+    call, optimizer = hp.compile(model), sgd(model)
+    if hp.mesh is not None:
+        call = nn.parallel.DistributedDataParallel(call)
+    losses = []
+    for number in range(2):
+        x, y = inputs(16).roll(number, 0), targets(16)
+        if hp.mesh is not None:
+            x, y = x[8 * hp.rank:8 * hp.rank + 8], y[8 * hp.rank:8 * hp.rank + 8]
+        optimizer.zero_grad()
+        out = call(x)
+        F.mse_loss(out, y).backward()
+        optimizer.step()
+    return losses, model
+
+
+@use(refused=r"(?s)next step")
+def wrapped_in_fully_shard(hp):
+    model = mlp()
+    if hp.mesh is not None:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    return train(hp, model)
+
+
+@use
+def exported_after_training(hp):
+    model = mlp()
+    seen = train(hp, model)
+    exported = torch.export.export(model, (inputs(),))
+    return seen, exported.module()(inputs()), list(exported.state_dict)
+
+
+@use
+def traced_after_training(hp):
+    model = mlp()
+    seen = train(hp, model)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, inputs(), check_trace=False)
+    return seen, traced(inputs(4))
+
+
+@use
+def scripted_shapes_of_memory(hp):
+    """What tools ask of tensors: their storage, its size, whether two share it."""
+    model = mlp()
+    seen = train(hp, model)
+    w = model[0].weight.detach()
+    return seen, w.untyped_storage().nbytes() > 0, w.data_ptr() == model[0].weight.data_ptr(), w.element_size(), w.stride()
+
+
+@use
+def safetensors_of_a_trained_model(hp):
+    from safetensors.torch import load, save
+
+    model = mlp()
+    seen = train(hp, model)
+    return seen, load(save({k: v.contiguous() for k, v in model.state_dict().items()}))
+
+
+@use
+def shares_memory(hp):
+    model = mlp()
+    seen = train(hp, model)
+    model.share_memory()
+    return seen, model
+
+
+@use
+def gathers_the_whole_state(hp):
+    """hpml_compiler.full_state_dict: rank 0 keeps it, all ranks call."""
+    model = mlp()
+    call, optimizer = hp.compile(model), adamw(model)
+    losses = [step(call, optimizer, inputs(), targets()) for _ in range(2)]
+    if hp.mesh is None:
+        return losses, dict(model.state_dict()), optimizer.state_dict()["state"]
+    state = hpml_compiler.full_state_dict(model, optimizer)
+    kept = [state if hp.rank == 0 else None]
+    dist.broadcast_object_list(kept)
+    return losses, kept[0]["model"], kept[0]["optimizer"]["state"]
+
+
+@use
+def saved_by_all_ranks(hp):
+    model = mlp()
+    losses, *_ = train(hp, model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return losses, torch.load(io.BytesIO(file.getvalue()))
+
+
+@use
+def resets_between_models(hp):
+    seen = []
+    for hidden in (8, 16):
+        model = mlp(hidden=hidden)
+        seen.append(train(hp, model, steps=2))
+        hpml_compiler.reset()
+    model = mlp(hidden=24)
+    return seen, train(hp, model)
+
+
+@use(limit_s=120)
+def past_the_recompile_limit(hp):
+    model = mlp()
+    call, optimizer = hp.compile(model), sgd(model)
+    return [step(call, optimizer, inputs(rows), targets(rows)) for rows in range(2, 13)], model, optimizer
+
+
+@use
+def sizes_that_depend_on_data(hp):
+    """With Dynamo told to trace them."""
+    class Selects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            return self.net(x[x[:, 0] > 0]).square().sum()
+
+    model = Selects()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        call, optimizer, losses = hp.compile(model), sgd(model, lr=0.01), []
+        for number in range(2):
+            optimizer.zero_grad()
+            loss = call(inputs().roll(number, 1))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, model
+
+
+@use
+def one_model_per_task_with_an_embedding_in_common(hp):
+    table = nn.Embedding(16, 8)
+    heads = [nn.Linear(8, 4), nn.Linear(8, 2)]
+    calls = [hp.compile(nn.Sequential(table, head)) for head in heads]
+    optimizer = torch.optim.SGD([*table.parameters(), *heads[0].parameters(), *heads[1].parameters()], 0.1)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = sum(call(tokens()).square().mean() for call in calls)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, table, *heads
