@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--mesh", action="append", choices=list(MESHES))
     parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--failed", type=Path, help="only what was not the same in this file of --json")
     parser.add_argument("--verbose", action="store_true", help="the whole of what went wrong, and the ranks' output")
     asked = parser.parse_args()
     wanted = [use for family in families() for use in uses_of(family)
@@ -40,6 +41,9 @@ def main() -> int:
     start = time.monotonic()
     cases = [(use.name, mesh) for use in wanted for mesh in asked.mesh or MESHES
              if not asked.in_turn or turns[use.name] == mesh]
+    if asked.failed:
+        before = json.loads(asked.failed.read_text())["uses"]
+        cases = [case for case in cases if before.get(case[1], {}).get(case[0], {"verdict": "same"})["verdict"] != "same"]
     for at in range(0, len(cases), TOGETHER):
         for (name, mesh), outcome in _run(cases[at:at + TOGETHER], asked.verbose).items():
             results.setdefault(mesh, {})[name] = outcome
