@@ -59,7 +59,7 @@ class Use:
     """hpml says that it cannot do this: a regular expression for its words."""
     compiles: bool = True
     """False: nothing of it comes to the backend, and it runs whole on every rank."""
-    limit_s: float = 60
+    limit_s: float = 90
 
     @property
     def family(self) -> str:
