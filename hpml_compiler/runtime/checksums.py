@@ -57,11 +57,11 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     return flat if count <= SAMPLE else flat[:: count // SAMPLE | 1]  # odd, so that it meets every column
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _directions(count: int, device: torch.device) -> torch.Tensor:
     return ((torch.arange(count, dtype=torch.float64) * 12.9898).sin() * 43758.5453).frac().to(device)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _factors(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, count + 1).mul(-7046029254386353131).bitwise_or(1).to(device)

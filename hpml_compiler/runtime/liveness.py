@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -59,6 +60,17 @@ class _Board:
         return [Failure(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
 
 
+@contextlib.contextmanager
+def _quiet_store() -> Any:
+    """Without the backtrace that the store's client prints when the store is gone: at the end of a run, rank 0 may be first."""
+    before = compat.set_cpp_log_level(2)
+    try:
+        yield
+    finally:
+        if before is not None:
+            compat.set_cpp_log_level(before)
+
+
 class _Liveness:
     def __init__(self, board: _Board) -> None:
         self.board, self.watch = board, Watch()
@@ -73,7 +85,7 @@ class _Liveness:
     def _beat(self) -> None:
         while not self.over.wait(self.interval_s):
             try:
-                with self.lock:
+                with self.lock, _quiet_store():
                     self.board.post(self.watch)
                 waits = doing.inside and doing.at.calls and self.watch.age_s() > self.speaks_after_s
                 if waits and doing.place() != self.spoke_of:
@@ -112,7 +124,7 @@ class _Liveness:
 
     def _post(self, what: Any) -> None:
         try:
-            with self.lock:
+            with self.lock, _quiet_store():
                 what()
         except (RuntimeError, OSError) as error:
             log.debug("the store is gone: %s", error)
