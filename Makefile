@@ -28,7 +28,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 p
 	.venv-$*/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.$(EXTRAS)'
 	touch $@
 
-.venv-test/.made: EXTRAS = [test,lint]
+.venv-test/.made: EXTRAS = [test,lint,examples]
 
 demo: .venv-demo/.made
 	.venv-demo/bin/hpml demo $(DEMO_ARGS)

@@ -1,6 +1,7 @@
 """What DistributedDataParallel means around a model that is split already: each rank's batch is its rows of the global one."""
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ class SplitDDP(DistributedDataParallel):
         if self.mixed_precision is not None:
             raise BadInput("DDP's own mixed_precision is not done here", WHERE, "use torch.autocast in the script")
         self._rows = OwnRows()
+        if "accelerate" in sys.modules:  # it wraps by itself, and writes on rank 0
+            from hpml_compiler.integrations.accelerate import watch_saves
+
+            watch_saves()
         with torch.no_grad():
             for tensor in (*self.module.parameters(), *self.module.buffers()):
                 if not isinstance(tensor, DTensor):
