@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from hpml_compiler import backend
-from hpml_compiler.integrations.gather import barrier, gathered, gathered_states
+from hpml_compiler.integrations.gather import barrier, gathered, gathered_states, holds_placed
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.world import ensure_process_group
 from passes.errors import BadInput, MissingDependency
@@ -71,8 +72,9 @@ def _as_main_process(original: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def watch_saves() -> None:
-    """From now on, `save_state`, `save_model` and `get_state_dict` of an Accelerator gather what several ranks hold."""
-    from accelerate import Accelerator
+    """From now on, `save_state`, `save_model` and `get_state_dict` of an Accelerator gather what several ranks hold, and
+    `load_state` gives each rank its part."""
+    from accelerate import Accelerator, checkpointing
 
     def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: gathered(original(self, *args, **kwargs))
@@ -88,9 +90,33 @@ def watch_saves() -> None:
 
     _wrap(Accelerator, "get_state_dict", get_state_dict)
     _wrap(Accelerator, "save_state", save_state)
+    _wrap(checkpointing, "load_model", _into_placed)  # of safetensors, which asks for the storage of every parameter
 
 
-def _wrap(kind: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _into_placed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_model(model: torch.nn.Module, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        held = model.state_dict()
+        if not holds_placed(held):
+            return original(model, filename, *args, **kwargs)
+        from safetensors.torch import load_file
+
+        saved = load_file(filename)
+        missing, unexpected = model.load_state_dict(saved, strict=False)
+        loaded = {_memory(held[name]) for name in saved if name in held}
+        missing = [name for name in missing if _memory(held[name]) not in loaded]  # of tied weights, one is in the file
+        if missing or unexpected:
+            raise BadInput(f"the checkpoint is of another model: it lacks {missing[:3]} and has {list(unexpected)[:3]} more",
+                           str(filename), "load it into the model that it was saved from")
+        return missing, unexpected
+
+    return load_model
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
+def _wrap(kind: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     original = getattr(kind, name)
     setattr(kind, name, functools.wraps(original)(make(original)))
 

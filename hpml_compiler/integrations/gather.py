@@ -27,17 +27,19 @@ def gathered(nest: Any) -> Any:
     """A state dict, or any nest of dicts and lists, with whole plain tensors on the CPU in the place of placed ones.
 
     All ranks call it; tensor by tensor, only rank 0 keeps what is gathered, the others get empty tensors there. Tensors that
-    were one object still are. Everything else stays as it is.
+    share memory, as tied weights do, still do. Everything else stays as it is.
     """
     return _gathered(nest, {})
 
 
-def _gathered(value: Any, known: dict[int, torch.Tensor]) -> Any:
+def _gathered(value: Any, known: dict[tuple, torch.Tensor]) -> Any:
     if isinstance(value, DTensor):
-        if id(value) not in known:
+        local = value._local_tensor
+        key = (local.data_ptr(), value.shape, value.stride(), value.dtype) if local.numel() else (id(value),)
+        if key not in known:
             plain = whole(value.detach())
-            known[id(value)] = plain.cpu().clone() if is_first_rank() else torch.empty(0, dtype=plain.dtype)
-        return known[id(value)]
+            known[key] = plain.to("cpu", copy=True) if is_first_rank() else torch.empty(0, dtype=plain.dtype)
+        return known[key]
     if isinstance(value, Mapping):
         result = {key: _gathered(item, known) for key, item in value.items()}
         return type(value)(result) if type(value) is not dict else result

@@ -1,7 +1,6 @@
 """accelerate puts DDP around a compiled model by itself -> one device's training, and checkpoints that are whole."""
 from __future__ import annotations
 
-import copy
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def train(rank, folder):
     for name, value in reference.state_dict().items():
         assert_close(saved[f"_orig_mod.{name}"], value, atol=1e-9)
     # loaded into what is placed: training goes on from there
-    before = {name: full(value).clone() for name, value in copy.copy(model.state_dict()).items()}
+    before = {name: full(value).clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
