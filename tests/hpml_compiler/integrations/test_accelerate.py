@@ -1,7 +1,6 @@
 """accelerate puts DDP around a compiled model by itself -> one device's training, and checkpoints that are whole."""
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch import nn
