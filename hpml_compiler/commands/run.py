@@ -18,6 +18,7 @@ from passes.errors import BadInput, shortened
 MOST_CPU_RANKS = 4  # by default: without accelerators ranks are for trying things out, and each costs memory
 MOST_RANKS = 1024  # on one node: more are a typing error, and would take the machine down
 PG_TIMEOUT_S = 60
+OWN_GPU_MODULE = "hpml_compiler.commands._on_own_gpu"
 
 
 def register(app: typer.Typer) -> None:
@@ -53,9 +54,20 @@ def run(
     ranks = nproc if nproc is not None else default_ranks()
     for name, value in environment_defaults(ranks).items():
         os.environ.setdefault(name, value)
+    module, script, arguments = started(script, arguments or [], module)
     options = [*_rendezvous(nnodes, node_rank, rdzv_endpoint), f"--nproc-per-node={ranks}",
                f"--max-restarts={max_restarts}", *(["--module"] if module else [])]
-    raise typer.Exit(_torchrun(options, script, arguments or []))
+    raise typer.Exit(_torchrun(options, script, arguments))
+
+
+def started(script: str, arguments: list[str], module: bool) -> tuple[bool, str, list[str]]:
+    """(whether it is a module, its name, its arguments) of what torchrun is to start. Where there are several GPUs, it is
+    something that makes a rank's own the current one first."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        return module, script, arguments
+    return True, OWN_GPU_MODULE, [*(["-m"] if module else []), script, *arguments]
 
 
 def available_cores() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from passes import compat
 from passes.errors import BadInput
@@ -120,7 +121,7 @@ def init_group_on_gpus(timeout: timedelta) -> None:
     if int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) <= count:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
         return
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
     store.set(f"hpml/gpu/{rank}", gpu_name())
     gpus = [store.get(f"hpml/gpu/{r}") for r in range(world)]
     shared = len(set(gpus)) < world
