@@ -230,7 +230,7 @@ class _Compilation:
             given.check(annotated.hash(), torch.__version__, dist.get_world_size())
         names = {p: n for n, p in annotated.interface.positions.items()}
         rows = frozenset(names[p] for p in self.rows if p in names)
-        key = structure(annotated, rows)
+        key = structure(annotated, self.options, rows)
         planned = plan_graph(
             annotated, self.options, local_cluster(self.options, dist.get_world_size()),
             fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}", rows=rows, given=given,

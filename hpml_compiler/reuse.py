@@ -6,10 +6,12 @@ so the first answer is taken for all: priced and checked for the new sizes as an
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hpml_compiler.options import Options
 from hpml_compiler.plan_records import GraphPlan
 from passes.errors import BadInput, Infeasible
 
@@ -21,11 +23,11 @@ log = logging.getLogger("hpml")
 Pins = dict[str, Any]
 
 
-def structure(annotated: Annotated, rows: frozenset[str] = frozenset()) -> str:
-    """A hash of all that decides what could be done with a graph, except its sizes: operations, which reads what, dtypes and
-    numbers of dims. rows: names of inputs that come split by rows. (Where parameters are stored already may rule decisions
-    out; `decided_as` finds that.)"""
-    lines = [repr(sorted(rows))]
+def structure(annotated: Annotated, options: Options, rows: frozenset[str] = frozenset()) -> str:
+    """A hash of all that decides what should be done with a graph, except its sizes: operations, which reads what, dtypes and
+    numbers of dims, and what the user asked for. rows: names of inputs that come split by rows. (Where parameters are stored
+    already may rule decisions out; `decided_as` finds that.)"""
+    lines = [repr(sorted(rows)), json.dumps(options.to_json(), sort_keys=True)]
     for node in annotated.gm.graph.nodes:
         value = node.meta.get("val")
         kind = (len(getattr(value, "shape", ())), str(getattr(value, "dtype", "")))

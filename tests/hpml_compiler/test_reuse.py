@@ -32,10 +32,12 @@ def first() -> Planned:
 
 
 def test_the_structure_of_a_graph_does_not_know_its_sizes():
-    assert structure(of_length(32)) == structure(of_length(64)) == structure(of_length(48, rows=6))
-    other = Traces(nn.Linear(4, 4), (torch.zeros(2, 4),), Options.parse({})).whole[0]
-    assert structure(other) != structure(of_length(32))
-    assert structure(of_length(32), frozenset(["tokens"])) != structure(of_length(32))
+    free, graph = Options.parse({}), of_length(32)
+    assert structure(graph, free) == structure(of_length(64), free) == structure(of_length(48, rows=6), free)
+    other = Traces(nn.Linear(4, 4), (torch.zeros(2, 4),), free).whole[0]
+    assert structure(other, free) != structure(graph, free)
+    assert structure(graph, free, frozenset(["tokens"])) != structure(graph, free)
+    assert structure(graph, Options.parse({"mesh": {"tp": 2}})) != structure(graph, free)  # another wish, another answer
 
 
 def test_another_length_takes_the_decisions_of_the_first_at_its_own_price(first):
