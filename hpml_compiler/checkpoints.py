@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpml_compiler.runtime.together import together
 from hpml_compiler.runtime.whole import whole
+
+CALLED_BY_ONE = "all ranks call it, outside of `if rank == 0:`; rank 0 alone gets the state, and saves it"
 
 
 def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -19,6 +22,7 @@ def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     gathered one after the other, so a rank never holds more than one whole tensor beyond its own parts, and rank 0 those
     of the result. Nothing in it shares memory with the model.
     """
+    together("hpml_compiler.full_state_dict", CALLED_BY_ONE, every=0)
     model = getattr(model, "_orig_mod", model)
     keeps = not dist.is_initialized() or dist.get_rank() == 0
     copies = _Copies(keeps)

@@ -34,6 +34,7 @@ from hpml_compiler.runtime.devices import device_type, memory_bytes, settle
 from hpml_compiler.runtime.doing import Spot, at
 from hpml_compiler.runtime.inputs import take_out_markers
 from hpml_compiler.runtime.parameters import install, parameter_name, placeable
+from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
@@ -144,10 +145,11 @@ class _Compilation:
 
         half = of_forward(self.planned.record.name, self.inputs, self.given_inputs, self.draws)
         spot = Spot(f"forward of {self.planned.record.name}")
+        training = self.annotated.interface.training
         if self.watched is None:
-            return forward_call(call, spot, half)
+            return forward_call(call, spot, half, training)
         watch_optimizers(current_monitor)
-        return forward_call(self.watched.forward(call), spot, half)
+        return forward_call(self.watched.forward(call), spot, half, training)
 
     def _static(self, value: Any) -> Any:
         """Sizes are numbers here: a batch of another size is another graph, with a plan of its own."""
@@ -176,6 +178,8 @@ class _Compilation:
         if forward_outputs is None:  # no gradient flows, whether or not it may: parameters are placed by training alone
             self.inputs = [replace(described, placeable=False) for described in self.inputs]
         annotated = annotate(gm, self.inputs, forward_outputs)
+        with compat.outside_tracing():
+            together("compiling a graph", CALLING, every=0)
         same_graph(annotated.hash(), annotated.text)
         self._look(annotated)
         self.draws = draws_random_numbers(gm)

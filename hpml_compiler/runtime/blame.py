@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank posted last. beats: grows with every post. age_s: for how long it had been there when it posted."""
+    """What a rank posted last. beats: grows with every post. age_s: for how long it had been there when it posted. calls,
+    meetings, meets: see `Doing`. waits_in: the collective of torch.distributed that its script has been in for a while."""
 
     beats: int
     at: str
@@ -22,6 +23,10 @@ class Record:
     ended: bool
     raised: str
     line: str
+    calls: int = 0
+    meetings: int = 0
+    meets: str = ""
+    waits_in: str = ""
 
     @property
     def place(self) -> str:

@@ -7,12 +7,20 @@ from typing import Any
 from hpml_compiler.runtime.compared import Comparison
 from hpml_compiler.runtime.doing import Spot, doing
 from hpml_compiler.runtime.liveness import named
+from hpml_compiler.runtime.together import CALLING, together
 
 
-def forward_call(call: Callable[..., Any], spot: Spot, half: Comparison | None) -> Callable[..., Any]:
-    """A call of several arguments. Where it fails because another rank is late or gone, the error names that rank."""
+def forward_call(call: Callable[..., Any], spot: Spot, half: Comparison | None, training: bool = True) -> Callable[..., Any]:
+    """A call of several arguments. Where it fails because another rank is late or gone, the error names that rank.
+
+    training: False for a graph without backward, which one rank may call alone by mistake; that is looked at when it comes
+    after another graph.
+    """
 
     def noted(*arguments: Any) -> Any:
+        if not training and doing.at is not spot:
+            together(f"calling the model ({spot.what})", CALLING, every=1)
+        doing.calls += 1
         spot.calls += 1
         doing.at, doing.inside = spot, True
         try:
@@ -31,6 +39,7 @@ def backward_call(call: Callable[[list[Any]], Any], spot: Spot, half: Comparison
     """The same around a call of one list of arguments, which it empties."""
 
     def noted(arguments: list[Any]) -> Any:
+        doing.calls += 1
         spot.calls += 1
         doing.at, doing.inside = spot, True
         try:

@@ -27,12 +27,15 @@ START = Spot("the start of the script")
 
 
 class Doing:
-    """`at` is the spot that this rank was at last, `inside` whether it is there still. Written by the main thread."""
+    """`at` is the spot that this rank was at last, `inside` whether it is there still. `calls` and `meetings` count calls of
+    graphs, and how often it waited for all ranks (`together`); `meets` is what for, now. Written by the main thread."""
 
-    __slots__ = ("at", "inside", "raised")
+    __slots__ = ("at", "calls", "inside", "meetings", "meets", "raised")
 
     def __init__(self) -> None:
         self.at, self.inside, self.raised = START, False, ""
+        self.calls = self.meetings = 0
+        self.meets = ""
 
     def place(self) -> str:
         return f"in {self.at}" if self.inside else f"after {self.at}"
@@ -76,6 +79,18 @@ def line_of_script() -> str:
             return f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def collective_of_script() -> str:
+    """The collective of torch.distributed that the main thread is in, such as "barrier"; "" if it is in none."""
+    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = ""
+    while frame is not None:
+        name = frame.f_code.co_name
+        if frame.f_code.co_filename.endswith("distributed_c10d.py") and not name.startswith(("_", "wrapper")):
+            found = name
+        frame = frame.f_back
+    return found
 
 
 class Watch:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpml_compiler.runtime.blame import Failure, Record, culprits, is_distributed, operation_of
-from hpml_compiler.runtime.doing import Watch, doing, line_of_script
+from hpml_compiler.runtime.doing import Watch, collective_of_script, doing, line_of_script
 from hpml_compiler.runtime.world import group_timeout
 from passes import compat
 from passes.errors import HpmlError
@@ -44,7 +44,8 @@ class _Board:
         age = watch.age_s()
         self.beats += 1
         record = Record(self.beats, str(doing.at), doing.inside, age, time.time(), ended, doing.raised,
-                        line_of_script() if age > SLOW_S else "")
+                        line_of_script() if age > SLOW_S else "", doing.calls, doing.meetings, doing.meets,
+                        collective_of_script() if age > SLOW_S and not doing.inside else "")
         self.store.set(f"record{self.rank}", json.dumps(asdict(record)))
 
     def post_failure(self, failure: Failure) -> None:
@@ -185,6 +186,38 @@ def _at_exit() -> None:
     live = _current()
     if live is not None:
         live.stop(ended=not getattr(sys, "last_value", None))
+
+
+@dataclass(frozen=True)
+class SharedBoard:
+    """The board for the main thread."""
+
+    live: _Liveness
+
+    @property
+    def rank(self) -> int:
+        return self.live.board.rank
+
+    @property
+    def world(self) -> int:
+        return self.live.board.world
+
+    @property
+    def timeout_s(self) -> float:
+        return group_timeout().total_seconds()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.live.lock:
+            return self.live.board.store.add(key, amount)
+
+    def records(self) -> dict[int, Record]:
+        with self.live.lock:
+            return self.live.board.records()
+
+
+def board() -> SharedBoard | None:
+    live = _current()
+    return None if live is None else SharedBoard(live)
 
 
 def named(error: Exception) -> Exception:

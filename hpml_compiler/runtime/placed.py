@@ -35,6 +35,7 @@ from hpml_compiler.runtime.routes import (
     VIEWS,
     in_place,
 )
+from hpml_compiler.runtime.together import together
 from hpml_compiler.runtime.views import ViewStep, refresh, strided_replay
 from hpml_compiler.runtime.whole import local_part, reduced, whole
 from passes import compat
@@ -91,6 +92,9 @@ class PlacedTensor(DTensor):
             return on_fakes(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return foreach.unscale(func, *args, **kwargs)
+        if name in ("share_memory_", "is_shared"):  # each rank's part, with the processes that the rank starts
+            shared = func(args[0]._local_tensor)
+            return shared if name == "is_shared" else args[0]
         changed = changed_tensors(name, args, kwargs)
         plain = [operand for operand in operands if not isinstance(operand, DTensor)]
         if foreach.is_foreach(name) and (changed or _tracked(plain) or any(operand.dim() for operand in plain)):
@@ -166,6 +170,8 @@ class PlacedTensor(DTensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if not all(placement.is_replicate() for placement in self.placements):
+            together("saving or copying (pickling) a tensor of the model", every=1)
         plain = whole(self.detach())
         if isinstance(self, torch.nn.Parameter):
             plain = torch.nn.Parameter(plain, requires_grad=self.requires_grad)

@@ -9,7 +9,7 @@ def _words(text: str) -> frozenset[str]:
 
 METADATA = _words(
     """dim ndimension size stride numel nelement element_size storage_offset get_device data_ptr is_contiguous
-    is_floating_point is_complex is_signed is_inference is_same_size is_pinned is_shared is_conj is_neg
+    is_floating_point is_complex is_signed is_inference is_same_size is_pinned is_conj is_neg
     is_coalesced has_names untyped_storage storage _typed_storage _is_view _is_zerotensor _nnz dense_dim sparse_dim
     requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward __len__ __hash__ __dir__
     __delete__ detach_ is_set_to

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from hpml_compiler.runtime.together import together
 from passes import compat
 
 
@@ -37,6 +38,7 @@ def _value(tensor: DTensor) -> torch.Tensor:
         return local.new_empty_strided(tensor.shape, tensor.stride())
     if all(placement.is_replicate() for placement in tensor.placements):
         return local.detach()  # autograd marks what a Function returns, so not the same object
+    together("gathering a tensor of the model")
     with compat.plain_torch_functions():  # a new wrapper, since inside of torch.tensor([...]) even detach() makes none
         result = compat.make_dtensor(DTensor, local, tensor._spec).full_tensor()
     if result.stride() == tensor.stride() or 0 in tensor.stride():

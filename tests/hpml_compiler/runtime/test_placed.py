@@ -158,6 +158,8 @@ def run_copies(rank):
     copied = copy.deepcopy({"a": ours["w"], "b": ours["w"]})
     assert copied["a"] is copied["b"] is not ours["w"]
     assert isinstance(copied["a"], nn.Parameter) and copied["a"].placements == (Shard(0),)
+    assert not ours["w"].is_shared() and ours["w"].share_memory_() is ours["w"] and ours["w"].is_shared()
+    assert_close(ours["w"], theirs["w"])
     file = io.BytesIO()
     torch.save(ours, file)
     file.seek(0)
