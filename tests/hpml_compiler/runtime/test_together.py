@@ -59,7 +59,10 @@ def run_alone(rank, kind, others):
     return ""
 
 
-@pytest.mark.parametrize(("kind", "others"), [("save", "trains"), ("value", "waits"), ("evaluate", "trains"), ("full", "waits")])
+CASES = [("save", "trains"), ("value", "waits"), ("evaluate", "trains"), ("full", "waits")]
+
+
+@pytest.mark.parametrize(("kind", "others"), CASES)
 def test_one_rank_alone(launch, kind, others):
     outcomes = launch(run_alone, args=(kind, others), timeout_s=55, check=False)
     assert isinstance(outcomes[0], str), str(outcomes[0])
