@@ -29,6 +29,7 @@ from hpml_compiler.runtime.routes import (
     COMPUTED_ATTRIBUTES,
     DIFFERENTIABLE,
     METADATA,
+    NORMS,
     ON_DTENSORS,
     ON_LOCALS,
     SEVERAL_VIEWS,
@@ -108,6 +109,8 @@ class PlacedTensor(DTensor):
         if name in CASTS and isinstance(args[0], DTensor) and any(p.is_partial() for p in args[0].placements):
             return on_whole(func, args, kwargs, gathered_view)  # it may share memory on one device
         alone = not _tracked(plain) and (name == "stack" or not any(operand.dim() for operand in plain))
+        if name in NORMS and placed[0].dtype in (torch.bfloat16, torch.float16):
+            alone = False  # norms of parts would be rounded before they are put together
         if alone and name in (DIFFERENTIABLE if _tracked(placed) else ON_DTENSORS):
             return as_dtensors(func, name, args, kwargs, PlacedTensor)
         return on_whole(func, args, kwargs, gathered_view)

@@ -50,7 +50,9 @@ DIFFERENTIABLE = (ON_LOCALS - {"_foreach_norm"}) | VIEWS | CASTS | _words("sum m
 """Ops left to DTensor where a gradient flows: enough for penalties on parameters. DTensor's backward of others can be
 wrong (that of a maximum norm gives NaN)."""
 
-ON_DTENSORS = DIFFERENTIABLE | _words("_foreach_norm norm vector_norm linalg_vector_norm stack new_empty")
+NORMS = _words("norm vector_norm linalg_vector_norm")
+
+ON_DTENSORS = DIFFERENTIABLE | NORMS | _words("_foreach_norm stack new_empty")
 """Ops left to DTensor where all operands are placed: what optimizers, clipping and moving a model need. Each is tested
 against plain tensors. All others are done on whole tensors, since DTensor answers some of them for one rank only, draws
 other random numbers than one device would, or notices after it has written that it cannot do them."""
