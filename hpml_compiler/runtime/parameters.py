@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from hpml_compiler.runtime.exporting import watch_torchscript
 from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.placed import place, place_like
@@ -94,6 +95,7 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     compat.guard_on_type_and_grad([sources[i] for i in placed if isinstance(example_inputs[i], nn.Parameter)])
     watch_optimizers()
     watch_transforms()
+    watch_torchscript()
     return Installed(placed, trainable, [names[i] for i in placements], olds, news)
 
 

@@ -23,6 +23,7 @@ from hpml_compiler.runtime.eager import (
     on_whole,
     tensors_in,
 )
+from hpml_compiler.runtime.exporting import cannot_export
 from hpml_compiler.runtime.local_ops import try_local
 from hpml_compiler.runtime.routes import (
     CASTS,
@@ -147,6 +148,11 @@ class PlacedTensor(DTensor):
         placed_args, placed_kwargs = foreach.like_targets(place_like, args, kwargs)
         result = try_local(func, name, tuple(placed_args), placed_kwargs) if name in ON_LOCALS else NotImplemented
         return on_whole(func, args, kwargs) if result is NotImplemented else result
+
+    def __tensor_flatten__(self) -> Any:
+        if torch.compiler.is_exporting():
+            raise cannot_export("torch.export")
+        return DTensor.__tensor_flatten__(self)
 
     @classmethod
     def __tensor_unflatten__(cls, inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:

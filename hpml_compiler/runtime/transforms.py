@@ -19,5 +19,7 @@ def watch_transforms() -> None:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, PlacedTensor):
         return tensor
-    # Dynamo traces no communication: to it, what any op makes of a placed tensor is whole.
-    return tensor.view_as(tensor) if torch.compiler.is_compiling() else whole(tensor)
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg="torch.func differentiates by parameters that hpml has placed: no graph can hold that; "
+                                      "call it outside of what is compiled, or leave fullgraph out")
+    return whole(tensor)

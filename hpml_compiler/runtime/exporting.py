@@ -1,0 +1,38 @@
+"""A model with placed parameters cannot be traced into a program of its own: said at once, with what to do instead."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from passes.errors import BadInput
+
+
+def cannot_export(by: str) -> BadInput:
+    return BadInput(
+        "the model's parameters are stored in parts on the ranks, and a program that is traced from it would hold parts",
+        by,
+        "trace a copy that has whole parameters: copy = Model(); copy.load_state_dict(state), where every rank calls "
+        "state = hpml_compiler.full_state_dict(model) and rank 0 gets it",
+    )
+
+
+@functools.cache
+def watch_torchscript() -> None:
+    """From now on, TorchScript refuses modules with placed parameters: it would crash, or keep one rank's parts."""
+    for name in ("script", "trace"):
+        setattr(torch.jit, name, _refusing(getattr(torch.jit, name), f"torch.jit.{name}"))
+
+
+def _refusing(function: Callable[..., Any], by: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def refusing(obj: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(obj, nn.Module) and any(isinstance(p, DTensor) for p in obj.parameters()):
+            raise cannot_export(by)
+        return function(*(() if obj is None else (obj,)), *args, **kwargs)
+
+    return refusing
