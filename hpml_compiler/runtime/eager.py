@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from hpml_compiler.runtime.routes import WRITES_UNSEEN, in_place
 from hpml_compiler.runtime.whole import local_part, reduced, whole
+from passes import compat
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ def _counting(tensor: DTensor) -> torch.Tensor:
 
 def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout != torch.strided or b.layout != torch.strided or isinstance(a, DTensor) or not b.numel():
+        return False
+    if compat.inside_transform():  # of torch.func, whose tensors have no memory to look at
         return False
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 

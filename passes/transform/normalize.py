@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.registry import register
-from passes.rules.opaque import is_plain
+from passes.rules.opaque import is_opaque
 from passes.rules.table import is_heavy
 from passes.transform.insert import Inserter
 
@@ -41,7 +41,7 @@ def normalize(gm: GraphModule, fake_mode=None) -> bool:
     changed = False
     for node in list(gm.graph.nodes):
         rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
-        if rewrite is not None and rewrite(node, Inserter(gm.graph, node, fake_mode=fake_mode)):
+        if rewrite is not None and not is_opaque(node) and rewrite(node, Inserter(gm.graph, node, fake_mode=fake_mode)):
             gm.graph.erase_node(node)
             changed = True
     changed |= _private_views(gm)
@@ -88,7 +88,7 @@ def _like(x: Node, insert: Inserter) -> Node:
 
 def _lends_shape(node: Node, insert: Inserter) -> bool:
     source, *others = node.args
-    if not is_plain(source.meta["val"]) or not source.all_input_nodes and source.op == "call_function":
+    if not source.all_input_nodes and source.op == "call_function":
         return False
     node.replace_all_uses_with(insert(node.target, _like(source, insert), *others, **node.kwargs))
     return True
@@ -98,7 +98,7 @@ def _dropout(node: Node, insert: Inserter) -> bool:
     """Dropout's mask is drawn by dropout itself, of anything: on a GPU nothing else draws the same."""
     x, p, train = (*node.args, True)[:3]
     parts = [(user, user.args[1]) for user in node.users if user.target is operator.getitem]
-    if len(parts) < len(node.users) or train is False or p in (0, 1) or not is_plain(x.meta["val"]):
+    if len(parts) < len(node.users) or train is False or p in (0, 1):
         return False
     mask = insert(operator.getitem, insert(node.target, _like(x, insert), p, True), 1)
     result = insert(aten.mul.Tensor, insert(aten.mul.Tensor, x, mask), 1 / (1 - p))

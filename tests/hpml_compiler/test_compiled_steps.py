@@ -1,6 +1,8 @@
 """More than the model compiled: whole training steps, optimizer steps, sparse gradients, torch.func -> as on one device."""
 from __future__ import annotations
 
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -119,14 +121,15 @@ def without_gradients(compile_: Any) -> list[Any]:
 SCRIPTS = [whole_step, optimizer_step, per_sample, by_inputs, sparse_outside, without_gradients]
 
 
-def as_on_one_device(rank, mesh):
-    def compiled(function: Any) -> Any:
-        options: dict[str, Any] = {"compiler": "eager", "mesh": mesh}
-        return torch.compile(function, backend="hpml", options=options)
+def compiled(function: Any, mesh: dict[str, int]) -> Any:
+    options: dict[str, Any] = {"compiler": "eager", "mesh": mesh}
+    return torch.compile(function, backend="hpml", options=options)
 
-    for script in SCRIPTS:
+
+def as_on_one_device(rank):
+    for script, mesh in zip(SCRIPTS, cycle(({"dp": 2}, {"tp": 2}))):
         seen = []
-        for compile_ in (compiled, lambda function: function):
+        for compile_ in (partial(compiled, mesh=mesh), lambda function: function):
             torch._dynamo.reset()
             session.reset()
             seen.append([full(value).detach() for value in script(compile_)])
@@ -135,15 +138,14 @@ def as_on_one_device(rank, mesh):
     torch._dynamo.reset()
     session.reset()
     with pytest.raises(Exception, match=r"sparse gradient.*\n.*sparse=True, module .*table.*\n.*torch.compiler.disable"):
-        compiled(Table())(ROWS)
-    model = trained(compiled)[0].eval()
+        compiled(Table(), {"tp": 2})(ROWS)
+    model = trained(partial(compiled, mesh={"tp": 2}))[0].eval()
     with torch.no_grad():
         for trace in (torch.export.export, torch.jit.trace, lambda model, _: torch.jit.script(model)):
             with pytest.raises(Exception, match="hpml_compiler.full_state_dict"):
                 trace(model, (X,))
 
 
-@pytest.mark.timeout(130)
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_more_than_the_model(launch, mesh):
-    launch(as_on_one_device, args=(mesh,), timeout_s=120)
+@pytest.mark.timeout(200)
+def test_more_than_the_model(launch):
+    launch(as_on_one_device, timeout_s=190)
