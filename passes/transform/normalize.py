@@ -25,7 +25,7 @@ from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.registry import register
 from passes.rules.opaque import is_opaque
-from passes.rules.table import is_heavy
+from passes.rules.table import is_heavy, is_random
 from passes.transform.insert import Inserter
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -86,9 +86,15 @@ def _like(x: Node, insert: Inserter) -> Node:
     return insert(aten.empty_strided.default, list(value.shape), list(value.stride()), dtype=value.dtype, device=value.device)
 
 
+def _drawn_for_it(x: Node) -> bool:
+    """Whether random numbers are drawn for a value with one reader alone. Without it they would not be drawn, and those
+    that come after them would be others."""
+    return len(x.users) == 1 and (is_random(x.target) or any(map(_drawn_for_it, x.all_input_nodes)))
+
+
 def _lends_shape(node: Node, insert: Inserter) -> bool:
     source, *others = node.args
-    if not source.all_input_nodes and source.op == "call_function":
+    if not source.all_input_nodes and source.op == "call_function" or _drawn_for_it(source):
         return False
     node.replace_all_uses_with(insert(node.target, _like(source, insert), *others, **node.kwargs))
     return True

@@ -177,6 +177,9 @@ def test_random_numbers_in_the_shape_of_a_value_do_not_wait_for_it():
     for node in gm.graph.find_nodes(op="call_function", target=aten.rand_like.default):
         assert node.args[0].target == aten.empty_strided.default
     assert not {aten.sin.default, aten.cos.default} & set(targets(gm))
+    drawn_twice = traced(lambda x: torch.bernoulli(torch.rand_like(x) + 1, 0.3), torch.empty(3))
+    normalize(drawn_twice, fake_mode_of(drawn_twice))
+    assert aten.rand_like.default in targets(drawn_twice), "what is drawn first decides what is drawn next"
 
 
 @pytest.mark.parametrize("p", [0.3, 1.0])
