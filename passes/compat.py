@@ -21,6 +21,7 @@ __all__ = [
     "aot_autograd",
     "backend_of",
     "collectives_through_host",
+    "break_graph",
     "compile_with_inductor",
     "convert_before_differentiating",
     "compiled_module_type",
@@ -378,6 +379,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     return function
+
+
+def break_graph(reason: str) -> None:
+    """Traced by Dynamo: what follows runs without a compiler; with fullgraph=True an error that gives the reason."""
+    torch._dynamo.graph_break(msg=reason)
 
 
 inside_transform = torch._C._are_functorch_transforms_active

@@ -20,6 +20,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, PlacedTensor):
         return tensor
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(msg="torch.func differentiates by parameters that hpml has placed: no graph can hold that; "
-                                      "call it outside of what is compiled, or leave fullgraph out")
+        compat.break_graph("torch.func differentiates by parameters that hpml has placed: no graph can hold that; "
+                           "call it outside of what is compiled, or leave fullgraph out")
     return whole(tensor)
