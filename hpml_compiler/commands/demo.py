@@ -34,11 +34,13 @@ def demo(
 ) -> None:
     """Train a small GPT with one script on several ranks and on one, and compare the losses.
 
-    Everything runs on the CPU, one thread per rank, one run after the other.
+    Everything runs on the CPU, one run after the other: each of the ranks with one thread, the one rank with as many
+    threads as all of them together, so that both have the same cores.
     """
     from rich.console import Console
 
     from hpml_compiler.commands._checks import check_compiler
+    from hpml_compiler.commands.run import available_cores
     from hpml_compiler.demo import picture, runs
     from passes.files import make_folder
 
@@ -64,15 +66,29 @@ def demo(
 
         many = runs.train(ranks, arguments, {"HPML_SAVE_PLAN": str(plan_path.resolve())},
                           stage(ranks, runs.SCRIPT, first))
-        one = runs.train(1, arguments, {}, stage(1, runs.SCRIPT))
+        together = {"OMP_NUM_THREADS": str(min(ranks, available_cores()))}
+        one = runs.train(1, arguments, together, stage(1, runs.SCRIPT))
     difference = runs.largest_difference(one, many)
     _compare(console, one, many, difference)
     picture.draw(one, many, out / "loss.png")
     _draw_plan(console, plan_path, out / "plan.svg")
     console.print(f"wrote {', '.join(str(out / name) for name in FILES if (out / name).exists())}")
+    _say_what_next(console, out)
     if not difference <= AGREE:
         raise HpmlError(f"the losses differ by {difference:.1e}, more than {AGREE:.0e}", where=str(out / "loss.png"),
                         next_step="this is a bug: please report it with plan.json")
+
+
+def _say_what_next(console: Console, out: Path) -> None:
+    plan, parameter = out / "plan.json", "blocks.0.up.weight"
+    console.print("what to look at next:")
+    for what, command in (("the plan, drawn", f"open {out / 'plan.svg'}"),
+                          ("why a parameter lives where it does", f"hpml explain {plan} {parameter}"),
+                          ("a step, event by event", f"hpml simulate {plan} --timeline {out / 'step.png'}"),
+                          ("a model of your own", "hpml plan FILE.py:FUNCTION --cluster 1x8:h100-80g")):
+        if command.startswith("open") and not (out / "plan.svg").exists():
+            continue
+        console.print(f"  {what:<36}  {command}", markup=False)
 
 
 @contextlib.contextmanager
@@ -131,5 +147,7 @@ def _compare(console: Console, one: Run, many: Run, difference: float) -> None:
     console.print(f"{one.parameters / 1e6:.1f} M parameters, {count} steps: the largest relative difference of a loss is "
                   f"{difference:.1e}")
     for run in (one, many):
-        console.print(f"{run.ranks} rank{'s' * (run.ranks > 1)}: first step after {run.first_step_s:.1f} s, then "
+        console.print(f"{run.ranks} rank{'s' * (run.ranks > 1)}, {run.threads} thread{'s' * (run.threads > 1)}"
+                      f"{' each' * (run.ranks > 1)}: first step after {run.first_step_s:.1f} s, then "
                       f"{run.step_s * 1e3:.0f} ms a step")
+    console.print("both runs have the same cores: ranks on one CPU are for trying things out, not for speed")

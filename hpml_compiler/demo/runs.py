@@ -25,13 +25,14 @@ _LINES_KEPT = 30  # of what a script printed, for the error when it fails
 @dataclass(frozen=True)
 class Run:
     """One training run. losses: a row per step, in it what each rank printed. first_step_s: from the start of the
-    processes until the first loss, compilation included; step_s: median time of the steps after it."""
+    processes until the first loss, compilation included; step_s: median time of the steps after it. threads: of each rank."""
 
     ranks: int
     parameters: int
     losses: tuple[tuple[float, ...], ...]
     first_step_s: float
     step_s: float
+    threads: int = 1
 
     @property
     def curve(self) -> tuple[float, ...]:
@@ -51,10 +52,11 @@ def train(ranks: int, arguments: Sequence[str], environment: Mapping[str, str],
           on_step: Callable[[int, float], None]) -> Run:
     """Run the script to its end, calling `on_step(step, loss)` when the first rank has printed a step.
 
-    Each rank computes on the CPU with one thread, so that runs on different numbers of ranks can be compared. Raises
-    HpmlError, with the last lines of output, if the script fails.
+    Each rank computes on the CPU, with one thread where `environment` does not give it OMP_NUM_THREADS. Raises HpmlError,
+    with the last lines of output, if the script fails.
     """
     one_thread_each = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    threads = int(environment.get("OMP_NUM_THREADS", "1"))
     began = time.perf_counter()
     arrivals: list[float] = []
     losses: dict[int, list[float]] = {}
@@ -87,7 +89,7 @@ def train(ranks: int, arguments: Sequence[str], environment: Mapping[str, str],
                         where=f"{ranks} rank{'s' * (ranks > 1)}", next_step=" ".join(command(ranks, arguments)))
     between = [later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)]
     rows = tuple(tuple(losses[step]) for step in sorted(losses))
-    return Run(ranks, parameters, rows, arrivals[0], statistics.median(between or [0.0]))
+    return Run(ranks, parameters, rows, arrivals[0], statistics.median(between or [0.0]), threads)
 
 
 def largest_difference(one: Run, many: Run) -> float:

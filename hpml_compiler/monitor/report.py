@@ -9,6 +9,10 @@ from hpml_compiler.visualize.text import format_bytes, format_us
 TOLERANCE = 0.25
 """Above this relative error of a prediction, a run warns."""
 
+SHORT_US = 10_000.0
+"""A step shorter than this is for the most part what Python takes to call it: of that, prices of kernels say nothing, and
+another plan would gain nothing."""
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -79,7 +83,7 @@ class Report:
     def time_warning(self) -> str | None:
         """What to warn of, if the step time is off: the class of work that is most so, then all of them."""
         time = self.step_time
-        if not time.is_off:
+        if not time.is_off or max(time.predicted, time.measured) < SHORT_US:
             return None
         line = (f"the predicted step time is off by {_percent(time)}: predicted {format_us(time.predicted)}, measured "
                 f"{format_us(time.measured)}")

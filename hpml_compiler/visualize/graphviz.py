@@ -1,6 +1,7 @@
 """A plan drawn with Graphviz: a node per class of equal blocks, or clusters of operations where blocks are opened."""
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,12 @@ def digraph(
         known = ", ".join(dict.fromkeys(each.name for part in all_classes for each in part))
         raise BadInput(what=f"the plan has no block {', '.join(sorted(unknown))}", where="graphviz(expand=...)",
                        next_step=f"the blocks are {known}")
-    font = {"fontname": "Helvetica", "fontsize": "10"}
-    drawing = graphviz.Digraph("plan", graph_attr=font | {"labelloc": "t", "nodesep": "0.7"}, node_attr=font, edge_attr=font)
-    drawing.attr(label=f"mesh {format_mesh(plan.mesh)}, {plan.world_size} devices")
+    font = {"fontname": "Helvetica,Arial,sans-serif", "fontsize": "10"}
+    # boxes wider than their text by more than fonts differ from viewer to viewer
+    drawing = graphviz.Digraph("plan", graph_attr=font | {"labelloc": "t", "nodesep": "0.7", "pad": "0.2"},
+                               node_attr=font | {"margin": "0.22,0.1"}, edge_attr=font)
+    where = f"{plan.world_size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
+    drawing.attr(label=_title(f"mesh {format_mesh(plan.mesh)}: {where}"))
     for position, (graph, classes) in enumerate(zip(plan.graphs, all_classes, strict=True)):
         opened = {each.name for each in classes if expanded or _is_named(each, names)}
         found = layout(graph, classes, opened, max(1, max_nodes // len(plan.graphs)))
@@ -72,7 +76,7 @@ def _is_named(each: BlockClass, names: set[str]) -> bool:
 
 
 def _draw(drawing: graphviz.Digraph, found: Layout, prefix: str, title: str) -> None:
-    drawing.attr(label=_escape(title), color="gray")
+    drawing.attr(label=_escape(title), color="gray", margin="24")
     for index, (cluster, label) in enumerate(found.clusters.items()):
         inner = graphviz.Digraph(f"cluster_{prefix}{index}", graph_attr={"label": _escape(label), "color": "black"})
         _draw_nodes(inner, {name: node for name, node in found.nodes.items() if node.cluster == cluster}, prefix)
@@ -83,10 +87,11 @@ def _draw(drawing: graphviz.Digraph, found: Layout, prefix: str, title: str) -> 
         drawing.node(f"{prefix}left_out", _escape(f"{found.left_out} of {total} nodes are left out, the cheapest"),
                      shape="plaintext")
     rank = {name: position for position, name in enumerate(found.nodes)}
-    for (tail, head), edge in found.edges.items():
+    # those with labels last, so that no other line is drawn over a label
+    for (tail, head), edge in sorted(found.edges.items(), key=lambda pair: bool(pair[1].collectives)):
         # an edge back, such as from a block's last operation to the next block's first, must not turn the ranks over
         forward = rank[tail] < rank[head] or tail == INPUTS
-        drawing.edge(prefix + tail, prefix + head, label=_escape(_edge_label(edge)), constraint=str(forward).lower(),
+        drawing.edge(prefix + tail, prefix + head, label=_edge_label(edge), constraint=str(forward).lower(),
                      style="dashed" if edge.backward else "solid",
                      color="gray" if edge.order else "firebrick" if edge.collectives else "black")
 
@@ -99,8 +104,27 @@ def _draw_nodes(drawing: graphviz.Digraph, nodes: dict[str, Node], prefix: str) 
 
 
 def _edge_label(edge: Edge) -> str:
-    """Text that keeps off the line of its edge, which Graphviz draws close to the left of it."""
-    return "\n".join(f"   {kind} x{total.count}\n   {format_bytes(total.bytes)}" for kind, total in edge.collectives.items())
+    """Collectives on a white ground, which hides the lines that cross it."""
+    if not edge.collectives:
+        return ""
+    lines = "<br/>".join(f"{html.escape(kind)} x{total.count}<br/>{format_bytes(total.bytes)}"
+                         for kind, total in edge.collectives.items())
+    return f'<<table border="0" cellborder="0" cellpadding="1" bgcolor="white"><tr><td>{lines}</td></tr></table>>'
+
+
+def _title(text: str) -> str:
+    """The heading, and below it what shapes, colors and lines mean."""
+    cell = '<td border="1" color="black" bgcolor="{}" width="18" height="12"></td>'
+    entries = [cell.format(SPLIT) + "<td>parameters split over the mesh</td>",
+               cell.format(WHOLE) + "<td>whole on every device</td>",
+               "<td>&#8212;&#8212;&#9656;</td><td>forward</td>", "<td>- - &#9656;</td><td>backward</td>",
+               '<td><font color="firebrick">&#8212;&#8212;&#9656;</font></td>'
+               "<td>collectives: how many a step, bytes a device</td>"]
+    rows = ("".join(entries[:2]), "".join(entries[2:]))
+    table = '<table border="0" cellborder="0" cellspacing="3" cellpadding="1"><tr>{}</tr></table>'
+    legend = "".join(f"<tr><td>{table.format(row)}</td></tr>" for row in rows)
+    return (f'<<table border="0" cellborder="0" cellspacing="0" cellpadding="1"><tr><td>{html.escape(text)}</td></tr>'
+            f"{legend}</table>>")
 
 
 def _escape(text: str) -> str:

@@ -77,7 +77,7 @@ def block_label(each: BlockClass) -> str:
     if each.parameter_count:
         lines.append(f"{format_count(each.parameter_count)} parameters, {format_bytes(each.bytes_per_device)} a device")
     lines.append(f"compute {format_us(each.compute_us)}")
-    if each.communication_us:
+    if each.communication_us >= 0.005:  # less is shown as 0.00
         lines.append(f"communication {format_us(each.communication_us)}")
     return "\n".join(lines)
 

@@ -62,6 +62,13 @@ def test_no_warning_where_the_prediction_holds_or_nothing_was_measured():
     assert "not known" in (report().time_warning() or "")
 
 
+def test_a_toy_s_steps_say_nothing_of_the_prices(monkeypatch):
+    monkeypatch.undo()  # of conftest.py
+    assert report(10.0, 5000.0).time_warning() is None
+    assert "off by" in (report(10.0, 50_000.0).time_warning() or "")
+    assert "off by" in (report(50_000.0, 10.0).time_warning() or "")
+
+
 def test_scalars():
     found = tensorboard.scalars(OFF)
     assert found["hpml/step_time_ms/predicted"] == 1.0 and found["hpml/step_time_ms/measured"] == 2.0

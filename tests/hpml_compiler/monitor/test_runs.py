@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler import session
+from hpml_compiler.monitor import report as report_of_a_run
 from hpml_compiler.monitor.classes import CLASSES
 from passes.cluster import Cluster, DeviceSheet
 from passes.errors import BadInput
@@ -71,6 +72,7 @@ def evaluate_and_two_optimizers(model, call, _):
 
 
 def _reports(rank: int, cluster: str):
+    report_of_a_run.SHORT_US = 0.0  # the models are toys
     found, model = {}, net()
     call = compiled(model)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -8,6 +8,7 @@ import pytest
 
 from hpml_compiler.plan import CollectiveTotal
 from hpml_compiler.visualize.blocks import block_classes
+from hpml_compiler.visualize.graphviz import SPLIT, WHOLE
 from hpml_compiler.visualize.layout import layout
 from passes.errors import BadInput, MissingDependency
 from tests.hpml_compiler.plans import all_reduce, gpt_graph, gpt_plan, operation
@@ -101,7 +102,26 @@ def test_source_has_clusters_and_balanced_braces():
     source = gpt_plan().graphviz(expand="h.1").source  # by the path of any block of the class
     assert "subgraph cluster_g0 {" in source and "subgraph cluster_g0_0 {" in source
     assert source.count("{") == source.count("}")
-    assert 'label="   all_reduce x3\\n   3.00 KiB"' in source
+    assert "<td>all_reduce x3<br/>3.00 KiB</td>" in source
+
+
+def test_the_title_names_the_devices_and_a_legend_the_colors():
+    source = gpt_plan().graphviz().source
+    assert "mesh dp=2 x tp=4: 8 devices of 1x8:h100-80g" in source
+    for word in ("split over the mesh", "whole on every device", "forward", "backward", "collectives", SPLIT, WHOLE):
+        assert word in source
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz's program dot")
+def test_labels_lie_inside_the_picture(tmp_path):
+    drawn = gpt_plan().render(tmp_path / "plan.svg").read_text()
+    left, top, width, height = map(float, re.search(r'viewBox="([^"]+)"', drawn)[1].split())
+    shift_x, shift_y = map(float, re.search(r'translate\(([-\d.]+) ([-\d.]+)\)', drawn).groups())
+    points = [(float(x) + shift_x, float(y) + shift_y) for x, y in re.findall(r'<text [^>]*x="([-\d.]+)" y="([-\d.]+)"', drawn)]
+    assert len(points) > 20 and all(left < x < left + width and top < y < top + height for x, y in points)
+
+
+def test_only_opened_blocks_are_clusters():
     assert "subgraph cluster_g0_0" not in gpt_plan().graphviz().source
 
 
