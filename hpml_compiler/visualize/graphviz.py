@@ -38,7 +38,8 @@ def digraph(
                        next_step=f"the blocks are {known}")
     font = {"fontname": "Helvetica,Arial,sans-serif", "fontsize": "10"}
     # boxes wider than their text by more than fonts differ from viewer to viewer
-    drawing = graphviz.Digraph("plan", graph_attr=font | {"labelloc": "t", "nodesep": "0.7", "pad": "0.2"},
+    drawing = graphviz.Digraph("plan", graph_attr=font | {"labelloc": "t", "nodesep": "0.7", "pad": "0.2",
+                                                          "outputorder": "edgesfirst"},  # no line crosses a box's text
                                node_attr=font | {"margin": "0.22,0.1"}, edge_attr=font)
     where = f"{plan.world_size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
     drawing.attr(label=_title(f"mesh {format_mesh(plan.mesh)}: {where}"))
@@ -48,6 +49,8 @@ def digraph(
         title = (f"{graph.name}: {format_us(graph.predicted.step_time_us)} a step ({describe_solver(graph.solver)})\n"
                  f"{describe_memory(graph.memory)}")
         inner = graphviz.Digraph(f"cluster_g{position}")
+        # a frame tells several graphs apart; around one it would only cut through the labels of edges that lead around
+        inner.attr(pencolor="gray" if len(plan.graphs) > 1 else "transparent")
         _draw(inner, found, f"g{position}_", title)
         drawing.subgraph(inner)
     return drawing
@@ -76,9 +79,9 @@ def _is_named(each: BlockClass, names: set[str]) -> bool:
 
 
 def _draw(drawing: graphviz.Digraph, found: Layout, prefix: str, title: str) -> None:
-    drawing.attr(label=_escape(title), color="gray", margin="24")
+    drawing.attr(label=_escape(title), margin="24")
     for index, (cluster, label) in enumerate(found.clusters.items()):
-        inner = graphviz.Digraph(f"cluster_{prefix}{index}", graph_attr={"label": _escape(label), "color": "black"})
+        inner = graphviz.Digraph(f"cluster_{prefix}{index}", graph_attr={"label": _escape(label), "pencolor": "black"})
         _draw_nodes(inner, {name: node for name, node in found.nodes.items() if node.cluster == cluster}, prefix)
         drawing.subgraph(inner)
     _draw_nodes(drawing, {name: node for name, node in found.nodes.items() if not node.cluster}, prefix)
