@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,20 +17,29 @@ from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
 from hpml_compiler.shorten import LONG, SHORT, depth, repeated_lists, shortened
 from hpml_compiler.trace import Traced, trace
 from passes.cluster import Cluster
+from passes.errors import BadInput
 from passes.partition.depth import NotLinear
 
 log = logging.getLogger("hpml")
 
 
-def plan(model: nn.Module, batch: Any, cluster: str | Cluster | None = None, **options: Any) -> Plan | MixedPlan:
+def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster | None = None, **options: Any,
+         ) -> Plan | MixedPlan:
     """Plan one training step of `model` on the global `batch`.
 
     batch: arguments of the model, a mapping or a tuple. cluster: `8x8:h100-80g`, a JSON file, a `Cluster`, or None for
     one device of this machine; one with several groups of devices gives a `MixedPlan`, in which each group takes a share
     of the rows. options: those of `Options`. Tensors may be on the meta device. Raises BadInput and Infeasible.
     """
-    if isinstance(cluster, str):
-        options["cluster"] = cluster
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise BadInput(f"the model is {what}, not a torch.nn.Module", "plan(model, ...)",
+                       "give the module itself, as in plan(Model(), batch)")
+    if isinstance(cluster, (str, os.PathLike)):
+        options["cluster"] = os.fspath(cluster)
+    elif cluster is not None and not isinstance(cluster, Cluster):
+        raise BadInput(f"the cluster is a {type(cluster).__name__}: {cluster!r:.80}", "plan(cluster=...)",
+                       'write NODESxDEVICES:DEVICE, such as "8x8:h100-80g", a path, or a Cluster')
     parsed = Options.parse(options)
     if not isinstance(cluster, Cluster):
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
@@ -148,7 +158,6 @@ def as_plan(graphs: list, rejected: list, options: Options, cluster: str) -> Pla
 def last_plan() -> Plan:
     """The plan of what this process compiled so far; raises BadInput if nothing was."""
     from hpml_compiler import session
-    from passes.errors import BadInput
 
     current = session.current()
     if not current.graphs:

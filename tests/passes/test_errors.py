@@ -23,3 +23,20 @@ def test_pickling_keeps_kind_and_fields(kind, exit_code):
     error = pickle.loads(pickle.dumps(kind("a", where="b", next_step="c")))
     assert (type(error), error.what, error.where, error.next_step) == (kind, "a", "b", "c")
     assert error.exit_code == exit_code
+
+
+def test_every_error_says_where_and_what_to_do():
+    """Each place that raises one gives all three texts."""
+    import ast
+    from pathlib import Path
+
+    names = {"HpmlError", "BadInput", "Infeasible", "MissingDependency", "PlanMismatch"}
+    root, short = Path(__file__).parents[2], []
+    for path in [*(root / "passes").rglob("*.py"), *(root / "hpml_compiler").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in names:
+                given = {keyword.arg for keyword in node.keywords}
+                if len(node.args) < 3 and not any(isinstance(each, ast.Starred) for each in node.args) \
+                        and None not in given and not (len(node.args) + len(given) >= 3 and "next_step" in given):
+                    short.append(f"{path.relative_to(root)}, line {node.lineno}")
+    assert not short
