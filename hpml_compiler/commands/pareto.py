@@ -72,12 +72,12 @@ def _caps(text: str | None) -> list[float | None] | None:
 
 
 def _counts(text: str | None) -> list[int] | None:
-    from passes.errors import BadInput
+    from passes.errors import BadInput, shortened
 
     try:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise BadInput(f"{text!r} is no list of numbers", "--devices", "write 2,4,8") from error
+        raise BadInput(f"{shortened(repr(text))} is no list of numbers", "--devices", "write 2,4,8") from error
 
 
 def _sweep(target: str, cluster: str, options: Any, caps: list[float | None] | None, counts: list[int] | None,
