@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from hpml_compiler.loader import distribute, distribute_batch
     from hpml_compiler.mixed.plan import MixedPlan
     from hpml_compiler.monitor.last import last_report
+    from hpml_compiler.session import start_afresh as reset
 
-__all__ = ["Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report", "one_device", "plan"]
+__all__ = ["Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report", "one_device", "plan",
+           "reset"]
 
 
 def plan(model: Any, batch: Any, cluster: Any = None, **options: Any) -> Plan | MixedPlan:
@@ -38,6 +40,10 @@ def __getattr__(name: str) -> Any:
         from hpml_compiler.api import last_plan
 
         return last_plan
+    if name == "reset":
+        from hpml_compiler.session import start_afresh
+
+        return start_afresh
     if name == "last_report":
         from hpml_compiler.monitor.last import last_report
 

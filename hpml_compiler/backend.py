@@ -4,6 +4,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,12 @@ def hpml(
 @atexit.register
 def _warn_of_nothing_compiled() -> None:
     """Torch loads this module when a model is compiled for it. Where Dynamo then gives up on the model, it runs as it is,
-    and nothing else would tell that every rank did all of the work."""
+    and nothing else would tell that every rank did all of the work. A script that never called the model, or that ended
+    with an error, has other things to say."""
+    from passes.compat import dynamo_tried_in_vain
+
+    if hasattr(sys, "last_value") or not dynamo_tried_in_vain():
+        return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") == "0":
         logging.getLogger("hpml").warning(
             "no graph came to the backend: every rank ran the whole model. Dynamo skips what it cannot trace (nn.LSTM and "

@@ -15,15 +15,17 @@ from torch.fx import GraphModule
 from hpml_compiler import session
 from hpml_compiler.agreement import from_rank_0, same_graph
 from hpml_compiler.api import last_plan
+from hpml_compiler.graph_inputs import GraphInputs
 from hpml_compiler.lowering import Lowering, boxed, decompositions
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
-from hpml_compiler.planning import Annotated, Planned, annotate, plan_graph
+from hpml_compiler.planning import Annotated, Planned, plan_graph
 from hpml_compiler.presets import after_planning
 from hpml_compiler.profile import quick
+from hpml_compiler.recompiles import note_function
 from hpml_compiler.refused import refuse
 from hpml_compiler.reuse import structure
 from hpml_compiler.runtime import liveness
@@ -32,8 +34,7 @@ from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
 from hpml_compiler.runtime.devices import device_type, memory_bytes, settle
 from hpml_compiler.runtime.doing import Spot, at
-from hpml_compiler.runtime.inputs import take_out_markers
-from hpml_compiler.runtime.parameters import install, parameter_name, placeable
+from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.wrappers import refuse_other_wrappers, watch_compiled_modules
@@ -41,7 +42,6 @@ from passes import compat
 from passes.annotations import write
 from passes.cluster import Cluster
 from passes.errors import BadInput
-from passes.interface import GraphInput, kind_of_input
 from passes.results import DECISION, Handle
 
 log = logging.getLogger("hpml")
@@ -106,44 +106,40 @@ class _Compilation:
         self.planned: Planned | None = None
         self.watched: WatchedGraph | None = None
         self.positions: dict[str, int] = {}
-        self.stored: dict[str, Any] = {}
 
     def run(self) -> Callable[..., Any]:
+        note_function()
         for node in self.gm.graph.find_nodes(op="placeholder"):
             local = getattr(node.meta["example_value"], "_local_tensor", None)
             self._static(local)  # of a batch's rows, Dynamo guards on the local part alone
-        gm, examples, placed = take_out_markers(self.gm, self.given_inputs)
-        sources = compat.input_sources(gm)
-        can_be_placed = set(placeable(self.gm, self.given_inputs)) if torch.is_grad_enabled() else set()
-        self.inputs = []
-        self.rows: set[int] = set()
-        for position, (value, source) in enumerate(zip(examples, sources, strict=True)):
-            kind = kind_of_input(value, "" if source is None else compat.source_name(source))
-            described = GraphInput(
-                parameter_name(source), kind, trainable=getattr(value, "requires_grad", False),
-                placeable=position in can_be_placed,
-            )
-            if position in placed and kind == "parameter":
-                described = replace(described, stored=session.from_dtensor(placed[position].placements))
-            elif position in placed:
-                self.rows.add(position)
-            self.inputs.append(described)
-        examples = [self._static(value) for value in examples]
+        self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
+        examples = [self._static(value) for value in self.inputs.examples]
+        for number in compat.ints_of_sizes(self.gm):
+            int(number)  # a guard, as for sizes; other integers, such as a place in a queue, may differ from call to call
         function = compat.aot_autograd(
             fw_compiler=self.lowering.forward,
             bw_compiler=self._backward,
             inference_compiler=self._inference,
             partition_fn=self._partition,
             decompositions=decompositions(self.options.compiler),
-        )(gm, examples)
+        )(self.gm, examples)
         assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
-        same_values(own_values(self.inputs, self.given_inputs))
-        installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh))
+        same_values(own_values(self.inputs.described, self.given_inputs))
+        installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh),
+                            self.inputs.gathered, self.inputs.written)
 
         def call(*args: Any) -> Any:
             return function(*installed.locals(args))
 
-        half = of_forward(self.planned.record.name, self.inputs, self.given_inputs, self.draws)
+        def call_and_write(*args: Any) -> Any:
+            given = installed.locals(args)
+            results = function(*given)
+            installed.write_back(args, given)
+            return results
+
+        if installed.writes:
+            call = call_and_write
+        half = of_forward(self.planned.record.name, self.inputs.described, self.given_inputs, self.draws)
         spot = Spot(f"forward of {self.planned.record.name}")
         training = self.annotated.interface.training
         if self.watched is None:
@@ -153,8 +149,6 @@ class _Compilation:
 
     def _static(self, value: Any) -> Any:
         """Sizes are numbers here: a batch of another size is another graph, with a plan of its own."""
-        if isinstance(value, torch.SymInt):
-            return int(value)
         if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
             for size in (*value.shape, *value.stride()):
                 int(size)  # a guard: Dynamo comes back for another size
@@ -175,9 +169,7 @@ class _Compilation:
         return self.lowering.inference(self._rewrite(gm, None))
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
-        if forward_outputs is None:  # no gradient flows, whether or not it may: parameters are placed by training alone
-            self.inputs = [replace(described, placeable=False) for described in self.inputs]
-        annotated = annotate(gm, self.inputs, forward_outputs)
+        annotated = self.inputs.annotate(gm, forward_outputs)
         with compat.outside_tracing():
             together("compiling a graph", CALLING, every=0)
         same_graph(annotated.hash(), annotated.text)
@@ -197,7 +189,8 @@ class _Compilation:
             self.session.mesh = planned.mesh
         start = time.perf_counter()
         write(DECISION, gm, Handle(planned.decision))
-        after_planning(self.session.groups(planned.mesh))(gm)
+        kept = self.inputs.kept_gradients(annotated, forward_outputs)
+        after_planning(self.session.groups(planned.mesh), kept, forward_outputs or 0)(gm)
         planned.record.seconds["rewrite"] = time.perf_counter() - start
         self._save_plan()
         if dist.get_rank() == 0:
@@ -233,7 +226,7 @@ class _Compilation:
         if given is not None and annotated.interface.training:
             given.check(annotated.hash(), torch.__version__, dist.get_world_size())
         names = {p: n for n, p in annotated.interface.positions.items()}
-        rows = frozenset(names[p] for p in self.rows if p in names)
+        rows = frozenset(names[p] for p in self.inputs.rows if p in names)
         key = structure(annotated, self.options, rows)
         planned = plan_graph(
             annotated, self.options, local_cluster(self.options, dist.get_world_size()),
@@ -245,7 +238,7 @@ class _Compilation:
 
     def _mesh_in_use(self, annotated: Annotated) -> dict[str, int] | None:
         """The mesh that this graph has to share: that of its placed parameters, or of the graphs before it."""
-        mesh = self.session.mesh
+        mesh = self.inputs.mesh
         if mesh is None or self.options.mesh in (None, mesh):
             return mesh
         if annotated.interface.stored:

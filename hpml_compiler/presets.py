@@ -14,6 +14,7 @@ from passes.transform.bucket import Bucket
 from passes.transform.collectives import MeshGroups
 from passes.transform.deduplicate import Deduplicate
 from passes.transform.normalize import Normalize
+from passes.transform.own_gradients import OwnGradients
 from passes.transform.shard import Shard
 
 
@@ -22,8 +23,11 @@ def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None) -
     return PassManager((Normalize(), Shapes(), Flops(), Describe(tuple(inputs), forward_outputs), FindOperations()))
 
 
-def after_planning(groups: MeshGroups) -> PassManager:
-    """From a planned graph (which has INTERFACE, OPERATIONS, DECISION) to what this rank runs."""
-    manager = PassManager((Shard(groups), Deduplicate(), Bucket()))
+def after_planning(groups: MeshGroups, kept_gradients: Sequence[int] = (), forward_outputs: int = 0) -> PassManager:
+    """From a planned graph (which has INTERFACE, OPERATIONS, DECISION) to what this rank runs.
+
+    kept_gradients: places among the graph's outputs of the gradients that go into `.grad`.
+    """
+    manager = PassManager((Shard(groups), Deduplicate(), Bucket(), OwnGradients(tuple(kept_gradients), forward_outputs)))
     manager.check(available=(INTERFACE, OPERATIONS, DECISION))
     return manager

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -14,6 +15,7 @@ from hpml_compiler.plan_records import GraphPlan, MeshAttempt
 from hpml_compiler.pricing import Measured
 from hpml_compiler.runtime.devices import device_type, forget
 from passes import compat
+from passes.errors import BadInput
 from passes.layouts import Layout
 from passes.rules.base import REPLICATE
 from passes.transform.collectives import MeshGroups
@@ -49,6 +51,22 @@ class Session:
                 )
         return self.device_meshes[key]
 
+    def adopt(self, mesh: DeviceMesh, name: str) -> dict[str, int]:
+        """The axes of the mesh that parameter `name` is placed on; from now on, graphs on these axes use this mesh.
+
+        Raises BadInput if its process group is gone, as after `destroy_process_group`.
+        """
+        names = mesh.mesh_dim_names or tuple(f"axis_{i}" for i in range(mesh.ndim))
+        try:
+            for axis in range(mesh.ndim):
+                mesh.get_group(axis)
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise BadInput("the process group that the model was split over is gone", f"parameter {name}",
+                           "make the model anew after init_process_group, and load its state into it") from error
+        axes = dict(zip(names, mesh.shape, strict=True))
+        self.device_meshes.setdefault((tuple(axes.items()), id(dist.group.WORLD)), mesh)
+        return axes
+
     def groups(self, axes: Mapping[str, int]) -> MeshGroups:
         mesh = self.device_mesh(axes)
         coordinate = mesh.get_coordinate()
@@ -70,6 +88,22 @@ def reset() -> None:
     global _session
     _session = Session()
     forget()
+
+
+def start_afresh() -> None:
+    """`hpml_compiler.reset`: forget what was compiled and decided, as if the process had just begun; all ranks call it.
+
+    For one model after another in a process. Dynamo's graphs go (as by `torch.compiler.reset`), the mesh, the plans, and the
+    monitor, which reports first if it has not yet. What was measured of the devices stays. A model from before may be used
+    on: it is compiled anew, on the mesh that its parameters are placed on.
+    """
+    before = current()
+    if before.monitor is not None:
+        before.monitor.finish()
+    torch.compiler.reset()
+    compat.forget_interned_specs()
+    reset()
+    _session.looked, _session.quick = before.looked, before.quick
 
 
 def to_dtensor(layout: Layout) -> tuple[Placement, ...]:

@@ -19,6 +19,7 @@ __all__ = [
     "OpOverload",
     "adopt_foreach_type",
     "aot_autograd",
+    "as_interned",
     "backend_of",
     "collectives_through_host",
     "break_graph",
@@ -37,22 +38,32 @@ __all__ = [
     "outside_transforms",
     "depends_on_data",
     "dtensor_spec",
+    "dynamo_tried_in_vain",
+    "duplicated_inputs",
+    "forget_interned_specs",
     "fake_mode",
     "group_timeout",
     "frame_being_compiled",
-    "guard_on_type_and_grad",
+    "function_being_compiled",
+    "guard_on_placement",
     "inductor_decompositions",
+    "interned_spec",
     "input_sources",
+    "inputs_written",
+    "ints_of_sizes",
     "is_fake",
     "local_shape_and_offset",
     "make_dtensor",
     "norm_partial",
+    "on_recompile_limit",
     "plain_torch_functions",
     "profiler_is_on",
     "quiet_dynamo",
     "through_host",
+    "trace_as",
     "tracing_fake_mode",
     "untraced",
+    "use_count",
     "visible_kernels",
     "warm_cpp_compiler",
     "pytree",
@@ -60,6 +71,7 @@ __all__ = [
     "side_store",
     "size_hint",
     "source_name",
+    "static_int",
     "will_accumulate",
 ]
 
@@ -301,6 +313,26 @@ def depends_on_data(size: int | torch.SymInt) -> bool:
     return bool(free_unbacked_symbols(size))
 
 
+def static_int(value: Any) -> int | None:
+    """The number that a size or another integer of a traced graph is at every call; None if it may differ."""
+    if isinstance(value, torch.SymInt):
+        return value.node.maybe_as_int()
+    return value if isinstance(value, int) else None
+
+
+def ints_of_sizes(gm: torch.fx.GraphModule) -> list[torch.SymInt]:
+    """The integers among the inputs of a Dynamo graph that sizes of its tensors depend on."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    sizes: set[Any] = set()
+    for node in gm.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("example_value")):
+            if isinstance(value, torch.Tensor):
+                sizes |= free_symbols((*value.shape, *value.stride()))
+    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    return [value for value in values if isinstance(value, torch.SymInt) and free_symbols(value) & sizes]
+
+
 # DTensor's insides, for parameters that are DTensors (hpml_compiler/runtime).
 
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
@@ -320,6 +352,24 @@ def dtensor_spec(mesh: Any, placements: Any, like: torch.Tensor) -> Any:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+
+
+_interned_specs: dict[Any, Any] = {}
+
+
+def interned_spec(spec: Any) -> Any:
+    """The one spec of all that are equal: parameters have these, so that a guard need only compare identities."""
+    return _interned_specs.setdefault((id(spec.mesh), spec), spec)  # equal meshes may be of other process groups
+
+
+def as_interned(spec: Any) -> Any:
+    """The interned spec that equals this one, if there is one, else this one."""
+    return _interned_specs.get((id(spec.mesh), spec), spec)
+
+
+def forget_interned_specs() -> None:
+    """For a fresh start: parameters that are placed from now on share nothing with those from before."""
+    _interned_specs.clear()
 
 
 def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -424,6 +474,10 @@ def will_accumulate(nodes: Any) -> bool:
         return False
 
 
+use_count: Callable[[torch.Tensor], int] = cast("Any", torch.Tensor)._use_count
+"""How many hold a tensor: 1 for one that only Python knows, where all of Python's references count as one."""
+
+
 def adopt_foreach_type(kind: type) -> None:
     """Let optimizers and `clip_grad_norm_` choose their foreach implementation for a tensor type, as for DTensor."""
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
@@ -494,10 +548,94 @@ def fake_mode() -> Any:
     return context.fake_mode
 
 
+@functools.cache
+def trace_as(kind: type) -> None:
+    """Let Dynamo trace instances of this DTensor class as that class throughout.
+
+    Dynamo makes a fake of a view by repeating the view, and traces `.data` by a function that asks no class: both give a
+    bare DTensor, which does not mix with plain tensors.
+    """
+    from torch._dynamo.variables import builder
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    fake_of, data_of = builder.wrap_to_fake_tensor_and_record, TensorVariable.method_attr_data
+    bare = kind.__mro__[1]
+
+    @functools.wraps(fake_of)
+    def fake_of_same_class(value: Any, *args: Any, **kwargs: Any) -> Any:
+        fake = fake_of(value, *args, **kwargs)
+        if type(fake) is bare and isinstance(value, kind):
+            fake.__class__ = type(value)
+        return fake
+
+    @functools.wraps(data_of)
+    def detached(self: Any, tx: Any) -> Any:
+        example = self.as_proxy().node.meta.get("example_value")
+        return self.call_method(tx, "detach", [], {}) if isinstance(example, kind) else data_of(self, tx)
+
+    builder.wrap_to_fake_tensor_and_record = fake_of_same_class
+    TensorVariable.method_attr_data = detached
+
+
+def duplicated_inputs(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
+    """Source of a graph input -> the other sources at which Dynamo found the same tensor."""
+    from torch._guards import TracingContext
+
+    found: dict[Any, list[Any]] = {source: [] for source in input_sources(gm) if source is not None}
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        other = getattr(guard.create_fn, "keywords", {}).get("source_b")
+        if other is not None:
+            for one, two in ((guard.originating_source, other), (other, guard.originating_source)):
+                if one in found:
+                    found[one].append(two)
+    return found
+
+
+def function_being_compiled() -> str:
+    """Which function Dynamo is compiling, in the words in which it speaks of it; to be called inside a backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().output.root_tx.f_code  # pyright: ignore[reportOptionalMemberAccess]
+    return f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
+
+
+def on_recompile_limit(callback: Callable[[str, int, str, str], None]) -> None:
+    """Call back whenever Dynamo gives up compiling a function anew: with the name of the limit in its config, the limit,
+    the function, and what differed the last time. It only logs that, so its log is what is listened to."""
+    import logging
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told = record.args
+            if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(told, tuple) and len(told) >= 4:
+                callback(str(told[0]), cast("int", told[1]), str(told[2]), str(told[3]))
+
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(Listener(logging.WARNING))
+
+
+def dynamo_tried_in_vain() -> bool:
+    """Whether Dynamo was given something to compile in this process, and made no graph of it for any backend."""
+    import sys
+
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0 and not utils.counters["stats"]["unique_graphs"]
+
+
 def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
     """Where Dynamo found the value of each graph input, in order; None for one that it made itself."""
     arguments = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
     return [None if argument is None else argument.source for argument in arguments]
+
+
+def inputs_written(joint: torch.fx.GraphModule) -> set[int]:
+    """Positions of the inputs that the traced program changes in place: AOTAutograd has the graph return their new values,
+    and copies these into the inputs after each call."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    (output,) = joint.graph.find_nodes(op="output")
+    found = (getattr(described, "mutated_input", None) for described in pytree.tree_leaves(output.meta.get("desc", ()))
+             if isinstance(described, InputMutationAOTOutput))
+    return {cast("Any", given).idx for given in found if hasattr(given, "idx")}
 
 
 def source_name(source: Any) -> str:
@@ -505,11 +643,13 @@ def source_name(source: Any) -> str:
     return str(source.name() if callable(source.name) else source.name)
 
 
-def guard_on_type_and_grad(sources: Any) -> None:
-    """Guard the tensors at these sources by type and `requires_grad` only, since nothing else about them can change.
+def guard_on_placement(sources: Any) -> None:
+    """Guard the placed tensors at these sources by class, `requires_grad` and spec, each by one comparison in C++.
 
-    The guards that Dynamo has collected on them and on their parts are dropped: they describe the values from before.
-    To be called inside a backend, after the values have been replaced: guards are built when it returns.
+    A spec has the mesh, the placements, the shape, strides and dtype; it must be interned (`interned_spec`), since its
+    identity is what is compared. The guards that Dynamo has collected on these tensors and on their parts are dropped:
+    they describe the values from before. To be called inside a backend, after the values have been replaced: guards are
+    built when it returns.
     """
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
@@ -537,7 +677,8 @@ def guard_on_type_and_grad(sources: Any) -> None:
             guards.track_guard_by_source(guard)
     for source in replaced:
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH),
-                      AttrSource(source, "requires_grad").make_guard(GuardBuilder.EQUALS_MATCH))
+                      AttrSource(source, "requires_grad").make_guard(GuardBuilder.EQUALS_MATCH),
+                      AttrSource(source, "_spec").make_guard(GuardBuilder.ID_MATCH))
 
 
 # Looking at a run (hpml_compiler/monitor).

@@ -95,6 +95,21 @@ def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
     return Interface(kinds, names, trainable, stored, positions, tuple(returned), split, forward_outputs is not None)
 
 
+def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:
+    """Positions of the inputs that the graph returns as they are, or a view of, among its forward outputs."""
+    (output,) = gm.graph.find_nodes(op="output")
+    results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None or isinstance(x, Node))
+    returned = {_memory(node) for node in results[:forward_outputs]} - {None}
+    return {_position(node, order) for order, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+            if not node.name.startswith("tangents") and _memory(node) in returned}
+
+
+def _memory(node: Any) -> int | None:
+    """Identifies the memory behind a tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
 def kind_of_input(value: Any, source: str) -> str:
     """Kind of a graph input from its value and where Dynamo found it."""
     if isinstance(value, torch.nn.Parameter):

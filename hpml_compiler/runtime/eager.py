@@ -185,9 +185,12 @@ def _part_like(tensor: torch.Tensor, target: DTensor) -> torch.Tensor:
 
 
 def adopt(value: Any, kind: type) -> Any:
-    """DTensors in a result become the subclass, so that they too may meet plain tensors."""
+    """DTensors in a result become the subclass, so that they too may meet plain tensors. Their spec becomes that of the
+    parameters with an equal one: `model.float()` makes a parameter of such a result, and guards compare identities."""
     if type(value) is DTensor:
         value.__class__ = kind
+        if not compat.is_fake(value._local_tensor):
+            value._spec = compat.as_interned(value._spec)
     elif isinstance(value, (list, tuple)):
         for item in value:
             adopt(item, kind)

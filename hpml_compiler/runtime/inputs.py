@@ -1,6 +1,7 @@
 """Graph inputs that are placed already look to the compiler like any other: whole plain tensors."""
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,30 +10,45 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from hpml_compiler.runtime.parameters import parameter_name
 from hpml_compiler.runtime.placed import PlacedTensor
+from hpml_compiler.runtime.rows import Rows
 from passes import compat
 from passes.errors import BadInput
 
 
 @dataclass(frozen=True)
 class InputPlacement:
-    """Where a graph input lives already: one placement per axis of the mesh."""
+    """Where a graph input lives already: one placement per axis of the mesh. `rows`: it is rows of a batch."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
+    rows: bool = False
+
+    def can_be_planned(self, shape: Sequence[int], mesh: DeviceMesh | None) -> bool:
+        """Whether a plan on this mesh can start from the parts as they are: even ones, of which nothing is to be reduced.
+
+        All else is gathered when the graph is called.
+        """
+        if mesh is None or self.mesh is not mesh or any(p.is_partial() for p in self.placements):
+            return False
+        if any(p.is_shard() and type(p) is not Shard for p in self.placements):
+            return False
+        return all(size % math.prod(mesh.size(axis) for axis, p in enumerate(self.placements) if p.is_shard(dim)) == 0
+                   for dim, size in enumerate(shape))
 
 
 def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fake_mode: Any = None,
                      ) -> tuple[torch.fx.GraphModule, list[Any], dict[int, InputPlacement]]:
     """Make the placed inputs of a Dynamo graph whole and plain.
 
-    Parameters in a recompile, and rows of a batch (`hpml_compiler.distribute`), arrive as placed tensors. Dynamo traced
-    them as whole tensors, so the nodes of the graph need no change: the class is the marker. Returned are the graph,
-    the example inputs with a fake plain tensor of the whole shape for each (sizes stay symbolic where Dynamo made
-    them so), and position -> placement. At run time `Installed.locals` takes their local parts.
+    Parameters in a recompile, rows of a batch (`hpml_compiler.distribute`), and what a script computed from parameters
+    (a mask, the weights of another model) arrive as placed tensors. Dynamo traced them as whole tensors, so the nodes of
+    the graph need no change: the class is the marker. Returned are the graph, the example inputs with a fake plain
+    tensor of the whole shape for each (sizes stay symbolic where Dynamo made them so), and position -> placement. At run
+    time `Installed.arguments` takes their local parts, or gathers them.
     Raises BadInput for a DTensor that was made by the script itself.
     """
     fake_mode = fake_mode or compat.fake_mode()
@@ -48,9 +64,20 @@ def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fa
             raise BadInput("the script made this DTensor itself, and hpml cannot plan around it",
                            f"graph input {parameter_name(sources[position])}, used by {users}",
                            "leave the model and its batch on one device, or give rows with hpml_compiler.distribute")
-        placed[position] = InputPlacement(value.device_mesh, tuple(value.placements))
+        placed[position] = InputPlacement(value.device_mesh, tuple(value.placements), isinstance(value, Rows))
         examples[position] = node.meta["example_value"] = _whole_fake(node.meta["example_value"], value, fake_mode)
     return gm, examples, placed
+
+
+def copy_for_set_data(gm: torch.fx.GraphModule) -> None:
+    """Let `p.data = value` copy the value into `p`, where shapes are equal: what a plan can do to a placed parameter.
+
+    Dynamo writes it as `set_`, which AOTAutograd refuses.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+        if len(node.args) == 2 and len({tuple(x.meta["example_value"].shape) for x in node.args}) == 1:
+            node.target = torch.Tensor.copy_
+    gm.recompile()
 
 
 def _whole_fake(fake: torch.Tensor, value: PlacedTensor, fake_mode: Any) -> torch.Tensor:

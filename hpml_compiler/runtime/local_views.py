@@ -41,16 +41,18 @@ def _may_accumulate(ctx: Any) -> bool:
 
 
 def _accumulate(placed: tuple[DTensor, ...], gradients: tuple[torch.Tensor | None, ...]) -> None:
+    """As autograd's own node: a gradient that nobody else holds is taken as it is, any other is copied. (Gradients that
+    are other tensors share no memory: `passes.transform.own_gradients`.)"""
     seen: set[int] = set()
     for tensor, gradient in zip(placed, gradients, strict=True):
         if gradient is None:
             continue
         old = tensor.grad
         if old is None:
-            address = gradient.data_ptr()
-            if address in seen or gradient.stride() != tensor._local_tensor.stride():
+            held = id(gradient) in seen or compat.use_count(gradient) > 1
+            seen.add(id(gradient))
+            if held or gradient.stride() != tensor._local_tensor.stride():
                 gradient = torch.empty_like(tensor._local_tensor).copy_(gradient)
-            seen.add(address)
             tensor.grad = _wrapped(gradient, tensor)
         elif type(old) is PlacedTensor and old._spec is tensor._spec:
             old._local_tensor.add_(gradient)

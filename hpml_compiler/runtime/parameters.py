@@ -5,7 +5,7 @@ import gc
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from hpml_compiler.runtime.eager import keep
 from hpml_compiler.runtime.exporting import watch_torchscript
 from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
-from hpml_compiler.runtime.placed import place, place_like
+from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
 from hpml_compiler.runtime.rebinding import rebind, rebind_attributes
 from hpml_compiler.runtime.transforms import watch_transforms
+from hpml_compiler.runtime.whole import whole
 from passes import compat
 from passes.errors import BadInput
 
@@ -27,12 +29,17 @@ log = logging.getLogger(__name__)
 
 
 class Installed:
-    """How one compiled graph gets this rank's parts of its arguments."""
+    """How one compiled graph gets this rank's parts of its arguments.
+
+    gathered: placed arguments that the graph takes whole. written: those of them that it changes in place.
+    """
 
     def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
-                 olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
+                 olds: list[nn.Parameter], news: Sequence[nn.Parameter], gathered: Sequence[int] = (),
+                 written: Sequence[int] = ()) -> None:
         self._placed, self._trainable = tuple(placed), tuple(trainable)
         self._names, self._olds, self._news = names, olds, list(news)
+        self._gathered, self._written = tuple(gathered), tuple(written)
 
     def locals(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of a call with plain local tensors for DTensors, connected to them by autograd.
@@ -49,7 +56,19 @@ class Installed:
             views = LocalViews.apply(*[args[index] for index in self._trainable])
             for index, view in zip(self._trainable, views, strict=True):
                 result[index] = view
+        for index in self._gathered:
+            result[index] = whole(args[index])
         return result
+
+    def write_back(self, args: Sequence[Any], results: Sequence[Any]) -> None:
+        """After a call with `results` of `locals(args)`: what the graph changed in place is kept by the placed ones."""
+        for index in self._written:
+            keep(args[index], results[index].detach())
+
+    @property
+    def writes(self) -> bool:
+        """Whether `write_back` has anything to do."""
+        return bool(self._written)
 
     def _replace_elsewhere(self) -> None:
         out_of_reach = rebind(self._names, self._olds, self._news)
@@ -60,19 +79,26 @@ class Installed:
 
 
 def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
-    """Positions of the graph inputs that `install` can place: plain parameters that Dynamo found in modules."""
+    """Positions of the graph inputs that `install` can place: plain parameters that Dynamo found in modules.
+
+    Not those that it found elsewhere too, such as in a dict given to `functional_call`: it will look there again at the
+    end of the compilation, before anything can be replaced in a variable of a running function.
+    """
+    elsewhere = {source for source, others in compat.duplicated_inputs(gm).items()
+                 if not all("._parameters[" in name or "._modules[" in name or name.startswith("L['self']")
+                            for name in map(compat.source_name, others))}
     return [i for i, (value, source) in enumerate(zip(example_inputs, compat.input_sources(gm), strict=True))
-            if type(value) is nn.Parameter and "._parameters[" in compat.source_name(source)]
+            if type(value) is nn.Parameter and "._parameters[" in compat.source_name(source) and source not in elsewhere]
 
 
 def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any],
-            mesh: DeviceMesh) -> Installed:
+            mesh: DeviceMesh, gathered: Collection[int] = (), written: Collection[int] = ()) -> Installed:
     """Place parameters of a graph, inside a Dynamo backend and before it returns.
 
     placements: position of a graph input -> its placement, one per axis of `mesh`; sizes must divide. `gm` and
     `example_inputs` as Dynamo gave them. Modules hold the placed parameters when this returns; names, order, ties,
     `requires_grad`, gradients and hooks stay. Inputs placed before (parameters in a recompile, rows of a batch) need
-    no entry. Raises BadInput for an input that cannot be placed.
+    no entry. `gathered` and `written`: positions, see `Installed`. Raises BadInput for an input that cannot be placed.
     """
     olds = [example_inputs[i] for i in placements]
     sites = find_sites(olds) if olds else {}
@@ -90,13 +116,20 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     # Other attributes of these modules, too, which Dynamo may have guarded on: recurrent layers have lists of their own.
     rebind_attributes(dict.fromkeys(module for found in sites.values() for module, _ in found), olds, news)
     before = [i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)]
-    placed = sorted([*placements, *before])
+    placed = sorted([*placements, *(i for i in before if i not in gathered)])
     trainable = [i for i in placed if example_inputs[i].requires_grad]
-    compat.guard_on_type_and_grad([sources[i] for i in placed if isinstance(example_inputs[i], nn.Parameter)])
+    at = dict(zip(placements, news, strict=True))
+    guarded = [i for i in sorted([*placements, *before]) if isinstance(example_inputs[i], nn.Parameter)]
+    for i in guarded:
+        parameter: Any = at.get(i, example_inputs[i])
+        parameter._spec = compat.interned_spec(parameter._spec)
+    compat.guard_on_placement([sources[i] for i in guarded])
     watch_optimizers()
     watch_transforms()
     watch_torchscript()
-    return Installed(placed, trainable, [names[i] for i in placements], olds, news)
+    compat.trace_as(PlacedTensor)
+    return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered),
+                     sorted(set(written) & set(gathered)))
 
 
 def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:

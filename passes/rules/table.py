@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes.compat import OpOverload, depends_on_data, pytree, size_hint
+from passes.compat import OpOverload, depends_on_data, pytree, size_hint, static_int
 from passes.rules.base import Call, Operand, Rule, RuleFunction, Spec
 from passes.rules.opaque import leaves_of
 
@@ -106,12 +106,21 @@ def operand_nodes(node: Node) -> list[Node]:
 
 
 def call_of(node: Node) -> Call:
-    """The call that a `call_function` node makes, with `Operand(i)` in place of its tensor arguments."""
+    """The call that a `call_function` node makes, with `Operand(i)` in place of its tensor arguments.
+
+    A number that the graph computes stands there as that number if it is the same at every call, else as its node.
+    """
     operands = operand_nodes(node)
     order = iter(range(len(operands)))
 
     def swap(x: Any) -> Any:
-        return Operand(next(order)) if isinstance(x, Node) and isinstance(x.meta.get("val"), torch.Tensor) else x
+        if not isinstance(x, Node):
+            return x
+        value = x.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return Operand(next(order))
+        number = static_int(value)
+        return x if number is None else number
 
     args, kwargs = pytree.tree_map(swap, (node.args, dict(node.kwargs)), is_leaf=lambda x: isinstance(x, Node))
     return Call(
@@ -126,7 +135,15 @@ def call_of(node: Node) -> Call:
 
 def rule_of_call(call: Call) -> Rule | None:
     function = _lookup(call.target)
-    return None if function is None else function(call)
+    if function is None:
+        return None
+    try:
+        return function(call)
+    except TypeError:
+        leaves = pytree.tree_leaves((call.args, dict(call.kwargs)), is_leaf=lambda x: isinstance(x, Node))
+        if any(isinstance(x, Node) for x in leaves):
+            return None  # it reads a number that differs from call to call
+        raise
 
 
 def rule_of(node: Node) -> Rule | None:

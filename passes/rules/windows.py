@@ -48,9 +48,12 @@ def _sliced(call: Call, big: tuple[int, ...], position: int) -> tuple[list, list
     """Letters of the whole and of the part, sizes, blocked letters; `position` is that of `dim` among the arguments."""
     rank = len(big)
     dim = call.argument(position, "dim", 0) % rank
-    start, stop, step = slice(
+    bounds = (
         call.argument(position + 1, "start"), call.argument(position + 2, "end"), call.argument(position + 3, "step", 1)
-    ).indices(big[dim])
+    )
+    if not all(bound is None or isinstance(bound, int) for bound in bounds):  # they move from call to call
+        return _at(rank, dim, None), _at(rank, dim, None), {}, []
+    start, stop, step = slice(*bounds).indices(big[dim])
     length = len(range(start, stop, step))
     if step > 1 and big[dim] % step == 0 and start < step and length == big[dim] // step:
         # Every step-th element: the dim is `length` groups of `step`, of which one is taken.

@@ -1,0 +1,33 @@
+"""Say so when Dynamo stops compiling a model anew: from then on every rank runs the whole of it, and no plan."""
+from __future__ import annotations
+
+import functools
+import logging
+
+from passes import compat
+
+log = logging.getLogger("hpml")
+_ours: set[str] = set()
+"""Functions that came to this backend, in Dynamo's words."""
+
+
+def note_function() -> None:
+    """The function that Dynamo is compiling has a plan; if it is given up on later, a warning says so."""
+    _ours.add(compat.function_being_compiled())
+    _listen()
+
+
+@functools.cache
+def _listen() -> None:
+    compat.on_recompile_limit(_given_up)
+
+
+def _given_up(limit: str, count: int, function: str, difference: str) -> None:
+    if function in _ours:
+        _ours.discard(function)  # once
+        log.warning(
+            "the function %s has no plan from here on: it was compiled %d times, each time because something differed, and "
+            "Dynamo allows no more. Every rank runs the whole of it, without a split.\n"
+            "  what it was compiled for, and did not hold: %s\n"
+            "  next step: keep that the same from call to call, or give it as a tensor; or raise torch._dynamo.config.%s",
+            function, count, difference.splitlines()[0].split("  # ")[0].strip(), limit)

@@ -1,0 +1,76 @@
+"""Give each kept gradient memory of its own.
+
+Autograd takes what a graph returns as the gradient of a leaf for `.grad` without a copy, where it sees that nobody else
+holds that tensor. It does not see that another tensor shares the memory: a tangent that the graph passes through, or the
+gradient of another parameter. A script that then scales or clips one gradient in place would change the other.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.base import TransformPass
+from passes.compat import fake_mode_of
+from passes.registry import register
+from passes.transform.insert import Inserter
+
+aten = torch.ops.aten
+
+
+@register
+@dataclass(frozen=True)
+class OwnGradients(TransformPass):
+    """Copies a gradient that shares memory with an input, a forward output or another gradient. Parts of one tensor that
+    do not overlap, as of a bucket, stay as they are. outputs: the places among the graph's outputs of the gradients that
+    are kept; forward_outputs: how many outputs come before all gradients."""
+
+    name = "own_gradients"
+
+    outputs: tuple[int, ...] = ()
+    forward_outputs: int = 0
+
+    def run(self, graph_module: GraphModule) -> bool:
+        graph = graph_module.graph
+        output = graph.output_node()
+        returned = list(output.args[0])
+        taken = {_memory(node) for node in (*graph.find_nodes(op="placeholder"), *returned[:self.forward_outputs])} - {None}
+        kept = set(self.outputs)
+        parts: dict[int, list[tuple[int, int]]] = {}
+        changed = False
+        # Gradients that are passed on first: they need no memory of their own, but what they share must not be kept.
+        for k in sorted(range(self.forward_outputs, len(returned)), key=lambda k: k in kept):
+            node = returned[k]
+            memory = _memory(node)
+            if memory is None:
+                continue
+            start, end = _bytes(node)
+            if k in kept and (memory in taken or any(start < e and s < end for s, e in parts.get(memory, ()))):
+                insert = Inserter(graph, output, like=node, fake_mode=fake_mode_of(graph_module))
+                returned[k] = insert(aten.clone.default, node)
+                returned[k].meta["partitioner_tag"] = "is_backward"
+                changed = True
+            else:
+                parts.setdefault(memory, []).append((start, end))
+        if changed:
+            output.args = (tuple(returned) if isinstance(output.args[0], tuple) else returned,)
+        return changed
+
+
+def _memory(node: object) -> int | None:
+    """Identifies the memory behind a tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _bytes(node: Node) -> tuple[int, int]:
+    """The first byte of a tensor in its memory, and the one after its last."""
+    value = node.meta["val"]
+    if not value.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    start = value.storage_offset()
+    return start * value.element_size(), (start + last + 1) * value.element_size()
