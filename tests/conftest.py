@@ -6,11 +6,15 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.helpers.ranks import run_ranks
 
 # Plans of tests are the same each time, and their launches start fast; the tests of the quick look itself ask for it.
 os.environ.setdefault("HPML_QUICK_PROFILE", "0")
+
+settings.register_profile("tests", deadline=None)  # on a busy machine the first example alone takes longer than 200 ms
+settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
