@@ -81,7 +81,7 @@ def seen(use: Use, script: Script) -> list[Leaf]:
     try:
         value = use.run(script)
         generator = torch.get_rng_state()  # before what gathering may draw
-        return snapshot({"returned": value, "generator": generator})
+        return snapshot({"returned": value, **({"generator": generator} if use.generator else {})})
     finally:
         torch.set_default_dtype(before)
 

@@ -59,6 +59,8 @@ class Use:
     """hpml says that it cannot do this: a regular expression for its words."""
     compiles: bool = True
     """False: nothing of it comes to the backend, and it runs whole on every rank."""
+    generator: bool = True
+    """Whether torch's generator is left as on one device. Not by loaders of rows of each rank's own."""
     limit_s: float = 90
 
     @property

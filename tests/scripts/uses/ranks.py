@@ -44,21 +44,21 @@ def _parts(rows, size):
     return [rows[at:at + size] for at in range(0, len(rows), size)]
 
 
-@use
+@use(generator=False)
 def a_sampler_that_shares_out_rows(hp):
     model = mlp()
     call, optimizer = hp.compile(model), adamw(model)
     return [step(call, optimizer, x, y) for x, y in _own_rows(hp)], model, optimizer
 
 
-@use
+@use(generator=False)
 def a_sampler_with_an_uneven_end(hp):
     model = mlp()
     call, optimizer = hp.compile(model), sgd(model)
     return [step(call, optimizer, x, y) for x, y in _own_rows(hp, 26)], model, optimizer
 
 
-@use
+@use(generator=False)
 def a_mean_over_uneven_masks(hp):
     """Tokens that count are spread unevenly over the ranks' rows."""
     model = mlp()
@@ -97,16 +97,14 @@ def wrapped_in_data_parallel(hp):
     call, optimizer = hp.compile(model), sgd(model)
     if hp.mesh is not None:
         call = nn.parallel.DistributedDataParallel(call)
-    losses = []
     for number in range(2):
         x, y = inputs(16).roll(number, 0), targets(16)
         if hp.mesh is not None:
             x, y = x[8 * hp.rank:8 * hp.rank + 8], y[8 * hp.rank:8 * hp.rank + 8]
         optimizer.zero_grad()
-        out = call(x)
-        F.mse_loss(out, y).backward()
+        F.mse_loss(call(x), y).backward()
         optimizer.step()
-    return losses, model
+    return model, optimizer
 
 
 @use(refused=r"(?s)next step")
