@@ -79,7 +79,7 @@ class SparselyEmbedded(nn.Module):
         return self.head(self.embedding(ids))
 
 
-@use
+@use(refused=r"(?s)sparse gradient.*sparse=False")
 def sparse_adam(hp):
     model = SparselyEmbedded()
     call = hp.compile(model)

@@ -182,7 +182,7 @@ def shards_on_disk(hp):
     """torch.distributed.checkpoint, model and optimizer; loaded into new ones."""
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model = mlp()
+    model, again = mlp(), mlp()
     call, optimizer = hp.compile(model), adamw(model)
     losses = _steps(call, optimizer)
     if hp.mesh is None:  # one process, one file
@@ -190,7 +190,6 @@ def shards_on_disk(hp):
     else:
         state, its = get_state_dict(model, optimizer)
         dcp.save({"model": state, "optimizer": its}, checkpoint_id=hp.folder / "a")
-        again = mlp()
         other = adamw(again)
         _steps(hp.compile(again), other, 1)
         state, its = get_state_dict(again, other)
@@ -207,11 +206,11 @@ def saved_in_the_background(hp):
     call, optimizer = hp.compile(model), sgd(model)
     losses = _steps(call, optimizer)
     wanted = {k: v.clone() for k, v in model.state_dict().items()}
+    loaded = {"model": mlp().state_dict()}
     if hp.mesh is not None:
         pending = dcp.async_save({"model": model.state_dict()}, checkpoint_id=hp.folder / "b")
         losses += _steps(call, optimizer)
         pending.result()
-        loaded = {"model": {k: torch.zeros_like(v) for k, v in mlp().state_dict().items()}}
         dcp.load(loaded, checkpoint_id=hp.folder / "b")
         return losses, loaded["model"], model
     return losses + _steps(call, optimizer), wanted, model
