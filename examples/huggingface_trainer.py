@@ -57,8 +57,8 @@ def main() -> None:
                       eval_dataset=Counting(64, 1), compute_metrics=accuracy)
     trainer.train(resume_from_checkpoint=f"{given.output}/checkpoint-6" if given.resume else None)
     trainer.save_model()
-    for logged in trainer.state.log_history:
-        if trainer.is_world_process_zero() and "loss" in logged:
+    for logged in trainer.state.log_history:  # of a resumed run, it has the steps before as well
+        if trainer.is_world_process_zero() and "loss" in logged and logged["step"] > 6 * given.resume:
             print(f"step {logged['step']} loss {logged['loss']:.6f} norm {logged['grad_norm']:.5f}")
     result = trainer.evaluate()
     if trainer.is_world_process_zero():

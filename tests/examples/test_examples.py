@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-QUIET = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
+QUIET = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
+         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "120", "TOKENIZERS_PARALLELISM": "false",
          "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -23,7 +24,7 @@ def started(ranks: int, name: str, *arguments: str) -> subprocess.Popen[str]:
 
 def output_of(process: subprocess.Popen[str]) -> str:
     try:
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=280)
     finally:
         process.kill()
     assert process.returncode == 0, output[-4000:]
@@ -60,7 +61,7 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name, first_resumed", CASES)
 def test_one_device_and_two_ranks(tmp_path, name, first_resumed):
     runs = [started(1, name, "--output", str(tmp_path / "one")), started(2, name, "--output", str(tmp_path / "two"))]
@@ -70,7 +71,7 @@ def test_one_device_and_two_ranks(tmp_path, name, first_resumed):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @needs("ray")
 def test_ray(tmp_path):
     def run(workers: int, *more: str) -> str:
