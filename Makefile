@@ -5,7 +5,8 @@
 # make gpu: what hpml does on a GPU, with the torch and the packages that the machine has; see benchmarks/gpu_pass.py.
 #   GPU_PYTHON=python3    that machine's             GPU_ARGS="--models FILE"      options of gpu_pass.py
 #   make gpu-wheels, on a machine with a package index, fetches what the other lacks (GPU_PYTHON_VERSION=3.12 there).
-.PHONY: demo test test-torch gpu gpu-wheels lint clean
+# make notebooks: runs them, and writes their outputs into the files.
+.PHONY: demo notebooks test test-torch gpu gpu-wheels lint clean
 
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile
@@ -64,6 +65,9 @@ gpu-wheels:
 lint: .venv-test/.made
 	.venv-test/bin/ruff check .
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
+
+notebooks: .venv-test/.made
+	.venv-test/bin/python -m tests.notebooks.outputs
 
 clean:
 	rm -rf .venv-demo .venv-test .venv-torch-* gpu-wheels *.egg-info build .pytest_cache .ruff_cache .hypothesis
