@@ -42,7 +42,7 @@ def _gathered(value: Any, known: dict[tuple, torch.Tensor]) -> Any:
         return known[key]
     if isinstance(value, Mapping):
         result = {key: _gathered(item, known) for key, item in value.items()}
-        return type(value)(result) if type(value) is not dict else result
+        return type(value)(result) if type(value) is not dict else result  # pyright: ignore[reportCallIssue]
     if type(value) in (list, tuple):
         return type(value)(_gathered(item, known) for item in value)
     return value

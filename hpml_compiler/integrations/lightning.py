@@ -22,7 +22,7 @@ except ImportError:
                                 "pip install lightning") from error
 
 
-class HpmlStrategy(SingleDeviceStrategy):
+class HpmlStrategy(SingleDeviceStrategy):  # pyright: ignore[reportGeneralTypeIssues]
     """For modules whose model is compiled with backend="hpml": every rank runs the script of one device.
 
     All ranks get the same batches (no DistributedSampler is put in), no DDP is put around, nothing is reduced that is the

@@ -41,12 +41,12 @@ class SplitDDP(DistributedDataParallel):
     @classmethod
     def adopt(cls, ddp: DistributedDataParallel) -> None:
         """Make a DDP object that was made before its model was compiled one of these."""
-        if ddp.process_group.size() != dist.get_world_size():
+        if dist.get_world_size(ddp.process_group) != dist.get_world_size():
             raise BadInput("the model is to be split over all ranks, and its DDP is for some of them", WHERE,
                            "leave process_group and device_mesh out")
         held = {name: getattr(ddp, name) for name in ("device_ids", "output_device", "dim")}
         for name in ("process_group", "reducer", "logger", "device_mesh"):  # the reducer takes its hooks with it
-            ddp.__dict__.pop(name, None)
+            vars(ddp).pop(name, None)
         ddp.__class__ = cls
         assert isinstance(ddp, cls)
         ddp._become(**held, options={})
@@ -78,9 +78,9 @@ class SplitDDP(DistributedDataParallel):
 
     @torch.compiler.disable(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        inputs, kwargs, own = self._joined(inputs, kwargs)
+        inputs, kwargs, own = self._joined(inputs, kwargs)  # pyright: ignore[reportCallIssue]
         output = self.module(*inputs, **kwargs)
-        return output if own is None else self._own_part(output, *own)
+        return output if own is None else self._own_part(output, *own)  # pyright: ignore[reportCallIssue]
 
     @torch.compiler.disable
     def _joined(self, inputs: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], tuple[int, int] | None]:
