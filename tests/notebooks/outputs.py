@@ -35,9 +35,9 @@ _NORMAL = (
 def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
     """The notebook with the outputs of a run in `folder`. Raises CellExecutionError for the first cell that fails."""
     notebook = nbformat.read(path, as_version=4)
-    os.environ.update(OMP_NUM_THREADS="1", COLUMNS="100")
-    NotebookClient(notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3",
-                   resources={"metadata": {"path": str(folder)}}).execute()
+    client = NotebookClient(notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3",
+                            resources={"metadata": {"path": str(folder)}})
+    client.execute(env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"})
     return notebook
 
 
