@@ -92,10 +92,11 @@ def _as_hpml_error(error: Exception) -> HpmlError:
     """What is said of an error: of a wrong use of the command, of a full disk, or, for any other, of a bug of hpml's."""
     if isinstance(error, HpmlError):
         return error
-    if hasattr(error, "format_message"):  # an error of use; typer keeps the classes of its parser to itself
+    said = getattr(error, "format_message", None)
+    if said is not None:  # an error of use; typer keeps the classes of its parser to itself
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "hpml"
-        return BadInput(error.format_message().rstrip("."), command, f"`{command} --help` lists arguments and options")
+        return BadInput(said().rstrip("."), command, f"`{command} --help` lists arguments and options")
     if isinstance(error, OSError) and error.errno in DISK:
         _give_up_stdout()
         return BadInput(f"cannot write: {error.strerror}", error.filename or "standard output",
