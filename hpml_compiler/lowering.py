@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from passes import compat
+from passes.rules.table import is_random
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
@@ -28,10 +29,12 @@ def values_of(gm: GraphModule) -> list[Any]:
 
 
 def tag_by_dataflow(joint: GraphModule, forward_outputs: int) -> None:
-    """Tag as forward exactly what the forward outputs need: the default partitioner goes by tag and position, and takes
-    everything before the last node tagged forward for computed by then (so nothing is held back for backward here)."""
+    """Tag as forward exactly what the forward outputs need, and random numbers that were drawn in forward whether they are
+    needed or not: the default partitioner goes by tag and position, and takes everything before the last node tagged forward
+    for computed by then (so nothing is held back for backward here)."""
     (output,) = joint.graph.find_nodes(op="output")
     stack = [x for x in output.args[0][:forward_outputs] if isinstance(x, torch.fx.Node)]
+    stack += [x for x in joint.graph.nodes if is_random(x.target) and x.meta.get("partitioner_tag") == "is_forward"]
     needed = set(stack)
     while stack:
         for node in stack.pop().all_input_nodes:
@@ -41,6 +44,15 @@ def tag_by_dataflow(joint: GraphModule, forward_outputs: int) -> None:
     for node in joint.graph.nodes:
         if node.op == "call_function":
             node.meta["partitioner_tag"] = "is_forward" if node in needed else "is_backward"
+
+
+def drop_unused(half: GraphModule, other: str) -> None:
+    """Take out what belongs to the other half, by its tag, and is not read here. The partitioner copies what needs no inputs
+    into both halves, and elimination of dead code leaves random numbers: they would be drawn twice."""
+    for node in reversed(half.graph.nodes):
+        if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == other:
+            half.graph.erase_node(node)
+    half.recompile()
 
 
 def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
@@ -60,7 +72,10 @@ class Lowering:
         self.forward_outputs = forward_outputs
         if not self.inductor:
             tag_by_dataflow(joint, forward_outputs)
-            return compat.default_partition(joint, inputs, forward_outputs, static_inputs)
+            forward, backward = compat.default_partition(joint, inputs, forward_outputs, static_inputs)
+            drop_unused(forward, "is_backward")
+            drop_unused(backward, "is_forward")
+            return forward, backward
         joint = compat.inductor_joint_passes(joint)
         return compat.min_cut_partition(joint, inputs, forward_outputs, static_inputs)
 
