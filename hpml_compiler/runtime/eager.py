@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,15 +23,15 @@ def on_fakes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> A
 
 
 def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
-             as_view: Callable[[DTensor, torch.Tensor], Any] | None = None) -> Any:
+             as_view: Callable[[DTensor, torch.Tensor], Any] | None = None, wholes: Wholes | None = None) -> Any:
     """The op on whole plain tensors, as one device does it, once.
 
     Whatever the op has written to one of them, by its name (`add_`), an option (`inplace=True`, `out=`) or in passing
     (running statistics, renormalized embeddings), is kept: each rank takes its part. A placed tensor that the op
     returns is returned itself. `as_view(source, view)` makes of a result that shares the source's memory what is
-    returned; without it, such a result is plain.
+    returned; without it, such a result is plain. `wholes`: where the caller can see afterwards what stood for what.
     """
-    wholes, name = _Wholes(), getattr(func, "__name__", str(func))
+    wholes, name = wholes or Wholes(), getattr(func, "__name__", str(func))
     result = func(*map_tensors(wholes.of, args), **map_tensors(wholes.of, kwargs))
     wholes.keep_changes(name)
     if name in ("numpy", "__array__") and not wholes.are_live:
@@ -39,18 +39,22 @@ def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
     return _map_results(lambda value: wholes.original(value, as_view), result)
 
 
-class _Wholes:
-    """The whole tensors that stand for the placed operands of one op."""
+class Wholes:
+    """The whole tensors that stand for the placed operands of one op. make: how to get one, `value_of` if not said."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[DTensor], torch.Tensor] | None = None) -> None:
+        self._make = make or value_of
         self._found: dict[int, tuple[DTensor, torch.Tensor, int, Any]] = {}
+
+    def __iter__(self) -> Iterator[tuple[DTensor, torch.Tensor]]:
+        return iter([(tensor, value) for tensor, value, _, _ in self._found.values()])
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         found = self._found.get(id(tensor))
         if found is None:
-            value = whole(tensor) if not torch.is_inference_mode_enabled() else _counting(tensor)
+            value = self._make(tensor)
             version = -1 if value.is_inference() else value._version
             found = self._found[id(tensor)] = tensor, value, version, value.grad_fn
         return found[1]
@@ -78,18 +82,20 @@ class _Wholes:
         for tensor, known, _, _ in self._found.values():
             if value is known:
                 return tensor
-            if as_view is not None and _shares_memory(value, known):
+            if as_view is not None and shares_memory(value, known):
                 return as_view(tensor, value)
         return value
 
 
-def _counting(tensor: DTensor) -> torch.Tensor:
+def value_of(tensor: DTensor) -> torch.Tensor:
     """The whole tensor, made so that it counts how often it is changed, which those of inference mode do not."""
+    if not torch.is_inference_mode_enabled():
+        return whole(tensor)
     with torch.inference_mode(False), torch.no_grad():
         return whole(tensor)
 
 
-def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout != torch.strided or b.layout != torch.strided or isinstance(a, DTensor) or not b.numel():
         return False
     if compat.inside_transform():  # of torch.func, whose tensors have no memory to look at

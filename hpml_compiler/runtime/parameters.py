@@ -20,6 +20,7 @@ from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
 from hpml_compiler.runtime.rebinding import rebind, rebind_attributes
+from hpml_compiler.runtime.rows import Rows, take_in
 from hpml_compiler.runtime.transforms import watch_transforms
 from hpml_compiler.runtime.whole import whole
 from passes import compat
@@ -31,15 +32,16 @@ log = logging.getLogger(__name__)
 class Installed:
     """How one compiled graph gets this rank's parts of its arguments.
 
-    gathered: placed arguments that the graph takes whole. written: those of them that it changes in place.
+    gathered: placed arguments that the graph takes whole. written: those of them that it changes in place. rows: arguments
+    that are rows of a batch.
     """
 
     def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
                  olds: list[nn.Parameter], news: Sequence[nn.Parameter], gathered: Sequence[int] = (),
-                 written: Sequence[int] = ()) -> None:
+                 written: Sequence[int] = (), rows: Sequence[int] = ()) -> None:
         self._placed, self._trainable = tuple(placed), tuple(trainable)
         self._names, self._olds, self._news = names, olds, list(news)
-        self._gathered, self._written = tuple(gathered), tuple(written)
+        self._gathered, self._written, self._rows = tuple(gathered), tuple(written), tuple(rows)
 
     def locals(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of a call with plain local tensors for DTensors, connected to them by autograd.
@@ -49,6 +51,8 @@ class Installed:
         """
         if self._olds:
             self._replace_elsewhere()
+        for index in self._rows:
+            take_in(args[index])
         result = list(args)
         for index in self._placed:
             result[index] = args[index]._local_tensor
@@ -129,7 +133,8 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     watch_torchscript()
     compat.trace_as(PlacedTensor)
     return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered),
-                     sorted(set(written) & set(gathered)))
+                     sorted(set(written) & set(gathered)),
+                     [i for i in before if isinstance(example_inputs[i], Rows)])
 
 
 def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:

@@ -9,11 +9,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from hpml_compiler.runtime.eager import changed_tensors, map_tensors, on_fakes, on_whole
+from hpml_compiler.runtime.eager import (
+    Wholes,
+    changed_tensors,
+    map_tensors,
+    on_fakes,
+    on_whole,
+    shares_memory,
+    tensors_in,
+    value_of,
+)
 from hpml_compiler.runtime.local_ops import wrap
 from hpml_compiler.runtime.placed import PlacedTensor, name_slots
-from hpml_compiler.runtime.routes import KEEPS_ROWS
-from hpml_compiler.runtime.whole import whole
+from hpml_compiler.runtime.routes import KEEPS_ROWS, METADATA
+from hpml_compiler.runtime.whole import local_part, whole
 from passes import compat
 
 
@@ -27,6 +36,26 @@ class Rows(PlacedTensor):
     __slots__ = ()
 
     @classmethod
+    @compat.untraced
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__" and getattr(func.__self__, "__name__", "") == "data":
+            func, name = torch.Tensor.detach, "detach"  # which counts what is written to it
+        elif name == "__get__" or name in METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        with compat.plain_torch_functions():
+            viewed = [operand for operand in tensors_in((args, kwargs)) if VIEWED in getattr(operand, "__dict__", ())]
+            for operand in viewed:
+                take_in(operand)
+            if any(operand is target for operand in viewed for target in changed_tensors(name, args, kwargs)):
+                return _on_whole(func, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if type(result) is Rows and args and type(args[0]) is Rows and result is not args[0]:
+            _share_views(result, args[0])
+        return result
+
+    @classmethod
     def _route(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
         if isinstance(first, DTensor) and compat.is_fake(first._local_tensor):
@@ -37,11 +66,64 @@ class Rows(PlacedTensor):
             return PlacedTensor._route(func, name, map_tensors(_gathered, args), map_tensors(_gathered, kwargs))
         if name in KEEPS_ROWS and isinstance(first, Rows) and not any(isinstance(a, DTensor) for a in args[1:]):
             local = func(first._local_tensor, *args[1:], **kwargs)
-            return wrap(local, cls, first._spec) if isinstance(local, torch.Tensor) else local
-        return on_whole(func, args, kwargs)
+            return first if local is first._local_tensor else wrap(local, cls, first._spec)
+        return _on_whole(func, args, kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        take_in(self)
+        return super().full_tensor(**kwargs)
+
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
+        take_in(self)
+        return super().to_local(**kwargs)
 
 
 name_slots(Rows)
+VIEWED = "viewed"
+"""Attribute of rows of which the script may hold a view, or other rows in the same memory: a `_Viewed` that these share."""
+
+
+class _Viewed:
+    """The whole tensor of which views were given to the script, and its version when the rows were last equal to it."""
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+
+def take_in(rows: Rows) -> None:
+    """Give rows what the script has written to views of them (`x[:, 0].sub_(mean)`): each rank its part."""
+    viewed = rows.__dict__.get(VIEWED)
+    if viewed is not None and viewed.value is not None and viewed.value._version != viewed.version:
+        rows._local_tensor.copy_(local_part(viewed.value.detach(), rows.device_mesh, rows.placements))
+        viewed.version = viewed.value._version
+
+
+def _share_views(made: Rows, source: Rows) -> None:
+    """Of rows in the same memory (`x.detach()`), views of one are views of the other."""
+    if not compat.is_fake(source._local_tensor) and shares_memory(made._local_tensor, source._local_tensor):
+        made.__dict__[VIEWED] = source.__dict__.setdefault(VIEWED, _Viewed())
+
+
+def _whole_of(tensor: DTensor) -> torch.Tensor:
+    viewed = tensor.__dict__.get(VIEWED)
+    return value_of(tensor) if viewed is None or viewed.value is None else viewed.value
+
+
+def _on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The op on whole tensors; those of which a view is returned are remembered, so that all views are of one tensor."""
+    wholes = Wholes(_whole_of)
+    result = on_whole(func, args, kwargs, wholes=wholes)
+    for tensor, value in wholes:
+        if not isinstance(tensor, Rows) or value.is_inference():
+            continue
+        viewed = tensor.__dict__.get(VIEWED)
+        if viewed is not None and viewed.value is value:
+            viewed.version = value._version
+        elif any(shares_memory(made, value) for made in tensors_in(result)):
+            viewed = tensor.__dict__.setdefault(VIEWED, _Viewed())
+            viewed.value, viewed.version = value, value._version
+    return result
 
 
 def take_rows(tensor: torch.Tensor, mesh: DeviceMesh) -> Rows:

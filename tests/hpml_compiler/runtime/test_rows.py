@@ -47,6 +47,32 @@ def test_rows_in_eager_code(launch):
     launch(run_eager, world_size=2)
 
 
+WRITES_TO_VIEWS = ["x[2].fill_(7)", "x[:, 1].sub_(3)", "x.view(-1)[5:9].zero_()", "x[..., 0].mul_(2)", "x.T[1].add_(1)",
+                   "x.chunk(4)[3].neg_()", "x.unbind(1)[2].copy_(torch.ones(8))", "x.reshape(4, 6)[1, 2:4] = 9",
+                   "x.numpy().sum(); x[0].zero_()", "v = x[3]; x.mul_(2); v.add_(1); x.add_(v.sum())",
+                   "v, w = x[:, 0], x[5]; v.zero_(); w.add_(v.sum() + 1); x[5, 0] = w[1]", "x.detach().select(0, 6).fill_(4)",
+                   "v = x[1]; x.add_(x); v.mul_(3); seen.append(v + x.sum())", "x[0][1].fill_(5)", "x.data[3].zero_()",
+                   "v = x.detach(); x[5].fill_(2); v.add_(1); x[0].sub_(v[5])", "x[x > 4] = 0; x[0].fill_(1)"]
+
+
+def run_views(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch.compile(nn.Linear(3, 3), backend="hpml", options={"compiler": "eager"})
+    for line in WRITES_TO_VIEWS:
+        results = []
+        for split in (False, True):
+            x = torch.arange(24.0).view(8, 3).sin()
+            place = {"torch": torch, "seen": [], "x": take_rows(x, mesh) if split else x.clone()}
+            exec(line, place)
+            results.append([full(place["x"]), full(place["x"] + 1), model(place["x"]).detach(), *place["seen"]])
+        for ours, expected in zip(results[1], results[0], strict=True):
+            torch.testing.assert_close(full(ours), full(expected), msg=lambda text, line=line: f"{line}: {text}")
+
+
+def test_what_is_written_to_views_of_rows_reaches_them(launch):
+    launch(run_views, world_size=2)
+
+
 class Keywords(nn.Module):
     """Looks at shapes and devices, and takes its labels by keyword, as models of the HF library do."""
 
