@@ -14,6 +14,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.plan_records import GraphPlan, MeshAttempt
 from hpml_compiler.pricing import Measured
 from hpml_compiler.runtime.devices import device_type, forget
+from hpml_compiler.runtime.world import group_timeout
 from passes import compat
 from passes.errors import BadInput
 from passes.layouts import Layout
@@ -46,9 +47,7 @@ class Session:
         key = (tuple(axes.items()), id(dist.group.WORLD))
         if key not in self.device_meshes:
             with compat.outside_tracing():
-                self.device_meshes[key] = init_device_mesh(
-                    device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes)
-                )
+                self.device_meshes[key] = _new_mesh(axes)
         return self.device_meshes[key]
 
     def adopt(self, mesh: DeviceMesh, name: str) -> dict[str, int]:
@@ -74,6 +73,15 @@ class Session:
         return MeshGroups(
             tuple(axes.values()), tuple(coordinate), tuple(mesh.get_group(name).group_name for name in axes)
         )
+
+
+def _new_mesh(axes: Mapping[str, int]) -> DeviceMesh:
+    """A mesh on process groups of its own. For one axis, torch would take the group of all ranks, on which a script's other
+    threads may communicate on CPUs meanwhile: `torch.distributed.checkpoint.async_save` does."""
+    if device_type() == "cpu" and len(axes) == 1:
+        group = dist.new_group(timeout=group_timeout())
+        return DeviceMesh.from_group(group, "cpu", mesh_dim_names=tuple(axes))
+    return init_device_mesh(device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 _session = Session()

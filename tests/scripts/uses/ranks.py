@@ -117,7 +117,7 @@ def wrapped_in_fully_shard(hp):
     return train(hp, model)
 
 
-@use
+@use(refused=r"(?s)full_state_dict")
 def exported_after_training(hp):
     model = mlp()
     seen = train(hp, model)
@@ -125,7 +125,7 @@ def exported_after_training(hp):
     return seen, exported.module()(inputs()), list(exported.state_dict)
 
 
-@use
+@use(refused=r"(?s)full_state_dict")
 def traced_after_training(hp):
     model = mlp()
     seen = train(hp, model)
