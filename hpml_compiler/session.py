@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,7 @@ def _new_mesh(axes: Mapping[str, int]) -> DeviceMesh:
     """A mesh on process groups of its own. For one axis, torch would take the group of all ranks, on which a script's other
     threads may communicate on CPUs meanwhile: `torch.distributed.checkpoint.async_save` does."""
     if device_type() == "cpu" and len(axes) == 1:
-        group = dist.new_group(timeout=group_timeout())
+        group: Any = dist.new_group(timeout=group_timeout())
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=tuple(axes))
     return init_device_mesh(device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes))
 

@@ -52,7 +52,8 @@ class OldGradients:
     def bytes_left(self) -> int:
         """Bytes of those that are still gradients."""
         with compat.plain_torch_functions():
-            return storage_bytes(p.grad for p in self._found if getattr(p.grad, _MARK, None) is self._mark)
+            gradients = (p.grad for p in self._found)
+            return storage_bytes(g for g in gradients if g is not None and getattr(g, _MARK, None) is self._mark)
 
 
 _MARK = "hpml_old_gradient"

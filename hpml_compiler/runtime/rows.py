@@ -91,9 +91,9 @@ class _Viewed:
         self.version = 0
 
 
-def take_in(rows: Rows) -> None:
+def take_in(rows: Any) -> None:
     """Give rows what the script has written to views of them (`x[:, 0].sub_(mean)`): each rank its part."""
-    viewed = rows.__dict__.get(VIEWED)
+    viewed = vars(rows).get(VIEWED)
     if viewed is not None and viewed.value is not None and viewed.value._version != viewed.version:
         rows._local_tensor.copy_(local_part(viewed.value.detach(), rows.device_mesh, rows.placements))
         viewed.version = viewed.value._version
@@ -102,11 +102,11 @@ def take_in(rows: Rows) -> None:
 def _share_views(made: Rows, source: Rows) -> None:
     """Of rows in the same memory (`x.detach()`), views of one are views of the other."""
     if not compat.is_fake(source._local_tensor) and shares_memory(made._local_tensor, source._local_tensor):
-        made.__dict__[VIEWED] = source.__dict__.setdefault(VIEWED, _Viewed())
+        vars(made)[VIEWED] = vars(source).setdefault(VIEWED, _Viewed())
 
 
 def _whole_of(tensor: DTensor) -> torch.Tensor:
-    viewed = tensor.__dict__.get(VIEWED)
+    viewed = vars(tensor).get(VIEWED)
     return value_of(tensor) if viewed is None or viewed.value is None else viewed.value
 
 
@@ -117,11 +117,11 @@ def _on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
     for tensor, value in wholes:
         if not isinstance(tensor, Rows) or value.is_inference():
             continue
-        viewed = tensor.__dict__.get(VIEWED)
+        viewed = vars(tensor).get(VIEWED)
         if viewed is not None and viewed.value is value:
             viewed.version = value._version
         elif any(shares_memory(made, value) for made in tensors_in(result)):
-            viewed = tensor.__dict__.setdefault(VIEWED, _Viewed())
+            viewed = vars(tensor).setdefault(VIEWED, _Viewed())
             viewed.value, viewed.version = value, value._version
     return result
 
