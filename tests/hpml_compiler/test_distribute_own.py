@@ -182,8 +182,9 @@ def run_all(rank):
         case(rank)
 
 
+@pytest.mark.timeout(200)
 def test_rows_of_each_rank(launch):
-    launch(run_all, world_size=2)
+    launch(run_all, world_size=2, timeout_s=180)
 
 
 def test_samplers_that_share_out_rows_are_found():

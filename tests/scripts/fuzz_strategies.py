@@ -48,7 +48,7 @@ BLOCKS = {
     "activation": ([], ["h = F.silu(h)"]),
     "softmax": ([], ["h = h.softmax(-1) * W"]),
     "break": ([], ["torch._dynamo.graph_break()"]),
-    "branch on data": ([], ["if h.sum().item() > 0:", "    h = h * 0.5"]),
+    "branch on data": ([], ["if h[0].sum().item() > 0.123:", "    h = h * 0.5"]),
     "in place": ([], ["h = h * 1.0", "h.mul_(0.9).add_(x, alpha=0.1)"]),
     "column in place": ([], ["h = h.clone()", "h[:, 1] = 0.5", "h[0] += 1"]),
     "input in place": ([], ["x.mul_(0.9)"]),
