@@ -48,7 +48,7 @@ class Rows(PlacedTensor):
             viewed = [operand for operand in tensors_in((args, kwargs)) if VIEWED in getattr(operand, "__dict__", ())]
             for operand in viewed:
                 take_in(operand)
-            if any(operand is target for operand in viewed for target in changed_tensors(name, args, kwargs)):
+            if viewed and any(operand is target for operand in viewed for target in changed_tensors(name, args, kwargs)):
                 return _on_whole(func, args, kwargs)
         result = super().__torch_function__(func, types, args, kwargs)
         if type(result) is Rows and args and type(args[0]) is Rows and result is not args[0]:
@@ -58,7 +58,7 @@ class Rows(PlacedTensor):
     @classmethod
     def _route(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
-        if isinstance(first, DTensor) and compat.is_fake(first._local_tensor):
+        if any(isinstance(t, DTensor) and compat.is_fake(t._local_tensor) for t in tensors_in((args, kwargs))):
             return on_fakes(func, args, kwargs)
         changed = changed_tensors(name, args, kwargs)
         if changed and isinstance(changed[0], DTensor) and not isinstance(changed[0], Rows):

@@ -84,7 +84,8 @@ class Keywords(nn.Module):
         if inputs.dim() == 2 and inputs.size(-1) == 6 and flag:
             inputs = inputs * torch.ones(inputs.shape[0], 1, device=inputs.device)
         logits = self.body(inputs)
-        return {"loss": F.cross_entropy(logits.view(-1, 4), labels.to(logits.device).view(-1)), "logits": logits}
+        loss = F.cross_entropy(logits.view(-1, 4), labels.to(logits.device).view(-1))
+        return {"loss": loss, "logits": logits, "labels as they come": F.cross_entropy(logits, labels)}
 
 
 def run_compiled(rank, aot):
