@@ -28,5 +28,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def launch(tmp_path):
-    """`launch(fn, world_size=2, args=(), timeout_s=60, init=True, check=True)`: see `tests.helpers.ranks.run_ranks`."""
+    """`launch(fn, world_size=2, args=(), timeout_s=100, init=True, check=True)`: see `tests.helpers.ranks.run_ranks`."""
     return functools.partial(run_ranks, tmp_path)

@@ -144,7 +144,7 @@ def details(rank):
 
 
 def test_ddp_in_detail(launch):
-    launch(details, world_size=2, timeout_s=60)
+    launch(details, world_size=2)
 
 
 class Outer(nn.Module):
