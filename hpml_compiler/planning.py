@@ -121,7 +121,7 @@ def plan_graph(
     def search(pinned: Pins | None, mesh: Mapping[str, int] | None) -> Planned:
         return _search(annotated, options, cluster, mesh, name, rows, pinned, shorter, further, quick)
 
-    if like is not None and given is None:
+    if like is not None and given is None and (fixed_mesh is None or [*fixed_mesh.items()] == [*like.mesh.items()]):
         planned = decided_as(like, lambda pinned: search(pinned, like.mesh))
         if planned is not None:
             return planned

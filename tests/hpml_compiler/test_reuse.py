@@ -63,3 +63,8 @@ def test_decisions_that_exceed_the_budget_are_searched_for(first):
     held = memory.parameters + memory.gradients + memory.optimizer + memory.activations
     tight = plan(annotated, first, memory_budget=int(held * 0.9))
     assert tight.record.solver.status == "optimal" and tight.record.decisions != first.record.decisions
+
+
+def test_decisions_on_another_mesh_than_the_one_in_use_are_not_taken(first):
+    other = plan_graph(of_length(64), Options.parse({}), CLUSTER, fixed_mesh={"dp": 2}, like=first.record)
+    assert first.mesh != {"dp": 2} == other.mesh and other.record.solver.status == "optimal"
