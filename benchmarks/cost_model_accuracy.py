@@ -46,7 +46,7 @@ def configurations(ranks: int) -> list[dict[str, int]]:
 def work(path: str, names: list[str]) -> None:
     """In a rank: profile, compile, then time and profile in turns; rank 0 prints a row per configuration."""
     torch.set_num_threads(1)
-    from hpml_compiler import session
+    from hpml_compiler.compile import session
     from hpml_compiler.profile.collectives import profile_collectives
     from hpml_compiler.profile.model import ModelProfiler
     from hpml_compiler.runtime.world import ensure_process_group
@@ -87,7 +87,7 @@ class Row:
 
     def __init__(self, module: Any, name: str, mesh: dict[str, int], ranks: int):
         import hpml_compiler
-        from hpml_compiler import session
+        from hpml_compiler.compile import session
 
         self.module, self.name, self.mesh, self.ranks, self.times = module, name, mesh, ranks, []
         session.reset()
@@ -105,8 +105,8 @@ class Row:
     def plan(self) -> Any:
         """What ran, with the prices of everything that was measured by then: compiled anew, obeying the plan."""
         import hpml_compiler
-        from hpml_compiler import session
-        from passes.cluster import Cluster
+        from hpml_compiler.compile import session
+        from passes.machine.cluster import Cluster
 
         session.reset()
         torch.compiler.reset()

@@ -143,7 +143,7 @@ def farthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 def model(args: argparse.Namespace) -> dict[str, Any]:
     """A model split over the ranks against itself in eager mode on this rank's device: float64 and autocast."""
-    from hpml_compiler import session
+    from hpml_compiler.compile import session
     from hpml_compiler.runtime.world import ensure_process_group
 
     world = ensure_process_group()
@@ -236,7 +236,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def profile(args: argparse.Namespace) -> dict[str, Any]:
     """`hpml profile` on one rank, and the step that is then predicted from it."""
     os.environ["HPML_GPU_PASS_DEVICE"] = args.device
-    from hpml_compiler.measurements import sharing_key
+    from hpml_compiler.planning.measurements import sharing_key
     from hpml_compiler.profile.model import profile_model
     from passes.costs.cache import MeasurementCache
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpml_compiler.calibration.calibrate import calibrate, plan_row
 from hpml_compiler.calibration.rows import Row, read_rows
-from hpml_compiler.plan import Plan
+from hpml_compiler.plans.plan import Plan
 
 METHODS = {False: "simulated plan", True: "stages cut from the plan of all layers"}
 

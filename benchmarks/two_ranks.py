@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hpml_compiler
-from hpml_compiler import session
+from hpml_compiler.compile import session
 
 
 def rows(batch: tuple) -> tuple:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from hpml_compiler.wrappers import watch_compiled_modules, watch_ddp
+from hpml_compiler.runtime.wrappers import watch_compiled_modules, watch_ddp
 
 # Torch loads this module inside of torch.compile, before it makes the compiled module.
 watch_ddp()
@@ -29,7 +29,7 @@ def hpml(
     `options` are those of `hpml_compiler.options.Options`; `mode` is accepted for torch.compile's sake and only
     "default" (or None) is known. Raises BadInput for anything else.
     """
-    from hpml_compiler.engine import compile_graph
+    from hpml_compiler.compile.compiler import compile_graph
     from hpml_compiler.options import Options
     from passes.errors import BadInput
 

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from hpml_compiler.mixed.plan import MixedPlan
-from hpml_compiler.plan import Plan, describe_errors
-from hpml_compiler.plan_records import Objective
-from passes.cluster import MOST_DEVICES
+from hpml_compiler.plans.plan import Plan, describe_errors
+from hpml_compiler.plans.schema import Objective
 from passes.errors import BadInput, shortened
+from passes.machine.cluster import MOST_DEVICES
 
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 

@@ -7,9 +7,9 @@ from passes.analysis.describe import Describe
 from passes.analysis.find_operations import FindOperations
 from passes.analysis.flops import Flops
 from passes.analysis.shapes import Shapes
-from passes.interface import GraphInput
+from passes.graph.interface import GraphInput
+from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
 from passes.manager import PassManager
-from passes.results import DECISION, INTERFACE, OPERATIONS
 from passes.transform.bucket import Bucket
 from passes.transform.collectives import MeshGroups
 from passes.transform.deduplicate import Deduplicate

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpml_compiler.calibration.rows import Row
-from hpml_compiler.plan import Plan
-from passes.cluster import Cluster, DeviceSheet, NodeGroup
+from hpml_compiler.plans.plan import Plan
 from passes.costs.calibrate import Fit, Parameter, fit, leave_one_out, relative_error
 from passes.errors import BadInput
+from passes.machine.cluster import Cluster, DeviceSheet, NodeGroup
 
 SIGMAS = {
     "matmul_efficiency": 0.15,
@@ -132,8 +132,8 @@ def plan_row(row: Row) -> Plan:
 
     Raises BadInput that names the row.
     """
-    from hpml_compiler import api
     from hpml_compiler.calibration.stage_costs import stage_cluster
+    from hpml_compiler.planning import api
     from hpml_compiler.targets import load_target
 
     model, batch = load_target(row.target)

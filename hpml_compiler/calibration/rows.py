@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from hpml_compiler.plan import describe_errors
-from hpml_compiler.plan_records import Mesh, Record
-from passes.cluster import Cluster
+from hpml_compiler.plans.plan import describe_errors
+from hpml_compiler.plans.schema import Mesh, Record
 from passes.errors import BadInput
+from passes.machine.cluster import Cluster
 from passes.records import read_json
 
 EXAMPLE = ('a row is {"target": "models.py:gpt", "cluster": "4x8:a100-80g", "mesh": {"dp": 32}, "seconds": 3.5}; '

@@ -14,17 +14,17 @@ import math
 from dataclasses import astuple, dataclass, replace
 
 from hpml_compiler.calibration.rows import Row
-from hpml_compiler.plan import Plan
-from hpml_compiler.plan_records import GraphPlan, Redistribution, Step
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import GraphPlan, Redistribution, Step
 from hpml_compiler.simulate.engine import Task, run
 from hpml_compiler.simulate.prices import Repriced
 from hpml_compiler.simulate.program import FORWARD, Program
 from hpml_compiler.simulate.run import CONTENTION
 from hpml_compiler.simulate.schedules import Stage, pipeline
-from passes.cluster import Cluster
 from passes.costs import CostModel, RooflineCost
 from passes.errors import BadInput
-from passes.mesh import Mesh, mesh_from_pin
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import Mesh, mesh_from_pin
 
 FEW, MORE = 4, 8
 """Layers of the two simulations whose difference is that of a layer."""

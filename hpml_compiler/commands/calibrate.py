@@ -49,7 +49,7 @@ def calibrate(
 
 
 def _sheet(device: str | None) -> Any:
-    from passes.cluster import DeviceSheet, builtin_sheet
+    from passes.machine.cluster import DeviceSheet, builtin_sheet
 
     if device is None:
         return None

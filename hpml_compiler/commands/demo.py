@@ -113,7 +113,7 @@ def _progress(console: Console, steps: int) -> Iterator[Callable[..., Callable[[
 
 
 def _show_plan(console: Console, path: Path) -> None:
-    from hpml_compiler.plan import Plan
+    from hpml_compiler.plans.plan import Plan
     from hpml_compiler.visualize.table import renderable
 
     plan = Plan.load(path)
@@ -124,7 +124,7 @@ def _show_plan(console: Console, path: Path) -> None:
 
 
 def _draw_plan(console: Console, source: Path, target: Path) -> None:
-    from hpml_compiler.plan import Plan
+    from hpml_compiler.plans.plan import Plan
 
     try:
         Plan.load(source).render(target)

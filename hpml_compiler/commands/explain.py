@@ -66,7 +66,7 @@ def _read(path: str, name: str | None, formulas_wanted: bool) -> Any:
 
     if is_formulas(read_json(path)):
         return load(path)
-    from hpml_compiler.plan import Plan
+    from hpml_compiler.plans.plan import Plan
     from hpml_compiler.visualize.terminal import columns
 
     found = Plan.load(path)
@@ -87,8 +87,8 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
     options = _options(fixes, {} if cluster is None else {"cluster": cluster})
     with _stdout_to_stderr(), _progress() as tell:
         tell("loading the model")
-        from hpml_compiler import api
-        from hpml_compiler.plan import Plan
+        from hpml_compiler.planning import api
+        from hpml_compiler.plans.plan import Plan
         from hpml_compiler.symbolic.build import formulas
         from hpml_compiler.targets import load_target
         from hpml_compiler.visualize.terminal import columns

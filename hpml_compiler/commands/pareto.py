@@ -85,7 +85,7 @@ def _sweep(target: str, cluster: str, options: Any, caps: list[float | None] | N
     tell("loading the model")
     from hpml_compiler.energy.sweep import sweep
     from hpml_compiler.targets import load_target
-    from passes.cluster import Cluster
+    from passes.machine.cluster import Cluster
 
     model, batch = load_target(target)
     return sweep(model, batch, Cluster.parse(cluster), options, caps=caps, counts=counts, tell=tell)

@@ -71,7 +71,7 @@ def _options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
 
 def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
     tell("loading the model")
-    from hpml_compiler import api
+    from hpml_compiler.planning import api
     from hpml_compiler.targets import load_target
 
     model, batch = load_target(target)

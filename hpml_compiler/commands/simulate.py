@@ -33,8 +33,8 @@ def simulate(
     for each, what in ((timeline, "the timeline"), (trace, "the trace")):
         check_writable(each, what)
     from hpml_compiler.mixed.plan import MixedPlan
-    from hpml_compiler.plan import Plan
-    from hpml_compiler.plan_files import is_mixed, read_plan
+    from hpml_compiler.plans.files import is_mixed, read_plan
+    from hpml_compiler.plans.plan import Plan
     from hpml_compiler.simulate import simulate as run
 
     text = read_plan(path)

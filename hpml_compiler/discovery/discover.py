@@ -11,8 +11,8 @@ from typing import Literal, cast
 
 from hpml_compiler.discovery.measure_peaks import Measured, corrected, measure
 from hpml_compiler.discovery.node_facts import GpuFacts, NodeFacts, read_node
-from passes.cluster import LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S, Cluster, NodeGroup
-from passes.device import DeviceSheet, Link, builtin_sheet, sheet_for_torch_name
+from passes.machine.cluster import LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S, Cluster, NodeGroup
+from passes.machine.device import DeviceSheet, Link, builtin_sheet, sheet_for_torch_name
 
 How = Literal["measured", "read", "assumed"]
 UNKNOWN_GPU = "a100-40g"  # whose rates a GPU gets that is not built in

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from passes.costs import RooflineCost
-from passes.device import Device
-from passes.mesh import Mesh
+from passes.machine.device import Device
+from passes.machine.mesh import Mesh
 from passes.records import FrozenMap
 
 SECONDS = 0.7  # for each measurement; there are four at most

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from passes.cluster import available_cores
+from passes.machine.cluster import available_cores
 
 SYSFS = Path("/sys")
 NVLINK_LANE_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}

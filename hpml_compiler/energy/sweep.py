@@ -11,16 +11,16 @@ from typing import Any, get_args
 
 from torch import nn
 
-from hpml_compiler.api import Traces, plan_traces
 from hpml_compiler.energy.pareto import Missed, Point, Sweep
 from hpml_compiler.options import Options
-from hpml_compiler.plan import Plan
-from hpml_compiler.plan_records import Objective
-from passes.cluster import Cluster
+from hpml_compiler.planning.api import Traces, plan_traces
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import Objective
 from passes.costs.energy import capped_cluster
-from passes.device import Device
 from passes.errors import BadInput, Infeasible
-from passes.mesh import enumerate_meshes
+from passes.machine.cluster import Cluster
+from passes.machine.device import Device
+from passes.machine.mesh import enumerate_meshes
 
 CAP_STEPS = (0.85, 0.7, 0.55, 0.4)
 """Default caps, as fractions of the busy power."""

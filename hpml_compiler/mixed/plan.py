@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
-from hpml_compiler.plan import Plan, describe_errors
-from hpml_compiler.plan_files import FORMAT_VERSION, PlanFile, json_content
-from hpml_compiler.plan_records import Count, MemoryBytes, Microseconds, PredictedCost, Record
+from hpml_compiler.plans.files import FORMAT_VERSION, PlanFile, json_content
+from hpml_compiler.plans.plan import Plan, describe_errors
+from hpml_compiler.plans.schema import Count, MemoryBytes, Microseconds, PredictedCost, Record
 from passes.errors import BadInput
 from passes.files import is_device
 

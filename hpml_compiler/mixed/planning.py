@@ -1,7 +1,7 @@
 """Plan for a cluster of unlike devices: share the rows of the batch between its groups, by what plans of each cost.
 
 Each group of like devices is planned as a cluster of its own, for the numbers of rows that the search for the best
-shares asks about (`passes.partition.share_search`); see `hpml_compiler.mixed.plan` for what the groups then do, and
+shares asks about (`passes.shares.search`); see `hpml_compiler.mixed.plan` for what the groups then do, and
 `passes.costs.between_groups` for what adding up their gradients takes.
 """
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpml_compiler.api import Traces, plan_traces
 from hpml_compiler.mixed.batch_rows import batch_rows, first_rows
 from hpml_compiler.mixed.plan import Alternative, CrossReduction, GroupShare, MixedPlan, ShareAttempt
 from hpml_compiler.options import Options
-from hpml_compiler.plan import Plan
+from hpml_compiler.planning.api import Traces, plan_traces
+from hpml_compiler.plans.plan import Plan
 from passes.analysis.mixed_rows import mixing_operations
-from passes.cluster import Cluster
 from passes.costs.between_groups import mixed_energy_j, sum_between_groups_us
 from passes.errors import BadInput, Infeasible
-from passes.partition.share_estimates import TimeEstimate
-from passes.partition.share_search import search
-from passes.partition.shares import step_us
+from passes.machine.cluster import Cluster
+from passes.shares.estimates import TimeEstimate
+from passes.shares.search import search
+from passes.shares.shares import step_us
 
 log = logging.getLogger("hpml")
 

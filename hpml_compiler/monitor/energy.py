@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hpml_compiler.energy.meters import Counter, find_counter
-from hpml_compiler.measurements import local_ranks
+from hpml_compiler.planning.measurements import local_ranks
 from hpml_compiler.runtime.devices import ranks_on_this_device
 
 log = logging.getLogger("hpml")

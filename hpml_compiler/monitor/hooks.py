@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hpml_compiler.monitor.monitor import Monitor
-from hpml_compiler.plan_records import GraphPlan
+from hpml_compiler.plans.schema import GraphPlan
 
 
 class WatchedGraph:

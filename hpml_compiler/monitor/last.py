@@ -1,7 +1,7 @@
 """`hpml_compiler.last_report`: what the run that goes on here takes, beside what was predicted."""
 from __future__ import annotations
 
-from hpml_compiler import session
+from hpml_compiler.compile import session
 from hpml_compiler.monitor.report import Report
 from passes.errors import BadInput
 

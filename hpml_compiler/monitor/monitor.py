@@ -19,7 +19,7 @@ from hpml_compiler.monitor.profiling import Profiling
 from hpml_compiler.monitor.report import Compared, Report, compared
 from hpml_compiler.monitor.schedule import FEWEST, Window
 from hpml_compiler.monitor.steps import Step, StepRecorder, StepTimes
-from hpml_compiler.plan_records import GraphPlan
+from hpml_compiler.plans.schema import GraphPlan
 
 log = logging.getLogger("hpml")
 

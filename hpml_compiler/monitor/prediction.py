@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpml_compiler.monitor.classes import CLASSES, class_of_kind
-from hpml_compiler.plan_records import GraphPlan, MemoryBytes, Redistribution
+from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, Redistribution
 from hpml_compiler.simulate import simulated_peak_bytes
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")

@@ -19,11 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpml_compiler import measurements
-from hpml_compiler.agreement import from_rank_0
+from hpml_compiler.compile.agreement import from_rank_0
 from hpml_compiler.options import Options
-from hpml_compiler.planning import Annotated
-from hpml_compiler.pricing import KINDS, Measured
+from hpml_compiler.planning.plan_graph import Annotated, measurements
 from hpml_compiler.profile.collectives import measured_group, time_collective
 from hpml_compiler.profile.model import one_device
 from hpml_compiler.profile.operations import operation_calls
@@ -33,12 +31,13 @@ from hpml_compiler.profile.timing import Timed, in_rounds
 from hpml_compiler.profile.variants import Variant, variants
 from hpml_compiler.runtime.devices import device_type
 from passes import compat
-from passes.cluster import Cluster
 from passes.costs import OptimizerModel, RooflineCost
 from passes.costs.measured import OPTIMIZER, Measurements
 from passes.costs.measured_collectives import MeasuredCollectives
-from passes.operation_key import operation_key
-from passes.placement_graph import Operation, PlacementGraph
+from passes.costs.prices import KINDS, Measured
+from passes.graph.operation_key import operation_key
+from passes.graph.placement_graph import Operation, PlacementGraph
+from passes.machine.cluster import Cluster
 
 log = logging.getLogger("hpml")
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpml_compiler.planning.trace import call_arguments
 from hpml_compiler.runtime.devices import device_type
-from hpml_compiler.trace import call_arguments
 from passes import compat
 
 WARM_STEPS, PROFILED_STEPS = 5, 5

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import fx
 from torch.fx import GraphModule
 
-from passes.layouts import Layout, legal, local_shape
-from passes.operation_key import operation_key
-from passes.placement_graph import Operation, PlacementGraph
+from passes.graph.layouts import Layout, legal, local_shape
+from passes.graph.operation_key import operation_key
+from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.rules.base import REPLICATE
 
 MOST_STRATEGIES = 64

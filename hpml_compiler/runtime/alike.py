@@ -17,7 +17,7 @@ from hpml_compiler.runtime.checksums import exact_sum
 from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.world import control_group
 from passes import compat
-from passes.interface import GraphInput
+from passes.graph.interface import GraphInput
 
 log = logging.getLogger("hpml")
 _compared: WeakIdKeyDictionary = WeakIdKeyDictionary()

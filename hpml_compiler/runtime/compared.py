@@ -17,7 +17,7 @@ from hpml_compiler.runtime.checksums import differs, fingerprint, tolerance
 from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.world import check_group
 from passes.errors import HpmlError
-from passes.interface import GraphInput
+from passes.graph.interface import GraphInput
 
 FIRST_CALLS, EVERY = 32, 64  # calls 1, 2, 4 ... up to the first number, and then every so many
 SLOTS, HEADER = 60, 4

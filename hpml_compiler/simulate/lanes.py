@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hpml_compiler.simulate.assemble import OPTIMIZER, Label
 from hpml_compiler.simulate.engine import COMMUNICATION, Task
 from hpml_compiler.simulate.liveness import Interval
-from passes.device import Device
+from passes.machine.device import Device
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hpml_compiler.plan_records import GraphPlan, Redistribution
+from hpml_compiler.plans.schema import GraphPlan, Redistribution
 from hpml_compiler.simulate.local import LocalView, placed_bytes
 from hpml_compiler.simulate.unroll import OUTSIDE, Group, Instance
 

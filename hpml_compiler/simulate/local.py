@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
-from hpml_compiler.plan_records import GraphPlan, Redistribution, Shape
+from hpml_compiler.plans.schema import GraphPlan, Redistribution, Shape
 
 VIEWS = frozenset((
     "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "select", "slice", "expand", "unsqueeze", "squeeze",

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hpml_compiler.plan_records import GraphPlan, Redistribution
+from hpml_compiler.plans.schema import GraphPlan, Redistribution
 from hpml_compiler.simulate.engine import COMMUNICATION, COMPUTE
 from hpml_compiler.simulate.liveness import Ledger
 from hpml_compiler.simulate.local import REDUCING, LocalView

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from hpml_compiler.mixed.plan import MixedPlan
-from hpml_compiler.plan import Plan
-from hpml_compiler.plan_records import GraphPlan, MemoryBytes
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import GraphPlan, MemoryBytes
 from hpml_compiler.simulate.assemble import Label, breakdown, events, memory_over_time
 from hpml_compiler.simulate.engine import Spans, Task
 from hpml_compiler.simulate.engine import run as run_tasks
@@ -15,13 +15,13 @@ from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
 from hpml_compiler.simulate.program import Entry, Program
 from hpml_compiler.simulate.schedules import ScheduleName, Stage, pipeline
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
-from passes.cluster import Cluster
 from passes.costs import CostModel, RooflineCost
 from passes.costs.between_groups import sum_between_groups_j, sum_between_groups_us
 from passes.costs.energy import Power
-from passes.device import Device
 from passes.errors import BadInput
-from passes.mesh import Mesh, mesh_from_pin
+from passes.machine.cluster import Cluster
+from passes.machine.device import Device
+from passes.machine.mesh import Mesh, mesh_from_pin
 
 MOST_MICROBATCHES = 4096
 CONTENTION = {"cpu": 2.0, "cuda": 1.19}

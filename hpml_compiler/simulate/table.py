@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpml_compiler.mixed.plan import MixedPlan
-from hpml_compiler.plan import Plan
+from hpml_compiler.plans.plan import Plan
 from hpml_compiler.simulate.simulation import Simulation
 from hpml_compiler.visualize.terminal import labelled
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hpml_compiler.plan_records import GraphPlan
+from hpml_compiler.plans.schema import GraphPlan
 
 Group = tuple[str, int]
 """(class of repeated blocks, layer); ("", 0) for what is in no repeated block."""

@@ -13,17 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from hpml_compiler import api, measurements
 from hpml_compiler.options import Options
-from hpml_compiler.plan import GraphPlan, Plan, PlanMismatch
-from hpml_compiler.planning import Annotated, annotate
-from hpml_compiler.pricing import MeshPrices
-from hpml_compiler.records import SHORTENED
-from hpml_compiler.shorten import LONG, depth, shortened
+from hpml_compiler.planning import api, measurements
+from hpml_compiler.planning.plan_graph import Annotated, annotate
+from hpml_compiler.planning.shorten import LONG, depth, shortened
+from hpml_compiler.planning.trace import trace
+from hpml_compiler.plans.plan import GraphPlan, Plan, PlanMismatch
+from hpml_compiler.plans.record import SHORTENED
 from hpml_compiler.symbolic.cost import GraphBill, SymbolicCost
 from hpml_compiler.symbolic.inputs import VariedInputs, varied_inputs
 from hpml_compiler.symbolic.parts import parts_of
-from hpml_compiler.trace import trace
 from passes.analysis.symbolic_sizes import (
     LINEAR,
     Interpolation,
@@ -35,14 +34,15 @@ from passes.analysis.symbolic_sizes import (
     goes_down,
     lattice_points,
 )
-from passes.cluster import Cluster
 from passes.costs.energy import capped_cluster
+from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
-from passes.mesh import mesh_from_pin
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
 from passes.partition.build import StateModel
 from passes.partition.place import Placed, place
-from passes.partition.solvers import SolverOptions
 from passes.partition.terms import bill
+from passes.solve.solvers import SolverOptions
 
 log = logging.getLogger("hpml")
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import sympy
 
-from hpml_compiler.pricing import Measured
 from hpml_compiler.symbolic.term_expressions import TermExpressions, quantity_expression
 from hpml_compiler.symbolic.term_prices import TermPrices, quantities
-from passes.cluster import Cluster, NodeGroup
+from passes.costs.prices import Measured
 from passes.costs.roofline import RooflineCost
 from passes.costs.symbolic import SymbolicCosts, symbolic_axes
 from passes.errors import BadInput
-from passes.mesh import mesh_from_pin
+from passes.graph.placement_graph import block_class
+from passes.machine.cluster import Cluster, NodeGroup
+from passes.machine.mesh import mesh_from_pin
 from passes.partition.terms import HELD, PARTS, Bill, Kernel, Message, Quantity, Term, whole
-from passes.placement_graph import block_class
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hpml_compiler.symbolic.cost import GraphBill, Part, SymbolicCost
-from passes.cluster import Cluster
 from passes.errors import BadInput
+from passes.graph.polynomial import Polynomial
+from passes.machine.cluster import Cluster
 from passes.partition.terms import HELD, PARTS, Bill, Charge, Held, Kernel, Limit, Message, Quantity, Slice, Term, Update
-from passes.polynomial import Polynomial
 from passes.records import from_json, read_json, to_json, write_json
 
 FORMAT, VERSION = "hpml formulas", 1

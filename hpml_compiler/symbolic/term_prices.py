@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hpml_compiler.pricing import KINDS, Measured, MeshPrices
-from passes.mesh import Mesh
+from passes.costs.prices import KINDS, Measured, MeshPrices
+from passes.machine.mesh import Mesh
 from passes.partition.redistribution import SLICE_US
 from passes.partition.terms import Kernel, Message, Quantity, Slice, Term, Update, whole
 

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from hpml_compiler.plan_records import (
+from hpml_compiler.plans.schema import (
     ROOT,
     CollectiveTotal,
     GraphPlan,

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hpml_compiler.plan import Plan
-from hpml_compiler.plan_records import CollectiveTotal, GraphPlan
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import CollectiveTotal, GraphPlan
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_placements, format_us
 
 MOST_LINES = 12  # of one kind of change

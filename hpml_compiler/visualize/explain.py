@@ -4,8 +4,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from hpml_compiler.plan import Plan
-from hpml_compiler.plan_records import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
 from hpml_compiler.visualize.blocks import block_classes, block_path, owner_path
 from hpml_compiler.visualize.text import (
     describe_placements,

@@ -8,7 +8,7 @@ from typing import Any
 
 import graphviz
 
-from hpml_compiler.plan import Plan
+from hpml_compiler.plans.plan import Plan
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
 from hpml_compiler.visualize.layout import INPUTS, Edge, Layout, Node, layout
 from hpml_compiler.visualize.pictures import picture_format

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from hpml_compiler.plan_records import CollectiveTotal, GraphPlan, ParameterPlan, Redistribution, collective_totals
+from hpml_compiler.plans.schema import CollectiveTotal, GraphPlan, ParameterPlan, Redistribution, collective_totals
 from hpml_compiler.visualize.blocks import Block, BlockClass
 from hpml_compiler.visualize.text import (
     format_bytes,

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpml_compiler.plan import Plan
-from hpml_compiler.plan_records import GraphPlan, MemoryBytes, SolverReport
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, SolverReport
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
 from hpml_compiler.visualize.terminal import as_text, labelled
 from hpml_compiler.visualize.text import (

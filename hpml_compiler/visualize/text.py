@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from hpml_compiler.plan_records import CollectiveTotal
+from hpml_compiler.plans.schema import CollectiveTotal
 
 
 def format_us(time_us: float) -> str:

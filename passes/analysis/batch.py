@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from passes.placement_graph import PlacementGraph
+from passes.graph.placement_graph import PlacementGraph
 
 
 class UnionFind:

@@ -7,9 +7,9 @@ from torch import fx
 
 from passes.annotations import write
 from passes.base import AnalysisPass
-from passes.interface import GraphInput, describe
+from passes.graph.interface import GraphInput, describe
+from passes.graph.keys import INTERFACE, Handle
 from passes.registry import register
-from passes.results import INTERFACE, Handle
 
 
 @register

@@ -10,8 +10,8 @@ from passes.analysis.operations import build_placement_graph
 from passes.analysis.saved import saved_values
 from passes.annotations import read, write
 from passes.base import AnalysisPass
+from passes.graph.keys import INTERFACE, OPERATIONS, Operations
 from passes.registry import register
-from passes.results import INTERFACE, OPERATIONS, Operations
 
 
 @register

@@ -6,7 +6,7 @@ own, is not what computing the whole batch is.
 """
 from __future__ import annotations
 
-from passes.placement_graph import PlacementGraph
+from passes.graph.placement_graph import PlacementGraph
 
 
 def mixing_operations(graph: PlacementGraph) -> list[str]:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from passes.analysis.batch import mark_batch
 from passes.analysis.blocks import assign_blocks, is_backward
 from passes.analysis.factors import RuledCall, factorize
-from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import REPLICATE, Rule, Spec, Strategy, strategies
 from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import call_of, is_heavy, operand_nodes, rule_of_call, spec_of

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from torch import fx
 
 from passes import compat
-from passes.placement_graph import PlacementGraph, block_class
+from passes.graph.placement_graph import PlacementGraph, block_class
 from passes.rules.opaque import port_of
 from passes.rules.table import is_random
 

@@ -20,8 +20,8 @@ from math import prod
 
 import sympy
 
-from passes.placement_graph import PlacementGraph
-from passes.polynomial import Polynomial, Powers, polynomial, product, value
+from passes.graph.placement_graph import PlacementGraph
+from passes.graph.polynomial import Polynomial, Powers, polynomial, product, value
 
 Point = tuple[int, ...]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from passes.mesh import MeshAxis
+from passes.machine.mesh import MeshAxis
 
 COMPUTE_KINDS = (
     "matmul",

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.cluster import Cluster
 from passes.costs.collectives import collective_us
 from passes.costs.energy import Power, link_j
-from passes.link import BOARD_J_PER_BYTE, SYSTEM_J_PER_BYTE
-from passes.mesh import MeshAxis
+from passes.machine.cluster import Cluster
+from passes.machine.link import BOARD_J_PER_BYTE, SYSTEM_J_PER_BYTE
+from passes.machine.mesh import MeshAxis
 
 
 def groups_axis(cluster: Cluster, active: Sequence[int]) -> MeshAxis:

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from passes.cluster import available_cores
 from passes.errors import BadInput
+from passes.machine.cluster import available_cores
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from passes.costs.base import COLLECTIVE_KINDS
-from passes.mesh import AxisLevel, MeshAxis
+from passes.machine.mesh import AxisLevel, MeshAxis
 
 Line = tuple[float, float]
 """(fixed µs, µs per byte)."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from passes.costs.base import COMPUTE_KINDS
-from passes.device import Device
+from passes.machine.device import Device
 
 ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "tf32": 4, "int32": 4,
               "bfloat16": 2, "float16": 2, "int16": 2}

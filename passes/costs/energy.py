@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from passes.cluster import Cluster
 from passes.costs.base import COLLECTIVE_KINDS
-from passes.device import Device
 from passes.errors import BadInput
-from passes.layouts import Layout
-from passes.mesh import Mesh, MeshAxis
-from passes.placement_graph import Operation, PlacementGraph
+from passes.graph.layouts import Layout
+from passes.graph.placement_graph import Operation, PlacementGraph
+from passes.machine.cluster import Cluster
+from passes.machine.device import Device
+from passes.machine.mesh import Mesh, MeshAxis
 from passes.records import FrozenMap
 
 MEMORY_SHARE = {"cuda": 0.6, "cpu": 0.9}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from passes.costs.cache import MeasurementCache
 from passes.costs.measured_collectives import MeasuredCollectives
 from passes.costs.roofline import RooflineCost
-from passes.mesh import MeshAxis
+from passes.machine.mesh import MeshAxis
 
 OPERATION, FACTOR, OVERHEAD = "op", "factor", "overhead"
 """Kinds of measurements in the cache. A factor's `median_us` is a plain ratio."""
@@ -72,7 +72,7 @@ class MeasuredCost:
     collectives: MeasuredCollectives | None = None
 
     def compute_us(self, flops: float, bytes_moved: float, dtype: str, kind: str, key: str = "") -> float:
-        """See `CostModel.compute_us`; `key`: as `passes.operation_key` has it, "" for a fused kernel."""
+        """See `CostModel.compute_us`; `key`: as `passes.graph.operation_key` has it, "" for a fused kernel."""
         launch_us = self.roofline.device.launch_latency_us
         own_us = launch_us if self.measurements.launch_us is None else self.measurements.launch_us
         known = self.measurements.operations.get(key) if key else None

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from passes.cluster import Cluster
 from passes.costs.base import COLLECTIVE_KINDS
 from passes.costs.cache import Measurement, MeasurementCache
 from passes.costs.collectives import collective_us
 from passes.costs.piecewise import PiecewiseLinear, fit_piecewise
 from passes.errors import BadInput
-from passes.mesh import MeshAxis, price_axis
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import MeshAxis, price_axis
 
 KIND = "collective"
 """The kind of these measurements in the cache."""

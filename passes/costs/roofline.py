@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from passes.costs.base import OptimizerModel
 from passes.costs.collectives import collective_us
 from passes.costs.efficiency import Arithmetic, Segment, arithmetic, memory_segments
-from passes.device import Device
-from passes.mesh import Mesh, MeshAxis
+from passes.machine.device import Device
+from passes.machine.mesh import Mesh, MeshAxis
 
 
 @dataclass(frozen=True)

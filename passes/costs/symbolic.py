@@ -15,7 +15,7 @@ import sympy
 
 from passes.costs.efficiency import arithmetic, memory_segments
 from passes.costs.roofline import RooflineCost
-from passes.mesh import Mesh
+from passes.machine.mesh import Mesh
 
 _SAME = 1e-9
 _BRANCHES = (sympy.Max, sympy.Min, sympy.Piecewise)
@@ -23,7 +23,7 @@ _BRANCHES = (sympy.Max, sympy.Min, sympy.Piecewise)
 
 @dataclass(frozen=True)
 class Ring:
-    """Devices in a ring, as `passes.mesh.AxisLevel`, but in expressions; beta in µs per byte."""
+    """Devices in a ring, as `passes.machine.mesh.AxisLevel`, but in expressions; beta in µs per byte."""
 
     size: sympy.Expr
     alpha_us: sympy.Expr

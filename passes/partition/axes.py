@@ -6,8 +6,8 @@ is by their weights where they have any (Shoeybi et al., "Megatron-LM", 2019); s
 """
 from __future__ import annotations
 
+from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.partition.choices import AxisRule
-from passes.placement_graph import Operation, PlacementGraph
 from passes.rules.base import Strategy
 
 FORCED = ("matmul", "attention", "convolution")

@@ -10,17 +10,17 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.decision import Decision, Hop, Route, Way
 from passes.errors import BadInput
-from passes.layouts import Layout, format_layout, legal, local_bytes, parse_layout
+from passes.graph.decision import Decision, Hop, Route, Way
+from passes.graph.layouts import Layout, format_layout, legal, local_bytes, parse_layout
+from passes.graph.placement_graph import PlacementGraph, Value
 from passes.partition.choices import AxisRule, ClusterChoice, Prices, cluster_choices, slices
-from passes.partition.clusters import Cluster, cluster
 from passes.partition.folding import classes_of, cluster_signature, value_signature
-from passes.partition.problem import Arc, Choice, Edge, Entity, Problem, Solution
+from passes.partition.groups import Cluster, cluster
 from passes.partition.redistribution import bucket_bytes_of, changes_between
 from passes.partition.saved import saved_values
-from passes.placement_graph import PlacementGraph, Value
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
+from passes.solve.problem import Arc, Choice, Edge, Entity, Problem, Solution
 
 Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
 """Labels that a choice reads and makes."""

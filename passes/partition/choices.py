@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from passes.decision import OperationLayouts
-from passes.layouts import Layout, local_bytes
-from passes.partition.clusters import Cluster
+from passes.graph.decision import OperationLayouts
+from passes.graph.layouts import Layout, local_bytes
+from passes.graph.placement_graph import Operation, PlacementGraph
+from passes.partition.groups import Cluster
 from passes.partition.joint import Joint, join
 from passes.partition.redistribution import CollectivePrices, change
-from passes.placement_graph import Operation, PlacementGraph
 from passes.rules.base import REPLICATE, Strategy
 
 

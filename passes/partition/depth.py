@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from passes.partition.build import PlacementProblem
-from passes.partition.problem import Problem
 from passes.partition.reprice import Cost
+from passes.solve.problem import Problem
 
 
 class NotLinear(Exception):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from passes.partition.clusters import Cluster
-from passes.placement_graph import PlacementGraph, Value, block_class
+from passes.graph.placement_graph import PlacementGraph, Value, block_class
+from passes.partition.groups import Cluster
 
 
 def value_signature(value: Value) -> Hashable:

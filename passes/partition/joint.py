@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from passes.partition.clusters import SMALL_FRACTION, Cluster
-from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.partition.groups import SMALL_FRACTION, Cluster
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Strategy
 
 MAX_STATES = 400

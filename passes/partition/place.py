@@ -4,19 +4,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from passes.decision import Decision
-from passes.layouts import Layout
+from passes.graph.decision import Decision
+from passes.graph.layouts import Layout
+from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
 from passes.partition.build import Pin, PlacementProblem, StateModel
 from passes.partition.choices import Prices
 from passes.partition.depth import extrapolate, extrapolate_cost
-from passes.partition.problem import Problem, Solution
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.reprice import Cost, reprice
-from passes.partition.search import solve
-from passes.partition.solvers import SolverOptions
-from passes.partition.verify import VerificationError
-from passes.placement_graph import PlacementGraph
+from passes.solve.problem import Problem, Solution
+from passes.solve.search import solve
+from passes.solve.solvers import SolverOptions
+from passes.solve.verify import VerificationError
 
 TOLERANCE = 1e-9
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from passes.costs.base import BUCKET_BYTES
-from passes.layouts import Layout, format_layout, legal, local_bytes
-from passes.placement_graph import PlacementGraph, Value
+from passes.graph.layouts import Layout, format_layout, legal, local_bytes
+from passes.graph.placement_graph import PlacementGraph, Value
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement
 
 SLICE_US = 1e-3

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from passes.decision import Decision, Way
-from passes.layouts import Layout, local_bytes
+from passes.graph.decision import Decision, Way
+from passes.graph.layouts import Layout, local_bytes
+from passes.graph.placement_graph import PlacementGraph
 from passes.partition.build import StateModel
 from passes.partition.choices import Prices
-from passes.partition.clusters import Cluster
+from passes.partition.groups import Cluster
 from passes.partition.redistribution import bucket_bytes_of, change
-from passes.placement_graph import PlacementGraph
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ are there anyway.
 """
 from __future__ import annotations
 
-from passes.placement_graph import Operation, PlacementGraph
+from passes.graph.placement_graph import Operation, PlacementGraph
 
 RANDOM = ("rand", "bernoulli", "dropout", "multinomial", "normal")
 REDUCING = ("sum", "amax", "amin", "mean", "var", "max_pool", "cumsum", "sort", "topk", "argmax", "any", "all")

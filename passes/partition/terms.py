@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from passes.layouts import Layout, local_bytes, parse_layout
+from passes.graph.layouts import Layout, local_bytes, parse_layout
+from passes.graph.placement_graph import Operation
+from passes.graph.polynomial import Polynomial, Powers
 from passes.partition.build import StateModel
 from passes.partition.choices import Prices, operation_share
-from passes.partition.clusters import Cluster
+from passes.partition.groups import Cluster
 from passes.partition.place import Placed
 from passes.partition.redistribution import bucket_bytes_of, collective
 from passes.partition.reprice import boundary
-from passes.placement_graph import Operation
-from passes.polynomial import Polynomial, Powers
 from passes.rules.base import Placement
 
 Axes = tuple[int, ...]

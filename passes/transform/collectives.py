@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from passes.layouts import Layout, local_shape
-from passes.placement_graph import Value
+from passes.graph.layouts import Layout, local_shape
+from passes.graph.placement_graph import Value
 from passes.rules.base import PARTIAL_MAX, REPLICATE
 from passes.transform.insert import Inserter
 

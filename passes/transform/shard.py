@@ -20,12 +20,12 @@ from torch.fx import Graph, GraphModule, Node
 from passes.annotations import read
 from passes.base import TransformPass
 from passes.compat import fake_mode_of, pytree
-from passes.decision import Decision, OperationLayouts, Route
-from passes.layouts import Layout, local_shape
-from passes.placement_graph import PlacementGraph
+from passes.graph.decision import Decision, OperationLayouts, Route
+from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
+from passes.graph.layouts import Layout, local_shape
+from passes.graph.placement_graph import PlacementGraph
 from passes.registry import register
 from passes.result import attribute_of
-from passes.results import DECISION, INTERFACE, OPERATIONS
 from passes.rules.base import REPLICATE, Rule
 from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import operand_nodes

@@ -10,8 +10,8 @@ import pytest
 
 from hpml_compiler import cli
 from hpml_compiler.options import OPTIMIZER_STATES, Options
-from hpml_compiler.plan import Plan
-from passes.cluster import builtin_devices
+from hpml_compiler.plans.plan import Plan
+from passes.machine.cluster import builtin_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

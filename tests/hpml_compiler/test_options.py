@@ -5,7 +5,7 @@ import pytest
 
 from hpml_compiler.options import Options, parse_bytes, parse_fixes
 from passes.errors import BadInput
-from tests.hpml_compiler.plans import gpt_plan
+from tests.helpers.plans import gpt_plan
 
 
 @pytest.mark.parametrize(("text", "size"), [

@@ -11,7 +11,7 @@ import torch
 from passes.analysis.batch import mark_batch
 from passes.analysis.factors import RuledCall, factorize
 from passes.analysis.operations import kind_of
-from passes.placement_graph import Operation, PlacementGraph, Value
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import REPLICATE, Call, Operand, Rule, Strategy, strategies
 from passes.rules.table import rule_of_call, spec_of
 

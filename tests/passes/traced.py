@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from hpml_compiler.planning import Annotated, annotate
+from hpml_compiler.planning.plan_graph import Annotated, annotate
 from hpml_compiler.runtime.parameters import parameter_name
 from passes import compat
-from passes.interface import GraphInput, kind_of_input
+from passes.graph.interface import GraphInput, kind_of_input
 
 
 class _Captured(Exception):

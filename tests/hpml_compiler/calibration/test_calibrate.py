@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from hpml_compiler.calibration.calibrate import EFFICIENCIES, LINKS, calibrate, plan_row, simulated, with_parameters
 from hpml_compiler.calibration.rows import Row, read_rows
 from hpml_compiler.cli import app
-from passes.cluster import Cluster, DeviceSheet, builtin_sheet
 from passes.errors import BadInput
+from passes.machine.cluster import Cluster, DeviceSheet, builtin_sheet
 
 TRUE = {"matmul_efficiency": 0.4, "attention_efficiency": 0.5, "memory_efficiency": 0.7}
 MODEL = '''

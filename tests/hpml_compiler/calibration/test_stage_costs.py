@@ -8,7 +8,7 @@ import hpml_compiler
 from hpml_compiler.calibration.rows import Row
 from hpml_compiler.calibration.stage_costs import depth, pipeline_us, stage_cluster, stages_of, with_layers
 from hpml_compiler.demo.train import GPT
-from hpml_compiler.plan import Plan
+from hpml_compiler.plans.plan import Plan
 from hpml_compiler.simulate import simulate
 from passes.errors import BadInput
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpml_compiler.plan import GraphPlan, Plan
-from passes.cluster import Cluster
+from hpml_compiler.plans.plan import GraphPlan, Plan
+from passes.machine.cluster import Cluster
 from tests.hpml_compiler.simulate.toy import chain_plan
 
 MODELS = '''
@@ -123,7 +123,7 @@ def write(folder: Path) -> None:
     good = json.loads(plan.to_json())
     plan.save(folder / "plan.json")
     plan.save(folder / "old.json")
-    device = json.loads((Path(__file__).parents[3] / "passes" / "cluster_data" / "l4-24g.json").read_text())
+    device = json.loads((Path(__file__).parents[3] / "passes" / "machine" / "cluster_data" / "l4-24g.json").read_text())
     cluster = folder / "cluster.json"
     Cluster.parse("1x4:l4-24g").save(cluster)
     whole = json.loads(cluster.read_text())

@@ -19,11 +19,11 @@ from hpml_compiler.discovery import measure_peaks, node_facts
 from hpml_compiler.discovery.discover import describe, discover, merge
 from hpml_compiler.discovery.measure_peaks import Measured, corrected
 from hpml_compiler.discovery.node_facts import GpuFacts, NodeFacts, Port, nvml_links, read_infiniband, read_l3_bytes
-from passes.cluster import Cluster
 from passes.costs import RooflineCost
-from passes.device import builtin_sheet
 from passes.errors import BadInput
-from passes.mesh import Mesh
+from passes.machine.cluster import Cluster
+from passes.machine.device import builtin_sheet
+from passes.machine.mesh import Mesh
 
 ETHERNET = Port("eth0", 10e9 / 8, infiniband=False)
 PLAIN = NodeFacts("a", "a processor", 16, 64 * 2**30, 0, (), (), 0)

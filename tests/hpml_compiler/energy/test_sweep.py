@@ -10,8 +10,8 @@ import hpml_compiler
 from hpml_compiler.cli import main
 from hpml_compiler.energy.sweep import default_caps, default_counts, part_of, sweep
 from hpml_compiler.options import Options
-from passes.cluster import Cluster, builtin_sheet
 from passes.errors import BadInput, Infeasible
+from passes.machine.cluster import Cluster, builtin_sheet
 from tests.hpml_compiler.energy.models import mlp
 
 CLUSTER = Cluster.parse("1x4:a100-80g")

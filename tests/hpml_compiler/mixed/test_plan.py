@@ -8,9 +8,9 @@ from pydantic import ValidationError
 
 from hpml_compiler.mixed.plan import Alternative, CrossReduction, GroupShare, MixedPlan, ShareAttempt
 from hpml_compiler.options import Options
-from hpml_compiler.plan import Plan
+from hpml_compiler.plans.plan import Plan
 from passes.errors import BadInput
-from tests.hpml_compiler.plans import gpt_plan
+from tests.helpers.plans import gpt_plan
 
 FAST, SLOW = gpt_plan(3), gpt_plan(2)  # 166 and 118 µs
 

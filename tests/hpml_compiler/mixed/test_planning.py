@@ -15,11 +15,11 @@ from hpml_compiler.commands import simulate as simulate_command
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.mixed.planning import equal_rows, plan_mixed
 from hpml_compiler.options import Options
-from hpml_compiler.planning import candidate_meshes
+from hpml_compiler.planning.plan_graph import candidate_meshes
 from hpml_compiler.simulate import simulate
-from passes.cluster import Cluster, NodeGroup
-from passes.device import DeviceSheet, builtin_sheet
 from passes.errors import BadInput, Infeasible
+from passes.machine.cluster import Cluster, NodeGroup
+from passes.machine.device import DeviceSheet, builtin_sheet
 from passes.records import FrozenMap
 
 WIDTH = 256

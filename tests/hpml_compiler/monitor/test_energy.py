@@ -8,8 +8,8 @@ from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.monitor.schedule import Window
+from tests.helpers.plans import gpt_graph
 from tests.hpml_compiler.monitor.fakes import FakeClock, FakeProfile, Script
-from tests.hpml_compiler.plans import gpt_graph
 
 
 class FakeCounter:

@@ -10,8 +10,8 @@ from hpml_compiler.monitor.monitor import LONGEST_WAIT, Monitor
 from hpml_compiler.monitor.prediction import graph_cost
 from hpml_compiler.monitor.schedule import Window
 from passes import compat
+from tests.helpers.plans import gpt_graph
 from tests.hpml_compiler.monitor.fakes import FakeClock, FakeProfile, Script
-from tests.hpml_compiler.plans import gpt_graph
 
 PLAN = gpt_graph()  # 166 us, of which 15 in the optimizer
 PEAK = graph_cost(PLAN).peak_bytes

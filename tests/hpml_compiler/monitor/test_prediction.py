@@ -9,7 +9,7 @@ import hpml_compiler
 from hpml_compiler.monitor.classes import CLASSES
 from hpml_compiler.monitor.prediction import Runs, expected, graph_cost
 from hpml_compiler.simulate import simulated_peak_bytes
-from tests.hpml_compiler.plans import gpt_graph
+from tests.helpers.plans import gpt_graph
 
 
 def of(plans, *runs):

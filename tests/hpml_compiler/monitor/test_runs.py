@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
-from hpml_compiler import session
+from hpml_compiler.compile import session
 from hpml_compiler.monitor import report as report_of_a_run
 from hpml_compiler.monitor.classes import CLASSES
-from passes.cluster import Cluster, DeviceSheet
 from passes.errors import BadInput
+from passes.machine.cluster import Cluster, DeviceSheet
 from passes.records import FrozenMap
 
 X = torch.linspace(-1, 1, 16 * 32).view(16, 32).sin()

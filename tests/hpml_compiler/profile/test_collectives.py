@@ -17,13 +17,13 @@ from hpml_compiler.profile.collectives import (
     profile_collectives,
     time_collective,
 )
-from passes.cluster import Cluster
 from passes.costs import COLLECTIVE_KINDS
 from passes.costs.cache import MeasurementCache, device_key
 from passes.costs.measured_collectives import MeasuredCollectives, MeasuredGroup, fit_points, read_points
 from passes.costs.piecewise import fit_piecewise, relative_errors
 from passes.errors import BadInput
-from passes.mesh import mesh_from_pin
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
 
 KIB = 1024
 SEEN = [KIB * size for size in (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)]

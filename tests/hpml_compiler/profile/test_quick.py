@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpml_compiler import session
-from hpml_compiler.engine import local_cluster
+from hpml_compiler.compile import session
+from hpml_compiler.compile.compiler import local_cluster
 from hpml_compiler.options import Options
 from hpml_compiler.profile import quick
 from passes.costs.measured import OPTIMIZER
-from passes.mesh import mesh_from_pin
+from passes.machine.mesh import mesh_from_pin
 
 SCRIPTS = {"wanted": {}, "roofline": {"costs": "roofline"}, "cluster": {"cluster": "1x2:cpu"}}
 

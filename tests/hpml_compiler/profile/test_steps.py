@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import hpml_compiler
-from hpml_compiler.measurements import sharing_key
+from hpml_compiler.planning.measurements import sharing_key
 from hpml_compiler.profile.model import profile_model
 from hpml_compiler.profile.steps import fused_kernels_us, loss_of
-from passes.cluster import Cluster
 from passes.costs.cache import MeasurementCache
 from passes.costs.measured import Measurements
+from passes.machine.cluster import Cluster
 
 
 def test_of_each_fused_kernel_the_median_counts_and_nothing_else():

@@ -5,18 +5,18 @@ import pytest
 import torch
 from torch import nn
 
-import hpml_compiler.planning as planning
-from hpml_compiler.api import Traces
+import hpml_compiler.planning.plan_graph as planning
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
-from hpml_compiler.planning import Annotated, plan_graph
-from hpml_compiler.pricing import Measured, MeshPrices
+from hpml_compiler.planning.api import Traces
+from hpml_compiler.planning.plan_graph import Annotated, plan_graph
 from hpml_compiler.profile.operations import operation_calls
 from hpml_compiler.profile.timing import in_rounds
 from hpml_compiler.profile.variants import variants
-from passes.cluster import Cluster
 from passes.costs.measured import Measurements
-from passes.mesh import mesh_from_pin
+from passes.costs.prices import Measured, MeshPrices
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
 
 
 class Images(nn.Module):

@@ -11,9 +11,9 @@ import torch
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.simulate import CONTENTION, Simulation, Stage, simulate
-from passes.cluster import Cluster
 from passes.errors import BadInput
-from tests.hpml_compiler.plans import gpt_plan
+from passes.machine.cluster import Cluster
+from tests.helpers.plans import gpt_plan
 from tests.hpml_compiler.simulate.toy import (
     ACTIVATION_BYTES,
     BACKWARD_US,
@@ -225,7 +225,7 @@ def test_what_forward_returns_is_gathered_and_held_by_the_caller():
 def test_energy_is_power_by_time():
     """h100-80g: 70 W idle; matrix products at 700 W; the rest by the shares in passes/costs/energy.py."""
     from passes.costs.energy import Power, link_j
-    from passes.mesh import mesh_from_pin
+    from passes.machine.mesh import mesh_from_pin
 
     plan = chain_plan(3, sharded=False)
     found, cluster = simulate(plan), Cluster.parse("1x2:h100-80g")

@@ -1,7 +1,7 @@
 """Hand-made plans of a chain of layers on one axis, with round times, so that timelines can be worked out on paper."""
 from __future__ import annotations
 
-from hpml_compiler.plan import (
+from hpml_compiler.plans.plan import (
     GraphPlan,
     MemoryBytes,
     OperationPlan,

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from hpml_compiler.visualize.blocks import block_classes, block_path
-from tests.hpml_compiler.plans import gpt_graph, operation
+from tests.helpers.plans import gpt_graph, operation
 
 
 @pytest.mark.parametrize(("module", "block"), [

@@ -1,8 +1,8 @@
 """diff: nothing between equal plans, and each kind of change where there is one."""
 from __future__ import annotations
 
-from hpml_compiler.plan import CollectiveTotal
-from tests.hpml_compiler.plans import gpt_graph, gpt_plan
+from hpml_compiler.plans.plan import CollectiveTotal
+from tests.helpers.plans import gpt_graph, gpt_plan
 
 
 def test_equal_plans_agree():

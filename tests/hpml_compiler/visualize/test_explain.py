@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from passes.errors import BadInput
-from tests.hpml_compiler.plans import gpt_graph, gpt_plan
+from tests.helpers.plans import gpt_graph, gpt_plan
 
 
 def test_operation():

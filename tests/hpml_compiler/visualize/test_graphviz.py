@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-from hpml_compiler.plan import CollectiveTotal
+from hpml_compiler.plans.plan import CollectiveTotal
 from hpml_compiler.visualize.blocks import block_classes
 from hpml_compiler.visualize.graphviz import SPLIT, WHOLE
 from hpml_compiler.visualize.layout import layout
 from passes.errors import BadInput, MissingDependency
-from tests.hpml_compiler.plans import all_reduce, gpt_graph, gpt_plan, operation
+from tests.helpers.plans import all_reduce, gpt_graph, gpt_plan, operation
 
 
 def drawn(graph, opened=(), max_nodes=300):

@@ -5,7 +5,7 @@ import pytest
 
 from hpml_compiler.visualize.table import MOST_ROWS
 from hpml_compiler.visualize.text import format_bytes, format_count, format_placements, format_us
-from tests.hpml_compiler.plans import gpt_graph, gpt_plan, operation
+from tests.helpers.plans import gpt_graph, gpt_plan, operation
 
 
 def test_table_of_a_gpt():

@@ -6,7 +6,7 @@ import pytest
 from hpml_compiler.simulate import Stage, simulate
 from hpml_compiler.visualize.timeline import draw, headline
 from passes.errors import BadInput
-from tests.hpml_compiler.plans import gpt_plan
+from tests.helpers.plans import gpt_plan
 from tests.hpml_compiler.simulate.toy import chain_plan
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from passes.analysis.blocks import assign_blocks, assign_modules, block_of, clean_path
-from passes.placement_graph import block_class
+from passes.graph.placement_graph import block_class
 from tests.passes.traced import trace_joint
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.api import Traces
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
-from passes.placement_graph import PlacementGraph
+from hpml_compiler.planning.api import Traces
+from passes.graph.placement_graph import PlacementGraph
 
 
 def graph_of(model: nn.Module, *batch: torch.Tensor) -> PlacementGraph:

@@ -15,8 +15,8 @@ from passes.analysis.symbolic_sizes import (
     goes_down,
     lattice_points,
 )
-from passes.placement_graph import PlacementGraph
-from passes.polynomial import polynomial, value
+from passes.graph.placement_graph import PlacementGraph
+from passes.graph.polynomial import polynomial, value
 from tests.passes.graphs import Builder, V
 
 NAMES, BASE = ("batch", "sequence"), (4, 16)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from passes.cluster import Cluster, NodeGroup
 from passes.costs.between_groups import groups_axis, mixed_energy_j, sum_between_groups_us
-from passes.device import builtin_sheet
-from passes.link import Link
+from passes.machine.cluster import Cluster, NodeGroup
+from passes.machine.device import builtin_sheet
+from passes.machine.link import Link
 
 LINK = Link("wire", latency_us=5.0, bandwidth_bytes_per_s=10e9, energy_j_per_byte=1e-9)
 

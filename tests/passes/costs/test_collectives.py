@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.cluster import Cluster
 from passes.costs import COLLECTIVE_KINDS, collective_lines, collective_us
-from passes.mesh import AxisLevel, MeshAxis, enumerate_meshes, mesh_from_pin
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import AxisLevel, MeshAxis, enumerate_meshes, mesh_from_pin
 from passes.records import FrozenMap
 
 KINDS = st.sampled_from(COLLECTIVE_KINDS)

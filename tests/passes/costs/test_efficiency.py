@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from passes.costs import RooflineCost
 from passes.costs.efficiency import efficiency, memory_segments
-from passes.device import Cache, Device, builtin_devices, builtin_sheet
 from passes.errors import BadInput
-from passes.mesh import Mesh
+from passes.machine.device import Cache, Device, builtin_devices, builtin_sheet
+from passes.machine.mesh import Mesh
 from passes.records import FrozenMap
 
 PLAIN = Device("plain", "cuda", 10**10, 1e12, FrozenMap(float32=1e13, bfloat16=1e14), 2.0, 10.0, 100.0, "made up")

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.cluster import Cluster, builtin_sheet
 from passes.costs import RooflineCost
 from passes.costs.base import COLLECTIVE_KINDS
 from passes.costs.energy import EnergyPrices, Power, capped, capped_cluster, link_j, sent_bytes
-from passes.device import Device
 from passes.errors import BadInput
-from passes.link import BOARD_J_PER_BYTE, SYSTEM_J_PER_BYTE
-from passes.mesh import Mesh, MeshAxis, price_axis
+from passes.machine.cluster import Cluster, builtin_sheet
+from passes.machine.device import Device
+from passes.machine.link import BOARD_J_PER_BYTE, SYSTEM_J_PER_BYTE
+from passes.machine.mesh import Mesh, MeshAxis, price_axis
 from tests.passes.graphs import Prices
 
 A100 = builtin_sheet("a100-80g").device

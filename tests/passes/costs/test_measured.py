@@ -3,11 +3,11 @@ from __future__ import annotations
 
 import pytest
 
-from passes.cluster import Cluster
 from passes.costs import RooflineCost
 from passes.costs.cache import Measurement, MeasurementCache
 from passes.costs.measured import FACTOR, OPERATION, OVERHEAD, MeasuredCost, Measurements
-from passes.mesh import mesh_from_pin
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.cluster import Cluster
 from passes.costs import COLLECTIVE_KINDS, collective_us
 from passes.costs.cache import Measurement, MeasurementCache
 from passes.costs.measured_collectives import (
@@ -17,7 +16,8 @@ from passes.costs.measured_collectives import (
     read_points,
 )
 from passes.errors import BadInput
-from passes.mesh import price_axis
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import price_axis
 
 SIZES = [4**k for k in range(5, 13)]
 NODES = Cluster.parse("4x8:h100-80g")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.cluster import Cluster, builtin_devices
 from passes.costs import COMPUTE_KINDS, CostModel, OptimizerModel, RooflineCost, collective_us
-from passes.mesh import enumerate_meshes
+from passes.machine.cluster import Cluster, builtin_devices
+from passes.machine.mesh import enumerate_meshes
 
 
 def roofline(text: str, optimizer: OptimizerModel | None = None) -> RooflineCost:

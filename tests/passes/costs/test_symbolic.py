@@ -4,10 +4,10 @@ from __future__ import annotations
 import pytest
 import sympy
 
-from passes.cluster import Cluster
 from passes.costs import COLLECTIVE_KINDS, RooflineCost, collective_us
 from passes.costs.symbolic import SymbolicCosts, collective_expression, largest, symbolic_axes
-from passes.mesh import mesh_from_pin
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
 
 N, M, B = sympy.symbols("n m b", real=True)
 

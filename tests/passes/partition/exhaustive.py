@@ -14,9 +14,9 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from passes.partition.clusters import SMALL_FRACTION, Cluster
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.partition.groups import SMALL_FRACTION, Cluster
 from passes.partition.redistribution import change
-from passes.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import REPLICATE
 
 Layout = tuple

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from passes.placement_graph import PlacementGraph
+from passes.graph.placement_graph import PlacementGraph
 from tests.passes.graphs import Builder, V, aten
 
 SIZES = (2, 4, 6)

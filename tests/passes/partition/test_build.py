@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.decision import Hop
 from passes.errors import BadInput
+from passes.graph.decision import Hop
 from passes.partition.build import PlacementProblem, StateModel
-from passes.partition.clusters import cluster
+from passes.partition.groups import cluster
 from passes.partition.redistribution import SLICE_US, collective
-from passes.partition.search import solve
-from passes.partition.solvers import SolverOptions
+from passes.solve.search import solve
+from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.decision import OperationLayouts
+from passes.graph.decision import OperationLayouts
 from passes.partition.choices import cluster_choices, operation_share, slices
-from passes.partition.clusters import cluster
+from passes.partition.groups import cluster
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs

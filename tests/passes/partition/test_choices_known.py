@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 import torch
 
-from hpml_compiler.planning import Annotated
-from hpml_compiler.pricing import MeshPrices
-from passes.cluster import Cluster
-from passes.mesh import enumerate_meshes, mesh_from_pin
+from hpml_compiler.planning.plan_graph import Annotated
+from passes.costs.prices import MeshPrices
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import enumerate_meshes, mesh_from_pin
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import collective
-from passes.partition.solvers import SolverOptions
+from passes.solve.solvers import SolverOptions
 from tests.passes.traced import fake, mlp, trace_joint, transformer
 
 EXACT = SolverOptions(gap=0.0)

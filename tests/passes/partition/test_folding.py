@@ -5,18 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpml_compiler.pricing import MeshPrices
-from passes.cluster import Cluster
-from passes.mesh import mesh_from_pin
-from passes.partition import ilp
+from passes.costs.prices import MeshPrices
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
 from passes.partition.axes import axis_rule
 from passes.partition.build import PlacementProblem
-from passes.partition.clusters import cluster
 from passes.partition.folding import classes_of
+from passes.partition.groups import cluster
 from passes.partition.place import place
-from passes.partition.reduce import reduce
-from passes.partition.search import solve
-from passes.partition.solvers import SolverOptions
+from passes.solve import ilp
+from passes.solve.reduce import reduce
+from passes.solve.search import solve
+from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.random_graphs import stacked
 from tests.passes.traced import fake, trace_joint, transformer

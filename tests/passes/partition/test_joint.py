@@ -1,7 +1,7 @@
 """Strategies of single operations before -> those of a whole cluster on one axis after."""
 from __future__ import annotations
 
-from passes.partition.clusters import Cluster, cluster
+from passes.partition.groups import Cluster, cluster
 from passes.partition.joint import MAX_STATES, Joint, join
 from tests.passes.graphs import Builder, V, aten
 

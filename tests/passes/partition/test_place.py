@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.errors import BadInput, Infeasible
+from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
-from passes.partition.clusters import cluster
 from passes.partition.depth import NotLinear
+from passes.partition.groups import cluster
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import SLICE_US
-from passes.partition.solvers import SolverOptions
-from passes.placement_graph import PlacementGraph
+from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs

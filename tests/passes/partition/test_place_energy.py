@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.costs.energy import EnergyPrices
-from passes.device import Device
-from passes.mesh import Mesh, MeshAxis
+from passes.machine.device import Device
+from passes.machine.mesh import Mesh, MeshAxis
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import SLICE_US
-from passes.partition.solvers import SolverOptions
+from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Prices
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.layouts import format_layout, legal, local_bytes, parse_layout
+from passes.graph.layouts import format_layout, legal, local_bytes, parse_layout
+from passes.graph.placement_graph import Value
 from passes.partition.redistribution import (
     SLICE_US,
     bucket_bytes_of,
@@ -18,7 +19,6 @@ from passes.partition.redistribution import (
     layouts_between,
     outermost,
 )
-from passes.placement_graph import Value
 from passes.rules.base import Spec
 from tests.passes.graphs import Builder, Prices, V, aten
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from passes.decision import Hop, OperationLayouts, Route, Way
+from passes.graph.decision import Hop, OperationLayouts, Route, Way
 from passes.partition import place as placing
 from passes.partition.build import PlacementProblem, StateModel
 from passes.partition.place import place
 from passes.partition.reprice import reprice
-from passes.partition.verify import VerificationError
+from passes.solve.verify import VerificationError
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.test_build import training_step
 from tests.passes.partition.test_folding import layers

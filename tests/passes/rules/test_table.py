@@ -34,7 +34,7 @@ FALLBACKS = {"pointwise", "random"}
 NEEDS_A_SEED = {"prims::inductor_seed", "prims::inductor_lookup_seed", "prims::inductor_randint"}
 """Drawn whole like `prims::inductor_random`, which is sampled."""
 HIGHER_ORDER = {"flex_attention", "flex_attention_backward"}
-"""They read graphs, which a sample has not: tests/hpml_compiler/test_higher_order.py runs them split against whole."""
+"""They read graphs, which a sample has not: tests/hpml_compiler/compile/test_higher_order.py runs them split against whole."""
 
 
 def samples() -> list:

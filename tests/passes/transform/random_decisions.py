@@ -4,10 +4,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from passes.decision import Decision, Hop, OperationLayouts, Route
-from passes.layouts import Layout, legal
+from passes.graph.decision import Decision, Hop, OperationLayouts, Route
+from passes.graph.layouts import Layout, legal
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.redistribution import cheapest_route
-from passes.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import REPLICATE, Strategy
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from passes.layouts import Layout
-from passes.placement_graph import Value
+from passes.graph.layouts import Layout
+from passes.graph.placement_graph import Value
 from passes.transform.collectives import MeshGroups
 
 c10d = torch.ops._c10d_functional

@@ -10,9 +10,9 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from passes import compat
-from passes.layouts import Layout, format_layout, legal, local_shape
+from passes.graph.layouts import Layout, format_layout, legal, local_shape
+from passes.graph.placement_graph import Value
 from passes.partition.redistribution import change
-from passes.placement_graph import Value
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors
 from passes.rules.table import spec_of
 from passes.transform.collectives import MeshGroups, Redistributor

@@ -13,7 +13,7 @@ from torch import fx
 
 from passes import compat
 from passes.analysis.operations import build_placement_graph
-from passes.placement_graph import PlacementGraph
+from passes.graph.placement_graph import PlacementGraph
 from passes.rules.base import Rule
 from passes.transform.bucket import Bucket
 from passes.transform.normalize import normalize

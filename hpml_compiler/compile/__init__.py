@@ -1,0 +1,1 @@
+"""One graph of the backend, from Dynamo to what a rank runs."""

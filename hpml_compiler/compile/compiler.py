@@ -1,0 +1,259 @@
+"""Compile one Dynamo graph for N ranks: trace the joint graph, agree on a plan, rewrite, lower, place parameters."""
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from hpml_compiler.compile import session
+from hpml_compiler.compile.agreement import from_rank_0, same_graph
+from hpml_compiler.compile.graph_inputs import GraphInputs
+from hpml_compiler.compile.lowering import Lowering, boxed, decompositions
+from hpml_compiler.compile.recompiles import note_function
+from hpml_compiler.compile.refused import refuse
+from hpml_compiler.monitor import tensorboard
+from hpml_compiler.monitor.energy import PowerMeter
+from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
+from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.options import Options
+from hpml_compiler.planning.api import last_plan
+from hpml_compiler.planning.plan_graph import Annotated, Planned, plan_graph
+from hpml_compiler.planning.reuse import structure
+from hpml_compiler.presets import after_planning
+from hpml_compiler.profile import quick
+from hpml_compiler.runtime import liveness
+from hpml_compiler.runtime.alike import own_values, same_values
+from hpml_compiler.runtime.calls import backward_call, forward_call
+from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
+from hpml_compiler.runtime.devices import device_type, memory_bytes, settle
+from hpml_compiler.runtime.doing import Spot, at
+from hpml_compiler.runtime.parameters import install
+from hpml_compiler.runtime.together import CALLING, together
+from hpml_compiler.runtime.world import ensure_process_group
+from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
+from passes import compat
+from passes.annotations import write
+from passes.errors import BadInput
+from passes.graph.keys import DECISION, Handle
+from passes.machine.cluster import Cluster
+
+log = logging.getLogger("hpml")
+
+
+def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    world = ensure_process_group()
+    watch_compiled_modules()  # the backend may have been imported before Dynamo
+    options.check_mesh(world)
+    if options.tensorboard is not None:
+        tensorboard.check_installed()
+    if options.compiler == "inductor" and not torch.cuda.is_available():
+        compat.warm_cpp_compiler()
+    if world == 1:
+        return _one_device(gm, example_inputs, options)
+    refuse_other_wrappers(example_inputs)
+    liveness.start()
+    with at(f"compiling graph_{len(session.current().graphs)}"):
+        settle(example_inputs)
+        refuse(gm)
+        return _Compilation(gm, example_inputs, options).run()
+
+
+def _one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if options.compiler == "inductor":
+        return compat.inductor_whole(gm, example_inputs)
+    compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
+    return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
+
+
+def local_cluster(options: Options, world: int) -> Cluster:
+    """The cluster that the options name, else this machine's devices."""
+    if options.cluster is not None:
+        return Cluster.parse(options.cluster)
+    kind = device_type()
+    if kind == "cuda":
+        return Cluster.local(world, "cuda", device_name=torch.cuda.get_device_name(), memory_bytes=memory_bytes())
+    return Cluster.local(world, "cpu")
+
+
+def monitor_of(options: Options) -> Monitor:
+    """This process's monitor, made with the options of the graph that is compiled first."""
+    current = session.current()
+    if current.monitor is None:
+        speaks, kind = dist.get_rank() == 0, device_type()
+        current.monitor = Monitor(kind, speaks=speaks, folder=options.tensorboard,
+                                  power=PowerMeter.here(kind) if speaks else None)
+    return current.monitor
+
+
+def current_monitor() -> Monitor | None:
+    return session.current().monitor
+
+
+class _Compilation:
+    """One graph on its way through the compiler."""
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options):
+        self.gm, self.given_inputs, self.options = gm, example_inputs, options
+        self.session = session.current()
+        self.lowering = Lowering(options.compiler)
+        self.planned: Planned | None = None
+        self.watched: WatchedGraph | None = None
+        self.positions: dict[str, int] = {}
+
+    def run(self) -> Callable[..., Any]:
+        note_function()
+        for node in self.gm.graph.find_nodes(op="placeholder"):
+            local = getattr(node.meta["example_value"], "_local_tensor", None)
+            self._static(local)  # of a batch's rows, Dynamo guards on the local part alone
+        self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
+        examples = [self._static(value) for value in self.inputs.examples]
+        for number in compat.ints_of_sizes(self.gm):
+            int(number)  # a guard, as for sizes; other integers, such as a place in a queue, may differ from call to call
+        function = compat.aot_autograd(
+            fw_compiler=self.lowering.forward,
+            bw_compiler=self._backward,
+            inference_compiler=self._inference,
+            partition_fn=self._partition,
+            decompositions=decompositions(self.options.compiler),
+        )(self.gm, examples)
+        assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
+        same_values(own_values(self.inputs.described, self.given_inputs))
+        installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh),
+                            self.inputs.gathered, self.inputs.written)
+
+        def call(*args: Any) -> Any:
+            return function(*installed.locals(args))
+
+        def call_and_write(*args: Any) -> Any:
+            given = installed.locals(args)
+            results = function(*given)
+            installed.write_back(args, given)
+            return results
+
+        if installed.writes:
+            call = call_and_write
+        half = of_forward(self.planned.record.name, self.inputs.described, self.given_inputs, self.draws)
+        spot = Spot(f"forward of {self.planned.record.name}")
+        training = self.annotated.interface.training
+        if self.watched is None:
+            return forward_call(call, spot, half, training)
+        watch_optimizers(current_monitor)
+        return forward_call(self.watched.forward(call), spot, half, training)
+
+    def _static(self, value: Any) -> Any:
+        """Sizes are numbers here: a batch of another size is another graph, with a plan of its own."""
+        if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
+            for size in (*value.shape, *value.stride()):
+                int(size)  # a guard: Dynamo comes back for another size
+        return value
+
+    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        sharded = self._rewrite(joint, num_fwd_outputs)
+        return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+
+    def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        call = self.lowering.backward(gm, inputs)
+        assert self.planned is not None
+        name = self.planned.record.name
+        call = call if self.watched is None else self.watched.backward(call)
+        return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm))
+
+    def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
+        return self.lowering.inference(self._rewrite(gm, None))
+
+    def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
+        annotated = self.inputs.annotate(gm, forward_outputs)
+        with compat.outside_tracing():
+            together("compiling a graph", CALLING, every=0)
+        same_graph(annotated.hash(), annotated.text)
+        self._look(annotated)
+        self.draws = draws_random_numbers(gm)
+        planned = from_rank_0(lambda: self._plan(annotated))
+        record = planned.record.model_copy(update={"frame": compat.frame_being_compiled()})
+        self.planned = planned = replace(planned, record=record)
+        self.session.graphs.append(planned.record)
+        if self.options.monitor:
+            self.watched = WatchedGraph(monitor_of(self.options), planned.record)
+        self.session.options, self.session.cluster = self.options, planned.cluster
+        self.session.rejected.extend(planned.rejected)
+        self.positions = dict(annotated.interface.positions)
+        self.annotated = annotated
+        if annotated.interface.training:
+            self.session.mesh = planned.mesh
+        start = time.perf_counter()
+        write(DECISION, gm, Handle(planned.decision))
+        kept = self.inputs.kept_gradients(annotated, forward_outputs)
+        after_planning(self.session.groups(planned.mesh), kept, forward_outputs or 0)(gm)
+        planned.record.seconds["rewrite"] = time.perf_counter() - start
+        self._save_plan()
+        if dist.get_rank() == 0:
+            log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,
+                     planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
+        for target, nodes in annotated.graph.unruled.items():
+            if dist.get_rank() == 0:
+                log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
+        return gm
+
+    def _save_plan(self) -> None:
+        """HPML_SAVE_PLAN=path: rank 0 leaves the plan there, so that a script need not ask for it."""
+        path = os.environ.get("HPML_SAVE_PLAN")
+        if path and dist.get_rank() == 0:
+            try:
+                last_plan().save(path)
+            except BadInput as error:  # a training goes on without the file, and the other ranks know nothing of it
+                log.error("HPML_SAVE_PLAN: %s", error)
+
+    def _look(self, annotated: Annotated) -> None:
+        """Before the first plan, all ranks measure a little where there is no profile."""
+        if self.session.looked:
+            return
+        self.session.looked = True
+        cluster = local_cluster(self.options, dist.get_world_size())
+        if quick.wanted(self.options, cluster, annotated.hash()):
+            start = time.perf_counter()
+            self.session.quick = quick.look(annotated, cluster)
+            annotated.seconds["look"] = time.perf_counter() - start
+
+    def _plan(self, annotated: Annotated) -> Planned:
+        given = self.options.load_plan()
+        if given is not None and annotated.interface.training:
+            given.check(annotated.hash(), torch.__version__, dist.get_world_size())
+        names = {p: n for n, p in annotated.interface.positions.items()}
+        rows = frozenset(names[p] for p in self.inputs.rows if p in names)
+        key = structure(annotated, self.options, rows)
+        planned = plan_graph(
+            annotated, self.options, local_cluster(self.options, dist.get_world_size()),
+            fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}", rows=rows, given=given,
+            like=self.session.decided.get(key), quick=self.session.quick,
+        )
+        self.session.decided.setdefault(key, planned.record)
+        return planned
+
+    def _mesh_in_use(self, annotated: Annotated) -> dict[str, int] | None:
+        """The mesh that this graph has to share: that of its placed parameters, or of the graphs before it."""
+        mesh = self.inputs.mesh
+        if mesh is None or self.options.mesh in (None, mesh):
+            return mesh
+        if annotated.interface.stored:
+            raise BadInput(f"parameters are placed on the mesh {mesh} already, and {self.options.mesh} is asked for",
+                           where="options['mesh']", next_step="give one mesh for all that a model is compiled for")
+        return None
+
+    def _placements(self) -> dict[int, Any]:
+        """Position of every parameter that gets placed now -> its DTensor placements."""
+        assert self.planned is not None
+        if not self.annotated.interface.training:
+            return {}
+        found = {}
+        for v, layout in self.planned.decision.inputs.items():
+            value = self.annotated.graph.values[v]
+            if value.kind == "parameter" and value.name not in self.annotated.interface.stored:
+                found[self.positions[value.name]] = session.to_dtensor(layout)
+        return found

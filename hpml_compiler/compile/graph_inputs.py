@@ -1,0 +1,109 @@
+"""What the inputs of one Dynamo graph are to its plan: which can be placed, which are, and which it takes whole."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from hpml_compiler.compile import session
+from hpml_compiler.options import Options
+from hpml_compiler.planning.plan_graph import Annotated, annotate
+from hpml_compiler.runtime.inputs import InputPlacement, copy_for_set_data, take_out_markers
+from hpml_compiler.runtime.parameters import parameter_name, placeable
+from passes import compat
+from passes.graph.interface import GraphInput, inputs_in_outputs, kind_of_input
+from passes.graph.layouts import legal
+
+
+class GraphInputs:
+    """`described`: the inputs in order, for planning. `examples`: whole plain tensors to trace with.
+
+    `rows`: positions of those that are rows of a batch. `gathered`: of placed ones that each call gathers. `written`: of
+    those that the graph changes in place. `mesh`: axes that this graph has to share, if any: those that its parameters are
+    placed on, or those of the graphs before it.
+    """
+
+    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options) -> None:
+        self._given = given
+        self.rows: set[int] = set()
+        self.gathered: set[int] = set()
+        self.written: set[int] = set()
+        copy_for_set_data(gm)
+        gm, self.examples, placed = take_out_markers(gm, given)
+        sources = compat.input_sources(gm)
+        self.mesh = session.current().mesh
+        for position, placement in placed.items():
+            if isinstance(given[position], torch.nn.Parameter):
+                self.mesh = session.current().adopt(placement.mesh, parameter_name(sources[position]))
+                break
+        can_be_placed = set(placeable(gm, given)) if torch.is_grad_enabled() else set()
+        self.described: list[GraphInput] = []
+        for position, (value, source) in enumerate(zip(self.examples, sources, strict=True)):
+            described = GraphInput(
+                parameter_name(source), kind_of_input(value, "" if source is None else compat.source_name(source)),
+                trainable=getattr(value, "requires_grad", False), placeable=position in can_be_placed,
+            )
+            if position in placed:
+                described = self._placed(position, described, placed[position], value.shape, options)
+            self.described.append(described)
+
+    def _placed(self, position: int, described: GraphInput, placement: InputPlacement, shape: Sequence[int],
+                options: Options) -> GraphInput:
+        """An input that is placed already: planned for where it is, or gathered at each call."""
+        if placement.rows:
+            self.rows.add(position)
+            return described
+        bound = described.kind == "parameter" or options.mesh in (None, self.mesh)
+        mesh = session.current().device_mesh(self.mesh) if self.mesh is not None and bound else None
+        if placement.can_be_planned(shape, mesh):
+            return replace(described, kind="parameter", stored=session.from_dtensor(placement.placements))
+        self.gathered.add(position)
+        return described
+
+    def annotate(self, gm: GraphModule, forward_outputs: int | None) -> Annotated:
+        """What planning needs to know of the traced graph; on the way, some inputs turn out to be needed whole."""
+        if forward_outputs is None:  # no gradient flows, whether or not it may: parameters are placed by training alone
+            self.described = [replace(described, placeable=False) for described in self.described]
+        self.written = compat.inputs_written(gm)
+        for position in self.written | inputs_in_outputs(gm, forward_outputs):
+            self._take_whole(position)
+        annotated = annotate(gm, self.described, forward_outputs)
+        views = self._viewed_in_other_parts(annotated)
+        for position in views:
+            self._take_whole(position)
+        return annotate(gm, self.described, forward_outputs) if views else annotated
+
+    def _take_whole(self, position: int) -> None:
+        """The graph changes this input in place, and returns the new value whole; or it returns a view of it, which
+        AOTAutograd makes anew of what the graph was called with; or its parts do not fit how the graph views it."""
+        described = self.described[position]
+        if described.stored is not None or position in self.rows:
+            self.gathered.add(position)
+            self.rows.discard(position)
+        self.described[position] = replace(described, placeable=False, stored=None)
+
+    def _viewed_in_other_parts(self, annotated: Annotated) -> list[int]:
+        """Positions of placed inputs whose parts this graph cannot use: 18 rows in 2 parts, seen as 3 times 6."""
+        interface, sizes, world = annotated.interface, tuple((self.mesh or {}).values()), dist.get_world_size()
+        found = []
+        for value in annotated.graph.values:
+            if value.producer is not None or value.name not in interface.positions:
+                continue
+            position = interface.positions[value.name]
+            rows = position in self.rows
+            layout, axes = (((0, 0),), (world,)) if rows else (interface.stored.get(value.name), sizes)
+            if layout is not None and not legal(value, layout, axes):
+                found.append(position)
+        return found
+
+    def kept_gradients(self, annotated: Annotated, forward_outputs: int | None) -> list[int]:
+        """Where among the outputs of the joint graph the gradients of leaves are: those that `.grad` will hold."""
+        if forward_outputs is None:
+            return []
+        values = [self._given[position] for position in annotated.interface.positions.values()]
+        return [forward_outputs + k for k, value in enumerate(values)
+                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf]

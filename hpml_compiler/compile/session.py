@@ -1,0 +1,123 @@
+"""What one process has decided so far: the mesh in use, and the plans made on it."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from hpml_compiler.options import Options
+from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.runtime.devices import device_type, forget
+from hpml_compiler.runtime.world import group_timeout
+from passes import compat
+from passes.costs.prices import Measured
+from passes.errors import BadInput
+from passes.graph.layouts import Layout
+from passes.rules.base import REPLICATE
+from passes.transform.collectives import MeshGroups
+
+if TYPE_CHECKING:
+    from hpml_compiler.monitor.monitor import Monitor
+
+
+@dataclass
+class Session:
+    """`mesh` is set by the first graph whose parameters are placed: all graphs of a model share one mesh."""
+
+    mesh: dict[str, int] | None = None
+    graphs: list[GraphPlan] = field(default_factory=list)
+    decided: dict[str, GraphPlan] = field(default_factory=dict)
+    """On rank 0, which plans: by structure (`hpml_compiler.planning.reuse`), the first plan of a graph of that structure."""
+    rejected: list[MeshAttempt] = field(default_factory=list)
+    options: Options = field(default_factory=lambda: Options.parse(None))
+    cluster: str = ""
+    looked: bool = False
+    quick: Measured | None = None
+    """What a quick look at these devices found (`hpml_compiler.profile.quick`), where there is no profile."""
+    device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
+    monitor: Monitor | None = None
+
+    def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        """The DeviceMesh of these axes; made once, by all ranks together."""
+        key = (tuple(axes.items()), id(dist.group.WORLD))
+        if key not in self.device_meshes:
+            with compat.outside_tracing():
+                self.device_meshes[key] = _new_mesh(axes)
+        return self.device_meshes[key]
+
+    def adopt(self, mesh: DeviceMesh, name: str) -> dict[str, int]:
+        """The axes of the mesh that parameter `name` is placed on; from now on, graphs on these axes use this mesh.
+
+        Raises BadInput if its process group is gone, as after `destroy_process_group`.
+        """
+        names = mesh.mesh_dim_names or tuple(f"axis_{i}" for i in range(mesh.ndim))
+        try:
+            for axis in range(mesh.ndim):
+                mesh.get_group(axis)
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise BadInput("the process group that the model was split over is gone", f"parameter {name}",
+                           "make the model anew after init_process_group, and load its state into it") from error
+        axes = dict(zip(names, mesh.shape, strict=True))
+        self.device_meshes.setdefault((tuple(axes.items()), id(dist.group.WORLD)), mesh)
+        return axes
+
+    def groups(self, axes: Mapping[str, int]) -> MeshGroups:
+        mesh = self.device_mesh(axes)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "every rank is in the mesh"
+        return MeshGroups(
+            tuple(axes.values()), tuple(coordinate), tuple(mesh.get_group(name).group_name for name in axes)
+        )
+
+
+def _new_mesh(axes: Mapping[str, int]) -> DeviceMesh:
+    """A mesh on process groups of its own. For one axis, torch would take the group of all ranks, on which a script's other
+    threads may communicate on CPUs meanwhile: `torch.distributed.checkpoint.async_save` does."""
+    if device_type() == "cpu" and len(axes) == 1:
+        group: Any = dist.new_group(timeout=group_timeout())
+        return DeviceMesh.from_group(group, "cpu", mesh_dim_names=tuple(axes))
+    return init_device_mesh(device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+_session = Session()
+
+
+def current() -> Session:
+    return _session
+
+
+def reset() -> None:
+    """Forget the mesh and the plans: the next compilation starts afresh (a new process group, another model)."""
+    global _session
+    _session = Session()
+    forget()
+
+
+def start_afresh() -> None:
+    """`hpml_compiler.reset`: forget what was compiled and decided, as if the process had just begun; all ranks call it.
+
+    For one model after another in a process. Dynamo's graphs go (as by `torch.compiler.reset`), the mesh, the plans, and the
+    monitor, which reports first if it has not yet. What was measured of the devices stays. A model from before may be used
+    on: it is compiled anew, on the mesh that its parameters are placed on.
+    """
+    before = current()
+    if before.monitor is not None:
+        before.monitor.finish()
+    torch.compiler.reset()
+    compat.forget_interned_specs()
+    reset()
+    _session.looked, _session.quick = before.looked, before.quick
+
+
+def to_dtensor(layout: Layout) -> tuple[Placement, ...]:
+    """Placements of a stored parameter; only whole dims (factor 0) are ever stored in parts."""
+    return tuple(Replicate() if p == REPLICATE else Shard(p[0]) for p in layout)  # type: ignore[arg-type]
+
+
+def from_dtensor(placements: tuple[Placement, ...]) -> Layout:
+    return tuple((p.dim, 0) if isinstance(p, Shard) else REPLICATE for p in placements)

@@ -1,0 +1,1 @@
+"""From a model, or a traced graph, to its plan."""

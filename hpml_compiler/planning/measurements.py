@@ -1,0 +1,50 @@
+"""Which measurements a plan is priced with: those of this machine's devices, where the plan is for them."""
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from hpml_compiler.options import Options
+from passes.costs.cache import MeasurementCache, device_key
+from passes.costs.measured import Measurements
+from passes.costs.measured_collectives import MeasuredCollectives, read_points
+from passes.costs.prices import Measured
+from passes.errors import BadInput
+from passes.machine.cluster import Cluster
+
+
+def sharing_key(device_type: str, ranks: int) -> str:
+    """What operations are measured on: a device, and on a CPU how many ranks compute on the host at once."""
+    return device_key(device_type) + (f", {ranks} ranks" if device_type == "cpu" else "")
+
+
+def load(options: Options, cluster: Cluster, graph: str = "") -> Measured | None:
+    """What `hpml profile` measured on the devices here, if the plan is for them and `costs` allows it.
+
+    graph: hash of the graph that is planned.
+
+    Raises BadInput if costs="measured" and there is nothing.
+    """
+    if options.costs == "roofline" or (options.costs == "auto" and options.cluster is not None):
+        return None
+    kind, group = cluster.device.kind, cluster.groups[0]
+    if kind == "cuda" and not torch.cuda.is_available():
+        return None
+    with MeasurementCache() as cache:
+        found = Measurements.load(cache, sharing_key(kind, group.devices_per_node), graph)
+        points = read_points(cache, device_key(kind))
+    if found is None and not points:
+        if options.costs == "measured":
+            raise BadInput("nothing was measured on the devices of this plan", "option costs",
+                           "run `hpml profile TARGET` on as many ranks as the plan has (under torchrun), or leave out costs")
+        return None
+    name = torch.cuda.get_device_name() if kind == "cuda" else ""
+    collectives = MeasuredCollectives(points, lambda g: g.axis(kind, name), cluster.world_size) if points else None
+    return Measured(found or Measurements(), collectives)
+
+
+def local_ranks() -> int:
+    """Ranks of the present process group on this host; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1

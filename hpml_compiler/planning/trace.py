@@ -1,0 +1,136 @@
+"""Trace the joint graph of a model without running it: no devices, no memory for its weights, meta tensors too."""
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.lowering import decompositions
+from hpml_compiler.planning.trace_errors import check_batch, check_products, not_traceable
+from hpml_compiler.runtime.parameters import parameter_name
+from passes import compat
+from passes.errors import BadInput
+from passes.graph.interface import GraphInput, kind_of_input
+
+
+@dataclass
+class Traced:
+    """Joint graph, its inputs in the order of the Dynamo graph, and the number of its forward outputs."""
+
+    gm: GraphModule
+    inputs: list[GraphInput]
+    forward_outputs: int
+    seconds: float
+
+
+class _Stop(Exception):
+    """Ends compilation once the joint graph is there."""
+
+
+def call_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
+    """A batch as arguments: a mapping by name, a tuple or list by position, anything else as the only one."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def trace(model: nn.Module, batch: Any, compiler: str = "inductor") -> list[Traced]:
+    """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler.
+
+    Real, fake and meta tensors are taken alike: weights and batch are replaced by fake ones on the device that they are
+    on (meta: cpu, since on meta the loss has no gradient). Raises BadInput if nothing is differentiable.
+    """
+    check_batch(batch)
+    start = time.perf_counter()
+    found: list[Traced] = []
+
+    def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
+        sources = compat.input_sources(gm)
+        inputs = []
+        for value, source in zip(examples, sources, strict=True):
+            kind = kind_of_input(value, "" if source is None else compat.source_name(source))
+            trainable = bool(getattr(value, "requires_grad", False))
+            inputs.append(GraphInput(parameter_name(source), kind, trainable, placeable=kind == "parameter"))
+
+        def partition(joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            found.append(Traced(joint, inputs, num_fwd_outputs, time.perf_counter() - start))
+            raise _Stop
+
+        return compat.aot_autograd(
+            fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=decompositions(compiler)
+        )(gm, examples)
+
+    torch.compiler.reset()
+    with _fake_weights(model), compat.quiet_dynamo():
+        args, kwargs = call_arguments(_fake(batch))
+        try:
+            torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+        except Exception as error:
+            if not found:
+                raise not_traceable(model, batch, error) from error
+        finally:
+            torch.compiler.reset()
+    if not found:
+        raise BadInput(_why_no_gradient(model), where=type(model).__name__,
+                       next_step="give a model whose output, such as a loss, depends on a parameter that is trained")
+    for traced in found:
+        check_products(traced.gm, model)
+    return found
+
+
+def _why_no_gradient(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    if not parameters:
+        return "the model has no parameters, so there is no training step to plan"
+    if not any(parameter.requires_grad for parameter in parameters):
+        return "all parameters of the model are frozen, so there is no training step to plan"
+    return "nothing that the model returns has a gradient, so there is no training step to plan"
+
+
+def _fake(value: Any) -> Any:
+    mode = compat.tracing_fake_mode()
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        device = "cpu" if x.device.type == "meta" else x.device
+        with mode:
+            return torch.zeros(x.shape, dtype=x.dtype, device=device).requires_grad_(x.requires_grad)
+
+    return compat.pytree.tree_map(convert, value)
+
+
+@contextlib.contextmanager
+def _fake_weights(model: nn.Module) -> Iterator[None]:
+    """The model with fake parameters and buffers, ties kept; the real ones come back at the end."""
+    mode = compat.tracing_fake_mode()
+    fakes: dict[int, torch.Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, value in table.items():
+                    if value is None:
+                        continue
+                    if id(value) not in fakes:
+                        device = "cpu" if value.device.type == "meta" else value.device
+                        with mode:
+                            fake = torch.empty_strided(
+                                value.shape, value.stride(), dtype=value.dtype, device=device)
+                        is_parameter = isinstance(value, nn.Parameter)
+                        fakes[id(value)] = nn.Parameter(fake, value.requires_grad) if is_parameter else fake
+                    before.append((table, name, value))
+        for table, name, value in before:
+            table[name] = fakes[id(value)]
+        yield
+    finally:
+        for table, name, value in before:
+            table[name] = value

@@ -1,0 +1,76 @@
+"""What a record lists, and under which names: parameters and arguments are called as the user calls them."""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpml_compiler.plans.schema import ROOT
+from passes.analysis.blocks import assign_modules
+from passes.graph.interface import GraphInput
+from passes.graph.placement_graph import block_class
+from passes.partition.build import PlacementProblem
+from passes.partition.groups import Cluster
+
+if TYPE_CHECKING:
+    from hpml_compiler.planning.plan_graph import Annotated
+
+
+@dataclass(frozen=True)
+class Listing:
+    """clusters: by class, those that are listed. values, blocks: names by index of the value and of the operation.
+
+    A value of an operation that is not listed has the name of the listed one that stands for it.
+    """
+
+    clusters: dict[int, list[Cluster]]
+    values: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
+def listing(annotated: Annotated, problem: PlacementProblem, once: bool) -> Listing:
+    """The listing of a whole graph, or of one cluster per class (`once`)."""
+    clusters = _one_per_class(problem) if once else {}
+    stands_for: dict[int, int] = {}
+    for c in problem.clusters:
+        number = problem.cluster_class[c.index]
+        if once:
+            stands_for.update(zip(c.operations, clusters[number][0].operations, strict=True))
+        else:
+            clusters.setdefault(number, []).append(c)
+    operations = annotated.graph.operations
+    inputs = input_names(annotated.interface.positions, annotated.inputs, {op.name for op in operations})
+    modules = {node.name: path for node, path in assign_modules(annotated.gm).items()}
+    return Listing(
+        clusters,
+        tuple(inputs.get(v.name, v.name) if v.producer is None else operations[stands_for.get(v.producer, v.producer)].name
+              for v in annotated.graph.values),
+        tuple(op.block or modules[op.name] or ROOT for op in operations),
+    )
+
+
+def _one_per_class(problem: PlacementProblem) -> dict[int, list[Cluster]]:
+    """Of each class, the cluster in the first of the equal blocks if it has one, so that one layer is listed whole."""
+    first: dict[str, str] = {}
+    found: dict[int, list[Cluster]] = {}
+    for c in problem.clusters:
+        block = first.setdefault(block_class(c.block), c.block)
+        listed = found.setdefault(problem.cluster_class[c.index], [c])
+        if c.block == block != listed[0].block:
+            listed[0] = c
+    return found
+
+
+def input_names(positions: Mapping[str, int], inputs: Sequence[GraphInput], taken: set[str]) -> dict[str, str]:
+    """Placeholder -> the user's name of that parameter or argument, where one is known that no operation has (`taken`)."""
+    names = {placeholder: _user_name(inputs[position]) for placeholder, position in positions.items()}
+    return {placeholder: name for placeholder, name in names.items() if name and name not in taken}
+
+
+def _user_name(described: GraphInput) -> str:
+    """`L['batch']['ids']`, as Dynamo calls an argument, to `batch['ids']`."""
+    if described.kind == "parameter":
+        return described.name
+    found = re.fullmatch(r"[LG]\['(\w+)'\](.*)", described.name) if described.kind == "batch" else None
+    return "".join(found.groups()) if found else ""

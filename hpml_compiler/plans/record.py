@@ -1,0 +1,277 @@
+"""The record of an answer: from layouts and indices to names, strings and bytes."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpml_compiler.plans.left_whole import left_whole
+from hpml_compiler.plans.listing import Listing, listing
+from hpml_compiler.plans.schema import (
+    DecisionRecord,
+    GraphPlan,
+    MemoryBytes,
+    Objective,
+    OperationPlan,
+    ParameterPlan,
+    PredictedCost,
+    Redistribution,
+    SolverReport,
+    Step,
+)
+from passes.costs.prices import MeshPrices
+from passes.graph.decision import Route
+from passes.graph.layouts import Layout, local_bytes, parse_layout
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.machine.mesh import Mesh
+from passes.partition.choices import operation_share
+from passes.partition.groups import Cluster
+from passes.partition.place import Placed
+from passes.partition.redistribution import change
+from passes.partition.reprice import boundary, compute_us
+from passes.rules.base import format_placement
+from passes.solve.problem import Edge
+
+if TYPE_CHECKING:
+    from hpml_compiler.planning.plan_graph import Annotated
+
+SHORTENED = "shortened:"
+"""Prefix of the hash of a graph with fewer layers than its model."""
+
+
+def placements(layout: Layout) -> tuple[str, ...]:
+    return tuple(format_placement(p) for p in layout)
+
+
+def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, seconds: Mapping[str, float],
+               prices: MeshPrices, shortened: bool = False, objective: Objective = "time", energy_j: float | None = None,
+               ) -> GraphPlan:
+    """Record of an answer, its `cost` in µs whatever the `objective` was. `energy_j`: of its kernels and collectives, on
+    all devices; they wait through what else a call takes. `shortened`: the graph has fewer layers than the model, so one
+    of each class is listed with its multiplicity in the model, and the plan cannot be passed back (its hash says so)."""
+    graph, cost, solution = annotated.graph, answer.cost, answer.solution
+    overhead_us = prices.overhead_us * (2 if annotated.interface.training else 1)
+    if energy_j is not None:
+        energy_j += overhead_us * 1e-6 * mesh.device.idle_power_w * mesh.size
+    listed = listing(annotated, answer.problem, once=shortened)
+    peak = cost.held_bytes + _largest_transient(graph, answer)
+    return GraphPlan(
+        graph_hash=(SHORTENED if shortened else "") + annotated.hash(),
+        name=name,
+        training=annotated.interface.training,
+        mesh=dict(zip(mesh.names, mesh.shape)),
+        parameters=_parameters(annotated, answer, listed),
+        operations=_operations(graph, mesh, answer, prices, listed),
+        redistributions=(
+            *(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices, listed),
+            *_reductions(graph, mesh, answer, prices, listed, shortened),
+        ),
+        left_whole=tuple(left_whole(annotated, mesh, listed)),
+        predicted=PredictedCost(
+            step_time_us=cost.step_us + overhead_us, overhead_us=overhead_us, compute_us=cost.compute_us,
+            communication_us=cost.communication_us, optimizer_us=cost.optimizer_us, energy_j=energy_j,
+            energy_label=None if energy_j is None else "estimated",
+        ),
+        memory=MemoryBytes(
+            parameters=round(cost.parameter_bytes), gradients=round(cost.gradient_bytes),
+            optimizer=round(cost.optimizer_bytes), activations=round(cost.activation_bytes), peak=round(peak),
+        ),
+        solver=SolverReport(
+            status=solution.status, objective_us=solution.objective_us, bound_us=solution.bound_us, gap=solution.gap,
+            variables=solution.variables, binaries=solution.binaries, constraints=solution.constraints,
+            seconds=solution.seconds, solver=solution.solver, objective=objective,
+        ),
+        seconds=dict(seconds),
+        multiplicity={
+            e.name: e.multiplicity for e in answer.solved.entities if e.kind == "operations"
+        } if shortened else {},
+        decisions={
+            entity: DecisionRecord(inputs=tuple(inputs), outputs=tuple(outputs))
+            for entity, (inputs, outputs) in answer.problem.pins(solution).items()
+        },
+        tangents={value.name: value.bytes for value in graph.values if value.kind == "tangent"},
+        rows=_rows(graph),
+    )
+
+
+def _rows(graph: PlacementGraph) -> int | None:
+    """The size of dim 0 that the batch's tensors share."""
+    sizes = {value.spec.shape[0] for value in graph.values if value.kind == "batch" and value.spec.shape}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _largest_transient(graph: PlacementGraph, answer: Placed) -> float:
+    """Bytes of the largest call's operands and results that are not held through the step."""
+    largest = 0.0
+    for op in graph.operations:
+        rows = answer.decision.operations[op.index]
+        pairs = [*zip(op.inputs, rows.inputs), *zip(op.outputs, rows.made)]
+        largest = max(largest, sum(
+            local_bytes(graph.values[v], p, answer.decision.sizes) for v, p in pairs if v not in answer.problem.saved))
+    return largest
+
+
+def _parameters(annotated: Annotated, answer: Placed, listed: Listing) -> dict[str, ParameterPlan]:
+    found = {}
+    named = {value.name: listed.values[value.index] for value in annotated.graph.values}
+    gradients = {parameter: named.get(node.name, "") for node, parameter in annotated.interface.outputs if parameter}
+    for v, layout in answer.decision.inputs.items():
+        value = annotated.graph.values[v]
+        if value.kind == "parameter":
+            found[annotated.interface.names[value.name]] = ParameterPlan(
+                shape=value.spec.shape, dtype=value.spec.dtype, placements=placements(layout),
+                trainable=value.trainable, bytes_whole=value.bytes,
+                bytes_per_device=round(local_bytes(value, layout, answer.decision.sizes)),
+                gradient=gradients.get(value.name, "") if value.trainable else "",
+            )
+    return found
+
+
+def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
+                ) -> dict[str, OperationPlan]:
+    found: dict[int, OperationPlan] = {}
+    for number, clusters in listed.clusters.items():
+        entity = answer.problem.classes[number]
+        for c in clusters:
+            heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
+            cost_us = compute_us(graph, c, answer.decision, prices)
+            for i in c.operations:
+                op, rows = graph.operations[i], answer.decision.operations[i]
+                found[i] = OperationPlan(
+                    op=op.target, block=listed.blocks[i], backward=op.backward, class_id=entity.name,
+                    inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
+                    # A cluster is priced as one: its heavy operations carry the cost.
+                    predicted_us=cost_us / len(heavy) if i in heavy else 0.0,
+                    sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, c, op, i in heavy),
+                )
+    return {graph.operations[i].name: found[i] for i in sorted(found)}
+
+
+def _priced_by(graph: PlacementGraph, answer: Placed, c: Cluster, op: Operation, carries: bool) -> dict[str, Any]:
+    """What the cost of an operation follows from, on one device: see `OperationPlan`."""
+    sizes, at = answer.decision.sizes, answer.decision.operations[op.index]
+
+    def local(values: Iterable[tuple[int, Layout]]) -> float:
+        return sum(local_bytes(graph.values[v], layout, sizes) for v, layout in values)
+
+    moved = flops = 0.0
+    if op.heavy:
+        moved = local(zip((*op.inputs, *op.outputs), at.inputs + at.made))
+        flops = op.flops * operation_share(at, sizes)
+    elif carries and any(graph.operations[i].kind != "view" for i in c.operations):
+        moved = local(boundary(graph, c, answer.decision))
+    first = graph.values[op.outputs[0]] if op.outputs else None
+    return {
+        "kind": op.kind if op.heavy else "pointwise" if moved else "view",
+        "dtype": first.spec.dtype if first else "float32", "flops": flops, "bytes_moved": moved,
+        "result_bytes": tuple(round(local([(v, layout)])) for v, layout in zip(op.outputs, at.outputs)),
+        "saved": tuple(v in answer.problem.saved for v in op.outputs),
+    }
+
+
+def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
+                     ) -> list[Redistribution]:
+    readers = _readers(graph, answer)
+    found = []
+    for way in answer.problem.paid_ways(answer.decision, answer.solution):
+        if way.start == way.stop:
+            continue
+        route, value = way.route, graph.values[way.route.value]
+        layouts = [route.layout(k) for k in range(way.start, way.stop + 1)]
+        found.append(Redistribution(
+            value=listed.values[route.value], shape=value.spec.shape, dtype=value.spec.dtype,
+            consumer=readers.get((route.value, route), ""), source=placements(layouts[0]),
+            target=placements(layouts[-1]), steps=_steps(value, layouts, mesh, answer, prices, way.gradient),
+        ))
+    return found
+
+
+def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
+             operations: Sequence[int], multiplicity: int = 1) -> list[Redistribution]:
+    """Small partial sums that these operations reduce right where they make them, inside a cluster."""
+    found = []
+    for i in operations:
+        op, rows = graph.operations[i], answer.decision.operations[i]
+        for v, made, after in zip(op.outputs, rows.made, rows.outputs):
+            value, held = graph.values[v], local_bytes(graph.values[v], made, answer.decision.sizes)
+            steps = [
+                Step(collective="all_reduce", axis=mesh.names[axis], bytes=max(round(held), 1),
+                     predicted_us=prices.collective_us("all_reduce", axis, held))
+                for axis in range(len(made)) if made[axis] != after[axis]
+            ]
+            if steps:
+                found.append(Redistribution(
+                    value=listed.values[v], shape=value.spec.shape, dtype=value.spec.dtype, consumer=op.name,
+                    source=placements(made), target=placements(after), steps=tuple(steps), multiplicity=multiplicity,
+                ))
+    return found
+
+
+def _reductions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing, once: bool,
+                ) -> list[Redistribution]:
+    """Those of the clusters that are listed, with their multiplicity if one stands for its class."""
+    found: list[Redistribution] = []
+    for number, clusters in listed.clusters.items():
+        count = answer.solved.entities[number].multiplicity if once else 1
+        for c in clusters:
+            found += _reduced(graph, mesh, answer, prices, listed, c.operations, count)
+    return found
+
+
+def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
+                           ) -> list[Redistribution]:
+    """One per class of edges, with its multiplicity."""
+    by_name = {value.name: value for value in graph.values}
+    found = []
+    for edge, path in zip(answer.solved.edges, answer.solution.paths, strict=True):
+        if not path or not edge.multiplicity:
+            continue
+        value = by_name[edge.name]
+        layouts = [parse_layout(label) for label in (path[0].source, *(arc.target for arc in path))]
+        gradient = answer.problem.classes[edge.target].kind == "parameter"
+        read, consumer = _end(graph, answer, listed, edge) or (value.index, "")
+        # The parameter is that of the layer that is listed; a result comes from the edge's source, which the listed
+        # consumer need not be next to: the first layer stands for those that read the layer before.
+        name = listed.values[read if value.producer is None else value.index]
+        found.append(Redistribution(
+            value=name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(layouts[0]),
+            consumer=consumer, target=placements(layouts[-1]), multiplicity=edge.multiplicity,
+            steps=_steps(value, layouts, mesh, answer, prices, gradient),
+        ))
+    return found
+
+
+def _end(graph: PlacementGraph, answer: Placed, listed: Listing, edge: Edge) -> tuple[int, str] | None:
+    """The value that comes to a listed operation along an edge, if need be through copies that several share, and the
+    name of that operation; None where the graph's output or the optimizer is at the end."""
+    if edge.target in listed.clusters:
+        (c,) = listed.clusters[edge.target]
+        v = c.inputs[edge.target_port]
+        return v, next(graph.operations[i].name for i in c.operations if v in graph.operations[i].inputs)
+    ends = (_end(graph, answer, listed, e) for e in answer.solved.edges
+            if e.source == edge.target and answer.problem.classes[edge.target].kind in ("kept", "shared"))
+    return next((end for end in ends if end is not None), None)
+
+
+def _steps(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: Placed, prices: MeshPrices, gradient: bool,
+           ) -> tuple[Step, ...]:
+    """One per pair of layouts that follow each other."""
+    bucket_bytes = answer.problem.bucket_bytes if gradient else 0.0
+    steps = []
+    for layout, after in itertools.pairwise(layouts):
+        (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
+        step = change(value, layout, axis, after[axis], answer.decision.sizes, prices, bucket_bytes)
+        assert step is not None, "routes consist of legal steps"
+        steps.append(Step(collective=step.collective, axis=mesh.names[axis], predicted_us=step.cost_us,
+                          bytes=0 if step.collective == "slice" else max(round(step.bytes), 1)))
+    return tuple(steps)
+
+
+def _readers(graph: PlacementGraph, answer: Placed) -> dict[tuple[int, Route], str]:
+    """Some operation that reads a value at the end of a way."""
+    readers: dict[tuple[int, Route], str] = {}
+    for (index, _), route in answer.decision.routes.items():
+        for stop in range(len(route.hops) + 1):
+            key = (route.value, Route(route.value, route.source, route.hops[:stop]))
+            readers.setdefault(key, graph.operations[index].name)
+    return readers

@@ -1,0 +1,69 @@
+"""What was decided, in the words of the rewrite: layouts of operations, and the way of every value to its readers."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from passes.graph.layouts import Layout
+
+
+@dataclass(frozen=True)
+class OperationLayouts:
+    """Layouts of one operation: what it reads, what it makes, and that after reductions at once."""
+
+    inputs: tuple[Layout, ...]
+    made: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One redistribution step of a value, done in the forward or the backward part of the step."""
+
+    layout: Layout
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Route:
+    """Layouts that a value passes on its way from where it is made (or stored) to one reader, source excluded."""
+
+    value: int
+    source: Layout
+    hops: tuple[Hop, ...] = ()
+
+    @property
+    def target(self) -> Layout:
+        return self.layout(len(self.hops))
+
+    def layout(self, after: int) -> Layout:
+        """The layout after that many hops."""
+        return self.hops[after - 1].layout if after else self.source
+
+
+@dataclass(frozen=True)
+class Way:
+    """A part of a route that is paid for by itself: the hops from `start` up to `stop`, which is where the route ends.
+
+    saved: its end is what backward finds of a forward value. gradient: its end is the gradient that the optimizer
+    takes, so that its reductions go into buckets.
+    """
+
+    route: Route
+    start: int
+    stop: int
+    saved: bool
+    gradient: bool
+
+
+@dataclass
+class Decision:
+    """`sizes`: of the mesh axes. Keys are indices into the `PlacementGraph`."""
+
+    sizes: tuple[int, ...]
+    inputs: dict[int, Layout] = field(default_factory=dict)
+    """Graph input -> layout in which the runtime hands it in."""
+    operations: dict[int, OperationLayouts] = field(default_factory=dict)
+    routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+    """(operation, operand position) -> route."""
+    outputs: list[Route] = field(default_factory=list)
+    """Route of every output of the graph, in order."""

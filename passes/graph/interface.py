@@ -1,0 +1,119 @@
+"""What goes in and out of a joint graph, in the words of the model: parameters, buffers, data, gradients."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes import compat
+from passes.compat import pytree
+from passes.graph.layouts import Layout
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One input of the Dynamo graph.
+
+    name: dotted name of a parameter or buffer, else an expression. kind: one of `GRAPH_INPUT_KINDS`. placeable: a
+    parameter that the runtime can store in parts. stored: layout that it has already, on the mesh in use.
+    """
+
+    name: str
+    kind: str
+    trainable: bool = False
+    placeable: bool = False
+    stored: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Roles of the placeholders and outputs of one joint (or forward) graph, by node name."""
+
+    kinds: Mapping[str, str]
+    """Placeholder -> kind; what is not a parameter that can be placed counts as "buffer", "batch" or "constant"."""
+    names: Mapping[str, str]
+    """Placeholder of a parameter -> its dotted name."""
+    trainable: Mapping[str, bool]
+    stored: Mapping[str, Layout]
+    positions: Mapping[str, int]
+    """Placeholder -> position among the inputs of the Dynamo graph."""
+    outputs: tuple[tuple[Node, str | None], ...]
+    """Returned tensors in order, with the placeholder of the parameter whose gradient each is."""
+    forward_outputs: int
+    training: bool
+
+
+def _position(node: Node, order: int) -> int:
+    descriptor = node.meta.get("desc")
+    return getattr(descriptor, "idx", order) if descriptor is not None else order
+
+
+def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None) -> Interface:
+    """Match the graph's placeholders with the inputs they stand for. `forward_outputs` is None for a forward graph."""
+    kinds: dict[str, str] = {}
+    names: dict[str, str] = {}
+    trainable: dict[str, bool] = {}
+    stored: dict[str, Layout] = {}
+    positions: dict[str, int] = {}
+    primals: list[Node] = []
+    tokens = 0
+    for order, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if node.name.startswith("tangents"):
+            kinds[node.name] = "tangent"
+            continue
+        if compat.is_effect_token(node):  # AOTAutograd's own, before the inputs; no gradient is returned for it
+            kinds[node.name] = "constant"
+            tokens += 1
+            continue
+        primals.append(node)
+        position = _position(node, order - tokens)
+        described = inputs[position]
+        positions[node.name] = position
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        kind = described.kind
+        if kind == "parameter" and not described.placeable and described.stored is None:
+            kind = "buffer"
+        kinds[node.name] = kind
+        if kind == "parameter":
+            names[node.name] = described.name
+            trainable[node.name] = described.trainable
+        if described.stored is not None:
+            stored[node.name] = described.stored
+    (output,) = gm.graph.find_nodes(op="output")
+    results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None or isinstance(x, Node))
+    split = len(results) if forward_outputs is None else forward_outputs
+    returned: list[tuple[Node, str | None]] = []
+    for k, node in enumerate(results):
+        if not isinstance(node, Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        owner = primals[k - split].name if k >= split else None
+        returned.append((node, owner if owner in names else None))
+    return Interface(kinds, names, trainable, stored, positions, tuple(returned), split, forward_outputs is not None)
+
+
+def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:
+    """Positions of the inputs that the graph returns as they are, or a view of, among its forward outputs."""
+    (output,) = gm.graph.find_nodes(op="output")
+    results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None or isinstance(x, Node))
+    returned = {_memory(node) for node in results[:forward_outputs]} - {None}
+    return {_position(node, order) for order, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+            if not node.name.startswith("tangents") and _memory(node) in returned}
+
+
+def _memory(node: Any) -> int | None:
+    """Identifies the memory behind a tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def kind_of_input(value: Any, source: str) -> str:
+    """Kind of a graph input from its value and where Dynamo found it."""
+    if isinstance(value, torch.nn.Parameter):
+        return "parameter"
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return "constant"
+    return "buffer" if "_buffers" in source else "batch"

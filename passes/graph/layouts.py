@@ -1,0 +1,46 @@
+"""Layouts: the placement of a value on every mesh axis, and what one rank then holds."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.graph.placement_graph import Value
+from passes.rules.base import Placement, format_placement, parse_placement
+
+Layout = tuple[Placement, ...]
+"""One placement per mesh axis. Where several axes split one factor, earlier axes are the outer ones, as in DTensor."""
+
+
+def format_layout(layout: Layout) -> str:
+    return ",".join(format_placement(p) for p in layout)
+
+
+def parse_layout(text: str) -> Layout:
+    """Inverse of `format_layout`; raises ValueError."""
+    return tuple(parse_placement(t) for t in text.split(",")) if text else ()
+
+
+def legal(value: Value, layout: Layout, sizes: tuple[int, ...]) -> bool:
+    """Whether every split factor divides by the axes that split it."""
+    split: dict[tuple[int, int], int] = {}
+    for p, n in zip(layout, sizes):
+        if isinstance(p, tuple):
+            split[p] = split.get(p, 1) * n
+    return all(value.factors[d][k] % n == 0 for (d, k), n in split.items())
+
+
+def local_shape(value: Value, layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Shape of the part of a value that one rank holds, in a layout that is `legal`."""
+    shape = list(value.spec.shape)
+    for p, n in zip(layout, sizes):
+        if isinstance(p, tuple):
+            shape[p[0]] //= n
+    return tuple(shape)
+
+
+def local_bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> float:
+    """Bytes that one rank holds."""
+    share = 1
+    for p, n in zip(layout, sizes):
+        if isinstance(p, tuple):
+            share *= n
+    return value.bytes / share

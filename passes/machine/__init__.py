@@ -1,0 +1,1 @@
+"""The machines that a plan is for: devices, links, clusters, and meshes of their devices."""

@@ -1,0 +1,1 @@
+"""How a batch is shared out among groups of unlike devices."""

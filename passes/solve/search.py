@@ -1,0 +1,178 @@
+"""Solves a partition problem: reduce, relax, round, and branch only if that leaves a gap; every answer is verified."""
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from passes.solve import ilp, solvers, verify
+from passes.solve.infeasible import explain
+from passes.solve.problem import Problem, Solution
+from passes.solve.reduce import NoAssignment, Reduced, cap, reduce
+from passes.solve.rounding import rounded
+from passes.solve.solvers import SolverOptions
+
+_ROUNDING = 1e-9  # relative gap of sums of floats added up in another order
+_TOLERANCE = 1e-6  # relative gap that a solver's own tolerances leave of a proof
+
+
+def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff_us: float | None = None) -> Solution:
+    """The cheapest assignment of `problem`, proven within `options.gap` if the time suffices, and verified.
+
+    cutoff_us: an assignment that costs more is of no use; when the bound of the reduction or of the relaxation says
+    that all do, the answer is "no_solution" with that bound.
+    Raises `Infeasible` if no assignment meets every edge and the budget; where a larger budget would do, the error has
+    the attribute `smallest_budget_bytes`. Raises `BadInput` for solver options and `MissingDependency` for a solver
+    that is not installed.
+    """
+    options = options or SolverOptions()
+    began = time.perf_counter()
+    try:
+        return _find(problem, options, math.inf if cutoff_us is None else cutoff_us)
+    except NoAssignment:
+        left_s = options.seconds - (time.perf_counter() - began)
+        raise explain(problem, replace(options, gap=0.0, time_limit_s=max(left_s, 1.0)), _find) from None
+
+
+def _find(problem: Problem, options: SolverOptions, cutoff_us: float = math.inf) -> Solution:
+    """Like `solve`, but raises `NoAssignment` where that raises `Infeasible`."""
+    solution = _Search(problem, options, solvers.check_options(options), time.perf_counter()).run(cutoff_us)
+    verify.check(problem, solution)
+    return solution
+
+
+@dataclass
+class _Search:
+    """One run of `solve`; remembers the best assignment and bound so far."""
+
+    problem: Problem
+    options: SolverOptions
+    solver: str
+    began: float
+    model: ilp.Model | None = None
+    best: list[int] | None = None
+    best_us: float = math.inf
+    bound_us: float = 0.0
+    integral_relaxation: bool = False
+
+    def run(self, cutoff_us: float) -> Solution:
+        reduced = reduce(self.problem)
+        self._raise_bound(reduced.lower_bound_us)
+        if self.bound_us <= cutoff_us:
+            self._offer(reduced, rounded(reduced))
+            if self.best is not None:
+                self.best = cap(reduced, self.best, self.best_us)
+                self._raise_bound(reduced.lower_bound_us)
+            if any(len(left) > 1 for left in reduced.candidates):
+                self._use_solver(reduced, cutoff_us)
+            elif self.best is None:
+                raise NoAssignment
+        if self.bound_us > cutoff_us:
+            self.best, self.best_us = None, math.inf
+        return self._solution(reduced)
+
+    def _use_solver(self, reduced: Reduced, cutoff_us: float) -> None:
+        if self._done(self.options.gap):
+            return
+        self.model = ilp.build(reduced, None if self.best is None else self.best_us)
+        self._relax(self.model)
+        if self.bound_us <= cutoff_us and not self._done(self.options.gap):
+            self._branch(self.model)
+
+    def _relax(self, model: ilp.Model) -> None:
+        """Solve the relaxation, for its bound and for the assignments near it."""
+        outcome = self._solver_run(model, integer=False)
+        if outcome.state == "infeasible" and self.best is None:
+            raise NoAssignment
+        if outcome.state != "optimal":
+            return
+        self._raise_bound(model.objective_us())
+        picked = model.picked()
+        self._offer(model.reduced, picked)
+        self.integral_relaxation = model.is_integral() and self._done(0.0)
+        if not self._done(0.0):
+            self._offer(model.reduced, rounded(model.reduced, picked))
+
+    def _branch(self, model: ilp.Model) -> None:
+        """Solve the integer program, again where its solution fits the budget only within the solver's tolerance."""
+        while self._seconds_left() > 0:
+            outcome = self._solver_run(model, integer=True)
+            if outcome.state == "infeasible" and self.best is None:
+                raise NoAssignment
+            if outcome.bound is not None and math.isfinite(outcome.bound):
+                self._raise_bound(outcome.bound * model.unit_us)
+            if outcome.state in ("infeasible", "unknown"):
+                return
+            picked = model.picked()
+            if self._fits(model.reduced, picked):
+                self._offer(model.reduced, picked)
+                if outcome.state == "optimal" and outcome.bound is None:
+                    self._raise_bound(model.objective_us() * (1 - self.options.gap))
+                return
+            ilp.cover(model, picked)
+
+    def _solver_run(self, model: ilp.Model, integer: bool) -> solvers.Outcome:
+        model.set_integer(integer)
+        start = self.best if integer else None
+        if start is not None:
+            model.set_values(start)
+        return solvers.run(model.program, self.options, integer=integer, start=start is not None,
+                           time_limit_s=max(self._seconds_left(), 0.1))
+
+    def _seconds_left(self) -> float:
+        return self.options.seconds - (time.perf_counter() - self.began)
+
+    def _fits(self, reduced: Reduced, picked: list[int]) -> bool:
+        budget = self.problem.budget_bytes
+        return budget is None or self.problem.held_bytes(reduced.original(picked)) <= budget
+
+    def _offer(self, reduced: Reduced, picked: list[int] | None) -> None:
+        """Remember `picked` if it is an assignment, within the budget, and better than the best so far."""
+        if picked is not None and self._fits(reduced, picked):
+            objective_us = self._objective_us(reduced, picked)
+            if objective_us < self.best_us:
+                self.best, self.best_us = list(picked), objective_us
+
+    def _objective_us(self, reduced: Reduced, picked: list[int]) -> float:
+        """Exact, from the problem's own numbers; inf if an edge has no path."""
+        chosen = reduced.original(picked)
+        terms = [entity.multiplicity * entity.choices[choice].cost_us
+                 for entity, choice in zip(self.problem.entities, chosen, strict=True)]
+        for edge, paths in zip(self.problem.edges, reduced.paths, strict=True):
+            source = paths.index[self.problem.supplied(edge, chosen[edge.source])]
+            target = paths.index[self.problem.demanded(edge, chosen[edge.target])]
+            cost = float(paths.cost[source, target])
+            terms.append(edge.multiplicity * cost if math.isfinite(cost) else cost)
+        return math.fsum(terms)
+
+    def _raise_bound(self, bound_us: float) -> None:
+        self.bound_us = max(self.bound_us, bound_us)
+
+    def _done(self, gap: float) -> bool:
+        return self.best is not None and self.best_us - self.bound_us <= max(gap, _ROUNDING) * self.best_us
+
+    def _solution(self, reduced: Reduced) -> Solution:
+        chosen = () if self.best is None else reduced.original(self.best)
+        paths = [
+            table.path(self.problem.supplied(edge, chosen[edge.source]),
+                       self.problem.demanded(edge, chosen[edge.target]))
+            for edge, table in zip(self.problem.edges, reduced.paths, strict=True)
+        ] if self.best is not None else []
+        within_gap = self._done(max(self.options.gap, _TOLERANCE))
+        proven = self.best is not None and abs(self.best_us - self.bound_us) <= _TOLERANCE * self.best_us
+        gap = 0.0 if proven else 1.0 if self.best is None else (self.best_us - self.bound_us) / self.best_us
+        return Solution(
+            status="no_solution" if self.best is None else "optimal" if within_gap else "feasible",
+            chosen=chosen,
+            paths=tuple(paths),
+            objective_us=self.best_us,
+            bound_us=self.best_us if proven else self.bound_us,
+            gap=gap,
+            held_bytes=self.problem.held_bytes(chosen) if self.best is not None else math.inf,
+            variables=self.model.variables if self.model else 0,
+            binaries=self.model.binaries if self.model else 0,
+            constraints=self.model.constraints if self.model else 0,
+            seconds=time.perf_counter() - self.began,
+            solver=self.solver,
+            integral_relaxation=self.integral_relaxation,
+        )

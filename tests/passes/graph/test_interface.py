@@ -1,0 +1,31 @@
+"""A joint graph and the inputs of its Dynamo graph -> which placeholder and which output stands for what."""
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from passes.graph.interface import GraphInput, describe
+from tests.passes.joint import joint_graph
+
+
+class Solves(nn.Module):
+    """torch.linalg checks its result: an effect, for which the graph has one more input, the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return torch.linalg.solve(self.a, x) * self.b
+
+
+def test_a_token_of_effects_is_no_input_of_the_model():
+    joint, forward_outputs = joint_graph(Solves(), (torch.randn(4, 3),))
+    values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    assert [tuple(value.shape) for value in values[:-1]] == [(0,), (4, 4), (4, 3), (3,)]  # then the tangent
+    inputs = [GraphInput("a", "parameter", True, True), GraphInput("x", "batch"), GraphInput("b", "parameter", True, True)]
+    interface = describe(joint, inputs, forward_outputs)
+    assert {interface.names[name]: tuple(node.meta["val"].shape) for name in interface.names
+            for node in joint.graph.nodes if node.name == name} == {"a": (4, 4), "b": (3,)}
+    assert {interface.names[owner]: tuple(node.meta["val"].shape) for node, owner in interface.outputs if owner} == {
+        "a": (4, 4), "b": (3,)}, "each gradient belongs to its parameter"

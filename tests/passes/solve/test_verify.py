@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.solve import Arc, Choice, Edge, Entity, Problem, Solution, VerificationError, check, search, solve
+from passes.solve.brute_force import brute_force
+from tests.passes.solve.random_problems import tangled
+
+ARCS = (Arc("S", "P", 1.0), Arc("P", "R", 2.0), Arc("S", "R", 4.0))
+
+
+@pytest.fixture
+def problem() -> Problem:
+    weight = Entity("weight", "parameter", 2, (Choice(1.0, 8.0, (), ("S", "R")), Choice(9.0, 4.0, (), ("R", None))))
+    user = Entity("user", "op", 2, (Choice(5.0, 1.0, ("R", None), ()), Choice(5.0, 1.0, ("R", "R"), ())))
+    return Problem((weight, user), (Edge(0, 0, 1, 0, 2, ARCS, "weight"), Edge(0, 1, 1, 1, 2, ARCS, "aside")), 20.0)
+
+
+@pytest.fixture
+def solution(problem) -> Solution:
+    solution = brute_force(problem)
+    assert (solution.objective_us, solution.held_bytes, solution.paths[0]) == (2 * 9.0, 18.0, ARCS[:2])
+    return solution
+
+
+def test_a_right_solution_passes(problem, solution):
+    check(problem, solution)
+    check(problem, dataclasses.replace(solution, objective_us=solution.objective_us * (1 + 1e-12)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective_us": 18.000001}, r"objective_us: claimed 18.000001, recomputed 18.0"),
+        ({"objective_us": math.nan}, r"objective_us: claimed nan"),
+        ({"held_bytes": 17.0}, r"held_bytes: claimed 17.0, recomputed 18.0"),
+        ({"bound_us": 18.1}, r"bound 18.1 us lies above the objective 18.0"),
+        ({"chosen": (2, 0)}, r"'weight' takes choice 2 of 2"),
+        ({"chosen": (0,)}, r"1 choices and 2 paths for 2 entities and 2 edges"),
+        ({"paths": ((ARCS[2],), ())}, r"cost_us of the path of edge 'weight': claimed 4.0, recomputed 3.0"),
+        ({"paths": ((ARCS[0],), ())}, r"ends at P, demanded is R"),
+        ({"paths": ((), ())}, r"ends at S, demanded is R"),
+        ({"paths": ((ARCS[1],), ())}, r"is at S and has no arc"),
+        ({"paths": ((Arc("S", "R", 3.0),), ())}, r"is at S and has no arc"),
+        ({"paths": (ARCS[:2], (ARCS[1],))}, r"'aside' takes 1 arcs from R to None"),
+        ({"chosen": (1, 1), "paths": ((), ())}, r"'aside' ends at None, demanded is R"),
+    ],
+)
+def test_a_wrong_solution_is_refused_with_its_figures(problem, solution, changes, message):
+    with pytest.raises(VerificationError, match=message):
+        check(problem, dataclasses.replace(solution, **changes))
+
+
+def test_a_budget_exceeded_by_one_byte_is_refused(problem, solution):
+    check(dataclasses.replace(problem, budget_bytes=18.0), solution)
+    with pytest.raises(VerificationError, match="18 bytes are held, the budget is 17"):
+        check(dataclasses.replace(problem, budget_bytes=17.0), solution)
+
+
+def test_no_claim_is_no_error(problem, solution):
+    check(problem, dataclasses.replace(solution, status="no_solution", chosen=(), paths=(), objective_us=math.inf))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6).map(tangled))
+def test_what_brute_force_finds_passes(problem):
+    check(problem, brute_force(problem))
+
+
+def test_every_solve_is_checked(problem, monkeypatch):
+    """An objective that the search got wrong does not leave `solve`."""
+    original = search._Search._objective_us
+    monkeypatch.setattr(search._Search, "_objective_us", lambda *args: original(*args) * 1.0001)
+    with pytest.raises(VerificationError, match="objective_us"):
+        solve(problem)
