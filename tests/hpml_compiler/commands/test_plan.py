@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import hpml_compiler
+from hpml_compiler import planning
 from hpml_compiler.commands import explain as explain_command
 from hpml_compiler.commands import plan as plan_command
 from hpml_compiler.mixed.plan import MixedPlan
@@ -54,7 +54,7 @@ def calls(monkeypatch):
     api = types.ModuleType("hpml_compiler.planning.api")
     api.plan = planner  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hpml_compiler.planning.api", api)
-    monkeypatch.setattr(hpml_compiler, "api", api, raising=False)
+    monkeypatch.setattr(planning, "api", api, raising=False)
     return made
 
 
