@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SIBLINGS = ("analysis", "partition", "transform")
+ABOVE_SCHEDULE = (*SIBLINGS, "rules", "solve", "shares")
 COMPAT = "passes/compat.py"
 
 
@@ -104,6 +105,15 @@ def test_siblings_meet_only_in_annotations(sibling):
              if any(_within(name, other) for other in others)]
     assert not wrong, f"passes/{sibling} may read rules, annotations and the other modules of passes/ itself, but " \
         "not its siblings; hand results over as annotations:\n" + "\n".join(wrong)
+
+
+def test_the_schedule_knows_no_pass_and_no_torch():
+    """What runs when follows from numbers alone, so that the planner, the simulator and the runtime can all ask."""
+    above = ["torch", *(f"passes.{room}" for room in ABOVE_SCHEDULE)]
+    wrong = [f"{file.relative_to(ROOT)}:{line}: imports {name}" for file in _sources("passes/schedule")
+             for line, name, _ in imports(ast.parse(file.read_text()), _module_name(file))
+             if any(_within(name, other) for other in above)]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("package", ["passes", "hpml_compiler"])

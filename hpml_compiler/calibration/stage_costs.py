@@ -15,16 +15,18 @@ from dataclasses import astuple, dataclass, replace
 
 from hpml_compiler.calibration.rows import Row
 from hpml_compiler.plans.plan import Plan
-from hpml_compiler.plans.schema import GraphPlan, Redistribution, Step
-from hpml_compiler.simulate.engine import Task, run
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import Repriced
-from hpml_compiler.simulate.program import FORWARD, Program
-from hpml_compiler.simulate.run import CONTENTION
-from hpml_compiler.simulate.schedules import Stage, pipeline
-from passes.costs import CostModel, RooflineCost
+from hpml_compiler.simulate.step_graph import step_graph
+from passes.costs import RooflineCost
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
-from passes.machine.mesh import Mesh, mesh_from_pin
+from passes.machine.mesh import mesh_from_pin
+from passes.schedule.events import run
+from passes.schedule.lanes import CONTENTION
+from passes.schedule.orders import Stage, pipeline
+from passes.schedule.step_graph import FORWARD
+from passes.schedule.walk import program
 
 FEW, MORE = 4, 8
 """Layers of the two simulations whose difference is that of a layer."""
@@ -101,35 +103,15 @@ def with_layers(graph: GraphPlan, layers: int) -> GraphPlan:
     })
 
 
-class _OneMicrobatch(Repriced):
-    """Prices of one microbatch of many, whose gradients are not reduced and after which no optimizer steps."""
-
-    def __init__(self, graph: GraphPlan, mesh: Mesh, cost: CostModel, part: float):
-        super().__init__(graph, mesh, cost)
-        self.part = part
-
-    def operation_us(self, name: str, part: float = 1.0) -> float:
-        return super().operation_us(name, part * self.part)
-
-    def step_us(self, move: Redistribution, step: Step, part: float = 1.0) -> float:
-        return 0.0 if self.view.is_gradient(move) else super().step_us(move, step, part * self.part)
-
-    def optimizer_us(self) -> float:
-        return 0.0
-
-
 def _times(graph: GraphPlan, cluster: Cluster, row: Row) -> Times:
+    """Gradients are reduced, and the optimizer steps, after the last microbatch: this is one of those before."""
     mesh = mesh_from_pin(graph.mesh, cluster)
-    cost = RooflineCost(mesh.device, mesh)
-    prices, one = Repriced(graph, mesh, cost), _OneMicrobatch(graph, mesh, cost, 1.0 / row.microbatches)
-    entries = Program([graph], [one], microbatches=1, recompute=row.recompute == "full").entries
-    tasks = [Task(e.us, e.stream, tuple(e.after), priority=i) for i, e in enumerate(entries)]
-    spans = run(tasks, [CONTENTION[mesh.device.kind]])
-    forward_us = max((spans.stop_us[i] for i, e in enumerate(entries) if e.kind == FORWARD), default=0.0)
-    reduce_us = sum(
-        prices.step_us(move, step) * move.multiplicity
-        for move in graph.redistributions if prices.view.is_gradient(move) for step in move.steps
-    )
+    one = step_graph(graph, Repriced(graph, mesh, RooflineCost(mesh.device, mesh)), 1.0 / row.microbatches)
+    reduce_us = sum(step.us * move.multiplicity for move in one.moves if move.gradient for step in move.steps)
+    moves = tuple(move for move in one.moves if not move.gradient)
+    made = program([replace(one, moves=moves, optimizer_us=0.0)], recompute=row.recompute == "full")
+    spans = run(made.tasks(overlap=True), [CONTENTION[mesh.device.kind]])
+    forward_us = max((spans.stop_us[i] for i, e in enumerate(made.entries) if e.kind == FORWARD), default=0.0)
     return Times(forward_us, spans.end_us - forward_us, reduce_us)
 
 

@@ -13,7 +13,6 @@ VIEWS = frozenset((
     "detach", "alias", "split", "split_with_sizes", "unbind", "chunk", "narrow", "diagonal", "as_strided",
 ))
 """Operators whose results share the memory of their first operand."""
-REDUCING = ("all_reduce", "reduce_scatter")
 
 
 def itemsize(dtype: str) -> int:
@@ -75,6 +74,11 @@ class LocalView:
             if operation.backward and all(r in found and self.is_view(r) for r in self.readers.get(name, ())):
                 found.add(name)
         return frozenset(found)
+
+    @cached_property
+    def gradient_storages(self) -> frozenset[str]:
+        """The values in whose memory the gradients of parameters are."""
+        return frozenset(self.root(name) for name in self.gradients)
 
     def is_gradient(self, move: Redistribution) -> bool:
         """Whether a redistribution reduces a gradient for the optimizer."""

@@ -5,11 +5,12 @@ import math
 from typing import Protocol
 
 from hpml_compiler.plans.schema import GraphPlan, Redistribution, Step
-from hpml_compiler.simulate.local import REDUCING, LocalView, itemsize
+from hpml_compiler.simulate.local import LocalView, itemsize
 from passes.costs.base import BUCKET_BYTES, CostModel, OptimizerModel
 from passes.costs.energy import link_j
 from passes.costs.prices import KINDS
 from passes.machine.mesh import Mesh
+from passes.schedule.buckets import REDUCING
 
 SLICE_US = 1e-3
 """What a plan charges for a local step, which moves nothing over a link (`passes.partition.redistribution.SLICE_US`)."""

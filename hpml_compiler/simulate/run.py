@@ -6,29 +6,22 @@ from typing import Literal
 
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plans.plan import Plan
-from hpml_compiler.plans.schema import GraphPlan, MemoryBytes
-from hpml_compiler.simulate.assemble import Label, breakdown, events, memory_over_time
-from hpml_compiler.simulate.engine import Spans, Task
-from hpml_compiler.simulate.engine import run as run_tasks
-from hpml_compiler.simulate.lanes import Lanes, side_by_side
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
-from hpml_compiler.simulate.program import Entry, Program
-from hpml_compiler.simulate.schedules import ScheduleName, Stage, pipeline
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
+from hpml_compiler.simulate.step_graph import step_graph
 from passes.costs import CostModel, RooflineCost
 from passes.costs.between_groups import sum_between_groups_j, sum_between_groups_us
 from passes.costs.energy import Power
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
-from passes.machine.device import Device
 from passes.machine.mesh import Mesh, mesh_from_pin
+from passes.schedule.assembly import breakdown, events
+from passes.schedule.events import Spans
+from passes.schedule.lanes import Lanes, one_lane, peak_bytes, side_by_side
+from passes.schedule.orders import ScheduleName, Stage, pipeline
 
 MOST_MICROBATCHES = 4096
-CONTENTION = {"cpu": 2.0, "cuda": 1.19}
-"""How much both streams slow down while both run, by kind of device. cpu: gloo moves and adds the bytes on the cores that
-compute, so overlap gains nothing. cuda: computation that overlaps communication was 18.9% slower on average (up to 40%)
-over GPT and LLaMA models on A100, H100, MI210 and MI250 ("Characterizing compute-communication overlap in
-GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
 
 
 def simulate(
@@ -73,9 +66,7 @@ def simulate(
         built = _pipeline(plan, _mesh(plan, cluster), stages, microbatches, schedule, virtual_stages)
     else:
         built = _plan(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", microbatches, overlap)
-    factors = [contention if contention is not None else CONTENTION[device.kind if device else "cpu"]
-               for device in built.devices]
-    return _simulation(built, run_tasks(built.tasks, factors))
+    return _simulation(built, built.run(contention))
 
 
 def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
@@ -97,10 +88,7 @@ def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
 
 def simulated_peak_bytes(graph: GraphPlan) -> int:
     """Peak of a device in a step of one graph, at the plan's own times."""
-    program = Program([graph], [AsPlanned(graph, None)], microbatches=1, recompute=False)
-    lane = _lane(program, [graph], graph.memory, 1, None, overlap=True)
-    spans = run_tasks(lane.tasks, [CONTENTION["cpu"]])
-    return max(nbytes for _, nbytes in memory_over_time(lane.intervals[0], spans, lane.held_bytes[0]))
+    return peak_bytes(one_lane([step_graph(graph, AsPlanned(graph))]))
 
 
 def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, microbatches: int, overlap: bool) -> Lanes:
@@ -148,36 +136,9 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
     for graph in graphs:
         model = Repriced(graph, mesh, cost or RooflineCost(mesh.device, mesh)) if mesh else None
         prices.append(model if model and (anew or cost is not None) else AsPlanned(graph, model))
-    program = Program(graphs, prices, microbatches=microbatches, recompute=recompute)
-    return _lane(program, graphs, plan.memory, plan.world_size, mesh.device if mesh else None, overlap)
-
-
-def _lane(program: Program, graphs: Sequence[GraphPlan], memory: MemoryBytes, ranks: int, device: Device | None,
-          overlap: bool) -> Lanes:
-    entries = program.entries
-    if memory.optimizer:
-        program.ledger.add(_update_bytes(graphs, device), len(entries) - 1, len(entries) - 1)
-    # Gradients that no listed operation is seen to make count all the time.
-    unseen = max(0.0, memory.gradients - program.ledger.gradient_bytes)
-    return Lanes(
-        _tasks(entries, overlap), [Label(e.name, e.kind, e.is_work) for e in entries], [program.ledger.intervals],
-        [memory.parameters + memory.optimizer + unseen], [tuple(range(ranks))], [device], [e.kernel for e in entries],
-        sum(e.link_j for e in entries) * ranks,
-    )
-
-
-def _update_bytes(graphs: Sequence[GraphPlan], device: Device | None) -> float:
-    """What torch's Adam makes besides while it runs: two tensors like the parameter, one parameter after the other; on CUDA
-    one for each of all parameters at once (`foreach`)."""
-    sizes = [p.bytes_per_device for graph in graphs for p in graph.parameters.values() if p.trainable]
-    return float(sum(sizes) if device is not None and device.kind == "cuda" else 2 * max(sizes, default=0))
-
-
-def _tasks(entries: Sequence[Entry], overlap: bool) -> list[Task]:
-    """With their index as priority, so that of two collectives that may start, the one needed first does."""
-    if overlap:
-        return [Task(e.us, e.stream, tuple(e.after), priority=i) for i, e in enumerate(entries)]
-    return [Task(e.us, e.stream, (i - 1,) if i else ()) for i, e in enumerate(entries)]
+    return one_lane([step_graph(graph, each, 1.0 / microbatches) for graph, each in zip(graphs, prices)],
+                    ranks=plan.world_size, device=mesh.device if mesh else None, microbatches=microbatches,
+                    recompute=recompute, overlap=overlap)
 
 
 def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[Stage], microbatches: int, schedule: ScheduleName,
@@ -199,7 +160,7 @@ def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[Stage], microbatch
 
 def _simulation(built: Lanes, spans: Spans) -> Simulation:
     parts = breakdown(built.tasks, built.labels, spans, [len(ranks) for ranks in built.ranks])
-    curves = [memory_over_time(intervals, spans, held) for intervals, held in zip(built.intervals, built.held_bytes)]
+    curves = built.memory(spans)
     peaks = [max(nbytes for _, nbytes in curve) for curve in curves]
     lane = peaks.index(max(peaks))
     return Simulation(

@@ -6,21 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from passes.schedule.assembly import Event
+
 ESTIMATED = "estimated"
 """Label of an energy that follows from a device's data sheet and no meter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A task as it ran. lane: index into `Simulation.ranks_of_lane`; stream: "compute" or "communication"; kind:
-    "forward", "recompute", "backward", "optimizer" on the first, the name of the collective on the second."""
-
-    lane: int
-    stream: str
-    name: str
-    kind: str
-    start_us: float
-    stop_us: float
 
 
 @dataclass(frozen=True)

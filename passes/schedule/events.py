@@ -1,4 +1,4 @@
-"""A discrete-event engine on numbers alone: tasks that hold streams, take time and wait for one another.
+"""Discrete events on numbers alone: tasks that hold streams, take time and wait for one another.
 
 Every lane has two streams, COMPUTE and COMMUNICATION; a stream runs one task at a time, and of those that are ready the
 one of least priority number. A task may hold the same stream of several lanes (a collective between lanes): it starts
@@ -50,10 +50,10 @@ def run(tasks: Sequence[Task], contention: Sequence[float] = (1.0,)) -> Spans:
     Raises ValueError for a negative or infinite time, an unknown lane or task, a contention out of range, or tasks that
     wait for each other.
     """
-    return _Engine(tasks, contention).run()
+    return _Events(tasks, contention).run()
 
 
-class _Engine:
+class _Events:
     def __init__(self, tasks: Sequence[Task], contention: Sequence[float]):
         _check(tasks, contention)
         count = len(tasks)

@@ -3,11 +3,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_compiler.simulate import SCHEDULES, Stage, pipeline
-from hpml_compiler.simulate.assemble import breakdown, memory_over_time
-from hpml_compiler.simulate.engine import run
-from hpml_compiler.simulate.schedules import order
 from passes.errors import BadInput
+from passes.schedule.assembly import breakdown, memory_over_time
+from passes.schedule.events import run
+from passes.schedule.orders import SCHEDULES, Stage, order, pipeline
 
 FORWARD, BACKWARD = 3.0, 7.0
 

@@ -1,4 +1,4 @@
-"""From entries of lanes and the spans of their tasks to a `Simulation`: where the time went, bytes over time, energy."""
+"""From the tasks of lanes and their spans to what a step is: events, where the time went, bytes over time."""
 from __future__ import annotations
 
 import math
@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpml_compiler.simulate.engine import COMMUNICATION, Spans, Task
-from hpml_compiler.simulate.liveness import Interval
-from hpml_compiler.simulate.simulation import Event
+from passes.schedule.events import COMMUNICATION, Spans, Task
+from passes.schedule.liveness import Interval
+from passes.schedule.program import OPTIMIZER
 
 STREAMS = ("compute", "communication")
-OPTIMIZER = "optimizer"
 SHORTEST_US = 2e-3
 """Local steps of a thousandth of a microsecond are no events: they would be all that a trace shows."""
 
@@ -25,9 +24,23 @@ class Label:
     work: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A task as it ran. lane: index of a class of ranks that do the same; stream: "compute" or "communication"; kind:
+    "forward", "recompute", "backward", "optimizer" on the first, the name of the collective on the second."""
+
+    lane: int
+    stream: str
+    name: str
+    kind: str
+    start_us: float
+    stop_us: float
+
+
 @dataclass(frozen=True)
 class Breakdown:
-    """Means over the ranks, in µs; see `Simulation`."""
+    """Means over the ranks, in µs. compute_us, optimizer_us, communication_us: what the work takes when nothing else runs.
+    bubble_us: no stream has anything to do. exposed_communication_us: the rest, what communication adds to the step."""
 
     compute_us: float
     communication_us: float

@@ -1,11 +1,11 @@
-"""The engine against spans worked out by hand, lower bounds, and what may never happen."""
+"""Events against spans worked out by hand, lower bounds, and what may never happen."""
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpml_compiler.simulate.engine import COMMUNICATION, COMPUTE, Task, run
+from passes.schedule.events import COMMUNICATION, COMPUTE, Task, run
 
 
 def test_streams_run_beside_each_other_and_each_in_turn():

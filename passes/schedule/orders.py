@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpml_compiler.simulate.assemble import Label
-from hpml_compiler.simulate.engine import COMMUNICATION, Task
-from hpml_compiler.simulate.liveness import Interval
 from passes.errors import BadInput
+from passes.schedule.assembly import Label
+from passes.schedule.events import COMMUNICATION, Task
+from passes.schedule.liveness import Interval
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")

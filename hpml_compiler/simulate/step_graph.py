@@ -1,0 +1,62 @@
+"""From a plan's records to the step graph that is played: what one rank does of a part of the rows, in plain numbers."""
+from __future__ import annotations
+
+from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
+from hpml_compiler.simulate.local import LocalView, placed_bytes
+from hpml_compiler.simulate.prices import PlanPrices
+from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, MoveStep, StepGraph
+
+
+def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0) -> StepGraph:
+    """part: the share of the rows that a microbatch has."""
+    view = LocalView(graph)
+    return StepGraph(
+        name=graph.name,
+        training=graph.training,
+        calls=tuple(_call(view, name, each, prices, part) for name, each in graph.operations.items()),
+        moves=tuple(_move(view, each, prices, part) for each in graph.redistributions),
+        tangents={name: nbytes * part for name, nbytes in graph.tangents.items()},
+        parameter_bytes=graph.memory.parameters,
+        gradient_bytes=graph.memory.gradients,
+        optimizer_bytes=graph.memory.optimizer,
+        trained_bytes=tuple(p.bytes_per_device for p in graph.parameters.values() if p.trainable),
+        call_us=prices.call_us(),
+        accumulate_us=prices.accumulate_us(),
+        optimizer_us=prices.optimizer_us(),
+    )
+
+
+def _call(view: LocalView, name: str, each: OperationPlan, prices: PlanPrices, part: float) -> Call:
+    gradient = each.backward and name in view.gradient_storages
+    share = 1.0 if name in view.fixed or gradient else part
+    return Call(
+        name=name,
+        phase=BACKWARD if each.backward else FORWARD,
+        block=each.block,
+        us=prices.operation_us(name, part),
+        reads=tuple(zip(each.sources, each.inputs)),
+        result_bytes=tuple(nbytes * share for nbytes in each.result_bytes),
+        saved=each.saved,
+        view_of=each.sources[0] if each.sources and view.is_view(name) else None,
+        kernel=each.kind,
+        fused=each.class_id,
+        gradient=gradient,
+        runs=view.graph.runs(each),
+    )
+
+
+def _move(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Move:
+    gradient = view.is_gradient(move)
+    share = 1.0 if gradient or (move.consumer and move.value in view.fixed) else part
+    return Move(
+        value=move.value,
+        reader=move.consumer,
+        source=move.source,
+        target=move.target,
+        steps=tuple(MoveStep(step.collective, step.axis, step.bytes, prices.step_us(move, step, part),
+                             prices.link_j(move, step, part)) for step in move.steps),
+        result_bytes=placed_bytes(move.shape, move.dtype, move.target, view.graph.mesh) * share,
+        dtype=move.dtype,
+        gradient=gradient,
+        multiplicity=move.multiplicity,
+    )

@@ -1,0 +1,63 @@
+"""Reductions of gradients that go together: one collective for as many as fit, as the runtime's buckets do."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from passes.costs.base import BUCKET_BYTES
+from passes.schedule.program import Program
+from passes.schedule.step_graph import Move, MoveStep
+
+REDUCING = ("all_reduce", "reduce_scatter")
+Reduced = Callable[[Move, int, int, int, str], None]
+"""(move, number of its step, entry that has reduced it, layer, label)."""
+
+
+@dataclass
+class _Bucket:
+    """Gradients of one kind that are reduced together."""
+
+    us: float = 0.0
+    nbytes: float = 0.0
+    link_j: float = 0.0
+    after: set[int] = field(default_factory=set)
+    members: list[tuple[Move, int, int, str]] = field(default_factory=list)
+
+
+class Buckets:
+    """Open buckets by number of the step, collective, axis and dtype. done: told of every member of one that is closed."""
+
+    def __init__(self, program: Program, done: Reduced):
+        self.program, self.done = program, done
+        self.open: dict[tuple[int, str, str, str], _Bucket] = {}
+
+    @staticmethod
+    def takes(step: MoveStep) -> bool:
+        return step.collective in REDUCING and bool(step.bytes)
+
+    def add(self, move: Move, k: int, ready: int | None, layer: int, label: str) -> None:
+        """Step k of a gradient's reduction, which may start after entry `ready`."""
+        step = move.steps[k]
+        key = (k, step.collective, step.axis, move.dtype)
+        if key in self.open and self.open[key].nbytes + step.bytes > BUCKET_BYTES:
+            self._close(key)
+        bucket = self.open.setdefault(key, _Bucket())
+        bucket.us += step.us
+        bucket.nbytes += step.bytes
+        bucket.link_j += step.link_j
+        bucket.after |= set() if ready is None else {ready}
+        bucket.members.append((move, k, layer, label))
+
+    def flush(self) -> None:
+        while self.open:
+            self._close(min(self.open))
+
+    def _close(self, key: tuple[int, str, str, str]) -> None:
+        bucket = self.open.pop(key)
+        more = len(bucket.members) - 1
+        label = bucket.members[0][3] + (f" and {more} more" if more else "")
+        index = self.program.communicate(label, key[1], bucket.us, sorted(bucket.after), bucket.link_j)
+        if more:  # they are copied together
+            self.program.ledger.add(bucket.nbytes, index, index)
+        for move, k, layer, name in bucket.members:
+            self.done(move, k, index, layer, name)

@@ -1,0 +1,113 @@
+"""What runs on the lanes of a step: one for a class of ranks that do the same; lanes of unlike devices side by side."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from passes.machine.device import Device
+from passes.schedule.assembly import Label, memory_over_time
+from passes.schedule.events import COMMUNICATION, Spans, Task, run
+from passes.schedule.liveness import Interval
+from passes.schedule.program import OPTIMIZER
+from passes.schedule.step_graph import StepGraph
+from passes.schedule.walk import program
+
+CONTENTION = {"cpu": 2.0, "cuda": 1.19}
+"""How much both streams slow down while both run, by kind of device. cpu: gloo moves and adds the bytes on the cores that
+compute, so overlap gains nothing. cuda: computation that overlaps communication was 18.9% slower on average (up to 40%)
+over GPT and LLaMA models on A100, H100, MI210 and MI250 ("Characterizing compute-communication overlap in
+GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Tasks, with the label and the sort of kernel of each ("" for communication); of each lane, which bytes live when,
+    the bytes held all the time, its ranks and their device (None: not known); and the joules that links take."""
+
+    tasks: list[Task]
+    labels: list[Label]
+    intervals: list[list[Interval]]
+    held_bytes: list[float]
+    ranks: list[tuple[int, ...]]
+    devices: list[Device | None]
+    kernels: list[str]
+    link_j: float
+
+    @staticmethod
+    def idle(ranks: int, device: Device | None) -> Lanes:
+        """One lane whose ranks have nothing to do."""
+        return Lanes([], [], [[]], [0.0], [tuple(range(ranks))], [device], [], 0.0)
+
+    def run(self, contention: float | None = None) -> Spans:
+        """contention: None takes what is usual for each lane's device."""
+        return run(self.tasks, [contention if contention is not None else CONTENTION[device.kind if device else "cpu"]
+                                for device in self.devices])
+
+    def memory(self, spans: Spans) -> list[tuple[tuple[float, int], ...]]:
+        """(µs, bytes held from then on) of a rank of each lane."""
+        return [memory_over_time(intervals, spans, held) for intervals, held in zip(self.intervals, self.held_bytes)]
+
+
+def one_lane(graphs: Sequence[StepGraph], *, ranks: int = 1, device: Device | None = None, microbatches: int = 1,
+             recompute: bool = False, overlap: bool = True) -> Lanes:
+    """The lane of `ranks` like devices that run these graphs, one after the other, in every step; see `walk.program`."""
+    made = program(graphs, microbatches, recompute, _update_bytes(graphs, device))
+    entries = made.entries
+    # Gradients that no listed call is seen to make count all the time.
+    unseen = max(0.0, sum(graph.gradient_bytes for graph in graphs) - made.ledger.gradient_bytes)
+    held = sum(graph.parameter_bytes + graph.optimizer_bytes for graph in graphs)
+    return Lanes(made.tasks(overlap), [Label(e.name, e.kind, e.is_work) for e in entries], [made.ledger.intervals],
+                 [held + unseen], [tuple(range(ranks))], [device], [e.kernel for e in entries],
+                 sum(e.link_j for e in entries) * ranks)
+
+
+def peak_bytes(lanes: Lanes, contention: float | None = None) -> int:
+    """The most that a rank holds at a time."""
+    return max(nbytes for curve in lanes.memory(lanes.run(contention)) for _, nbytes in curve)
+
+
+def _update_bytes(graphs: Sequence[StepGraph], device: Device | None) -> float:
+    """What torch's Adam makes besides while it runs: two tensors like the parameter, one parameter after the other; on CUDA
+    one for each of all parameters at once (`foreach`)."""
+    if not sum(graph.optimizer_bytes for graph in graphs):
+        return 0.0
+    sizes = [nbytes for graph in graphs for nbytes in graph.trained_bytes]
+    return float(sum(sizes) if device is not None and device.kind == "cuda" else 2 * max(sizes, default=0))
+
+
+def side_by_side(parts: Sequence[Lanes], summing: Sequence[int], sum_us: float, sum_j: float) -> Lanes:
+    """One lane from each part, ranks numbered on, which meet where gradients are added up: in a task of `sum_us` on the
+    lanes `summing`, before their optimizers run; its links take `sum_j`."""
+    tasks: list[Task] = []
+    steps: list[int] = []  # the optimizer of each lane that has one
+    ranks: list[tuple[int, ...]] = []
+    for lane, part in enumerate(parts):
+        offset, first = len(tasks), sum(map(len, ranks))
+        ranks.append(tuple(range(first, first + len(part.ranks[0]))))
+        tasks += [replace(task, lanes=(lane,), after=tuple(i + offset for i in task.after)) for task in part.tasks]
+        steps += [offset + i for i, label in enumerate(part.labels) if label.kind == OPTIMIZER]
+    labels, kernels = [x for part in parts for x in part.labels], [x for part in parts for x in part.kernels]
+    if len(summing) > 1:
+        before = sorted({i for step in steps for i in tasks[step].after})
+        for step in steps:
+            tasks[step] = replace(tasks[step], after=(*tasks[step].after, len(tasks)))
+        tasks.append(Task(sum_us, COMMUNICATION, tuple(before), tuple(summing), priority=len(tasks)))
+        labels.append(Label("gradients of all groups", "all_reduce", False))
+        kernels.append("")
+    intervals = [
+        [replace(each, first=_moved(each.first, offset), last=_moved(each.last, offset)) for each in part.intervals[0]]
+        for part, offset in zip(parts, _offsets(parts))
+    ]
+    return Lanes(tasks, labels, intervals, [part.held_bytes[0] for part in parts], ranks,
+                 [part.devices[0] for part in parts], kernels, sum_j + sum(part.link_j for part in parts))
+
+
+def _offsets(parts: Sequence[Lanes]) -> list[int]:
+    found = [0]
+    for part in parts:
+        found.append(found[-1] + len(part.tasks))
+    return found[:-1]
+
+
+def _moved(index: int | None, offset: int) -> int | None:
+    return None if index is None else index + offset

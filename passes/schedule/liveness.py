@@ -1,0 +1,231 @@
+"""Which bytes live from which entry to which: activations, copies in another layout, gradients on their way.
+
+What counts is storages: a view takes nothing, and who reads it reads the storage. One lives from the call that makes it to
+its last reader. One that forward makes and only backward reads lives on if it is `saved`; if not, it is dropped after
+forward and made again where backward reads it, and then takes memory only if a kernel that is no pointwise one (which would
+recompute it on the fly) reads it. What is listed in backward, but `saved`, is made in forward. Values that one fused kernel
+makes and reads take none. What is recomputed needs its own sources: these live on as long. A gradient lives from where it is
+made to the end of the step, as it does when `zero_grad` sets gradients to None. What a call takes besides lives while it runs.
+"""
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, StepGraph
+from passes.schedule.unroll import OUTSIDE, Group, Instance, carried
+
+RECOMPUTE = "recompute"
+Key = tuple[str, int]
+"""(storage, layer)."""
+
+
+@dataclass(slots=True)
+class Interval:
+    """Bytes held from the start of one entry (None: of the step) to the stop of another; `late`: from its stop on."""
+
+    nbytes: float
+    first: int | None
+    last: int | None
+    late: bool = False
+
+
+@dataclass(slots=True)
+class _Storage:
+    kept: float  # bytes that are saved for backward
+    dropped: float  # bytes that are not
+    born: int | None
+    forward_last: int | None
+    backward_first: int | None = None
+    backward_last: int | None = None
+    needed_last: int | None = None  # by what is recomputed from it, too
+    sources: tuple[Key, ...] = ()
+    late: bool = False  # born when `born` stops
+
+
+class Ledger:
+    """Intervals of a whole step."""
+
+    def __init__(self) -> None:
+        self.intervals: list[Interval] = []
+        self.gradient_bytes = 0.0
+        """Of reduced gradients, which live from where they are made to the end of the step."""
+
+    def add(self, nbytes: float, first: int | None, last: int | None, late: bool = False) -> Interval | None:
+        if nbytes <= 0:
+            return None
+        self.intervals.append(Interval(nbytes, first, last, late))
+        return self.intervals[-1]
+
+
+class GraphLedger:
+    """The storages of one graph in one microbatch at a time. recomputed: the groups whose forward is run once more."""
+
+    def __init__(self, ledger: Ledger, graph: StepGraph, recomputed: Iterable[Group] = ()):
+        self.ledger, self.graph = ledger, graph
+        self.recomputed = frozenset(recomputed)
+        self.storage = {call.name: graph.storage(call.name) for call in graph.calls}
+        self.inner = frozenset(call.name for call in graph.calls if self._is_inner(call))
+        self.carried = carried(graph)
+        self.unreduced: dict[Key, Interval | None] = {}  # what a gradient takes beyond its reduced part
+        self.begin()
+
+    def begin(self) -> None:
+        """A new microbatch."""
+        self.made: dict[Key, _Storage] = {}
+        self.copies: dict[tuple, _Storage] = {}
+        self.copy_entries: dict[tuple, int] = {}
+        self.latest: dict[str, Key] = {}
+        self.outputs: list[tuple[float, int | None]] = []
+        self.backward_born: int | None = None
+
+    def backward_begins(self, index: int | None) -> None:
+        """With entry `index`, its first one: it is given tangents, and what forward has computed on its behalf."""
+        self.backward_born = index
+        for name, nbytes in self.graph.tangents.items():
+            self.made[name, 0] = _Storage(nbytes, 0.0, index, index)
+            self.latest[name] = (name, 0)
+
+    def call(self, each: Instance, phase: str, index: int | None, late: bool) -> None:
+        """A call runs in entry `index`, or takes no time after it (`late`): operands are read, results made."""
+        call, name = each.call, each.call.name
+        heavy = call.kernel not in ("view", "pointwise") or phase == RECOMPUTE
+        sources = []
+        for source, layout in call.reads:
+            sources.append(self._key(source, each))
+            self._read(source, each, layout, phase, index, heavy)
+        self.ledger.add(call.scratch_bytes, index, index)
+        if self.storage[name] != name:
+            self.latest[name] = (name, each.layer)
+            return
+        if call.gradient:
+            self._gradient(each, index)
+            self.latest[name] = (name, each.layer)
+            return
+        kept = self._kept_bytes(each, phase)
+        dropped = max(0.0, (0.0 if name in self.inner else call.bytes) - kept)
+        old = self.made.get((name, each.layer))
+        born = self.backward_born if call.phase == BACKWARD and kept else index
+        storage = _Storage(kept, dropped, born, index, sources=tuple(sources), late=late and born == index)
+        if old is not None:  # made again: the first one was dropped, but for what forward has to keep
+            self._close(old)
+        self.made[name, each.layer] = storage
+        self.latest[name] = (name, each.layer)
+
+    def copy_of(self, move: Move, each: Instance) -> int | None:
+        """The entry that makes the copy which this move starts from; None if it starts from the value itself."""
+        return self.copy_entries.get(self._copy_key(move.value, each, move.source))
+
+    def copy(self, move: Move, each: Instance, phase: str, index: int) -> None:
+        """A move made a copy of its value in entry `index`, which `each` is about to read."""
+        self._read(move.value, each, move.source, phase, index, True)
+        key = self._copy_key(move.value, each, move.target)
+        self.copy_entries[key] = index
+        if move.communicates:
+            if key in self.copies:
+                self._close(self.copies[key])
+            made = self.graph.by_name.get(move.value)
+            saved = phase == BACKWARD or (made is not None and any(made.saved))
+            nbytes = move.result_bytes
+            self.copies[key] = _Storage(nbytes if saved else 0.0, 0.0 if saved else nbytes, index, index)
+
+    def reduced(self, move: Move, layer: int, index: int | None) -> None:
+        """A gradient's reduction is done with entry `index`."""
+        interval = self.unreduced.get((self.storage[move.value], layer))
+        if interval is not None:
+            interval.last = index
+
+    def output(self, move: Move, index: int | None) -> None:
+        """Entry `index` makes what the graph returns: the caller holds it until the microbatch is over."""
+        if move.communicates:
+            self.outputs.append((move.result_bytes, index))
+
+    def end(self, now: int | None) -> None:
+        """The microbatch is over with entry `now`: what lived in it is known."""
+        for nbytes, index in self.outputs:
+            self.ledger.add(nbytes, index, now if index is None or now is None else max(now, index))
+        for storage in reversed(list(self.made.values())):
+            if not storage.kept and storage.needed_last is not None:  # made again in backward, from its sources
+                for source in storage.sources:
+                    self._need(source, storage.needed_last)
+        for storage in (*self.made.values(), *self.copies.values()):
+            self._close(storage)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _is_inner(self, call: Call) -> bool:
+        """Made and read by one fused kernel only."""
+        readers = self.graph.readers.get(call.name, ())
+        return bool(readers) and not any(call.saved) and all(
+            (r.fused, r.block, r.phase) == (call.fused, call.block, call.phase) for r in readers)
+
+    def _kept_bytes(self, each: Instance, phase: str) -> float:
+        call = each.call
+        if phase == FORWARD and (each.group in self.recomputed or self.recomputed == {OUTSIDE}):
+            crosses = any(r.block != call.block for r in self._forward_readers(call.name))
+            return call.bytes if crosses or call.name in self.carried.values() else 0.0
+        return call.saved_bytes
+
+    def _forward_readers(self, name: str) -> Iterable[Call]:
+        """Through views."""
+        for reader in self.graph.readers.get(name, ()):
+            if reader.phase == FORWARD:
+                yield reader
+                if self.storage[reader.name] != reader.name:
+                    yield from self._forward_readers(reader.name)
+
+    def _key(self, source: str, each: Instance) -> Key:
+        """The run of `source` that this instance reads: of its own layer, of the layer before, else the latest."""
+        root = self.storage.get(source, source)
+        if (root, each.layer) in self.made:
+            return root, each.layer
+        before = self.carried.get(root)
+        if before is not None and each.layer and (before, each.layer - 1) in self.made:
+            return before, each.layer - 1
+        return self.latest.get(root, (root, 0))
+
+    def _copy_key(self, value: str, each: Instance, layout: Hashable) -> tuple:
+        return value, self._key(value, each)[1], layout
+
+    def _read(self, source: str, each: Instance, layout: Hashable, phase: str, index: int | None, heavy: bool) -> None:
+        key = self._key(source, each)
+        storage = self.copies.get(self._copy_key(source, each, layout)) or self.made.get(key)
+        if storage is None or index is None:
+            return
+        made = self.graph.by_name.get(key[0])
+        if phase == FORWARD or (made is not None and made.phase == BACKWARD):
+            storage.forward_last = index
+            return
+        storage.needed_last = index
+        if heavy or storage.kept:
+            storage.backward_first = index if storage.backward_first is None else storage.backward_first
+            storage.backward_last = index
+
+    def _need(self, key: Key, index: int) -> None:
+        storage = self.made.get(key)
+        if storage is not None:
+            storage.needed_last = index if storage.needed_last is None else max(storage.needed_last, index)
+
+    def _close(self, storage: _Storage) -> None:
+        last = storage.forward_last
+        if storage.kept:
+            later = [i for i in (last, storage.backward_last, storage.needed_last) if i is not None]
+            self.ledger.add(storage.kept, storage.born, max(later, default=None), storage.late)
+        self.ledger.add(storage.dropped, storage.born, last, storage.late)
+        if storage.backward_first is not None and storage.backward_first != last:
+            self.ledger.add(storage.dropped, storage.backward_first, storage.backward_last)
+
+    def _gradient(self, each: Instance, index: int | None) -> None:
+        """A gradient lives until the optimizer has read it; what it takes beyond its reduced part, until it is reduced."""
+        key = (each.call.name, each.layer)
+        if key in self.unreduced:
+            if (interval := self.unreduced[key]) is not None:
+                interval.last = index  # a further microbatch adds to it
+            return
+        nbytes = each.call.bytes
+        reduced = (move.result_bytes for move in self.graph.moves
+                   if move.reader == "" and self.storage.get(move.value) == each.call.name)
+        kept = min([nbytes, *reduced])
+        self.ledger.add(kept, index, None)
+        self.ledger.gradient_bytes += kept
+        self.unreduced[key] = self.ledger.add(nbytes - kept, index, index)

@@ -1,0 +1,124 @@
+"""What one rank does in a step, in plain numbers: calls in order, values on their way between them, bytes held throughout.
+
+`passes.partition.step_graph` makes one of a decision, `hpml_compiler.simulate.step_graph` of a saved plan. All times and
+bytes are of one rank, and of one microbatch where there are several.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+FORWARD, BACKWARD = "forward", "backward"
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation.
+
+    reads: each value read (a call, by its name, or an input of the graph) with the layout in which it is read.
+    result_bytes: of each result; saved: whether that result is held until backward. view_of: the value in whose storage
+    the results are, so that they take none of their own. scratch_bytes: what the call takes besides, while it runs.
+    block: where it is from, as `h.3`; kernel: the sort of kernel; fused: calls of one block, phase and `fused` are one
+    kernel. gradient: the optimizer takes its results, or views of them, so that they are held until the step ends.
+    runs: how often it runs in a step of the whole model, where one layer is listed for many.
+    """
+
+    name: str
+    phase: Phase
+    block: str
+    us: float
+    reads: tuple[tuple[str, Hashable], ...] = ()
+    result_bytes: tuple[float, ...] = ()
+    saved: tuple[bool, ...] = ()
+    view_of: str | None = None
+    scratch_bytes: float = 0.0
+    kernel: str = "pointwise"
+    fused: Hashable = None
+    gradient: bool = False
+    runs: int = 1
+
+    @property
+    def bytes(self) -> float:
+        return float(sum(self.result_bytes))
+
+    @property
+    def saved_bytes(self) -> float:
+        return float(sum(b for b, saved in zip(self.result_bytes, self.saved) if saved))
+
+
+@dataclass(frozen=True, slots=True)
+class MoveStep:
+    """One collective over one mesh axis; without bytes a local step, such as a slice. link_j: joules that the links take."""
+
+    collective: str
+    axis: str
+    bytes: float
+    us: float
+    link_j: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value on its way from one layout to another, for `reader`: a call, the very call that makes it (a sum where it is
+    made), or "" for what the graph returns. gradient: it is reduced for the optimizer. result_bytes: of the value in its
+    target layout. It stands for `multiplicity` equal ones in the whole model."""
+
+    value: str
+    reader: str
+    source: Hashable
+    target: Hashable
+    steps: tuple[MoveStep, ...]
+    result_bytes: float
+    dtype: str = "float32"
+    gradient: bool = False
+    multiplicity: int = 1
+
+    @property
+    def communicates(self) -> bool:
+        return any(step.bytes for step in self.steps)
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """One graph of a step. All calls of forward come before those of backward.
+
+    tangents: bytes of the gradients that backward is given. parameter_bytes, gradient_bytes, optimizer_bytes: held by a
+    rank; trained_bytes: of each trained parameter. call_us: what entering forward, or backward, takes by itself;
+    accumulate_us: adding the gradients of one more microbatch; optimizer_us: the optimizer's step.
+    """
+
+    name: str
+    training: bool
+    calls: tuple[Call, ...]
+    moves: tuple[Move, ...] = ()
+    tangents: Mapping[str, float] = field(default_factory=dict)
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    trained_bytes: tuple[float, ...] = ()
+    call_us: float = 0.0
+    accumulate_us: float = 0.0
+    optimizer_us: float = 0.0
+
+    @cached_property
+    def by_name(self) -> dict[str, Call]:
+        return {call.name: call for call in self.calls}
+
+    @cached_property
+    def readers(self) -> dict[str, list[Call]]:
+        """Calls that read each value."""
+        found: dict[str, list[Call]] = defaultdict(list)
+        for call in self.calls:
+            for value in dict.fromkeys(value for value, _ in call.reads):
+                found[value].append(call)
+        return found
+
+    def storage(self, value: str) -> str:
+        """The value whose memory `value` is seen in: itself, or what a chain of views starts from."""
+        while value in self.by_name and (seen_in := self.by_name[value].view_of) is not None:
+            value = seen_in
+        return value

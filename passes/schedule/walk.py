@@ -1,0 +1,176 @@
+"""From step graphs to a program: forward and backward of each graph, call by call, microbatch by microbatch."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from passes.schedule.buckets import Buckets
+from passes.schedule.liveness import RECOMPUTE, GraphLedger
+from passes.schedule.moves import Moves
+from passes.schedule.program import Program
+from passes.schedule.step_graph import BACKWARD, FORWARD, Move, MoveStep, Phase, StepGraph
+from passes.schedule.unroll import OUTSIDE, Group, Instance, unroll
+
+
+def program(graphs: Sequence[StepGraph], microbatches: int = 1, recompute: bool = False, update_bytes: float = 0.0) -> Program:
+    """The program of a step. microbatches: how often forward and backward run; recompute: the forward part of repeated
+    blocks runs once more for backward (all of forward where there are none); update_bytes: what the optimizer makes."""
+    made = Program()
+    walks = [_Walk(made, graph, recompute) for graph in graphs]
+    for microbatch in range(microbatches):
+        for walk in walks:
+            walk.forward(microbatch)
+        for walk in reversed(walks):
+            walk.backward(microbatch, last=microbatch == microbatches - 1)
+    for walk in walks:
+        walk.close()
+    made.optimizer(sum(graph.optimizer_us for graph in graphs), update_bytes)
+    return made
+
+
+class _Walk:
+    """One graph's part of the program."""
+
+    def __init__(self, program: Program, graph: StepGraph, recompute: bool):
+        self.program, self.graph = program, graph
+        self.phases = unroll(graph)
+        self.moves = Moves(graph)
+        self.recomputed: dict[Group, list[Instance]] = defaultdict(list)
+        if recompute:
+            blocks = [each for each in self.phases[FORWARD] if each.group != OUTSIDE]
+            for each in blocks or self.phases[FORWARD]:
+                self.recomputed[each.group if blocks else OUTSIDE].append(each)
+        self.memory = GraphLedger(program.ledger, graph, self.recomputed)
+        self.buckets = Buckets(program, self._after_bucket)
+        self.microbatch = 0
+        self.returned: list[int | None] = []  # ends of the moves of what a phase returns
+        self.entry: int | None = None  # that of the last call,
+        self.kernel: tuple[object, int] = ("", 0)  # and the kernel that it stands for: its calls, and the layer
+
+    def forward(self, microbatch: int) -> None:
+        self.microbatch = microbatch
+        self.made: dict[tuple[str, int], int | None] = {}
+        self.latest: dict[str, int | None] = {}
+        self.memory.begin()
+        self.program.compute(f"call {self.graph.name}", FORWARD, self.graph.call_us)
+        self._run(self.phases[FORWARD], FORWARD)
+        self._wait_for_returned()
+
+    def backward(self, microbatch: int, last: bool) -> None:
+        """last: gradients are reduced, since no further microbatch adds to them."""
+        if self.graph.training:
+            self.program.compute(f"call {self.graph.name}", BACKWARD, self.graph.call_us)
+            self.memory.backward_begins(self.program.now)
+        self.microbatch = microbatch
+        phase = self.phases[BACKWARD]
+        waiting = dict(self.recomputed) if phase else {}
+        for each in phase:
+            group = each.group if each.group in waiting else OUTSIDE if OUTSIDE in waiting else None
+            if group is not None:
+                self._run(waiting.pop(group), RECOMPUTE)
+            self._run_one(each, BACKWARD, last)
+        if microbatch and phase:
+            self.program.compute("accumulate gradients", BACKWARD, self.graph.accumulate_us)
+        self._wait_for_returned()
+        if last:
+            self.buckets.flush()
+        self.memory.end(self.program.now)
+
+    def close(self) -> None:
+        """Moves that nothing in the graph waits for and no call makes: the optimizer does."""
+        for move in self.moves.loose:
+            for _ in range(move.multiplicity):
+                self._steps(move.steps, move.value, [None])
+
+    # --- one instance ---------------------------------------------------------------------------------------------
+
+    def _run(self, instances: Sequence[Instance], phase: str) -> None:
+        for each in instances:
+            self._run_one(each, phase, False)
+
+    def _run_one(self, each: Instance, phase: str, reduce: bool) -> None:
+        program, call, label = self.program, each.call, each.call.name + _layer(each)
+        program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
+        into = self.moves.into(each)
+        for move, repeats in into:
+            if move.value != call.name:
+                self._move_in(move, repeats, each, phase)
+        for source, _ in call.reads:
+            program.wait(self.made.get((source, each.layer), self.latest.get(source)))
+        index = program.compute(label, phase, call.us, kernel=call.kernel)
+        if self._is_new(index):
+            self.kernel = call.fused, each.layer
+        self.memory.call(each, phase, index, late=self.kernel != (call.fused, each.layer))
+        self._set_made(each, index)
+        for move, repeats in into:
+            if move.value == call.name:  # a sum where it is made
+                for _ in range(repeats):
+                    index = self._steps(move.steps, label, [index])
+                self._set_made(each, index)
+        for move, repeats in self.moves.out_of(each):
+            for _ in range(repeats):
+                if not move.gradient:
+                    self._return(move, self._steps(move.steps, label, [index]))
+                elif reduce:
+                    self._reduce(move, 0, index, each.layer, label)
+
+    def _return(self, move: Move, index: int | None) -> None:
+        """What a phase returns is waited for when it ends, and stays with the caller until the microbatch does."""
+        self.returned.append(index)
+        self.memory.output(move, index)
+
+    def _wait_for_returned(self) -> None:
+        for index in self.returned:
+            self.program.wait(index)
+        self.returned.clear()
+
+    def _move_in(self, move: Move, repeats: int, each: Instance, phase: str) -> None:
+        """Before its reader; it starts where its value is there."""
+        made = self.graph.by_name.get(move.value)
+        here: Phase = BACKWARD if phase == BACKWARD else FORWARD
+        ready = self.made.get((move.value, each.layer), self.latest.get(move.value)) if (
+            made is not None and made.phase == here) else self.program.prefetch_after()
+        earlier = self.memory.copy_of(move, each)
+        index: int | None = None
+        for _ in range(repeats):
+            index = self._steps(move.steps, move.value + _layer(each), [ready if index is None else index, earlier])
+        if index is not None:
+            self.memory.copy(move, each, phase, index)
+            self.program.wait(index)
+
+    def _steps(self, steps: Sequence[MoveStep], label: str, after: list[int | None]) -> int | None:
+        """One after another; local ones on the compute stream. The last entry's index."""
+        index: int | None = None
+        for step in steps:
+            before = after if index is None else [index]
+            if step.bytes:
+                index = self.program.communicate(label, step.collective, step.us, before, step.link_j)
+            else:
+                index = self.program.compute(label, step.collective, step.us, [
+                    each for b in before for each in self.program.collective(b)])
+        return index
+
+    def _is_new(self, index: int | None) -> bool:
+        """Whether this is a new entry, not one that stands for a call that takes no time."""
+        new = index is not None and index != self.entry
+        self.entry = index
+        return new
+
+    def _set_made(self, each: Instance, index: int | None) -> None:
+        self.made[each.call.name, each.layer] = self.latest[each.call.name] = index
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def _reduce(self, move: Move, k: int, ready: int | None, layer: int, label: str) -> None:
+        """From step k of a gradient's reduction on: into a bucket, or at once where buckets do not take it."""
+        if k < len(move.steps) and self.buckets.takes(move.steps[k]):
+            self.buckets.add(move, k, ready, layer, label)
+        else:
+            self.memory.reduced(move, layer, self._steps(move.steps[k:], label, [ready]) if k < len(move.steps) else ready)
+
+    def _after_bucket(self, move: Move, k: int, index: int, layer: int, label: str) -> None:
+        self._reduce(move, k + 1, index, layer, label)
+
+
+def _layer(each: Instance) -> str:
+    return f" [{each.layer}]" if each.runs > 1 else ""
