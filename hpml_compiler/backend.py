@@ -10,14 +10,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from hpml_compiler.runtime.wrappers import watch_compiled_modules, watch_ddp
-
-# Torch loads this module inside of torch.compile, before it makes the compiled module.
-watch_ddp()
-watch_compiled_modules()
-
-defaults: dict[str, Any] = {}
-"""Options for what names none: a library that compiles by a backend's name has no argument for them."""
+from hpml_compiler.runtime import wrappers
+from passes.compat import dynamo_tried_in_vain
+from passes.errors import BadInput
 
 
 def hpml(
@@ -30,8 +25,7 @@ def hpml(
     "default" (or None) is known. Raises BadInput for anything else.
     """
     from hpml_compiler.compile.compiler import compile_graph
-    from hpml_compiler.options import Options
-    from passes.errors import BadInput
+    from hpml_compiler.options import Options, defaults
 
     atexit.unregister(_warn_of_nothing_compiled)
     if mode not in (None, "default"):
@@ -40,13 +34,15 @@ def hpml(
     return compile_graph(gm, example_inputs, Options.parse({**defaults, **(options or {})}))
 
 
+# Torch loads this module inside of torch.compile, before it makes the compiled module.
+wrappers.watch(hpml)
+
+
 @atexit.register
 def _warn_of_nothing_compiled() -> None:
     """Torch loads this module when a model is compiled for it. Where Dynamo then gives up on the model, it runs as it is,
     and nothing else would tell that every rank did all of the work. A script that never called the model, or that ended
     with an error, has other things to say."""
-    from passes.compat import dynamo_tried_in_vain
-
     if hasattr(sys, "last_value") or not dynamo_tried_in_vain():
         return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") == "0":

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.compared import EVERY
-from hpml_compiler.runtime.doing import at
 from hpml_compiler.runtime.nests import map_tensors, named_tensors
 from hpml_compiler.runtime.own_rows import Ended, OwnRows, Padding
 from hpml_compiler.runtime.rows import take_rows

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from hpml_compiler.mixed.plan import MixedPlan
-from hpml_compiler.plans.plan import Plan, describe_errors
+from hpml_compiler.plans.files import describe_errors
+from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import Objective
 from passes.errors import BadInput, shortened
 from passes.machine.cluster import MOST_DEVICES
@@ -186,6 +187,10 @@ class Options(BaseModel):
         """The options that differ from the defaults, without the plan and what only runs heed, as plain JSON: what a plan is
         stamped with."""
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard"})
+
+
+defaults: dict[str, Any] = {}
+"""Options for what names none: a library that compiles by a backend's name has no argument for them."""
 
 
 def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:

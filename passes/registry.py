@@ -16,19 +16,17 @@ import importlib
 import importlib.metadata
 import pkgutil
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import passes
 from passes.annotations import Key
 from passes.errors import BadInput
 
-if TYPE_CHECKING:
-    from passes.base import Pass
-
-P = TypeVar("P", bound="type[Pass]")
+P = TypeVar("P", bound=type[Any])  # of a `passes.base.Pass`, which reads this table for its errors
 
 ENTRY_POINT_GROUP = "hpml_passes"
 _PACKAGES = ("analysis", "partition", "transform")
-_passes: dict[str, type[Pass]] = {}
+_passes: dict[str, type[Any]] = {}
 
 
 def register(cls: P) -> P:
@@ -55,7 +53,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_passes))
 
 
-def lookup(name: str) -> type[Pass]:
+def lookup(name: str) -> type[Any]:
     """The pass class of that name; BadInput, with the names that come close, if there is none."""
     if name not in _passes:
         _discover()
@@ -74,8 +72,6 @@ def providers(key: Key[Any]) -> tuple[str, ...]:
 @functools.cache
 def _discover() -> None:
     """Import everything that may register a pass, once."""
-    import passes
-
     for package in pkgutil.iter_modules(passes.__path__, "passes."):
         if package.ispkg and package.name.rpartition(".")[2] in _PACKAGES:
             for module in pkgutil.iter_modules(importlib.import_module(package.name).__path__, f"{package.name}."):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hpml_compiler.runtime.doing import at
+from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.world import control_group
 from passes import compat
 from passes.errors import HpmlError

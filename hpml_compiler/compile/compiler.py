@@ -30,10 +30,11 @@ from hpml_compiler.presets import after_planning
 from hpml_compiler.profile import quick
 from hpml_compiler.runtime import liveness
 from hpml_compiler.runtime.alike import own_values, same_values
+from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
 from hpml_compiler.runtime.devices import device_type, memory_bytes, settle
-from hpml_compiler.runtime.doing import Spot, at
+from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group

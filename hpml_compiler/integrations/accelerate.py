@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hpml_compiler import backend
 from hpml_compiler.integrations.gather import barrier, gathered, gathered_states, holds_placed
-from hpml_compiler.options import Options
+from hpml_compiler.options import Options, defaults
 from hpml_compiler.runtime.world import ensure_process_group
 from passes.errors import BadInput, MissingDependency
 
@@ -36,7 +35,7 @@ def one_device(**options: Any) -> None:
         raise MissingDependency("accelerate is not installed", "hpml_compiler.one_device()",
                                 "pip install accelerate; without it, there is nothing that this has to tell") from error
     Options.parse(options)  # what is wrong with them is said here, not at the first step
-    backend.defaults.update(options)
+    defaults.update(options)
     _know_the_backend()
     if ensure_process_group() == 1 or hasattr(PartialState.__init__, "__wrapped__"):
         return

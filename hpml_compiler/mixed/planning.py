@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from hpml_compiler.mixed.batch_rows import batch_rows, first_rows
-from hpml_compiler.mixed.plan import Alternative, CrossReduction, GroupShare, MixedPlan, ShareAttempt
+from hpml_compiler.mixed.content import Alternative, CrossReduction, GroupShare, ShareAttempt
+from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.options import Options
 from hpml_compiler.planning.api import Traces, plan_traces
 from hpml_compiler.plans.plan import Plan

@@ -1,40 +1,23 @@
 """The plan: where every parameter and value lives, what is communicated, what it is predicted to cost.
 
 A plan is data. It is what the partition passes decided, written down so that it can be saved, read, compared, edited by
-hand and obeyed again (`options={"plan": path}`) without a solver. Nothing here imports torch or a solver. Its parts,
-and the words for placements, are in plan_records.py.
+hand and obeyed again (`options={"plan": path}`) without a solver. Nothing here imports torch or a solver. Its fields are
+in content.py, its parts, and the words for placements, in schema.py.
 
 Files are strict JSON: unknown fields, NaN and infinities are refused, and nothing in them is ever executed.
 """
-
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import ValidationError
 
-from hpml_compiler.plans.files import FORMAT_VERSION, PlanFile, json_content
-from hpml_compiler.plans.schema import (
-    CollectiveTotal,
-    GraphPlan,
-    LeftWhole,
-    MemoryBytes,
-    Mesh,
-    MeshAttempt,
-    OperationPlan,
-    ParameterPlan,
-    PredictedCost,
-    Record,
-    Redistribution,
-    SolverReport,
-    Step,
-    collective_totals,
-)
+from hpml_compiler.plans.content import PlanContent
+from hpml_compiler.plans.files import describe_errors, json_content
+from hpml_compiler.plans.schema import GraphPlan
 from passes.errors import BadInput
 
 if TYPE_CHECKING:
@@ -42,116 +25,13 @@ if TYPE_CHECKING:
 
     from hpml_compiler.visualize.diff import PlanDiff
 
-__all__ = [
-    "FORMAT_VERSION",
-    "CollectiveTotal",
-    "GraphPlan",
-    "LeftWhole",
-    "MemoryBytes",
-    "MeshAttempt",
-    "OperationPlan",
-    "ParameterPlan",
-    "Plan",
-    "PlanMismatch",
-    "PredictedCost",
-    "Redistribution",
-    "SolverReport",
-    "Step",
-]
-
 
 class PlanMismatch(BadInput):
     """A plan was given for another graph, another torch release or another number of ranks."""
 
 
-class Plan(PlanFile):
-    """A mesh and the plans of all graphs on it; see the module's docstring. `options` are those it was made with."""
-
-    format_version: int = FORMAT_VERSION
-    torch_version: str
-    world_size: Annotated[int, Field(ge=1)]
-    cluster: str | None
-    mesh: Mesh
-    options: dict[str, JsonValue]
-    graphs: Annotated[tuple[GraphPlan, ...], Field(strict=False)]
-    rejected: Annotated[tuple[MeshAttempt, ...], Field(strict=False)] = ()
-
-    @model_validator(mode="after")
-    def _one_mesh(self) -> Plan:
-        if self.format_version != FORMAT_VERSION:
-            raise ValueError(f"format_version is {self.format_version}, this hpml reads {FORMAT_VERSION}")
-        if math.prod(self.mesh.values()) != self.world_size:
-            raise ValueError(f"the mesh {self.mesh} does not multiply to world_size {self.world_size}")
-        for graph in self.graphs:
-            if list(graph.mesh.items()) != list(self.mesh.items()):
-                raise ValueError(f"graph {graph.name!r} has the mesh {graph.mesh}, the plan has {self.mesh}")
-        return self
-
-    # -- what it costs -------------------------------------------------------------------------------------------------
-
-    @property
-    def step_graphs(self) -> tuple[GraphPlan, ...]:
-        """The graphs that one step runs: those that train, or all where none does; of what was compiled again, as HF BERT
-        is after its first call, the last graph alone."""
-        training = [graph for graph in self.graphs if graph.training] or self.graphs
-        last = {graph.frame: graph.name for graph in training}
-        return tuple(graph for graph in training if not graph.frame or last[graph.frame] == graph.name)
-
-    @property
-    def predicted(self) -> PredictedCost:
-        """Sum over the graphs of a step, which run one after another."""
-        return PredictedCost(**_sums((graph.predicted for graph in self.step_graphs), PredictedCost))
-
-    @property
-    def power_w(self) -> float | None:
-        """Predicted average power of one device during a step; None where its energy was not computed."""
-        cost = self.predicted
-        if cost.energy_j is None or not cost.step_time_us:
-            return None
-        return cost.energy_j / (cost.step_time_us * 1e-6) / self.world_size
-
-    @property
-    def memory(self) -> MemoryBytes:
-        """Sum over the graphs of a step: an upper bound where several graphs share parameters."""
-        return MemoryBytes(**_sums((graph.memory for graph in self.step_graphs), MemoryBytes))
-
-    @property
-    def collectives(self) -> dict[str, CollectiveTotal]:
-        """Collectives of one step by kind."""
-        return collective_totals(move for graph in self.step_graphs for move in graph.redistributions)
-
-    def summary_json(self) -> dict[str, Any]:
-        """What `hpml plan --json` prints: plain JSON values; times in seconds, bytes per device."""
-        graphs = self.step_graphs
-        solvers = [graph.solver for graph in graphs]
-        objective = solvers[0].objective if solvers else "time"
-        bounds = [solver.bound_us for solver in solvers]
-        bound = None if None in bounds else sum(b for b in bounds if b is not None) * 1e-6
-        gaps = [solver.gap for solver in solvers]
-        phases = dict.fromkeys(["trace", "annotate", "solve", "rewrite", *(k for g in self.graphs for k in g.seconds)])
-        cost = self.predicted
-        return {
-            "step_time_s": cost.step_time_us * 1e-6,
-            "objective": objective,
-            "bound_s": bound if objective == "time" else None,
-            "bound_j": bound * self.world_size if bound is not None and objective == "energy" else None,
-            "gap": None if None in gaps else max((g for g in gaps if g is not None), default=0.0),
-            "status": ", ".join(dict.fromkeys(solver.status for solver in solvers)),
-            "mesh": dict(self.mesh),
-            "world_size": self.world_size,
-            "cluster": self.cluster,
-            "energy_j": cost.energy_j,
-            "energy_label": cost.energy_label,
-            "power_w": self.power_w,
-            "memory_bytes": self.memory.model_dump(),
-            "collectives": {kind: asdict(total) for kind, total in self.collectives.items()},
-            "predicted_s": {"compute": cost.compute_us * 1e-6, "communication": cost.communication_us * 1e-6,
-                            "optimizer": cost.optimizer_us * 1e-6},
-            "ilp": {"variables": sum(s.variables for s in solvers), "binaries": sum(s.binaries for s in solvers),
-                    "constraints": sum(s.constraints for s in solvers)},
-            "seconds": {phase: sum(graph.seconds.get(phase, 0.0) for graph in self.graphs) for phase in phases},
-            "rejected": [attempt.model_dump(mode="json") for attempt in self.rejected],
-        }
+class Plan(PlanContent):
+    """A mesh and the plans of all graphs on it; see the module's docstring."""
 
     # -- files and checks ----------------------------------------------------------------------------------------------
 
@@ -224,31 +104,5 @@ class Plan(PlanFile):
         return render(self, Path(path), **options)
 
 
-def describe_errors(error: ValidationError, most: int = 3) -> str:
-    """The first few errors of pydantic as one line: where in the data, and what is wrong there."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    places = [".".join(map(str, each["loc"])) for each in found]
-    lines = [f"{place}: {each['msg']}".removeprefix(": ").replace("Value error, ", "")
-             for place, each in zip(places, found, strict=True)]
-    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
-    return "; ".join(lines[:most]) + more
-
-
 def _release(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
-
-
-def _sums(parts: Iterable[Record], kind: type[Record]) -> dict[str, Any]:
-    """Each field summed over the parts: None if any part has none; of a text, that of all parts if they agree."""
-    parts = list(parts)
-    if not parts:
-        return {field: 0 for field, info in kind.model_fields.items() if info.is_required()}
-    return {field: _sum([getattr(part, field) for part in parts]) for field in kind.model_fields}
-
-
-def _sum(values: list[Any]) -> Any:
-    if any(value is None for value in values):
-        return None
-    if any(isinstance(value, str) for value in values):
-        return values[0] if len(set(values)) == 1 else None
-    return sum(values)

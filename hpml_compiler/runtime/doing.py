@@ -44,26 +44,6 @@ class Doing:
 doing = Doing()
 
 
-class at:  # noqa: N801  # reads as a statement
-    """A context: inside, this rank is at a spot; after it, where it was before."""
-
-    def __init__(self, what: str) -> None:
-        self.spot = Spot(what)
-
-    def __enter__(self) -> None:
-        self.before = doing.at, doing.inside
-        doing.at, doing.inside = self.spot, True
-
-    def __exit__(self, kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        if isinstance(error, Exception):
-            from hpml_compiler.runtime.liveness import named
-
-            lost = named(error)
-            if lost is not error:
-                raise lost from error
-        doing.at, doing.inside = self.before
-
-
 _LIBRARIES = tuple(str(Path(path).resolve()) for path in (
     Path(torch.__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2] / "passes",
     Path(threading.__file__).parent,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hpml_compiler.runtime.doing import at
+from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.nests import map_tensors, named_tensors
 from hpml_compiler.runtime.rows import rows_of_all, take_rows
 from hpml_compiler.runtime.world import control_group, world_mesh

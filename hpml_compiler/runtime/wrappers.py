@@ -6,8 +6,10 @@ they do reaches the gradients, and no error says so. Importing this is cheap: it
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 from passes import compat
 from passes.errors import BadInput
 
+_backends: list[Callable[..., Any]] = []
+"""The functions that `torch.compile` calls for this backend: one, once its module is loaded."""
+
 REMEDY = "leave the wrapper out: torch.compile(model, backend='hpml') shards and reduces by itself"
+
+
+def watch(backend: Callable[..., Any]) -> None:
+    """From now on, wrappers around what is compiled with this backend are noticed."""
+    _backends.append(backend)
+    watch_ddp()
+    watch_compiled_modules()
 
 
 @functools.cache
@@ -101,9 +113,7 @@ def _before_compiling(module: nn.Module) -> None:
 
 def is_split(module: nn.Module) -> bool:
     """Whether `torch.compile(module, backend="hpml")` made it, or `module.compile(backend="hpml")` was called."""
-    from hpml_compiler.backend import hpml
-
-    return compat.backend_of(module) is hpml
+    return compat.backend_of(module) in _backends
 
 
 def several_ranks() -> bool:
@@ -126,8 +136,6 @@ def refuse_other_wrappers(inputs: Any) -> None:
 
 def _wrappers() -> list[Any]:
     """All modules that shard or reduce by themselves, of this process."""
-    import gc
-
     objects, kinds = gc.get_objects(), (*_sharding_types(), DistributedDataParallel)
     present = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds) and not _is_ours(kind)}
     return [item for item in objects if type(item) in present] if present else []

@@ -18,8 +18,9 @@ from hpml_compiler.planning import api, measurements
 from hpml_compiler.planning.plan_graph import Annotated, annotate
 from hpml_compiler.planning.shorten import LONG, depth, shortened
 from hpml_compiler.planning.trace import trace
-from hpml_compiler.plans.plan import GraphPlan, Plan, PlanMismatch
+from hpml_compiler.plans.plan import Plan, PlanMismatch
 from hpml_compiler.plans.record import SHORTENED
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.symbolic.cost import GraphBill, SymbolicCost
 from hpml_compiler.symbolic.inputs import VariedInputs, varied_inputs
 from hpml_compiler.symbolic.parts import parts_of

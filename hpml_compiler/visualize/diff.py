@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import CollectiveTotal, GraphPlan
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_placements, format_us
 
@@ -49,7 +49,7 @@ class PlanDiff:
         return "\n".join(_lines(self)) or "the plans agree"
 
 
-def diff(before: Plan, after: Plan) -> PlanDiff:
+def diff(before: PlanContent, after: PlanContent) -> PlanDiff:
     """What changes from `before` to `after`. Graphs are matched by hash, else by name. Replicated axes do not count:
     "dp S(0)" on a mesh of dp alone equals "dp S(0), tp R"."""
     parameters: list[Change] = []
@@ -71,8 +71,8 @@ def diff(before: Plan, after: Plan) -> PlanDiff:
     )
 
 
-def _settings(before: Plan, after: Plan) -> Iterator[Change]:
-    def described(plan: Plan) -> dict[str, str]:
+def _settings(before: PlanContent, after: PlanContent) -> Iterator[Change]:
+    def described(plan: PlanContent) -> dict[str, str]:
         graphs = ", ".join(f"{graph.name} {graph.graph_hash[:12]}" for graph in plan.graphs)
         facts = {"mesh": format_mesh(plan.mesh), "ranks": str(plan.world_size), "torch": plan.torch_version,
                  "cluster": str(plan.cluster), "graphs": graphs}
@@ -84,7 +84,7 @@ def _settings(before: Plan, after: Plan) -> Iterator[Change]:
             yield Change("settings", (name,), old.get(name, ABSENT), new.get(name, ABSENT))
 
 
-def _matched(before: Plan, after: Plan) -> Iterator[tuple[GraphPlan | None, GraphPlan | None]]:
+def _matched(before: PlanContent, after: PlanContent) -> Iterator[tuple[GraphPlan | None, GraphPlan | None]]:
     left = list(after.graphs)
     for old in before.graphs:
         same = [new for new in left if new.graph_hash == old.graph_hash]

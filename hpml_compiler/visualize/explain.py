@@ -4,7 +4,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
 from hpml_compiler.visualize.blocks import block_classes, block_path, owner_path
 from hpml_compiler.visualize.text import (
@@ -19,7 +19,7 @@ from passes.errors import BadInput
 MOST_USERS = 8
 
 
-def explain(plan: Plan, name: str) -> str:
+def explain(plan: PlanContent, name: str) -> str:
     """Text on the node or parameter `name` in every graph that has it. Raises BadInput with the closest names."""
     parts = []
     for graph in plan.graphs:
@@ -119,7 +119,7 @@ def describe_move(move: Redistribution, graph: GraphPlan) -> str:
             f"by {steps}{times}")
 
 
-def _unknown(plan: Plan, name: str) -> BadInput:
+def _unknown(plan: PlanContent, name: str) -> BadInput:
     if not plan.graphs:
         return BadInput(what="the plan has no graphs: there is nothing to explain", where="explain",
                         next_step="make it again with `hpml plan TARGET --save PLAN.json`")

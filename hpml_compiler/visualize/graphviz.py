@@ -8,7 +8,7 @@ from typing import Any
 
 import graphviz
 
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
 from hpml_compiler.visualize.layout import INPUTS, Edge, Layout, Node, layout
 from hpml_compiler.visualize.pictures import picture_format
@@ -22,7 +22,7 @@ SHAPES = {"block": "box3d", "operation": "box", "parameter": "ellipse", "end": "
 
 
 def digraph(
-    plan: Plan, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300
+    plan: PlanContent, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300
 ) -> graphviz.Digraph:
     """The plan as a graph of at most `max_nodes` nodes (inputs and outputs not counted); a label says what is left out.
 
@@ -56,7 +56,7 @@ def digraph(
     return drawing
 
 
-def render(plan: Plan, path: Path, **options: Any) -> Path:
+def render(plan: PlanContent, path: Path, **options: Any) -> Path:
     """Draw into `path` (.svg, .png, .pdf). Raises BadInput for another suffix; MissingDependency, with the .gv
     written beside `path`, where the program `dot` is not there."""
     kind = picture_format(path, "the plan")

@@ -8,18 +8,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpml_compiler.mixed.plan import Alternative, MixedPlan
+from hpml_compiler.mixed.content import Alternative, MixedContent
 from hpml_compiler.visualize import table as like_devices
 from hpml_compiler.visualize.terminal import as_text
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
 
 
-def render_text(plan: MixedPlan, width: int | None = None) -> str:
+def render_text(plan: MixedContent, width: int | None = None) -> str:
     """The table as plain text of at most `width` columns, those of the terminal by default."""
     return as_text(renderable(plan), width)
 
 
-def renderable(plan: MixedPlan) -> RenderableType:
+def renderable(plan: MixedContent) -> RenderableType:
     """The table for a rich console."""
     cost = plan.predicted
     parts: list[RenderableType] = [
@@ -36,7 +36,7 @@ def renderable(plan: MixedPlan) -> RenderableType:
     return Group(*parts)
 
 
-def _groups(plan: MixedPlan) -> Table:
+def _groups(plan: MixedContent) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("group", overflow="fold", min_width=12)
     for name in ("rows", "share", "a device", "mesh", "step", "waits", "peak"):
@@ -54,14 +54,14 @@ def _groups(plan: MixedPlan) -> Table:
     return table
 
 
-def _cross(plan: MixedPlan) -> str:
+def _cross(plan: MixedContent) -> str:
     if plan.cross.groups < 2:
         return "nothing: one group takes all rows"
     return (f"{format_bytes(plan.cross.bytes)} of gradients added up over {plan.cross.groups} groups by {plan.cross.link}: "
             f"{format_us(plan.cross.predicted_us)}, each group's weighted by its share")
 
 
-def _alternatives(plan: MixedPlan) -> Iterator[str]:
+def _alternatives(plan: MixedContent) -> Iterator[str]:
     for group in plan.groups:
         if group.reason:
             yield f"left out        {group.cluster}: {group.reason}"

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, SolverReport
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
 from hpml_compiler.visualize.terminal import as_text, labelled
@@ -30,12 +30,12 @@ MOST_LINES = 4  # of placements in a row
 MOST_NAMES = 3  # of left-whole nodes, and of other meshes
 
 
-def render_text(plan: Plan, width: int | None = None) -> str:
+def render_text(plan: PlanContent, width: int | None = None) -> str:
     """The table as plain text of at most `width` columns, those of the terminal by default."""
     return as_text(renderable(plan), width)
 
 
-def renderable(plan: Plan) -> RenderableType:
+def renderable(plan: PlanContent) -> RenderableType:
     """The table for a rich console."""
     where = f"{plan.world_size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
     parts: list[RenderableType] = [Text(f"mesh {format_mesh(plan.mesh)}: {where}, torch {plan.torch_version}")]

@@ -5,15 +5,13 @@ Indices are shifted by the first of the range. What lies outside is read at 0 an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from passes.transform.insert import Inserter
-
-if TYPE_CHECKING:
-    from passes.transform.localize import Local
+from passes.transform.local import Local
 
 aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ shifted into that range and masked (`passes.transform.indexed`).
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,35 +16,11 @@ from torch.fx import Node
 from passes.rules.base import Rule
 from passes.rules.table import name_of
 from passes.transform.collectives import reshape
+from passes.transform.indexed import INDEXED
 from passes.transform.insert import Inserter
+from passes.transform.local import Local
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-
-@dataclass(frozen=True)
-class Local:
-    """One call to be localized: `args`/`kwargs` hold the local operands; shapes are those of the results."""
-
-    target: Any
-    args: tuple
-    kwargs: Mapping[str, Any]
-    whole: tuple[tuple[int, ...], ...]
-    local: tuple[tuple[int, ...], ...]
-    rule: Rule | None
-    ranges: Mapping[int, tuple[int, int]]
-    """Operand that holds indices -> (first index, number) of this rank's range, where the indexed dim is split."""
-    ordered: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Dim of the first result whose positions count -> (first position, number) of this rank's range, where it is split."""
-    strides: tuple[tuple[int, ...], ...] = ()
-    """Of the whole operands; only what reads memory rather than dims needs them."""
-
-    def ratio(self, dim: int) -> int:
-        return self.whole[0][dim] // max(self.local[0][dim], 1)
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        if position < len(self.args):
-            return self.args[position]
-        return self.kwargs.get(name, default)
 
 
 SIZES_AT = {
@@ -108,8 +84,6 @@ def localize(call: Local, insert: Inserter) -> Node:
     if call.target in VIEWS and call.rule is not None:
         return reshape(insert, call.args[VIEWS[call.target]], call.local[0])
     if call.ranges:
-        from passes.transform.indexed import INDEXED
-
         if call.target not in INDEXED:
             raise AssertionError(f"{call.target}: its rule splits an indexed dim, but nothing here shifts its indices")
         return INDEXED[call.target](call, insert)

@@ -31,7 +31,8 @@ from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import operand_nodes
 from passes.transform.collectives import MeshGroups, Redistributor
 from passes.transform.insert import PROVENANCE, Inserter
-from passes.transform.localize import Local, localize, ordered_ranges, shifted_ranges
+from passes.transform.local import Local
+from passes.transform.localize import localize, ordered_ranges, shifted_ranges
 
 BACKWARD_ON_PURPOSE = "must_be_in_backward"
 """The partitioner's tag for a node that could run in forward and shall not."""

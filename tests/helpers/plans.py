@@ -1,14 +1,14 @@
 """Plans of a small GPT, written by hand as a solver would: the input of the tests of plans and of their pictures."""
 from __future__ import annotations
 
-from hpml_compiler.plans.plan import (
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import (
     GraphPlan,
     LeftWhole,
     MemoryBytes,
     MeshAttempt,
     OperationPlan,
     ParameterPlan,
-    Plan,
     PredictedCost,
     Redistribution,
     SolverReport,

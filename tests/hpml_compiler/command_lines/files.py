@@ -4,7 +4,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hpml_compiler.plans.plan import GraphPlan, Plan
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import GraphPlan
 from passes.machine.cluster import Cluster
 from tests.hpml_compiler.simulate.toy import chain_plan
 

@@ -6,7 +6,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from hpml_compiler.mixed.plan import Alternative, CrossReduction, GroupShare, MixedPlan, ShareAttempt
+from hpml_compiler.mixed.content import Alternative, CrossReduction, GroupShare, ShareAttempt
+from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.options import Options
 from hpml_compiler.plans.plan import Plan
 from passes.errors import BadInput

@@ -48,7 +48,7 @@ from torch import nn
 
 from hpml_compiler.planning import api
 from hpml_compiler.planning.plan_graph import Annotated, Planned
-from hpml_compiler.plans.plan import GraphPlan
+from hpml_compiler.plans.schema import GraphPlan
 from passes.costs.prices import MeshPrices
 from passes.errors import Infeasible
 from passes.graph.decision import Decision

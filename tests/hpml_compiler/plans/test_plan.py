@@ -6,7 +6,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from hpml_compiler.plans.plan import CollectiveTotal, Plan, PlanMismatch
+from hpml_compiler.plans.plan import Plan, PlanMismatch
+from hpml_compiler.plans.schema import CollectiveTotal
 from passes.errors import BadInput
 from tests.helpers.plans import gpt_graph, gpt_plan, operation
 

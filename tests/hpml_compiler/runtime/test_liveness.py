@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hpml_compiler.runtime import liveness
+from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.calls import forward_call
-from hpml_compiler.runtime.doing import Spot, at, doing, line_of_script
+from hpml_compiler.runtime.doing import Spot, doing, line_of_script
 from hpml_compiler.runtime.liveness import RankLost
 
 TIMEOUT_S = 8

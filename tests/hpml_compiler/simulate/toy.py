@@ -1,12 +1,12 @@
 """Hand-made plans of a chain of layers on one axis, with round times, so that timelines can be worked out on paper."""
 from __future__ import annotations
 
-from hpml_compiler.plans.plan import (
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import (
     GraphPlan,
     MemoryBytes,
     OperationPlan,
     ParameterPlan,
-    Plan,
     PredictedCost,
     Redistribution,
     SolverReport,

@@ -1,7 +1,7 @@
 """diff: nothing between equal plans, and each kind of change where there is one."""
 from __future__ import annotations
 
-from hpml_compiler.plans.plan import CollectiveTotal
+from hpml_compiler.plans.schema import CollectiveTotal
 from tests.helpers.plans import gpt_graph, gpt_plan
 
 

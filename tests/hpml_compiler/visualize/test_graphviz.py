@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from hpml_compiler.plans.plan import CollectiveTotal
+from hpml_compiler.plans.schema import CollectiveTotal
 from hpml_compiler.visualize.blocks import block_classes
 from hpml_compiler.visualize.graphviz import SPLIT, WHOLE
 from hpml_compiler.visualize.layout import layout

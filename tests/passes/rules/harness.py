@@ -33,7 +33,8 @@ from passes.rules.base import (
 from passes.rules.table import call_of, rule_of_call
 from passes.rules.views import view_letters
 from passes.transform.insert import Inserter
-from passes.transform.localize import Local, localize, ordered_ranges, shifted_ranges
+from passes.transform.local import Local
+from passes.transform.localize import localize, ordered_ranges, shifted_ranges
 
 AXIS_SIZES = (2, 3, 4)
 inductor_decompositions()  # some primitives are registered when inductor's lowerings are imported

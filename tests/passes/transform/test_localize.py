@@ -12,7 +12,8 @@ from torch import fx
 from passes import compat
 from passes.rules.base import Rule
 from passes.transform.insert import Inserter
-from passes.transform.localize import Local, localize, ordered_ranges, shifted_ranges
+from passes.transform.local import Local
+from passes.transform.localize import localize, ordered_ranges, shifted_ranges
 
 aten, prims = torch.ops.aten, torch.ops.prims
 RULED = Rule((), (), {})

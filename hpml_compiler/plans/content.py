@@ -1,0 +1,127 @@
+"""The fields of a plan and the sums over its graphs: all that pictures, tables and simulation read of one."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from pydantic import Field, JsonValue, model_validator
+
+from hpml_compiler.plans.files import FORMAT_VERSION, PlanFile
+from hpml_compiler.plans.schema import (
+    CollectiveTotal,
+    GraphPlan,
+    MemoryBytes,
+    Mesh,
+    MeshAttempt,
+    PredictedCost,
+    Record,
+    collective_totals,
+)
+
+
+class PlanContent(PlanFile):
+    """What a plan holds, and what follows from that alone. `options` are those it was made with."""
+
+    format_version: int = FORMAT_VERSION
+    torch_version: str
+    world_size: Annotated[int, Field(ge=1)]
+    cluster: str | None
+    mesh: Mesh
+    options: dict[str, JsonValue]
+    graphs: Annotated[tuple[GraphPlan, ...], Field(strict=False)]
+    rejected: Annotated[tuple[MeshAttempt, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _one_mesh(self) -> PlanContent:
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(f"format_version is {self.format_version}, this hpml reads {FORMAT_VERSION}")
+        if math.prod(self.mesh.values()) != self.world_size:
+            raise ValueError(f"the mesh {self.mesh} does not multiply to world_size {self.world_size}")
+        for graph in self.graphs:
+            if list(graph.mesh.items()) != list(self.mesh.items()):
+                raise ValueError(f"graph {graph.name!r} has the mesh {graph.mesh}, the plan has {self.mesh}")
+        return self
+
+    # -- what it costs -------------------------------------------------------------------------------------------------
+
+    @property
+    def step_graphs(self) -> tuple[GraphPlan, ...]:
+        """The graphs that one step runs: those that train, or all where none does; of what was compiled again, as HF BERT
+        is after its first call, the last graph alone."""
+        training = [graph for graph in self.graphs if graph.training] or self.graphs
+        last = {graph.frame: graph.name for graph in training}
+        return tuple(graph for graph in training if not graph.frame or last[graph.frame] == graph.name)
+
+    @property
+    def predicted(self) -> PredictedCost:
+        """Sum over the graphs of a step, which run one after another."""
+        return PredictedCost(**_sums((graph.predicted for graph in self.step_graphs), PredictedCost))
+
+    @property
+    def power_w(self) -> float | None:
+        """Predicted average power of one device during a step; None where its energy was not computed."""
+        cost = self.predicted
+        if cost.energy_j is None or not cost.step_time_us:
+            return None
+        return cost.energy_j / (cost.step_time_us * 1e-6) / self.world_size
+
+    @property
+    def memory(self) -> MemoryBytes:
+        """Sum over the graphs of a step: an upper bound where several graphs share parameters."""
+        return MemoryBytes(**_sums((graph.memory for graph in self.step_graphs), MemoryBytes))
+
+    @property
+    def collectives(self) -> dict[str, CollectiveTotal]:
+        """Collectives of one step by kind."""
+        return collective_totals(move for graph in self.step_graphs for move in graph.redistributions)
+
+    def summary_json(self) -> dict[str, Any]:
+        """What `hpml plan --json` prints: plain JSON values; times in seconds, bytes per device."""
+        graphs = self.step_graphs
+        solvers = [graph.solver for graph in graphs]
+        objective = solvers[0].objective if solvers else "time"
+        bounds = [solver.bound_us for solver in solvers]
+        bound = None if None in bounds else sum(b for b in bounds if b is not None) * 1e-6
+        gaps = [solver.gap for solver in solvers]
+        phases = dict.fromkeys(["trace", "annotate", "solve", "rewrite", *(k for g in self.graphs for k in g.seconds)])
+        cost = self.predicted
+        return {
+            "step_time_s": cost.step_time_us * 1e-6,
+            "objective": objective,
+            "bound_s": bound if objective == "time" else None,
+            "bound_j": bound * self.world_size if bound is not None and objective == "energy" else None,
+            "gap": None if None in gaps else max((g for g in gaps if g is not None), default=0.0),
+            "status": ", ".join(dict.fromkeys(solver.status for solver in solvers)),
+            "mesh": dict(self.mesh),
+            "world_size": self.world_size,
+            "cluster": self.cluster,
+            "energy_j": cost.energy_j,
+            "energy_label": cost.energy_label,
+            "power_w": self.power_w,
+            "memory_bytes": self.memory.model_dump(),
+            "collectives": {kind: asdict(total) for kind, total in self.collectives.items()},
+            "predicted_s": {"compute": cost.compute_us * 1e-6, "communication": cost.communication_us * 1e-6,
+                            "optimizer": cost.optimizer_us * 1e-6},
+            "ilp": {"variables": sum(s.variables for s in solvers), "binaries": sum(s.binaries for s in solvers),
+                    "constraints": sum(s.constraints for s in solvers)},
+            "seconds": {phase: sum(graph.seconds.get(phase, 0.0) for graph in self.graphs) for phase in phases},
+            "rejected": [attempt.model_dump(mode="json") for attempt in self.rejected],
+        }
+
+
+def _sums(parts: Iterable[Record], kind: type[Record]) -> dict[str, Any]:
+    """Each field summed over the parts: None if any part has none; of a text, that of all parts if they agree."""
+    parts = list(parts)
+    if not parts:
+        return {field: 0 for field, info in kind.model_fields.items() if info.is_required()}
+    return {field: _sum([getattr(part, field) for part in parts]) for field in kind.model_fields}
+
+
+def _sum(values: list[Any]) -> Any:
+    if any(value is None for value in values):
+        return None
+    if any(isinstance(value, str) for value in values):
+        return values[0] if len(set(values)) == 1 else None
+    return sum(values)
