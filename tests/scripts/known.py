@@ -7,8 +7,8 @@ CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     "double backward: AOTAutograd's refusal comes through, which does not say what to do": {
         "loops.gradient_penalty": ALL, "control.double_backward": ALL,
     },
-    "a parametrization is taken off a placed parameter": {"parameters.parametrized": ("dp",)},
-    "safetensors asks placed tensors for their storage": {"ranks.safetensors_of_a_trained_model": ("dp",)},
+    "a parametrization is taken off a placed parameter": {"parameters.parametrized": ALL},
+    "safetensors asks placed tensors for their storage": {"ranks.safetensors_of_a_trained_model": ALL},
     "as a test of what tells when something works again": {"wrong_uses.works_again": ALL},
 }
 KNOWN = {(name, mesh): why for why, uses in CLASSES.items() for name, meshes in uses.items() for mesh in meshes}

@@ -69,9 +69,10 @@ def resumes_from_a_file(hp):
     again = mlp()
     call, optimizer = hp.compile(again), adamw(again)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    again.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    schedule.load_state_dict(saved["schedule"])
+    loaded = copy.deepcopy(saved)  # on one device the optimizer goes on in the tensors it is given; split ones are its own
+    again.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    schedule.load_state_dict(loaded["schedule"])
     more = _steps(call, optimizer)
     return losses, more, saved, model, again, optimizer
 
