@@ -29,9 +29,9 @@ from passes.graph.keys import INTERFACE, OPERATIONS
 from passes.graph.placement_graph import PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import Mesh, enumerate_meshes, mesh_from_pin
-from passes.partition.build import StateModel
 from passes.partition.objective import in_time, minimized_first
 from passes.partition.place import Placed, place
+from passes.partition.state import StateModel
 from passes.result import attribute_of
 from passes.rules.base import Rule
 from passes.solve.solvers import SolverOptions

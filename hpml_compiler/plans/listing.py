@@ -11,7 +11,7 @@ from passes.analysis.blocks import assign_modules
 from passes.graph.interface import GraphInput
 from passes.graph.placement_graph import block_class
 from passes.partition.build import PlacementProblem
-from passes.partition.groups import Cluster
+from passes.partition.groups import Group
 
 if TYPE_CHECKING:
     from hpml_compiler.planning.plan_graph import Annotated
@@ -19,44 +19,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Listing:
-    """clusters: by class, those that are listed. values, blocks: names by index of the value and of the operation.
+    """groups: by class, those that are listed. values, blocks: names by index of the value and of the operation.
 
     A value of an operation that is not listed has the name of the listed one that stands for it.
     """
 
-    clusters: dict[int, list[Cluster]]
+    groups: dict[int, list[Group]]
     values: tuple[str, ...]
     blocks: tuple[str, ...]
 
 
 def listing(annotated: Annotated, problem: PlacementProblem, once: bool) -> Listing:
-    """The listing of a whole graph, or of one cluster per class (`once`)."""
-    clusters = _one_per_class(problem) if once else {}
+    """The listing of a whole graph, or of one group per class (`once`)."""
+    groups = _one_per_class(problem) if once else {}
     stands_for: dict[int, int] = {}
-    for c in problem.clusters:
-        number = problem.cluster_class[c.index]
+    for c in problem.groups:
+        number = problem.entities.of_group[c.index]
         if once:
-            stands_for.update(zip(c.operations, clusters[number][0].operations, strict=True))
+            stands_for.update(zip(c.operations, groups[number][0].operations, strict=True))
         else:
-            clusters.setdefault(number, []).append(c)
+            groups.setdefault(number, []).append(c)
     operations = annotated.graph.operations
     inputs = input_names(annotated.interface.positions, annotated.inputs, {op.name for op in operations})
     modules = {node.name: path for node, path in assign_modules(annotated.gm).items()}
     return Listing(
-        clusters,
+        groups,
         tuple(inputs.get(v.name, v.name) if v.producer is None else operations[stands_for.get(v.producer, v.producer)].name
               for v in annotated.graph.values),
         tuple(op.block or modules[op.name] or ROOT for op in operations),
     )
 
 
-def _one_per_class(problem: PlacementProblem) -> dict[int, list[Cluster]]:
-    """Of each class, the cluster in the first of the equal blocks if it has one, so that one layer is listed whole."""
+def _one_per_class(problem: PlacementProblem) -> dict[int, list[Group]]:
+    """Of each class, the group in the first of the equal blocks if it has one, so that one layer is listed whole."""
     first: dict[str, str] = {}
-    found: dict[int, list[Cluster]] = {}
-    for c in problem.clusters:
+    found: dict[int, list[Group]] = {}
+    for c in problem.groups:
         block = first.setdefault(block_class(c.block), c.block)
-        listed = found.setdefault(problem.cluster_class[c.index], [c])
+        listed = found.setdefault(problem.entities.of_group[c.index], [c])
         if c.block == block != listed[0].block:
             listed[0] = c
     return found

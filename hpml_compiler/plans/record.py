@@ -25,7 +25,8 @@ from passes.graph.layouts import Layout, local_bytes, parse_layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.mesh import Mesh
 from passes.partition.choices import operation_share
-from passes.partition.groups import Cluster
+from passes.partition.decode import paid_ways, pins
+from passes.partition.groups import Group
 from passes.partition.place import Placed
 from passes.partition.redistribution import change
 from passes.partition.reprice import boundary, compute_us
@@ -87,7 +88,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
         } if shortened else {},
         decisions={
             entity: DecisionRecord(inputs=tuple(inputs), outputs=tuple(outputs))
-            for entity, (inputs, outputs) in answer.problem.pins(solution).items()
+            for entity, (inputs, outputs) in pins(answer.problem, solution).items()
         },
         tangents={value.name: value.bytes for value in graph.values if value.kind == "tangent"},
         rows=_rows(graph),
@@ -130,9 +131,9 @@ def _parameters(annotated: Annotated, answer: Placed, listed: Listing) -> dict[s
 def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
                 ) -> dict[str, OperationPlan]:
     found: dict[int, OperationPlan] = {}
-    for number, clusters in listed.clusters.items():
-        entity = answer.problem.classes[number]
-        for c in clusters:
+    for number, groups in listed.groups.items():
+        entity = answer.solved.entities[number]
+        for c in groups:
             heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
             cost_us = compute_us(graph, c, answer.decision, prices)
             for i in c.operations:
@@ -140,14 +141,14 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshP
                 found[i] = OperationPlan(
                     op=op.target, block=listed.blocks[i], backward=op.backward, class_id=entity.name,
                     inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
-                    # A cluster is priced as one: its heavy operations carry the cost.
+                    # A group is priced as one: its heavy operations carry the cost.
                     predicted_us=cost_us / len(heavy) if i in heavy else 0.0,
                     sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, c, op, i in heavy),
                 )
     return {graph.operations[i].name: found[i] for i in sorted(found)}
 
 
-def _priced_by(graph: PlacementGraph, answer: Placed, c: Cluster, op: Operation, carries: bool) -> dict[str, Any]:
+def _priced_by(graph: PlacementGraph, answer: Placed, c: Group, op: Operation, carries: bool) -> dict[str, Any]:
     """What the cost of an operation follows from, on one device: see `OperationPlan`."""
     sizes, at = answer.decision.sizes, answer.decision.operations[op.index]
 
@@ -173,7 +174,7 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
                      ) -> list[Redistribution]:
     readers = _readers(graph, answer)
     found = []
-    for way in answer.problem.paid_ways(answer.decision, answer.solution):
+    for way in paid_ways(answer.problem, answer.solution):
         if way.start == way.stop:
             continue
         route, value = way.route, graph.values[way.route.value]
@@ -188,7 +189,7 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
 
 def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
              operations: Sequence[int], multiplicity: int = 1) -> list[Redistribution]:
-    """Small partial sums that these operations reduce right where they make them, inside a cluster."""
+    """Small partial sums that these operations reduce right where they make them, inside a group."""
     found = []
     for i in operations:
         op, rows = graph.operations[i], answer.decision.operations[i]
@@ -209,11 +210,11 @@ def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPric
 
 def _reductions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing, once: bool,
                 ) -> list[Redistribution]:
-    """Those of the clusters that are listed, with their multiplicity if one stands for its class."""
+    """Those of the groups that are listed, with their multiplicity if one stands for its class."""
     found: list[Redistribution] = []
-    for number, clusters in listed.clusters.items():
+    for number, groups in listed.groups.items():
         count = answer.solved.entities[number].multiplicity if once else 1
-        for c in clusters:
+        for c in groups:
             found += _reduced(graph, mesh, answer, prices, listed, c.operations, count)
     return found
 
@@ -228,7 +229,7 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, pr
             continue
         value = by_name[edge.name]
         layouts = [parse_layout(label) for label in (path[0].source, *(arc.target for arc in path))]
-        gradient = answer.problem.classes[edge.target].kind == "parameter"
+        gradient = answer.solved.entities[edge.target].kind == "parameter"
         read, consumer = _end(graph, answer, listed, edge) or (value.index, "")
         # The parameter is that of the layer that is listed; a result comes from the edge's source, which the listed
         # consumer need not be next to: the first layer stands for those that read the layer before.
@@ -244,12 +245,12 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, pr
 def _end(graph: PlacementGraph, answer: Placed, listed: Listing, edge: Edge) -> tuple[int, str] | None:
     """The value that comes to a listed operation along an edge, if need be through copies that several share, and the
     name of that operation; None where the graph's output or the optimizer is at the end."""
-    if edge.target in listed.clusters:
-        (c,) = listed.clusters[edge.target]
+    if edge.target in listed.groups:
+        (c,) = listed.groups[edge.target]
         v = c.inputs[edge.target_port]
         return v, next(graph.operations[i].name for i in c.operations if v in graph.operations[i].inputs)
     ends = (_end(graph, answer, listed, e) for e in answer.solved.edges
-            if e.source == edge.target and answer.problem.classes[edge.target].kind in ("kept", "shared"))
+            if e.source == edge.target and answer.solved.entities[edge.target].kind in ("kept", "shared"))
     return next((end for end in ends if end is not None), None)
 
 

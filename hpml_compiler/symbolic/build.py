@@ -40,8 +40,8 @@ from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
-from passes.partition.build import StateModel
 from passes.partition.place import Placed, place
+from passes.partition.state import StateModel
 from passes.partition.terms import bill
 from passes.solve.solvers import SolverOptions
 

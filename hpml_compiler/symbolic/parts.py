@@ -18,12 +18,12 @@ def parts_of(annotated: Annotated, placed: Placed) -> tuple[Part, ...]:
     blocks = listing(annotated, problem, once=False).blocks
     names: dict[int, list[str]] = defaultdict(list)
     block: dict[int, str] = {}
-    for c in problem.clusters:
-        number = problem.cluster_class[c.index]
+    for c in problem.groups:
+        number = problem.entities.of_group[c.index]
         names[number] += [graph.operations[i].name for i in c.operations]
         lead = next((i for i in c.operations if graph.operations[i].heavy), c.operations[0])
         block.setdefault(number, blocks[lead])
-    for v, number in problem.input_entity.items():
+    for v, number in problem.entities.of_input.items():
         value = graph.values[v]
         if value.kind == "parameter":
             parameter = annotated.interface.names[value.name]

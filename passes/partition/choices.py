@@ -1,4 +1,4 @@
-"""Choices of a cluster on a whole mesh: one joint strategy per axis, whether they fit, what they cost together."""
+"""Choices of a group on a whole mesh: one joint strategy per axis, whether they fit, what they cost together."""
 from __future__ import annotations
 
 import itertools
@@ -9,7 +9,7 @@ from typing import Protocol
 from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.placement_graph import Operation, PlacementGraph
-from passes.partition.groups import Cluster
+from passes.partition.groups import Group
 from passes.partition.joint import Joint, join
 from passes.partition.redistribution import CollectivePrices, change
 from passes.rules.base import REPLICATE, Strategy
@@ -31,7 +31,7 @@ class Prices(CollectivePrices, Protocol):
 
 
 @dataclass(frozen=True)
-class ClusterChoice:
+class GroupChoice:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     operations: tuple[OperationLayouts, ...]
@@ -41,30 +41,30 @@ class ClusterChoice:
 AxisRule = Callable[[Operation, Strategy], bool]
 
 
-def cluster_choices(
-    cluster: Cluster, graph: PlacementGraph, sizes: tuple[int, ...], prices: Prices, rules: Sequence[AxisRule]
-) -> list[ClusterChoice]:
+def group_choices(
+    group: Group, graph: PlacementGraph, sizes: tuple[int, ...], prices: Prices, rules: Sequence[AxisRule]
+) -> list[GroupChoice]:
     """All choices on a mesh of `sizes`, the cheapest for each boundary, in a fixed order."""
     us_per_byte = prices.copy_us(1e9) / 1e9
     us_per_flop = prices.compute_us(1e12, 0.0, "float32", "matmul") / 1e12
     joints: list[list[Joint]] = []
     for axis, size in enumerate(sizes):
         joints.append(join(
-            cluster, graph, size, lambda b, axis=axis: prices.collective_us("all_reduce", axis, b),
+            group, graph, size, lambda b, axis=axis: prices.collective_us("all_reduce", axis, b),
             us_per_byte, us_per_flop, rules[axis],
         ))
-    operations = [graph.operations[i] for i in cluster.operations]
-    best: dict[tuple, ClusterChoice] = {}
+    operations = [graph.operations[i] for i in group.operations]
+    best: dict[tuple, GroupChoice] = {}
     for combination in itertools.product(*joints):
         layouts = _layouts(operations, combination)
         if not _fits(operations, layouts, graph, sizes, prices):
             continue
-        inputs = tuple(tuple(j.inputs[k] for j in combination) for k in range(len(cluster.inputs)))
-        outputs = tuple(tuple(j.outputs[k] for j in combination) for k in range(len(cluster.outputs)))
-        cost = cluster_cost(cluster, operations, layouts, inputs, outputs, graph, sizes, prices)
+        inputs = tuple(tuple(j.inputs[k] for j in combination) for k in range(len(group.inputs)))
+        outputs = tuple(tuple(j.outputs[k] for j in combination) for k in range(len(group.outputs)))
+        cost = group_cost(group, operations, layouts, inputs, outputs, graph, sizes, prices)
         key = (inputs, outputs)
         if key not in best or best[key].cost_us > cost:
-            best[key] = ClusterChoice(inputs, outputs, layouts, cost)
+            best[key] = GroupChoice(inputs, outputs, layouts, cost)
     return list(best.values())
 
 
@@ -134,8 +134,8 @@ def operation_share(row: OperationLayouts, sizes: tuple[int, ...]) -> float:
     return share
 
 
-def cluster_cost(cluster, operations, layouts, inputs, outputs, graph, sizes, prices) -> float:
-    """Heavy operations by roofline; light clusters as one fused kernel that reads and writes the boundary once."""
+def group_cost(group, operations, layouts, inputs, outputs, graph, sizes, prices) -> float:
+    """Heavy operations by roofline; light groups as one fused kernel that reads and writes the boundary once."""
     cost = 0.0
     heavy = False
     for op, row in zip(operations, layouts):
@@ -150,7 +150,7 @@ def cluster_cost(cluster, operations, layouts, inputs, outputs, graph, sizes, pr
                 if made[axis] != after[axis]:
                     cost += prices.collective_us("all_reduce", axis, local_bytes(graph.values[v], made, sizes))
     if not heavy and any(op.kind != "view" for op in operations):
-        nbytes = sum(local_bytes(graph.values[v], p, sizes) for v, p in zip(cluster.inputs, inputs))
-        nbytes += sum(local_bytes(graph.values[v], p, sizes) for v, p in zip(cluster.outputs, outputs))
+        nbytes = sum(local_bytes(graph.values[v], p, sizes) for v, p in zip(group.inputs, inputs))
+        nbytes += sum(local_bytes(graph.values[v], p, sizes) for v, p in zip(group.outputs, outputs))
         cost += prices.compute_us(0.0, nbytes, "float32", "pointwise")
     return cost

@@ -18,7 +18,7 @@ SMALL_FRACTION = 8
 
 
 @dataclass
-class Cluster:
+class Group:
     index: int
     operations: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -127,8 +127,8 @@ class _Grouping:
                 self.join(op.index, maker)
 
 
-def cluster(graph: PlacementGraph, merge: bool = True, apart: Container[int] = ()) -> list[Cluster]:
-    """Clusters in order of their first operation; every operation is in exactly one, those `apart` by themselves."""
+def groups_of(graph: PlacementGraph, merge: bool = True, apart: Container[int] = ()) -> list[Group]:
+    """Groups in order of their first operation; every operation is in exactly one, those `apart` by themselves."""
     grouping = _Grouping(graph)
     if merge:
         grouping.run()
@@ -152,5 +152,5 @@ def cluster(graph: PlacementGraph, merge: bool = True, apart: Container[int] = (
                 if v in returned or any(owner[u] != root for u in graph.values[v].users):
                     outputs.append(v)
         lead = next((graph.operations[i] for i in ops if graph.operations[i].heavy), graph.operations[ops[0]])
-        found.append(Cluster(len(found), tuple(ops), tuple(inputs), tuple(outputs), lead.backward, lead.block))
+        found.append(Group(len(found), tuple(ops), tuple(inputs), tuple(outputs), lead.backward, lead.block))
     return found

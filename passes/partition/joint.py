@@ -1,4 +1,4 @@
-"""Joint strategies of a cluster on one mesh axis: one strategy per operation, consistent on every value inside.
+"""Joint strategies of a group on one mesh axis: one strategy per operation, consistent on every value inside.
 
 Found by a dynamic program over the operations in order. A state is the placement of every value still needed; states
 that agree on those are merged, the cheaper one stays. Three things are free of the rule that a value has one placement:
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
-from passes.partition.groups import SMALL_FRACTION, Cluster
+from passes.partition.groups import SMALL_FRACTION, Group
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Strategy
 
 MAX_STATES = 400
@@ -25,7 +25,7 @@ REDUCIBLE = (PARTIAL, PARTIAL_MAX)
 
 @dataclass(frozen=True)
 class Step:
-    """What one operation of the cluster does: its strategy, and which of its results are reduced at once."""
+    """What one operation of the group does: its strategy, and which of its results are reduced at once."""
 
     strategy: Strategy
     reduced: tuple[bool, ...]
@@ -63,7 +63,7 @@ def _options(op: Operation, graph: PlacementGraph, size: int, small: int, allowe
 
 
 def join(
-    cluster: Cluster,
+    group: Group,
     graph: PlacementGraph,
     size: int,
     reduce_us: Callable[[int], float],
@@ -71,14 +71,14 @@ def join(
     us_per_flop: float,
     allowed: Callable[[Operation, Strategy], bool] = lambda op, s: True,
 ) -> list[Joint]:
-    """All joint strategies on an axis of `size`, the cheapest for each placement of the cluster's boundary.
+    """All joint strategies on an axis of `size`, the cheapest for each placement of the group's boundary.
 
     `reduce_us(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis).
     """
-    operations = [graph.operations[i] for i in cluster.operations]
+    operations = [graph.operations[i] for i in group.operations]
     largest = max((graph.values[v].bytes for op in operations for v in (*op.inputs, *op.outputs)), default=0)
     last_use = {v: k for k, op in enumerate(operations) for v in op.inputs}
-    boundary = {*cluster.inputs, *cluster.outputs}
+    boundary = {*group.inputs, *group.outputs}
     unsplittable = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
     # state: frozenset of (value, placement) -> (cost, steps)
     states: dict[frozenset, tuple[float, tuple[Step, ...]]] = {frozenset(): (0.0, ())}
@@ -102,15 +102,15 @@ def join(
     found = []
     for state, (cost, steps) in sorted(states.items(), key=lambda kv: kv[1][0]):
         env = dict(state)
-        new = Joint(tuple(env[v] for v in cluster.inputs), tuple(env[v] for v in cluster.outputs), steps)
+        new = Joint(tuple(env[v] for v in group.inputs), tuple(env[v] for v in group.outputs), steps)
         if not any(_dominates(old, new) for old, _ in found):
             found.append((new, cost))
     joints = [new for new, _ in found]
-    whole = _whole(cluster, operations, allowed)
+    whole = _whole(group, operations, allowed)
     return joints if whole is None or whole in joints else [*joints, whole]
 
 
-def _whole(cluster: Cluster, operations: Sequence[Operation], allowed: Callable) -> Joint | None:
+def _whole(group: Group, operations: Sequence[Operation], allowed: Callable) -> Joint | None:
     """The joint strategy that splits nothing, if it is allowed."""
     steps = []
     for op in operations:
@@ -119,7 +119,7 @@ def _whole(cluster: Cluster, operations: Sequence[Operation], allowed: Callable)
         if strategy is None:
             return None
         steps.append(Step(strategy, (False,) * len(op.outputs)))
-    return Joint((REPLICATE,) * len(cluster.inputs), (REPLICATE,) * len(cluster.outputs), tuple(steps))
+    return Joint((REPLICATE,) * len(group.inputs), (REPLICATE,) * len(group.outputs), tuple(steps))
 
 
 def _dominates(old: Joint, new: Joint) -> bool:

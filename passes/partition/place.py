@@ -8,11 +8,14 @@ from passes.graph.decision import Decision
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
-from passes.partition.build import Pin, PlacementProblem, StateModel
+from passes.partition.build import PlacementProblem
 from passes.partition.choices import Prices
+from passes.partition.decode import decode, paid_ways
 from passes.partition.depth import extrapolate, extrapolate_cost
+from passes.partition.entities import Pin
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.reprice import Cost, reprice
+from passes.partition.state import StateModel
 from passes.solve.problem import Problem, Solution
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
@@ -72,8 +75,8 @@ def place(
         )
 
     def cost_of(problem: PlacementProblem, decision: Decision, solution: Solution, prices: Prices) -> Cost:
-        ways = problem.paid_ways(decision, solution)
-        return reprice(problem.graph, problem.clusters, problem.saved, decision, prices, state, ways, bucket_bytes)
+        ways = paid_ways(problem, solution)
+        return reprice(problem.graph, problem.groups, problem.saved, decision, prices, state, ways, bucket_bytes)
 
     problem = build(graph)
     short = build(shorter) if shorter is not None else None
@@ -81,7 +84,7 @@ def place(
     solution = solve(solved, options, cutoff_us=cutoff_us)
     if solution.status == "no_solution":
         return solution
-    decision, shorter_decision = problem.decode(solution), short.decode(solution) if short is not None else None
+    decision, shorter_decision = decode(problem, solution), decode(short, solution) if short is not None else None
 
     def whole_cost(prices: Prices) -> Cost:
         cost = cost_of(problem, decision, solution, prices)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from passes.graph.decision import Decision, Way
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.placement_graph import PlacementGraph
-from passes.partition.build import StateModel
 from passes.partition.choices import Prices
-from passes.partition.groups import Cluster
+from passes.partition.groups import Group
 from passes.partition.redistribution import bucket_bytes_of, change
+from passes.partition.state import StateModel
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Cost:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
-def boundary(graph: PlacementGraph, c: Cluster, decision: Decision) -> list[tuple[int, Layout]]:
-    """What a cluster reads, as its first reader in it does, and what it makes: values with their layouts."""
+def boundary(graph: PlacementGraph, c: Group, decision: Decision) -> list[tuple[int, Layout]]:
+    """What a group reads, as its first reader in it does, and what it makes: values with their layouts."""
     read: dict[int, Layout] = {}
     made: dict[int, Layout] = {}
     for i in c.operations:
@@ -70,7 +70,7 @@ class _Walk:
         flops = op.flops * self.share(rows.inputs + rows.made)
         return self.prices.operation_us(self.graph, op, rows.inputs, rows.made, self.sizes, flops, moved)
 
-    def cluster_us(self, c: Cluster) -> float:
+    def group_us(self, c: Group) -> float:
         """Its heavy operations one by one, or its light ones as one kernel that reads and writes the boundary."""
         operations = [self.graph.operations[i] for i in c.operations]
         heavy = [op.index for op in operations if op.heavy]
@@ -100,13 +100,13 @@ class _Walk:
         return total
 
 
-def compute_us(graph: PlacementGraph, c: Cluster, decision: Decision, prices: Prices) -> float:
-    """Cost of the kernels of one cluster, without its collectives."""
-    return _Walk(graph, decision, prices, 0.0).cluster_us(c)
+def compute_us(graph: PlacementGraph, c: Group, decision: Decision, prices: Prices) -> float:
+    """Cost of the kernels of one group, without its collectives."""
+    return _Walk(graph, decision, prices, 0.0).group_us(c)
 
 
 def reprice(
-    graph: PlacementGraph, clusters: Sequence[Cluster], saved: frozenset[int], decision: Decision, prices: Prices,
+    graph: PlacementGraph, groups: Sequence[Group], saved: frozenset[int], decision: Decision, prices: Prices,
     state: StateModel, ways: Sequence[Way], bucket_bytes: float | None = None,
 ) -> Cost:
     """Cost of a decision.
@@ -117,8 +117,8 @@ def reprice(
     walk = _Walk(graph, decision, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
     compute = communication = 0.0
     activations: dict[int, float] = {}
-    for c in clusters:
-        compute += walk.cluster_us(c)
+    for c in groups:
+        compute += walk.group_us(c)
         communication += sum(walk.reductions_us(i) for i in c.operations)
         layouts = {v: p for i in c.operations
                    for v, p in zip(graph.operations[i].outputs, decision.operations[i].outputs)}

@@ -15,12 +15,12 @@ from typing import Protocol
 from passes.graph.layouts import Layout, local_bytes, parse_layout
 from passes.graph.placement_graph import Operation
 from passes.graph.polynomial import Polynomial, Powers
-from passes.partition.build import StateModel
 from passes.partition.choices import Prices, operation_share
-from passes.partition.groups import Cluster
+from passes.partition.groups import Group
 from passes.partition.place import Placed
 from passes.partition.redistribution import bucket_bytes_of, collective
 from passes.partition.reprice import boundary
+from passes.partition.state import StateModel
 from passes.rules.base import Placement
 
 Axes = tuple[int, ...]
@@ -126,8 +126,8 @@ class Sizes(Protocol):
 def bill(placed: Placed, sizes: Sizes, state: StateModel, prices: Prices) -> Bill:
     """Terms of an answer; `prices`: those that it was found with."""
     walk = _Walk(placed, sizes, prices)
-    for c in placed.problem.clusters:
-        walk.cluster(c)
+    for c in placed.problem.groups:
+        walk.group(c)
     walk.edges()
     walk.parameters(state)
     return Bill(
@@ -174,8 +174,8 @@ class _Walk:
         return Fraction(self.placed.solved.entities[entity].multiplicity,
                         self.problem.problem.entities[entity].multiplicity)
 
-    def cluster(self, c: Cluster) -> None:
-        entity = self.problem.cluster_class[c.index]
+    def group(self, c: Group) -> None:
+        entity = self.problem.entities.of_group[c.index]
         weight, operations = self.weight(entity), [self.graph.operations[i] for i in c.operations]
         for op in operations:
             rows = self.decision.operations[op.index]
@@ -233,7 +233,7 @@ class _Walk:
             value = self.graph.values[v]
             if value.kind != "parameter":
                 continue
-            entity, held = self.problem.input_entity[v], self.local([(v, layout)])
+            entity, held = self.problem.entities.of_input[v], self.local([(v, layout)])
             weight = self.weight(entity)
             self.held[entity, "parameters", held] += weight
             if v in trained:

@@ -1,6 +1,6 @@
 """The partition problem as numbers: entities choose, edges pay for turning what is supplied into what is demanded.
 
-Nothing here knows about tensors, meshes or torch. An *entity* (a cluster of ops, a stored parameter, a saved value)
+Nothing here knows about tensors, meshes or torch. An *entity* (a group of operations, a stored parameter, a saved value)
 takes exactly one of its *choices*. A choice supplies a label on each out-port and demands one on each in-port; a
 *label* stands for the placement of a value on all mesh axes. An *edge* leads from an out-port to an in-port and has
 *arcs*, each one collective on one axis, that turn one label into another. Then

@@ -57,11 +57,13 @@ from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.axes import axis_rule
-from passes.partition.build import PlacementProblem, StateModel
+from passes.partition.build import PlacementProblem
 from passes.partition.choices import AxisRule
+from passes.partition.decode import decode, paid_ways
 from passes.partition.depth import extrapolate, extrapolate_cost
 from passes.partition.redistribution import cheapest_route, collective
 from passes.partition.reprice import Cost, reprice
+from passes.partition.state import StateModel
 from passes.rules.base import PARTIAL, REPLICATE, Placement, Strategy
 from passes.solve.problem import Solution
 from passes.solve.search import solve
@@ -337,16 +339,16 @@ def by_hand(model: Model, scheme: Scheme) -> HandMade:
     fitting: Solution | None = None
     with contextlib.suppress(Infeasible):
         fitting = solve(replace(problem, budget_bytes=float(CLUSTER.device.memory_bytes)), options)
-    return HandMade(long, free, fitting, long.decode(free), repriced(long, short, free, model.further))
+    return HandMade(long, free, fitting, decode(long, free), repriced(long, short, free, model.further))
 
 
 def repriced(long: PlacementProblem, short: PlacementProblem, solution: Solution, further: int) -> Cost:
     """The cost recomputed operation by operation, as for the product's own plans."""
     costs = []
     for problem in (long, short):
-        decision = problem.decode(solution)
-        costs.append(reprice(problem.graph, problem.clusters, problem.saved, decision, problem.prices, problem.state,
-                             problem.paid_ways(decision, solution), problem.bucket_bytes))
+        decision = decode(problem, solution)
+        costs.append(reprice(problem.graph, problem.groups, problem.saved, decision, problem.prices, problem.state,
+                             paid_ways(problem, solution), problem.bucket_bytes))
     return extrapolate_cost(costs[0], costs[1], further)
 
 

@@ -20,9 +20,10 @@ from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
-from passes.partition.build import StateModel
+from passes.partition.decode import paid_ways
 from passes.partition.place import Placed, place
 from passes.partition.reprice import Cost, reprice
+from passes.partition.state import StateModel
 
 CLUSTER, MESH = "1x4:cpu", {"dp": 2, "tp": 2}
 
@@ -96,8 +97,8 @@ def repriced(model: nn.Module, batch: object, other: object, mesh: dict[str, int
     assert isinstance(answer, Placed)
     answer.decision.sizes = tuple(mesh.values())
     problem, after = answer.problem, MeshPrices(mesh_from_pin(mesh, Cluster.parse(cluster)), 2)
-    ways = problem.paid_ways(answer.decision, answer.solution)
-    return reprice(annotated(model, other).graph, problem.clusters, problem.saved, answer.decision, after, state, ways)
+    ways = paid_ways(problem, answer.solution)
+    return reprice(annotated(model, other).graph, problem.groups, problem.saved, answer.decision, after, state, ways)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """The cheapest placements of a small graph by trying them all, from the rules of the game and nothing of the planner's.
 
-What is taken from there: the price of one step of a redistribution (`change`), and which operations form a cluster.
+What is taken from there: the price of one step of a redistribution (`change`), and which operations form a group.
 
 - Every operation takes a strategy per axis, and may reduce a small partial result at once.
-- Inside a cluster a value has one layout, but what cannot be split where it is made may be read in part.
-- Values between clusters go the cheapest way, over shared copies: forward readers share one if there are several or if
+- Inside a group a value has one layout, but what cannot be split where it is made may be read in part.
+- Values between groups go the cheapest way, over shared copies: forward readers share one if there are several or if
   backward reads the value too, and backward readers share one if there are several.
 - A parameter is stored whole or in parts along the outermost factor of a dim; its optimizer costs time by its elements.
 """
@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
-from passes.partition.groups import SMALL_FRACTION, Cluster
+from passes.partition.groups import SMALL_FRACTION, Group
 from passes.partition.redistribution import change
 from passes.rules.base import REPLICATE
 
 Layout = tuple
 Ports = tuple[tuple[Layout, ...], tuple[Layout, ...]]
-"""Layouts of a cluster's inputs and outputs."""
+"""Layouts of a group's inputs and outputs."""
 
 
 def share(layouts: Sequence[Layout], sizes: Sequence[int]) -> float:
@@ -41,13 +41,13 @@ def possible(value: Value, layout: Layout, sizes: Sequence[int]) -> bool:
 
 
 class Game:
-    def __init__(self, graph: PlacementGraph, sizes: tuple[int, ...], prices, clusters: Sequence[Cluster]):
-        self.graph, self.sizes, self.prices, self.clusters = graph, sizes, prices, clusters
+    def __init__(self, graph: PlacementGraph, sizes: tuple[int, ...], prices, groups: Sequence[Group]):
+        self.graph, self.sizes, self.prices, self.groups = graph, sizes, prices, groups
         self.whole = (REPLICATE,) * len(sizes)
         self.tables: dict[int, dict[tuple[Layout, Layout], float]] = {}
-        self.owner = {i: c.index for c in clusters for i in c.operations}
+        self.owner = {i: c.index for c in groups for i in c.operations}
 
-    # --- one cluster --------------------------------------------------------------------------------------------------
+    # --- one group --------------------------------------------------------------------------------------------------
 
     def operation_ways(self, op: Operation, small: float) -> list[tuple]:
         """(layouts read, layouts made, layouts after reductions) of one operation."""
@@ -66,18 +66,18 @@ class Game:
                 ways.append((tuple(read), tuple(made), tuple(after)))
         return list(dict.fromkeys(ways))
 
-    def cluster_ways(self, cluster: Cluster) -> dict[Ports, float]:
-        """Ports -> the least cost of a cluster."""
-        operations = [self.graph.operations[i] for i in cluster.operations]
+    def group_ways(self, group: Group) -> dict[Ports, float]:
+        """Ports -> the least cost of a group."""
+        operations = [self.graph.operations[i] for i in group.operations]
         largest = max(self.graph.values[v].bytes for op in operations for v in (*op.inputs, *op.outputs))
         stuck = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
         found: dict[Ports, float] = {}
 
         def visit(k: int, known: dict[int, Layout], cost: float) -> None:
             if k == len(operations):
-                ports = (tuple(known[v] for v in cluster.inputs), tuple(known[v] for v in cluster.outputs))
+                ports = (tuple(known[v] for v in group.inputs), tuple(known[v] for v in group.outputs))
                 if not any(op.heavy for op in operations) and any(op.kind != "view" for op in operations):
-                    pairs = [*zip(cluster.inputs, ports[0]), *zip(cluster.outputs, ports[1])]
+                    pairs = [*zip(group.inputs, ports[0]), *zip(group.outputs, ports[1])]
                     moved = sum(held(self.graph.values[v], p, self.sizes) for v, p in pairs)
                     cost += self.prices.compute_us(0.0, moved, "float32", "pointwise")
                 found[ports] = min(cost, found.get(ports, math.inf))
@@ -163,11 +163,11 @@ class Game:
         return spread(source, forward) + shared_backward(source)
 
     def value_us(self, v: int) -> Callable[[dict[int, Ports]], float]:
-        """A function of the ports of the clusters that make and read the value, as (cluster -> ports)."""
+        """A function of the ports of the groups that make and read the value, as (group -> ports)."""
         graph, value = self.graph, self.graph.values[v]
         made_by = None if value.producer is None else self.owner[value.producer]
-        made_backward = value.kind == "tangent" if made_by is None else self.clusters[made_by].backward
-        readers = [c for c in self.clusters if v in c.inputs]
+        made_backward = value.kind == "tangent" if made_by is None else self.groups[made_by].backward
+        readers = [c for c in self.groups if v in c.inputs]
         owners = [p for o, p in graph.outputs if o == v and p is not None]
         returned = sum(o == v and p is None for o, p in graph.outputs)
         forward = [c for c in readers if not c.backward]
@@ -190,7 +190,7 @@ class Game:
                     total = self.fan_out_us(v, stored, fs, bs, False, self.copies(v))
                     for g in gradients:
                         producer = graph.values[g].producer
-                        owner = self.clusters[self.owner[producer]]
+                        owner = self.groups[self.owner[producer]]
                         made = ports[owner.index][1][owner.outputs.index(g)]
                         total += self.distances(g)[made, stored]
                         local = held(value, stored, self.sizes) / value.spec.itemsize
@@ -200,7 +200,7 @@ class Game:
             assert not owners or not (readers or returned), "a gradient that something else reads"
             if owners:
                 return 0.0  # its way to where the parameter is stored is counted there
-            source = self.whole if made_by is None else ports[made_by][1][self.clusters[made_by].outputs.index(v)]
+            source = self.whole if made_by is None else ports[made_by][1][self.groups[made_by].outputs.index(v)]
             kept = made_by is not None and not made_backward and bool(bs)
             return self.fan_out_us(v, source, fs, bs, kept, self.copies(v))
 
@@ -213,9 +213,9 @@ class Game:
                 if possible(value, p, self.sizes)]
 
     def involved(self, v: int) -> set[int]:
-        """Clusters whose ports decide what the value costs."""
+        """Groups whose ports decide what the value costs."""
         value = self.graph.values[v]
-        found = {c.index for c in self.clusters if v in c.inputs}
+        found = {c.index for c in self.groups if v in c.inputs}
         if value.producer is not None:
             found.add(self.owner[value.producer])
         for g, p in self.graph.outputs:
@@ -226,15 +226,15 @@ class Game:
     # --- the whole graph ----------------------------------------------------------------------------------------------
 
     def optimum_us(self, ways: Sequence[dict[Ports, float]] | None = None) -> float:
-        """Depth first over clusters; a branch ends where it costs as much as the best answer so far."""
-        ways = ways or [self.cluster_ways(c) for c in self.clusters]
+        """Depth first over groups; a branch ends where it costs as much as the best answer so far."""
+        ways = ways or [self.group_ways(c) for c in self.groups]
         ordered = [sorted(w.items(), key=lambda kv: kv[1]) for w in ways]
         least = [0.0]
         for options in reversed(ordered):
             least.append(least[-1] + options[0][1])
         least.reverse()
         due: dict[int, list[int]] = {}
-        seen = {v.index for v in self.graph.values if v.producer is None} | {v for c in self.clusters for v in c.outputs}
+        seen = {v.index for v in self.graph.values if v.producer is None} | {v for c in self.groups for v in c.outputs}
         for v in seen:
             if self.involved(v):
                 due.setdefault(max(self.involved(v)), []).append(v)

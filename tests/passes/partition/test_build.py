@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from passes.errors import BadInput
 from passes.graph.decision import Hop
-from passes.partition.build import PlacementProblem, StateModel
-from passes.partition.groups import cluster
+from passes.partition.build import PlacementProblem
+from passes.partition.decode import decode, paid_ways, pins
+from passes.partition.groups import groups_of
 from passes.partition.redistribution import SLICE_US, collective
+from passes.partition.state import StateModel
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
@@ -29,8 +31,8 @@ def compare(graph, sizes, prices, merge):
     in for one that reads the whole, and `SLICE_US` is not added for that."""
     built = problem(graph, sizes, prices, merge=merge, fold=False)
     found = solve(built.problem, EXACT).objective_us
-    best = Game(graph, sizes, prices, cluster(graph, merge)).optimum_us()
-    slack = 2 * len(sizes) * len(built.edge_rows) * SLICE_US
+    best = Game(graph, sizes, prices, groups_of(graph, merge)).optimum_us()
+    slack = 2 * len(sizes) * len(built.problem.edges) * SLICE_US
     assert best * (1 - 1e-9) - 1e-9 <= found <= best * (1 + 1e-6) + slack
 
 
@@ -51,14 +53,14 @@ def test_two_axes_agree_with_brute_force(graph, sizes, merge, per_byte, latency)
 
 @settings(max_examples=100, deadline=None)
 @given(graphs(most=6), PER_BYTE, LATENCY)
-def test_clustering_never_beats_single_operations(graph, per_byte, latency):
+def test_grouping_never_beats_single_operations(graph, per_byte, latency):
     """With pointwise kernels for nothing, so that fusing them saves nothing."""
     prices = Prices(latency=(latency,), us_per_byte=(per_byte,), light=False)
     merged, single = (solve(problem(graph, prices=prices, merge=m, fold=False).problem, EXACT) for m in (True, False))
     assert merged.objective_us >= single.objective_us * (1 - 1e-9) - SLICE_US * len(graph.operations)
 
 
-def test_clustering_loses_nothing_where_one_split_suits_all_it_joins():
+def test_grouping_loses_nothing_where_one_split_suits_all_it_joins():
     b = Builder()
     x = b.input((8, 4))
     for _ in range(2):
@@ -154,10 +156,10 @@ def test_rows_that_forward_gathers_are_there_in_backward():
     built = problem(graph, prices=Prices(us_per_flop=100.0), rows=frozenset({"batch_0"}), stored={"parameter_1": ((1, 0),)},
                     pinned={"op_0": (("R", "S(1)"), ("S(1)",))})
     solution = solve(built.problem, EXACT)
-    decision = built.decode(solution)
+    decision = decode(built, solution)
     routes = {r for (_, _), r in decision.routes.items() if r.value == values["x"]}
     assert {r.hops[0] for r in routes if r.hops} == {Hop(("R",), backward=False)}
-    (way,) = [w for w in built.paid_ways(decision, solution) if w.route.value == values["x"] and w.start < w.stop]
+    (way,) = [w for w in paid_ways(built, solution) if w.route.value == values["x"] and w.start < w.stop]
     assert way.saved
     assert built.problem.held_bytes(solution.chosen) >= 8 * 4 * 4, "the copy takes memory"
 
@@ -168,7 +170,7 @@ def test_the_decision_is_consistent(prices, sizes):
     graph, values = training_step()
     built = problem(graph, sizes, prices)
     solution = solve(built.problem, EXACT)
-    decision = built.decode(solution)
+    decision = decode(built, solution)
     assert set(decision.operations) == set(range(len(graph.operations)))
     assert set(decision.inputs) == {v.index for v in graph.values if v.producer is None}
     made = dict(decision.inputs)
@@ -200,11 +202,11 @@ def test_what_was_chosen_can_be_pinned_and_gives_the_same_again():
     graph, _ = training_step()
     first = problem(graph, (2, 2), Prices(us_per_flop=10.0))
     solution = solve(first.problem, EXACT)
-    again = problem(graph, (2, 2), Prices(us_per_flop=10.0), pinned=first.pins(solution))
+    again = problem(graph, (2, 2), Prices(us_per_flop=10.0), pinned=pins(first, solution))
     assert all(len(e.choices) == 1 for e in again.problem.entities)
     same = solve(again.problem, EXACT)
     assert same.objective_us == pytest.approx(solution.objective_us, rel=1e-12)
-    assert again.decode(same) == first.decode(solution)
+    assert decode(again, same) == decode(first, solution)
 
 
 def test_a_pin_narrows_one_choice_and_leaves_the_others():
@@ -212,7 +214,7 @@ def test_a_pin_narrows_one_choice_and_leaves_the_others():
     built = problem(graph, pinned={"parameter_1": (("S(1)",), ("S(1)",))})
     by_name = {e.name: e for e in built.problem.entities}
     assert len(by_name["parameter_1"].choices) == 1 < len(by_name["op_0"].choices)
-    assert built.decode(solve(built.problem, EXACT)).inputs[1] == ((1, 0),)
+    assert decode(built, solve(built.problem, EXACT)).inputs[1] == ((1, 0),)
 
 
 def test_a_pin_that_cannot_be_met_is_bad_input():
@@ -228,8 +230,8 @@ def test_ways_are_paid_once_for_a_shared_copy():
     graph = b.finish(readers)
     built = problem(graph, prices=Prices(us_per_flop=100.0, latency=(0.1,), us_per_byte=(1e-4,)))
     solution = solve(built.problem, EXACT)
-    decision = built.decode(solution)
+    decision = decode(built, solution)
     (way,) = {decision.routes[k + 1, 0].hops for k in range(3)}
     assert len(way) == 1 and way[0].layout[0] in ((0, 0), (1, 0)), "the products are split, or this test says nothing"
-    paid = [(way.start, way.stop) for way in built.paid_ways(decision, solution) if way.route.value == whole]
+    paid = [(way.start, way.stop) for way in paid_ways(built, solution) if way.route.value == whole]
     assert sorted(paid) == [(0, 1), (1, 1), (1, 1), (1, 1)]  # to the copy, and from there to each reader

@@ -1,4 +1,4 @@
-"""Clusters before -> what each may do on a whole mesh, with costs, after."""
+"""Groups before -> what each may do on a whole mesh, with costs, after."""
 from __future__ import annotations
 
 import pytest
@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.graph.decision import OperationLayouts
-from passes.partition.choices import cluster_choices, operation_share, slices
-from passes.partition.groups import cluster
+from passes.partition.choices import group_choices, operation_share, slices
+from passes.partition.groups import groups_of
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs
@@ -26,13 +26,13 @@ def stands_in(one: tuple, other: tuple, reads: bool) -> bool:
 @given(graphs(most=7), st.sampled_from([(2,), (3,), (2, 2)]), st.sampled_from([0.0, 2.0]))
 def test_choices_are_the_cheapest_for_each_boundary_and_none_is_missing(graph, sizes, latency):
     prices = Prices(latency=(latency, latency))
-    clusters = cluster(graph)
-    game = Game(graph, sizes, prices, clusters)
-    for c in clusters:
+    groups = groups_of(graph)
+    game = Game(graph, sizes, prices, groups)
+    for c in groups:
         if len(c.operations) > (3 if len(sizes) > 1 else 7):
             continue  # too many to try them all
-        ways = game.cluster_ways(c)
-        choices = cluster_choices(c, graph, sizes, prices, FREE[: len(sizes)])
+        ways = game.group_ways(c)
+        choices = group_choices(c, graph, sizes, prices, FREE[: len(sizes)])
         assert len({(x.inputs, x.outputs) for x in choices}) == len(choices)
         for x in choices:
             assert x.cost_us == pytest.approx(ways[x.inputs, x.outputs], rel=1e-12)
@@ -54,13 +54,13 @@ def test_a_product_costs_what_its_parts_take():
     b, y = product()
     graph = b.finish([y])
     prices = Prices(us_per_flop=1.0, launch=0.5)
-    (c,) = cluster(graph)
-    found = {(x.inputs, x.outputs): x.cost_us for x in cluster_choices(c, graph, (2, 2), prices, FREE)}
+    (c,) = groups_of(graph)
+    found = {(x.inputs, x.outputs): x.cost_us for x in group_choices(c, graph, (2, 2), prices, FREE)}
     assert found[(("R", "R"), ("R", "R")), (("R", "R"),)] == 2 * 8 * 16 * 4 + 0.5
     assert found[(((0, 0), "R"), ("R", (1, 0))), (((0, 0), (1, 0)),)] == 2 * 8 * 16 * 4 / 4 + 0.5
     assert found[(((1, 0), (1, 0)), ((0, 0), (0, 0))), (("P", "P"),)] == 2 * 8 * 16 * 4 / 4 + 0.5
     by_memory = Prices(us_per_flop=0.0, launch=0.0, memory=1.0)
-    found = {(x.inputs, x.outputs): x.cost_us for x in cluster_choices(c, graph, (2, 2), by_memory, FREE)}
+    found = {(x.inputs, x.outputs): x.cost_us for x in group_choices(c, graph, (2, 2), by_memory, FREE)}
     assert found[(((0, 0), "R"), ("R", "R")), (((0, 0), "R"),)] == 4 * (8 * 16 / 2 + 16 * 4 + 8 * 4 / 2)
 
 
@@ -68,38 +68,38 @@ def test_two_axes_split_one_factor_only_if_it_divides_by_both():
     b = Builder()
     y = b.call(aten.exp.default, V(b.input((2, 6))))
     graph = b.finish([y])
-    (c,) = cluster(graph)
-    found = {x.inputs[0] for x in cluster_choices(c, graph, (2, 2), Prices(), FREE)}
+    (c,) = groups_of(graph)
+    found = {x.inputs[0] for x in group_choices(c, graph, (2, 2), Prices(), FREE)}
     assert ((0, 0), (0, 0)) not in found and ((1, 0), (1, 0)) not in found
     assert {((0, 0), (1, 0)), ((1, 0), (0, 0))} <= found
-    found = {x.inputs[0] for x in cluster_choices(c, graph, (2, 3), Prices(), FREE)}
+    found = {x.inputs[0] for x in group_choices(c, graph, (2, 3), Prices(), FREE)}
     assert ((1, 0), (1, 0)) in found
 
 
-def test_light_clusters_are_one_kernel_over_their_boundary_and_views_cost_nothing():
+def test_light_groups_are_one_kernel_over_their_boundary_and_views_cost_nothing():
     b = Builder()
     x = b.input((8, 4))
     y = b.call(aten.exp.default, V(x))
     y = b.call(aten.tanh.default, V(y))
     graph = b.finish([y])
-    (c,) = cluster(graph)
+    (c,) = groups_of(graph)
     prices = Prices(memory=1.0, launch=0.5)
-    found = {x.inputs[0]: x.cost_us for x in cluster_choices(c, graph, (2,), prices, FREE[:1])}
+    found = {x.inputs[0]: x.cost_us for x in group_choices(c, graph, (2,), prices, FREE[:1])}
     assert found[(0, 0),] == 2 * 8 * 4 * 4 / 2 + 0.5
     b = Builder()
     y = b.call(aten.permute.default, V(b.input((8, 4))), [1, 0])
     graph = b.finish([y])
-    (c,) = cluster(graph)
-    assert {x.cost_us for x in cluster_choices(c, graph, (2,), prices, FREE[:1])} == {0.0}
+    (c,) = groups_of(graph)
+    assert {x.cost_us for x in group_choices(c, graph, (2,), prices, FREE[:1])} == {0.0}
 
 
 def test_each_axis_obeys_its_own_rule():
     b, y = product()
     graph = b.finish([y])
-    (c,) = cluster(graph)
+    (c,) = groups_of(graph)
     rows = lambda op, s: s.inputs[0] == (0, 0)  # noqa: E731
     columns = lambda op, s: s.inputs[1] == (1, 0)  # noqa: E731
-    (only,) = cluster_choices(c, graph, (2, 2), Prices(), (rows, columns))
+    (only,) = group_choices(c, graph, (2, 2), Prices(), (rows, columns))
     assert only.outputs == (((0, 0), (1, 0)),)
 
 

@@ -11,6 +11,7 @@ from hpml_compiler.planning.plan_graph import Annotated
 from passes.costs.prices import MeshPrices
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import enumerate_meshes, mesh_from_pin
+from passes.partition.decode import paid_ways
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import collective
 from passes.solve.solvers import SolverOptions
@@ -57,7 +58,7 @@ def products(answer: Placed, backward: bool, axis: int = 0) -> list[tuple]:
 def collectives(answer: Placed) -> Counter:
     """(collective, axis, in backward, shape of the value) -> how often; each shared way counts once."""
     found: Counter = Counter()
-    for way in answer.problem.paid_ways(answer.decision, answer.solution):
+    for way in paid_ways(answer.problem, answer.solution):
         layout = way.route.layout(way.start)
         for hop in way.route.hops[way.start:way.stop]:
             (axis,) = [a for a, (p, q) in enumerate(zip(layout, hop.layout)) if p != q]

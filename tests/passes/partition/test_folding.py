@@ -11,7 +11,7 @@ from passes.machine.mesh import mesh_from_pin
 from passes.partition.axes import axis_rule
 from passes.partition.build import PlacementProblem
 from passes.partition.folding import classes_of
-from passes.partition.groups import cluster
+from passes.partition.groups import groups_of
 from passes.partition.place import place
 from passes.solve import ilp
 from passes.solve.reduce import reduce
@@ -43,16 +43,16 @@ def layers(count: int, widths=None) -> Builder:
 
 def classes(b: Builder, fold=True) -> tuple[list[int], list[str]]:
     graph = b.finish([len(b.values) - 1])
-    return classes_of(cluster(graph), graph, fold)
+    return classes_of(groups_of(graph), graph, fold)
 
 
-def test_the_same_cluster_of_every_layer_is_one_class():
+def test_the_same_group_of_every_layer_is_one_class():
     numbers, names = classes(layers(3))
     assert numbers == [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 5]
     assert names[0] == "op_0" and names[1].startswith("net.layers.*:") and len(set(names)) == 6
 
 
-def test_without_folding_every_cluster_is_a_class():
+def test_without_folding_every_group_is_a_class():
     numbers, names = classes(layers(3), fold=False)
     assert numbers == list(range(14)) and len(names) == 14
 
@@ -63,7 +63,7 @@ def test_layers_that_differ_are_not_folded():
     assert numbers[12] == numbers[4]  # but what they have in common is
 
 
-def test_equal_clusters_in_one_block_stay_apart():
+def test_equal_groups_in_one_block_stay_apart():
     b = Builder()
     x = b.call(aten.tanh.default, V(b.input((8, 4))))
     for k in range(2):
@@ -99,7 +99,7 @@ def test_the_kind_of_what_is_read_and_the_phase_count():
             w = b.input((4, 4), "buffer" if change == "kind" and k else "parameter")
             b.values[w].trainable = change != "trainable" or k == 0
             b.call(aten.mm.default, V(b.input((8, 4))), V(w))
-        numbers, _ = classes_of(cluster(graph := b.finish([])), graph)
+        numbers, _ = classes_of(groups_of(graph := b.finish([])), graph)
         assert numbers == [0, 1], change
 
 
@@ -142,8 +142,8 @@ def test_tied_choices_are_never_cheaper_and_cost_what_they_say(graph, per_byte):
     tied = place(graph, {"x": 2}, prices, options=options)
     free = place(graph, {"x": 2}, prices, options=options, fold=False)
     assert tied.cost.step_us >= free.cost.step_us * (1 - 1e-9)
-    assert len(tied.problem.classes) <= len(free.problem.classes)
-    if len(tied.problem.classes) == len(free.problem.classes):
+    assert len(tied.problem.problem.entities) <= len(free.problem.problem.entities)
+    if len(tied.problem.problem.entities) == len(free.problem.problem.entities):
         assert tied.cost.step_us == pytest.approx(free.cost.step_us, rel=1e-9)
 
 

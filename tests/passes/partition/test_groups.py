@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from passes.partition.groups import cluster
+from passes.partition.groups import groups_of
 from tests.passes.graphs import Builder, V, aten
 from tests.passes.partition.random_graphs import graphs
 
 
 def groups(builder: Builder, outputs) -> list[tuple[int, ...]]:
-    return [c.operations for c in cluster(builder.finish(outputs))]
+    return [c.operations for c in groups_of(builder.finish(outputs))]
 
 
 def chain() -> tuple[Builder, int]:
@@ -53,8 +53,8 @@ def test_what_partial_sums_do_not_get_through_does_not_join_a_product_that_can_m
     product = b.call(aten.mm.default, V(x), V(w))
     last = b.call(aten.add.Tensor if follows == "bias" else aten.mul.Tensor, V(product), V(small))
     graph = b.finish([last])
-    clusters = cluster(graph)
-    assert (len(clusters) == 1) == joins
+    groups = groups_of(graph)
+    assert (len(groups) == 1) == joins
 
 
 def test_a_linear_operation_that_makes_more_than_the_product_stays_apart():
@@ -108,7 +108,7 @@ def test_a_forward_view_that_only_a_backward_product_reads_is_done_there():
     t = b.call(aten.permute.default, V(x), [1, 0])
     b.backward = True
     y = b.call(aten.mm.default, V(t), V(b.input((64, 4), "tangent")))
-    (c,) = cluster(b.finish([y]))
+    (c,) = groups_of(b.finish([y]))
     assert c.operations == (0, 1) and c.backward
 
 
@@ -122,13 +122,13 @@ def test_a_view_whose_result_is_returned_is_no_part_of_the_product():
 
 @settings(max_examples=200, deadline=None)
 @given(graphs(most=7), st.booleans())
-def test_every_operation_is_in_one_cluster_and_ports_are_what_crosses_its_border(graph, merge):
-    clusters = cluster(graph, merge)
-    assert sorted(i for c in clusters for i in c.operations) == list(range(len(graph.operations)))
-    assert [c.index for c in clusters] == list(range(len(clusters)))
-    owner = {i: c.index for c in clusters for i in c.operations}
+def test_every_operation_is_in_one_group_and_ports_are_what_crosses_its_border(graph, merge):
+    groups = groups_of(graph, merge)
+    assert sorted(i for c in groups for i in c.operations) == list(range(len(graph.operations)))
+    assert [c.index for c in groups] == list(range(len(groups)))
+    owner = {i: c.index for c in groups for i in c.operations}
     returned = {v for v, _ in graph.outputs}
-    for c in clusters:
+    for c in groups:
         assert list(c.operations) == sorted(c.operations)
         own = [graph.operations[i] for i in c.operations]
         assert {(op.backward, op.block) for op in own if op.kind != "view"} <= {(c.backward, c.block)}

@@ -1,24 +1,24 @@
-"""Strategies of single operations before -> those of a whole cluster on one axis after."""
+"""Strategies of single operations before -> those of a whole group on one axis after."""
 from __future__ import annotations
 
-from passes.partition.groups import Cluster, cluster
+from passes.partition.groups import Group, groups_of
 from passes.partition.joint import MAX_STATES, Joint, join
 from tests.passes.graphs import Builder, V, aten
 
 
 def joints(builder: Builder, outputs, size=2, reduce_us=lambda b: 1.0, allowed=None) -> list[Joint]:
     graph = builder.finish(outputs)
-    clusters = cluster(graph)
-    (c,) = clusters if len(clusters) == 1 else [whole(graph, clusters)]
+    groups = groups_of(graph)
+    (c,) = groups if len(groups) == 1 else [whole(graph, groups)]
     more = {} if allowed is None else {"allowed": allowed}
     return join(c, graph, size, reduce_us, 1e-3, 1e-6, **more)
 
 
-def whole(graph, clusters) -> Cluster:
-    """All operations in one cluster, whatever clustering thinks."""
+def whole(graph, groups) -> Group:
+    """All operations in one group, whatever grouping thinks."""
     made = {v for op in graph.operations for v in op.outputs}
     inputs = tuple(dict.fromkeys(v for op in graph.operations for v in op.inputs if v not in made))
-    return Cluster(0, tuple(range(len(graph.operations))), inputs, tuple(v for v, _ in graph.outputs), False, "")
+    return Group(0, tuple(range(len(graph.operations))), inputs, tuple(v for v, _ in graph.outputs), False, "")
 
 
 def ports(found: list[Joint]) -> set[tuple]:

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from passes.errors import BadInput, Infeasible
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
+from passes.partition.decode import pins
 from passes.partition.depth import NotLinear
-from passes.partition.groups import cluster
+from passes.partition.groups import groups_of
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import SLICE_US
 from passes.solve.solvers import SolverOptions
@@ -69,10 +70,10 @@ def test_a_cutoff_below_the_optimum_gives_no_answer():
 def test_pins_of_one_answer_give_it_again():
     graph, _ = training_step()
     first = placed(graph, {"x": 2, "y": 2})
-    again = placed(graph, {"x": 2, "y": 2}, pinned=first.problem.pins(first.solution))
+    again = placed(graph, {"x": 2, "y": 2}, pinned=pins(first.problem, first.solution))
     assert again.decision == first.decision and again.cost == first.cost
     with pytest.raises(BadInput):
-        place(graph, {"x": 2}, SPLIT, pinned=first.problem.pins(first.solution))
+        place(graph, {"x": 2}, SPLIT, pinned=pins(first.problem, first.solution))
 
 
 def test_axes_of_one_rank_change_nothing():
@@ -89,8 +90,8 @@ def test_nothing_is_cheaper_than_what_is_placed(graph, size, per_byte, latency):
     """But for slices, as in `test_build.compare`. `place` itself recomputes the cost of its answer."""
     prices = Prices(latency=(latency,), us_per_byte=(per_byte,))
     found = placed(graph, {"x": size}, prices, options=SolverOptions(gap=0.0))
-    best = Game(graph, (size,), prices, found.problem.clusters).optimum_us()
-    slack = 2 * len(found.problem.edge_rows) * SLICE_US
+    best = Game(graph, (size,), prices, found.problem.groups).optimum_us()
+    slack = 2 * len(found.problem.problem.edges) * SLICE_US
     assert best * (1 - 1e-9) - 1e-9 <= found.cost.step_us <= best * (1 + 1e-6) + slack
 
 
@@ -191,15 +192,15 @@ def squared_gradient() -> tuple[Builder, int]:
     return b, b.call(aten.mul.Tensor, V(gradient), V(gradient))
 
 
-@pytest.mark.parametrize(("build", "name", "clusters"), [(gram, "tp", 1), (squared_gradient, "dp", 2)])
-def test_a_pinned_axis_leaves_a_choice_to_operations_that_do_not_go_together(build, name, clusters):
-    """One cluster, of which no choice is left, is taken apart; two have never been together."""
+@pytest.mark.parametrize(("build", "name", "groups"), [(gram, "tp", 1), (squared_gradient, "dp", 2)])
+def test_a_pinned_axis_leaves_a_choice_to_operations_that_do_not_go_together(build, name, groups):
+    """One group, of which no choice is left, is taken apart; two have never been together."""
     b, y = build()
     graph = b.finish([y])
-    assert len(cluster(graph)) == clusters
+    assert len(groups_of(graph)) == groups
     for axes in ({name: 2}, {name: 2, "x": 2}):
         answer = placed(graph, axes)
-        assert sorted(i for c in answer.problem.clusters for i in c.operations) == list(range(len(graph.operations)))
+        assert sorted(i for c in answer.problem.groups for i in c.operations) == list(range(len(graph.operations)))
         product = answer.decision.operations[1]
         assert any(isinstance(p[0], tuple) for p in product.inputs), "the pin holds"
 

@@ -8,9 +8,11 @@ import pytest
 
 from passes.graph.decision import Hop, OperationLayouts, Route, Way
 from passes.partition import place as placing
-from passes.partition.build import PlacementProblem, StateModel
+from passes.partition.build import PlacementProblem
+from passes.partition.decode import decode, paid_ways
 from passes.partition.place import place
 from passes.partition.reprice import reprice
+from passes.partition.state import StateModel
 from passes.solve.verify import VerificationError
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.test_build import training_step
@@ -22,8 +24,8 @@ SPLIT = Prices(us_per_flop=10.0)
 def cost_of(placed, graph, decision=None, prices=SPLIT, state=None):
     decision = decision or placed.decision
     built = placed.problem
-    return reprice(graph, built.clusters, built.saved, decision, prices, state or StateModel(),
-                   built.paid_ways(placed.decision, placed.solution))
+    return reprice(graph, built.groups, built.saved, decision, prices, state or StateModel(),
+                   paid_ways(built, placed.solution))
 
 
 def test_the_cost_of_a_product_over_a_split_sum_by_hand():
@@ -82,7 +84,7 @@ def test_an_illegal_step_is_refused():
     placed = place(graph, {"x": 2}, SPLIT)
     way = Way(Route(values["y"], ("R",), (Hop(("P",), False),)), 0, 1, saved=False, gradient=False)
     with pytest.raises(AssertionError, match="illegal step"):
-        reprice(graph, placed.problem.clusters, placed.problem.saved, placed.decision, SPLIT, StateModel(), [way])
+        reprice(graph, placed.problem.groups, placed.problem.saved, placed.decision, SPLIT, StateModel(), [way])
 
 
 @pytest.fixture
@@ -143,10 +145,9 @@ def test_a_problem_that_miscounts_is_found_out(tampering, change, what):
 
 def test_a_decision_that_is_decoded_wrongly_is_found_out(monkeypatch):
     graph = deep()
-    decode = PlacementProblem.decode
 
-    def wrong(self, solution):
-        decision = decode(self, solution)
+    def wrong(built, solution):
+        decision = decode(built, solution)
         index = next(i for i, op in enumerate(graph.operations) if op.heavy)
         rows = decision.operations[index]
         whole = [tuple(("R",) for _ in side) for side in (rows.inputs, rows.made, rows.outputs)]
@@ -154,6 +155,6 @@ def test_a_decision_that_is_decoded_wrongly_is_found_out(monkeypatch):
         decision.operations[index] = OperationLayouts(*whole)
         return decision
 
-    monkeypatch.setattr(PlacementProblem, "decode", wrong)
+    monkeypatch.setattr(placing, "decode", wrong)
     with pytest.raises(VerificationError, match="objective"):
         place(graph, {"x": 2}, SPLIT)

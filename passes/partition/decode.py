@@ -1,0 +1,72 @@
+"""From a solution of a placement problem back to layouts and routes of the unfolded graph."""
+from __future__ import annotations
+
+from passes.graph.decision import Decision, Hop, Route, Way
+from passes.graph.layouts import Layout, parse_layout
+from passes.partition.build import PlacementProblem
+from passes.partition.choices import slices
+from passes.partition.edges import Chain
+from passes.partition.entities import Pin, Port
+from passes.solve.problem import Solution
+
+
+def pins(built: PlacementProblem, solution: Solution) -> dict[str, Pin]:
+    """What was chosen, by entity: enough to choose the same again."""
+    return {
+        draft.name: (choice.inputs, choice.outputs) for draft, k in zip(built.entities.drafts, solution.chosen)
+        if draft.kind != "output" for choice in [draft.options[k].choice]
+    }
+
+
+def decode(built: PlacementProblem, solution: Solution) -> Decision:
+    """Layouts of every operation of the unfolded graph, and the route of every operand and output."""
+    graph, entities, edges = built.graph, built.entities, built.edges
+    decision = Decision(built.sizes)
+    source = {v: _supplied(built, port, solution) for v, port in edges.sources.items()}
+    decision.inputs.update({v: _supplied(built, (number, 0), solution) for v, number in entities.of_input.items()})
+    for group in built.groups:
+        number = entities.of_group[group.index]
+        arrived = {v: _route(v, source[v], edges.reads[group.index, v], solution) for v in group.inputs}
+        inside: dict[int, Layout] = {}
+        for index, row in zip(group.operations, entities.drafts[number].options[solution.chosen[number]].operations):
+            op = graph.operations[index]
+            decision.operations[index] = row
+            for position, (v, wanted) in enumerate(zip(op.inputs, row.inputs)):
+                route = arrived[v] if v in arrived else Route(v, inside[v])
+                rest = slices(graph.values[v], route.target, wanted, built.sizes, built.prices)
+                assert rest is not None, (op.name, route.target, wanted)
+                hops = route.hops + tuple(Hop(layout, op.backward) for layout in rest)
+                decision.routes[index, position] = Route(v, route.source, hops)
+            inside.update(zip(op.outputs, row.outputs))
+    decision.outputs = [_route(v, source[v], edges.outputs[k], solution) for k, (v, _) in enumerate(graph.outputs)]
+    return decision
+
+
+def paid_ways(built: PlacementProblem, solution: Solution) -> list[Way]:
+    """Every way that is paid for by itself."""
+    edges, problem = built.edges, built.problem
+    ways: dict[tuple, Way] = {}
+    chains = [(v, chain) for (_, v), chain in edges.reads.items()]
+    chains += [(v, edges.outputs[k]) for k, (v, _) in enumerate(built.graph.outputs)]
+    for number, (v, chain) in enumerate(chains):
+        route = _route(v, _supplied(built, edges.sources[v], solution), chain, solution)
+        done = 0
+        for k, (edge, _) in enumerate(chain):
+            after = done + len(solution.paths[edge])
+            # The last edge of a chain is the reader's own; those before lead to copies that readers share.
+            key = (number,) if k == len(chain) - 1 else (v, tuple(e for e, _ in chain[: k + 1]))
+            end = problem.entities[problem.edges[edge].target].kind
+            ways.setdefault(key, Way(
+                Route(v, route.source, route.hops[:after]), done, after, end == "kept", end == "parameter"))
+            done = after
+    return list(ways.values())
+
+
+def _supplied(built: PlacementProblem, port: Port, solution: Solution) -> Layout:
+    entity, k = port
+    return built.entities.drafts[entity].options[solution.chosen[entity]].outputs[k]
+
+
+def _route(v: int, source: Layout, chain: Chain, solution: Solution) -> Route:
+    hops = [Hop(parse_layout(arc.target), backward) for edge, backward in chain for arc in solution.paths[edge]]
+    return Route(v, source, tuple(hops))

@@ -1,0 +1,127 @@
+"""Values on their way between entities, and the chain of edges from where each is made to each of its readers.
+
+A value with several forward readers, or one that backward reads too, goes to them over one shared copy, which is also
+what is saved for backward; several backward readers share one of their own.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from passes.graph.layouts import format_layout
+from passes.graph.placement_graph import PlacementGraph, Value
+from passes.partition.choices import Prices
+from passes.partition.entities import Entities, Port
+from passes.partition.folding import value_signature
+from passes.partition.redistribution import changes_between
+from passes.solve.problem import Arc, Edge
+
+Chain = tuple[tuple[int, bool], ...]
+"""Numbers of edges, each with whether it runs in backward."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """One reader of a value: (group, value), or the number of an output of the graph."""
+
+    port: Port
+    backward: bool
+    reader: tuple[int, int] | int
+
+
+class Edges:
+    """All edges of a problem. sources: value -> the port that supplies it. reads: (group, value) -> chain to that group.
+    outputs: number of an output of the graph -> chain to it. Copies and outputs are added to `entities`."""
+
+    def __init__(self, graph: PlacementGraph, entities: Entities, saved: frozenset[int], rows: frozenset[str],
+                 prices: Prices, bucket_bytes: float):
+        self.graph, self.entities, self.saved, self.rows = graph, entities, saved, rows
+        self.prices, self.bucket_bytes = prices, bucket_bytes
+        self.sources: dict[int, Port] = {}
+        self.reads: dict[tuple[int, int], Chain] = {}
+        self.outputs: dict[int, Chain] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._found: list[tuple[Port, Port, tuple[Arc, ...], str]] = []
+        self._counts: list[int] = []
+        self._arcs: dict[Hashable, tuple[Arc, ...]] = {}
+        outputs_of: dict[int, list[int]] = defaultdict(list)
+        for k, (v, _) in enumerate(graph.outputs):
+            outputs_of[v].append(k)
+        for value in graph.values:
+            self._connect(value, outputs_of[value.index])
+
+    def finished(self) -> tuple[Edge, ...]:
+        return tuple(Edge(*source, *target, count, arcs, name)
+                     for (source, target, arcs, name), count in zip(self._found, self._counts, strict=True))
+
+    def _connect(self, value: Value, outputs: Sequence[int]) -> None:
+        v, entities = value.index, self.entities
+        maker = entities.wiring.maker(v)
+        if maker is None:
+            source, made_backward = (entities.of_input[v], 0), value.kind == "tangent"
+        elif v in maker.outputs:
+            source, made_backward = (entities.of_group[maker.index], maker.outputs.index(v)), maker.backward
+        else:
+            return
+        self.sources[v] = source
+        ends = [_End((entities.of_group[group.index], port), group.backward, (group.index, v))
+                for group, port in entities.wiring.readers[v]]
+        for k in outputs:
+            parameter = self.graph.outputs[k][1]
+            number = entities.add_output(k, value) if parameter is None else entities.of_input[parameter]
+            ends.append(_End((number, 0), made_backward, k))  # a value that forward makes is returned by forward
+        self._fan_out(value, source, made_backward, ends)
+
+    def _fan_out(self, value: Value, source: Port, made_backward: bool, ends: Sequence[_End]) -> None:
+        forward = [end for end in ends if not end.backward]
+        backward = [end for end in ends if end.backward]
+        prefix: Chain = ()
+        # What forward computes and backward reads is saved once, in the layout of the forward copy; so is what forward
+        # gathers of a batch that came in rows. Parameters and whole inputs are there anyway.
+        computed = value.producer is not None or value.name in self.rows
+        kept = computed and not made_backward and bool(backward)
+        if kept or len(forward) > 1:
+            copy = (self.entities.add_copy("kept" if kept else "shared", source, [e.port for e in forward or backward],
+                                           value, kept and value.index in self.saved), 0)
+            way: Chain = ((self._edge(source, copy, value), made_backward),)
+            self._arrive(value, copy, way, forward)
+            if kept:
+                source, prefix = copy, way
+        else:
+            self._arrive(value, source, prefix, forward)
+        if len(backward) > 1:
+            copy = (self.entities.add_copy("shared", source, [e.port for e in backward], value, False), 0)
+            prefix = (*prefix, (self._edge(source, copy, value), True))
+            source = copy
+        self._arrive(value, source, prefix, backward)
+
+    def _arrive(self, value: Value, source: Port, prefix: Chain, ends: Sequence[_End]) -> None:
+        for end in ends:
+            chain = (*prefix, (self._edge(source, end.port, value), end.backward))
+            if isinstance(end.reader, int):
+                self.outputs[end.reader] = chain
+            else:
+                self.reads[end.reader] = chain
+
+    def _edge(self, source: Port, target: Port, value: Value) -> int:
+        """The number of the edge for equal values between these ports, which has one instance more."""
+        key = (source, target, value_signature(value))
+        if key not in self._numbers:
+            self._numbers[key] = len(self._found)
+            self._found.append((source, target, self._arcs_between(source, target, value), value.name))
+            self._counts.append(0)
+        number = self._numbers[key]
+        self._counts[number] += 1
+        return number
+
+    def _arcs_between(self, source: Port, target: Port, value: Value) -> tuple[Arc, ...]:
+        entities = self.entities
+        ends = dict.fromkeys(entities.layouts_supplied(source) + entities.layouts_demanded(target))
+        bucket_bytes = self.bucket_bytes if entities.drafts[target[0]].kind == "parameter" else 0.0
+        key = (value.spec, value.factors, tuple(sorted(map(format_layout, ends))), bucket_bytes)
+        if key not in self._arcs:
+            self._arcs[key] = tuple(
+                Arc(format_layout(s.source), format_layout(s.target), s.cost_us)
+                for s in changes_between(value, ends, entities.sizes, self.prices, bucket_bytes))
+        return self._arcs[key]

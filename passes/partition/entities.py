@@ -1,0 +1,192 @@
+"""What chooses in a placement problem: a class of groups (its joint strategies), a class of parameters (where it is
+stored, with gradient and optimizer state), a shared copy of a value with several readers, a graph input, a returned value.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from passes.errors import BadInput
+from passes.graph.decision import OperationLayouts
+from passes.graph.layouts import Layout, format_layout, legal, local_bytes
+from passes.graph.placement_graph import Value
+from passes.partition.choices import GroupChoice, Prices
+from passes.partition.folding import value_signature
+from passes.partition.groups import Group
+from passes.partition.state import StateModel
+from passes.partition.wiring import Wiring
+from passes.rules.base import REPLICATE
+from passes.solve.problem import Choice, Entity
+
+Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
+"""Labels that a choice reads and makes."""
+Port = tuple[int, int]
+"""Number of an entity and of one of its ports."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A choice with what its labels stand for. operations: of a group, layouts of each of them."""
+
+    choice: Choice
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    operations: tuple[OperationLayouts, ...] = ()
+
+
+def option(cost: float, held: float, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...],
+           operations: tuple[OperationLayouts, ...] = ()) -> Option:
+    labels = tuple(map(format_layout, inputs)), tuple(map(format_layout, outputs))
+    return Option(Choice(cost, held, *labels), inputs, outputs, operations)
+
+
+@dataclass
+class Draft:
+    """An entity as long as its instances are being counted."""
+
+    name: str
+    kind: str
+    options: list[Option]
+    multiplicity: int = 0
+
+    def finished(self) -> Entity:
+        return Entity(self.name, self.kind, self.multiplicity, tuple(o.choice for o in self.options))
+
+
+@dataclass
+class Entities:
+    """drafts: in the order in which they are met; their numbers are those of the problem's entities. of_group: by the
+    group's index. of_input: by the value's index."""
+
+    wiring: Wiring
+    sizes: tuple[int, ...]
+    prices: Prices
+    drafts: list[Draft] = field(default_factory=list)
+    of_group: list[int] = field(default_factory=list)
+    of_input: dict[int, int] = field(default_factory=dict)
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Layout:
+        return (REPLICATE,) * len(self.sizes)
+
+    def layouts_supplied(self, port: Port) -> list[Layout]:
+        entity, k = port
+        return list(dict.fromkeys(o.outputs[k] for o in self.drafts[entity].options))
+
+    def layouts_demanded(self, port: Port) -> list[Layout]:
+        entity, k = port
+        return list(dict.fromkeys(o.inputs[k] for o in self.drafts[entity].options))
+
+    def _count(self, key: Hashable, make: Callable[[], Draft]) -> int:
+        """The number of the entity with this key, which has one instance more."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self.drafts)
+            self.drafts.append(make())
+        number = self._numbers[key]
+        self.drafts[number].multiplicity += 1
+        return number
+
+    def add_groups(self, names: Sequence[str], classes: Sequence[int], choices: Callable[[Group], list[GroupChoice]],
+                   held_inside: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """An entity per class. held_inside: by group, (position of the operation, port) of values that it holds itself."""
+        graph = self.wiring.graph
+
+        def make(group: Group, name: str) -> Draft:
+            operations = [graph.operations[i] for i in group.operations]
+            made = [(k, port, graph.values[operations[k].outputs[port]]) for k, port in held_inside[group.index]]
+            return Draft(name, "operations", [
+                option(
+                    c.cost_us,
+                    sum(local_bytes(value, c.operations[k].outputs[port], self.sizes) for k, port, value in made),
+                    c.inputs, c.outputs, c.operations,
+                ) for c in choices(group)
+            ])
+
+        for group, number in zip(self.wiring.groups, classes, strict=True):
+            self.of_group.append(self._count(("group", number), lambda g=group, n=number: make(g, names[n])))
+
+    def add_inputs(self, state: StateModel, stored: Mapping[str, Layout], rows: frozenset[str]) -> None:
+        """stored: parameter -> the layout that it has already. rows: inputs that come split by rows on all axes."""
+        for value in self.wiring.graph.values:
+            if value.producer is not None:
+                continue
+            if value.kind == "parameter":
+                self._add_parameter(value, state, stored.get(value.name))
+            else:
+                layout = ((0, 0),) * len(self.sizes) if value.name in rows else self.whole
+                self.of_input[value.index] = self._count(("input", value.index), lambda value=value, layout=layout: Draft(
+                    value.name, "input", [option(0.0, 0.0, (), (layout,))]))
+
+    def _add_parameter(self, value: Value, state: StateModel, stored: Layout | None) -> None:
+        gradient = self.wiring.gradients.get(value.index)
+        trained = gradient is not None
+        maker = None if gradient is None else self.wiring.maker(gradient)
+        made_by = None if maker is None else (self.of_group[maker.index], maker.outputs.index(gradient))
+        readers = tuple((self.of_group[group.index], port) for group, port in self.wiring.readers[value.index])
+        key: Hashable = ("parameter", readers, made_by, value_signature(value), stored, trained)
+        if trained and made_by is None or not readers:
+            key = ("parameter", value.index)
+
+        def make() -> Draft:
+            return Draft(value.name, "parameter", [
+                option(cost, held, (layout,) * trained, (layout,))
+                for layout, cost, held in self._storage(value, trained, state, stored)
+            ])
+
+        self.of_input[value.index] = self._count(key, make)
+
+    def _storage(self, value: Value, trained: bool, state: StateModel, stored: Layout | None,
+                 ) -> list[tuple[Layout, float, float]]:
+        """Layouts that a parameter may be stored in, each with the optimizer's time and the bytes held."""
+        if stored is not None:
+            layouts = [stored]
+        else:
+            dims = [(d, 0) for d in range(len(value.spec.shape)) if value.factors[d]]
+            per_axis = [[REPLICATE, *dims]] * len(self.sizes)
+            layouts = [p for p in itertools.product(*per_axis) if legal(value, p, self.sizes)]
+        held = 1.0 + (state.gradient + state.optimizer if trained else 0.0)
+        rows = []
+        for p in layouts:
+            local = local_bytes(value, p, self.sizes)
+            cost = self.prices.optimizer_us(local / value.spec.itemsize, value.spec.dtype) if trained else 0.0
+            rows.append((p, cost, local * held))
+        return rows
+
+    def add_output(self, position: int, value: Value) -> int:
+        """What the graph returns, whole."""
+        return self._count(("output", position), lambda: Draft(
+            f"output:{value.name}", "output", [option(0.0, 0.0, (self.whole,), ())]))
+
+    def add_copy(self, role: str, source: Port, readers: Sequence[Port], value: Value, held: bool) -> int:
+        """A copy that readers share: one layout for all of them, among those that an end supplies or demands."""
+
+        def make() -> Draft:
+            demanded = (layout for reader in readers for layout in self.layouts_demanded(reader))
+            layouts = dict.fromkeys([*self.layouts_supplied(source), *demanded, self.whole])
+            return Draft(f"{role}:{value.name}", role, [
+                option(0.0, local_bytes(value, p, self.sizes) if held else 0.0, (p,), (p,)) for p in layouts])
+
+        return self._count((role, source, tuple(readers), value_signature(value), held), make)
+
+    def name_apart(self) -> None:
+        """Entities of one name get numbers."""
+        used: dict[str, int] = {}
+        for draft in self.drafts:
+            count = used[draft.name] = used.get(draft.name, 0) + 1
+            draft.name = draft.name if count == 1 else f"{draft.name}#{count}"
+
+    def pin(self, pinned: Mapping[str, Pin]) -> None:
+        """Keep only the choices that a plan names, by entity."""
+        for draft in self.drafts:
+            if draft.name not in pinned or len(draft.options) == 1:
+                continue
+            kept = [o for o in draft.options if (o.choice.inputs, o.choice.outputs) == pinned[draft.name]]
+            if not kept:
+                inputs, outputs = pinned[draft.name]
+                raise BadInput(
+                    f"the plan wants {draft.name} to read {list(inputs)} and make {list(outputs)}, which it cannot",
+                    where=draft.name, next_step="plan this model again, or take the entry out of the plan's decisions",
+                )
+            draft.options = kept

@@ -1,0 +1,44 @@
+"""What every group may choose under the rules of the axes; groups for which that is nothing are taken apart."""
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from passes.graph.placement_graph import PlacementGraph
+from passes.partition.choices import AxisRule, GroupChoice, Prices, group_choices
+from passes.partition.folding import group_signature
+from passes.partition.groups import Group, groups_of
+from passes.rules.base import PARTIAL, PARTIAL_MAX
+
+
+class Offers:
+    """memo: choices by what they follow from, to share between problems of one mesh."""
+
+    def __init__(self, graph: PlacementGraph, sizes: tuple[int, ...], prices: Prices, axis_rules: Sequence[AxisRule],
+                 memo: dict[Hashable, list[GroupChoice]] | None = None):
+        self.graph, self.sizes, self.prices, self.axis_rules = graph, sizes, prices, axis_rules
+        self._memo = {} if memo is None else memo
+
+    def groups(self, merge: bool) -> list[Group]:
+        """A group whose operations a pinned axis splits in ways that do not go together is taken apart: no choice is
+        left of it, or none but those that read partial sums, which nothing might make."""
+
+        def stuck(group: Group) -> bool:
+            return len(group.operations) > 1 and all(
+                any(p in (PARTIAL, PARTIAL_MAX) for layout in choice.inputs for p in layout)
+                for choice in self.choices(group)
+            )
+
+        groups = groups_of(self.graph, merge)
+        apart = {i for group in groups if stuck(group) for i in group.operations}
+        return groups_of(self.graph, merge, apart) if apart else groups
+
+    def choices(self, group: Group) -> list[GroupChoice]:
+        key = (group_signature(group, self.graph), self.allowed(group))
+        if key not in self._memo:
+            self._memo[key] = group_choices(group, self.graph, self.sizes, self.prices, self.axis_rules)
+        return self._memo[key]
+
+    def allowed(self, group: Group) -> tuple[bool, ...]:
+        """What the axes allow of its operations. Equal groups may differ in that: one reads a weight, the other does not."""
+        operations = [self.graph.operations[i] for i in group.operations]
+        return tuple(rule(op, s) for rule in self.axis_rules for op in operations for s in op.strategies)
