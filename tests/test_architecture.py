@@ -1,58 +1,65 @@
-"""The arrows between packages: hpml_compiler -> passes -> torch, siblings apart, private torch behind compat.py."""
+"""The arrows between packages and rooms, what is imported late, private torch behind passes/compat, and sizes."""
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
+import networkx
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-SIBLINGS = ("analysis", "partition", "transform")
-ABOVE_SCHEDULE = (*SIBLINGS, "rules", "solve", "shares")
-COMPAT = "passes/compat.py"
+from tests.helpers.imports import ROOT, Import, import_graph, imports, loads, own_module, sources
 
+LAYERS = (
+    ("errors", "files", "records"),
+    ("annotations", "base", "compat", "manager", "registry", "result"),
+    ("machine", "rules", "solve"),
+    ("graph",),
+    ("costs",),
+    ("schedule", "shares"),
+    ("analysis", "partition", "transform"),
+)
+"""The rooms of passes/, from the ground up. Each may read those below it. Within the first two, modules may read each other;
+above, rooms of one layer are siblings, which meet only in annotations and in what lies below them."""
 
-def _sources(package: str) -> list[Path]:
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files, f"no Python file under {package}/"
-    return files
+LATE = {
+    "torch": "seconds: the command line answers --help, and finds wrong arguments, without it",
+    "torch._dynamo": "a second", "torch._inductor": "two seconds", "torch.utils.tensorboard": "optional",
+    "torch._functorch._aot_autograd": "sympy", "torch._functorch.config": "sympy", "torch._functorch.partitioners": "sympy",
+    "torch.fx.experimental.symbolic_shapes": "sympy", "torch.distributed.tensor": "0.3 s that only ranks need",
+    "torch.distributed.elastic": "only `hpml run` needs it", "torch.distributed.run": "only `hpml run` needs it",
+    "highspy": "one of several solvers", "pulp": "0.2 s", "networkx": "0.2 s", "numpy": "0.1 s", "sympy": "0.5 s",
+    "pydantic": "0.1 s", "rich": "0.1 s, for people only", "matplotlib": "0.5 s", "graphviz": "pictures only",
+    "accelerate": "optional", "lightning": "optional", "pytorch_lightning": "optional", "pynvml": "optional",
+    "safetensors": "optional", "transformers": "optional",
+}
+"""What may be imported inside a function, or for type checkers alone, and why: it takes that long, or need not be there. So
+may a module of ours that brings in something of these which its importer does without."""
 
+LONG = {
+    "hpml_compiler/runtime/placed.py": "one class that stands for a tensor in all of torch's functions",
+}
+"""Files of more than MOST_LINES, and why."""
 
-def _module_name(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 300, 60
 
-
-def imports(tree: ast.AST, module: str) -> Iterator[tuple[int, str, str]]:
-    """(line, dotted name, name it is bound to) of every import in the source of `module`, relative ones resolved."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                bound = alias.asname or alias.name.split(".")[0]
-                yield node.lineno, alias.name, bound if alias.asname else f"={bound}"
-        elif isinstance(node, ast.ImportFrom):
-            parts = module.removesuffix(".__init__").split(".")
-            up = node.level - (1 if module.endswith(".__init__") else 0)
-            prefix = ".".join(parts[: len(parts) - up]) if node.level else ""
-            source = ".".join(filter(None, [prefix, node.module]))
-            for alias in node.names:
-                yield node.lineno, f"{source}.{alias.name}", alias.asname or alias.name
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value, ""
+TO_BE_MENDED = (
+    "hpml_compiler.planning", "hpml_compiler.plans.left_whole", "hpml_compiler.plans.listing", "hpml_compiler.plans.record",
+    "hpml_compiler.mixed.planning", "hpml_compiler.symbolic", "hpml_compiler.visualize.growth", "passes.partition",
+    "passes.solve.brute_force",
+)
+"""Modules that are being written anew: they may still break the rules below."""
 
 
 def private_torch(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every use of functorch or of a private name in a torch module, by import or attribute."""
     bound: dict[str, str] = {}
-    for line, name, local in imports(tree, module):
-        if local.startswith("="):
-            bound[local[1:]] = local[1:]
-        elif local:
-            bound[local] = name
-        if _is_private(name):
-            yield line, name
+    for each in imports(tree, module):
+        if each.local.startswith("="):
+            bound[each.local[1:]] = each.local[1:]
+        elif each.local:
+            bound[each.local] = each.name
+        if _is_private(each.name):
+            yield each.line, each.name
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and id(node) not in inner:
@@ -85,44 +92,87 @@ def _is_private(name: str) -> bool:
     return False
 
 
-def _within(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
+def _found(package: str) -> Iterator[tuple[str, str, Import]]:
+    """(module, what to say of the place, import) of every import in a package."""
+    for module, (file, found) in sources().items():
+        if module.split(".")[0] == package:
+            yield from ((module, f"{file.relative_to(ROOT)}:{each.line}: imports {each.name}", each) for each in found)
 
 
 def test_the_toolkit_does_not_import_the_driver():
-    wrong = [f"{file.relative_to(ROOT)}:{line}: imports {name}" for file in _sources("passes")
-             for line, name, _ in imports(ast.parse(file.read_text()), _module_name(file))
-             if _within(name, "hpml_compiler")]
+    wrong = [place for _, place, each in _found("passes") if each.name.split(".")[0] == "hpml_compiler"]
     assert not wrong, "passes/ must be usable without hpml_compiler/; move what both need into passes/:\n" + \
         "\n".join(wrong)
 
 
-@pytest.mark.parametrize("sibling", SIBLINGS)
-def test_siblings_meet_only_in_annotations(sibling):
-    others = [f"passes.{other}" for other in SIBLINGS if other != sibling]
-    wrong = [f"{file.relative_to(ROOT)}:{line}: imports {name}" for file in _sources(f"passes/{sibling}")
-             for line, name, _ in imports(ast.parse(file.read_text()), _module_name(file))
-             if any(_within(name, other) for other in others)]
-    assert not wrong, f"passes/{sibling} may read rules, annotations and the other modules of passes/ itself, but " \
-        "not its siblings; hand results over as annotations:\n" + "\n".join(wrong)
+def _layer(module: str) -> tuple[int, str]:
+    room = [*module.split("."), ""][1]
+    found = [number for number, rooms in enumerate(LAYERS) if room in rooms]
+    assert found or not room, f"passes/{room} has no place in LAYERS"
+    return found[0] if found else 0, room
 
 
-def test_the_schedule_knows_no_pass_and_no_torch():
-    """What runs when follows from numbers alone, so that the planner, the simulator and the runtime can all ask."""
-    above = ["torch", *(f"passes.{room}" for room in ABOVE_SCHEDULE)]
-    wrong = [f"{file.relative_to(ROOT)}:{line}: imports {name}" for file in _sources("passes/schedule")
-             for line, name, _ in imports(ast.parse(file.read_text()), _module_name(file))
-             if any(_within(name, other) for other in above)]
+def test_rooms_of_the_toolkit_read_what_lies_below_them():
+    wrong = []
+    for module, place, each in _found("passes"):
+        target = own_module(each.name)
+        (here, room), (there, other) = _layer(module), _layer(target)
+        if target and room != other and there >= here and not here == there <= 1:
+            wrong.append(place)
+    assert not wrong, "see LAYERS; hand results to siblings over as annotations:\n" + "\n".join(wrong)
+
+
+def test_solving_is_numbers_alone():
+    wrong = [place for module, place, each in _found("passes") if module.startswith("passes.solve")
+             if (target := own_module(each.name)) and not target.startswith(("passes.solve", "passes.errors"))]
     assert not wrong, "\n".join(wrong)
+
+
+def _to_be_mended(module: str) -> bool:
+    return module.startswith(TO_BE_MENDED)
+
+
+def test_no_import_circle():
+    circles = [sorted(each) for each in networkx.strongly_connected_components(import_graph())
+               if len(each) > 1 and not all(map(_to_be_mended, each))]
+    assert not circles, "imports in functions and for type checkers count: they tie modules together as others do"
+
+
+def _late(names: set[str]) -> set[str]:
+    return {late for late in LATE for name in names if f"{name}.".startswith(f"{late}.")}
+
+
+@pytest.mark.parametrize("package", ["passes", "hpml_compiler"])
+def test_imports_inside_functions_have_a_reason(package):
+    wrong = [place for module, place, each in _found(package) if each.inside and not _to_be_mended(module)
+             if not _late(set(loads(own)) if (own := own_module(each.name)) else {each.name}) - _late(set(loads(module)))]
+    assert not wrong, "these belong at the top of the file: they bring in nothing of LATE that is not there already:\n" + \
+        "\n".join(wrong)
 
 
 @pytest.mark.parametrize("package", ["passes", "hpml_compiler"])
 def test_private_torch_modules_only_in_compat(package):
-    wrong = [f"{file.relative_to(ROOT)}:{line}: uses {name}" for file in _sources(package)
-             if file.relative_to(ROOT).as_posix() != COMPAT
-             for line, name in private_torch(ast.parse(file.read_text()), _module_name(file))]
-    assert not wrong, f"private torch names change between releases; give each a name in {COMPAT}, with a comment " \
+    wrong = [f"{file.relative_to(ROOT)}:{line}: uses {name}" for module, (file, _) in sources().items()
+             if module.split(".")[0] == package and not module.startswith("passes.compat")
+             for line, name in private_torch(ast.parse(file.read_text()), module)]
+    assert not wrong, "private torch names change between releases; give each a name in passes/compat, with a comment " \
         "why, and import that:\n" + "\n".join(wrong)
+
+
+def test_files_and_functions_are_short():
+    wrong = []
+    for module, (file, _) in sources().items():
+        text, name = file.read_text(), file.relative_to(ROOT).as_posix()
+        if _to_be_mended(module):
+            continue
+        if (lines := text.count("\n")) > MOST_LINES and name not in LONG:
+            wrong.append(f"{name}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_LINES_OF_A_FUNCTION:
+                    wrong.append(f"{name}: {lines} lines of {node.name}")
+    assert not wrong, f"at most {MOST_LINES} lines a file (or a reason in LONG) and {MOST_LINES_OF_A_FUNCTION} a function"
 
 
 @pytest.mark.parametrize(("source", "found"), [
@@ -158,4 +208,4 @@ def test_public_torch_is_left_alone(source):
     ("from .. import partition", "passes.analysis.__init__", "passes.partition"),
 ])
 def test_relative_imports_are_resolved(source, module, found):
-    assert [name for _, name, _ in imports(ast.parse(source), module)] == [found]
+    assert [each.name for each in imports(ast.parse(source), module)] == [found]

@@ -10,7 +10,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpml_compiler.calibration.rows import Row
+from hpml_compiler.calibration.stage_costs import pipeline_us, stage_cluster
 from hpml_compiler.plans.plan import Plan
+from hpml_compiler.simulate import simulate
+from hpml_compiler.targets import load_target
 from passes.costs.calibrate import Fit, Parameter, fit, leave_one_out, relative_error
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster, DeviceSheet, NodeGroup
@@ -95,8 +98,6 @@ def calibrate(
     all five. Raises BadInput for rows of other devices, unknown names and rows that leave nothing to fit.
     """
     step_time = step_time or simulated
-    from hpml_compiler.calibration.stage_costs import stage_cluster
-
     clusters = [stage_cluster(row) for row in rows]
     sheet = device or _sheet(clusters[0].group)
     for row, cluster in zip(rows, clusters):
@@ -132,9 +133,7 @@ def plan_row(row: Row) -> Plan:
 
     Raises BadInput that names the row.
     """
-    from hpml_compiler.calibration.stage_costs import stage_cluster
     from hpml_compiler.planning import api
-    from hpml_compiler.targets import load_target
 
     model, batch = load_target(row.target)
     if row.outputs == "loss":
@@ -153,9 +152,6 @@ def plan_row(row: Row) -> Plan:
 
 def simulated(plan: Plan, cluster: Cluster, row: Row) -> float:
     """A `StepTime`: the simulator's; with a pipeline, that of stages cut from the plan (`stage_costs`)."""
-    from hpml_compiler.calibration.stage_costs import pipeline_us
-    from hpml_compiler.simulate import simulate
-
     if row.pipeline is not None:
         return pipeline_us(plan, cluster, row) * 1e-6
     return simulate(plan, cluster, recompute=row.recompute, microbatches=row.microbatches).step_us * 1e-6

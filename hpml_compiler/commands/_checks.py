@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from packaging.requirements import Requirement
 
 from hpml_compiler.commands.run import available_cores
 
@@ -56,8 +57,6 @@ def check_python() -> Check:
 
 def check_requirements() -> Iterator[Check]:
     """Every requirement of the installed distribution against the version that is there; torch has its own line."""
-    from packaging.requirements import Requirement
-
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

@@ -7,6 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
+from passes.files import check_writable
+from passes.machine.cluster import DeviceSheet, builtin_sheet
+
 
 def register(app: typer.Typer) -> None:
     app.command("calibrate")(calibrate)
@@ -26,8 +30,6 @@ def calibrate(
     from hpml_compiler.calibration.calibrate import calibrate as run
     from hpml_compiler.calibration.calibrate import plan_row
     from hpml_compiler.calibration.rows import read_rows
-    from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
-    from passes.files import check_writable
 
     check_writable(save, "the device file")
     listed = read_rows(rows)
@@ -49,8 +51,6 @@ def calibrate(
 
 
 def _sheet(device: str | None) -> Any:
-    from passes.machine.cluster import DeviceSheet, builtin_sheet
-
     if device is None:
         return None
     return DeviceSheet.load(device) if device.endswith(".json") else builtin_sheet(device)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpml_compiler.commands._checks import check_compiler
+from hpml_compiler.commands.run import available_cores
+from hpml_compiler.demo import picture, runs
+from hpml_compiler.demo.runs import Run
 from passes.errors import BadInput, HpmlError, MissingDependency
+from passes.files import make_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpml_compiler.demo.runs import Run
 
 AGREE = 1e-4  # relative difference of losses up to which two runs agree: rounding, grown over the steps
 FILES = ("plan.json", "plan.svg", "plan.gv", "loss.png")  # the .gv where the .svg cannot be drawn
@@ -39,10 +43,6 @@ def demo(
     """
     from rich.console import Console
 
-    from hpml_compiler.commands._checks import check_compiler
-    from hpml_compiler.commands.run import available_cores
-    from hpml_compiler.demo import picture, runs
-    from passes.files import make_folder
 
     console = Console(highlight=False, soft_wrap=True)
     compiler = check_compiler()

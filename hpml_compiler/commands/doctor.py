@@ -11,7 +11,10 @@ from typing import Annotated
 import typer
 
 from hpml_compiler.commands._checks import Check, run_checks
+from hpml_compiler.discovery.discover import discover
 from passes.errors import BadInput, MissingDependency
+from passes.files import check_writable, is_device
+from passes.records import to_json
 
 
 def register(app: typer.Typer) -> None:
@@ -46,14 +49,9 @@ def doctor(
 
 def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
     """Prints, and saves, the cluster that was found; under torchrun the first rank does for all."""
-    from passes.files import check_writable, is_device
-
     if save is not None and save.suffix != ".json" and not is_device(save):
         raise BadInput("a cluster file ends in .json", f"--save {save}", f"write --save {save}.json")
     check_writable(save, "the cluster")
-    from hpml_compiler.discovery.discover import discover
-    from passes.records import to_json
-
     found = discover(measure)
     if os.environ.get("RANK", "0") != "0":
         return

@@ -6,7 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from hpml_compiler.commands.plan import _options, _progress, _stdout_to_stderr
+from hpml_compiler.targets import load_target
 from passes.errors import BadInput, shortened
+from passes.files import check_writable
+from passes.records import read_json
 
 MOST_DIGITS = 12  # of a size: formulas are sums of products of several
 
@@ -38,8 +42,6 @@ def explain(
     save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
 ) -> None:
     """Say where NAME lives, why, and what it costs; or, as formulas, how that grows."""
-    from passes.files import check_writable
-
     check_writable(save, "the formulas")
     formulas_wanted = bool(grow or what_if or save)
     if target.endswith(".json"):
@@ -62,7 +64,6 @@ def explain(
 def _read(path: str, name: str | None, formulas_wanted: bool) -> Any:
     """The formulas in a file, or None where it is a plan, on which NAME is then explained."""
     from hpml_compiler.symbolic.file import is_formulas, load
-    from passes.records import read_json
 
     if is_formulas(read_json(path)):
         return load(path)
@@ -82,15 +83,12 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
     """The formulas of a target, or None where only NAME is to be explained."""
     if not formulas_wanted:
         _required(name)
-    from hpml_compiler.commands.plan import _options, _progress, _stdout_to_stderr
-
     options = _options(fixes, {} if cluster is None else {"cluster": cluster})
     with _stdout_to_stderr(), _progress() as tell:
         tell("loading the model")
         from hpml_compiler.planning import api
         from hpml_compiler.plans.plan import Plan
         from hpml_compiler.symbolic.build import formulas
-        from hpml_compiler.targets import load_target
         from hpml_compiler.visualize.terminal import columns
 
         model, batch = load_target(target)

@@ -3,12 +3,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from hpml_compiler.energy.pareto import Sweep
+from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
+from hpml_compiler.energy.pareto import Sweep
+from hpml_compiler.targets import load_target
+from hpml_compiler.visualize.pictures import check_picture
+from passes.errors import BadInput, shortened
+from passes.machine.cluster import Cluster
 
 
 def register(app: typer.Typer) -> None:
@@ -30,9 +34,6 @@ def pareto(
     as_json: Annotated[bool, typer.Option("--json", help="Print every point as one JSON object.")] = False,
 ) -> None:
     """Plan TARGET for time and for energy, on every mesh, under every cap; keep what nothing beats in both."""
-    from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
-    from hpml_compiler.visualize.pictures import check_picture
-
     check_picture(save, "the front")
     options, watts, counts = _options(fix or []), _caps(caps), _counts(devices)
     with _stdout_to_stderr(), _progress() as tell:
@@ -50,7 +51,6 @@ def pareto(
 def _options(fixes: list[str]) -> Any:
     """The options of --fix; what is swept cannot be pinned. Raises BadInput."""
     from hpml_compiler.options import Options, parse_fixes
-    from passes.errors import BadInput
 
     given = parse_fixes(fixes)
     for name, instead in (("objective", "both are planned"), ("power_cap", "give --caps"), ("cluster", "give --cluster"),
@@ -62,7 +62,6 @@ def _options(fixes: list[str]) -> Any:
 
 def _caps(text: str | None) -> list[float | None] | None:
     from hpml_compiler.options import parse_watts
-    from passes.errors import BadInput
 
     try:
         return None if text is None else [
@@ -72,8 +71,6 @@ def _caps(text: str | None) -> list[float | None] | None:
 
 
 def _counts(text: str | None) -> list[int] | None:
-    from passes.errors import BadInput, shortened
-
     try:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -84,8 +81,6 @@ def _sweep(target: str, cluster: str, options: Any, caps: list[float | None] | N
            tell: Any) -> Sweep:
     tell("loading the model")
     from hpml_compiler.energy.sweep import sweep
-    from hpml_compiler.targets import load_target
-    from passes.machine.cluster import Cluster
 
     model, batch = load_target(target)
     return sweep(model, batch, Cluster.parse(cluster), options, caps=caps, counts=counts, tell=tell)

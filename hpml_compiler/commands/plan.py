@@ -12,7 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from hpml_compiler.targets import load_target
+from hpml_compiler.visualize.pictures import check_picture
 from passes.errors import BadInput
+from passes.files import check_writable
 
 
 def register(app: typer.Typer) -> None:
@@ -37,9 +40,6 @@ def plan(
     svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file (.svg, .png, .pdf).")] = None,
 ) -> None:
     """Plan TARGET on a cluster: print the table, or with --json one object."""
-    from hpml_compiler.visualize.pictures import check_picture
-    from passes.files import check_writable
-
     flags = {"cluster": cluster, "memory_budget": memory_budget, "solver": solver, "time_limit": time_limit, "gap": gap}
     options = _options(fix or [], {name: value for name, value in flags.items() if value is not None})
     check_writable(save, "the plan")
@@ -72,7 +72,6 @@ def _options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
 def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
     tell("loading the model")
     from hpml_compiler.planning import api
-    from hpml_compiler.targets import load_target
 
     model, batch = load_target(target)
     tell("planning")

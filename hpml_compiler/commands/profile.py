@@ -2,18 +2,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import statistics
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from hpml_compiler.targets import load_target
+from passes.costs.cache import MeasurementCache, device_key
 from passes.errors import BadInput
-
-if TYPE_CHECKING:
-    from passes.costs.cache import MeasurementCache
 
 RANKS = "torchrun --nproc-per-node 2 -m hpml_compiler.cli profile --collectives"
 
@@ -46,8 +47,6 @@ def profile(
         )
     if ranks < 2 and collectives:
         print("hpml: collectives are left out: there is only this process", file=sys.stderr)
-    from passes.costs.cache import MeasurementCache
-
     with MeasurementCache() as cache, _process_group():
         cache.check_writable()
         found: dict[str, Any] = {"device": _device(), "cache": str(cache.path)}
@@ -78,7 +77,6 @@ def _process_group() -> Iterator[None]:
 def _device() -> str:
     import torch
 
-    from passes.costs.cache import device_key
 
     return device_key("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -86,7 +84,6 @@ def _device() -> str:
 def _operations(cache: MeasurementCache, target: str, seconds: float) -> dict[str, Any]:
     from hpml_compiler.profile.model import profile_model
     from hpml_compiler.runtime.devices import device_type, moved
-    from hpml_compiler.targets import load_target
 
     with contextlib.redirect_stdout(sys.stderr):  # what the model's code prints
         model, batch = load_target(target)
@@ -109,9 +106,6 @@ def collective_rows(timings: Iterable[Any]) -> list[dict[str, Any]]:
 
     left_out_error: the median relative error of predicting a size from the others, null with fewer than 4 sizes.
     """
-    import dataclasses
-    import statistics
-
     from passes.costs.measured_collectives import fit_points
     from passes.costs.piecewise import left_out_errors
 

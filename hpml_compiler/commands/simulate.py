@@ -1,10 +1,13 @@
 """`hpml simulate PLAN.json`: what a step of a saved plan would take, where the time goes, and which bytes are held."""
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
+from passes.files import check_writable, write_file
 
 
 def register(app: typer.Typer) -> None:
@@ -26,9 +29,6 @@ def simulate(
     trace: Annotated[Path | None, typer.Option(help="Write a trace that opens in ui.perfetto.dev to this file.")] = None,
 ) -> None:
     """Simulate one step of a saved plan: print the table, or with --json one object."""
-    import json
-
-    from passes.files import check_writable, write_file
 
     for each, what in ((timeline, "the timeline"), (trace, "the trace")):
         check_writable(each, what)

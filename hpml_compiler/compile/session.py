@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.devices import device_type, forget
@@ -20,9 +21,6 @@ from passes.errors import BadInput
 from passes.graph.layouts import Layout
 from passes.rules.base import REPLICATE
 from passes.transform.collectives import MeshGroups
-
-if TYPE_CHECKING:
-    from hpml_compiler.monitor.monitor import Monitor
 
 
 @dataclass

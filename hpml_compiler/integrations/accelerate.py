@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hpml_compiler.integrations import transformers
 from hpml_compiler.integrations.gather import barrier, gathered, gathered_states, holds_placed
 from hpml_compiler.options import Options, defaults
 from hpml_compiler.runtime.world import ensure_process_group
@@ -54,8 +55,6 @@ def _as_main_process(original: Callable[..., None]) -> Callable[..., None]:
             original(self, cpu, **kwargs)
             return
         if "transformers.trainer" in sys.modules:
-            from hpml_compiler.integrations import transformers
-
             transformers.watch_trainers()
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if torch.cuda.is_available():

@@ -18,12 +18,13 @@ from pydantic import ValidationError
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.files import describe_errors, json_content
 from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.visualize.diff import PlanDiff, diff
+from hpml_compiler.visualize.explain import explain
 from passes.errors import BadInput
 
 if TYPE_CHECKING:
     from graphviz import Digraph
 
-    from hpml_compiler.visualize.diff import PlanDiff
 
 
 class PlanMismatch(BadInput):
@@ -78,7 +79,6 @@ class Plan(PlanContent):
     def explain(self, name: str, width: int | None = None) -> str:
         """Where the node or parameter `name` lives, why and at what cost, in lines of at most `width` (None: of any
         length). Raises BadInput with the closest names."""
-        from hpml_compiler.visualize.explain import explain
         from hpml_compiler.visualize.terminal import wrapped
 
         text = explain(self, name)
@@ -86,8 +86,6 @@ class Plan(PlanContent):
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to `other`; `str()` of the result is text for people."""
-        from hpml_compiler.visualize.diff import diff
-
         return diff(self, other)
 
     def graphviz(self, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300) -> Digraph:

@@ -133,7 +133,7 @@ def test_without_a_cxx_compiler_it_does_without_inductor(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(runs, "train", train)
     missing = _checks.Check("C++ compiler", "missing", "none found", "Debian: apt-get install g++")
-    monkeypatch.setattr(_checks, "check_compiler", lambda: missing)
+    monkeypatch.setattr(command, "check_compiler", lambda: missing)
     command.demo(out=tmp_path, ranks=2, steps=2, layers=1, width=64, eager=eager)
     assert [json.loads(arguments[-1].partition("=")[2]) for arguments in given] == [{"compiler": "eager"}] * 2
     assert ("apt-get install g++" in capsys.readouterr().out) == (not eager)

@@ -1,0 +1,56 @@
+"""DTensor's insides, for parameters that are DTensors (hpml_compiler/runtime)."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+plain_torch_functions = torch._C.DisableTorchFunctionSubclass
+"""Context in which `__torch_function__` of subclasses is not called; only modes have a public one."""
+
+
+def make_dtensor(kind: type, local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
+    """A DTensor, or an instance of a subclass, from its local part and its spec (0.8 us).
+
+    DTensor's public constructors derive and check the spec first, and cost 30 us and more.
+    """
+    return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=requires_grad)
+
+
+def dtensor_spec(mesh: Any, placements: Any, like: torch.Tensor) -> Any:
+    """The DTensorSpec of a tensor with the shape, strides and dtype of the whole tensor `like`."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+
+
+_interned_specs: dict[Any, Any] = {}
+
+
+def interned_spec(spec: Any) -> Any:
+    """The one spec of all that are equal: parameters have these, so that a guard need only compare identities."""
+    return _interned_specs.setdefault((id(spec.mesh), spec), spec)  # equal meshes may be of other process groups
+
+
+def as_interned(spec: Any) -> Any:
+    """The interned spec that equals this one, if there is one, else this one."""
+    return _interned_specs.get((id(spec.mesh), spec), spec)
+
+
+def forget_interned_specs() -> None:
+    """For a fresh start: parameters that are placed from now on share nothing with those from before."""
+    _interned_specs.clear()
+
+
+def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part of a tensor, and where it starts in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def norm_partial(order: float) -> Any:
+    """The placement of norms of parts: reduced, they give the norm of the whole."""
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    return _NormPartial(order)

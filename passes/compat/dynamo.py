@@ -1,0 +1,193 @@
+"""Dynamo: what it compiles, where it found the inputs of a graph, what it skips, and its guards."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch._guards import CompileContext, TracingContext
+
+
+@contextlib.contextmanager
+def quiet_dynamo() -> Any:
+    """Trace on through logging calls of libraries (transformers warns once), which would break the graph; and log nothing
+    of an operation that fails on fake tensors: the error itself says it."""
+
+    import torch._dynamo.config as config
+
+    functions = set(config.ignore_logging_functions) | {
+        function for name in ("warning_once", "info_once")
+        if (function := getattr(logging.Logger, name, None)) is not None
+    }
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    level = fakes.level
+    fakes.setLevel(logging.CRITICAL)
+    try:
+        with config.patch(ignore_logging_functions=functions):
+            yield
+    finally:
+        fakes.setLevel(level)
+
+
+def frame_being_compiled() -> str:
+    """Which piece of Python code Dynamo is compiling, as a number that is the same when it compiles that again; "" if none."""
+    compile_id = CompileContext.current_compile_id()
+    return "" if compile_id is None else str(compile_id.frame_id)
+
+
+def function_being_compiled() -> str:
+    """Which function Dynamo is compiling, in the words in which it speaks of it; to be called inside a backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().output.root_tx.f_code  # pyright: ignore[reportOptionalMemberAccess]
+    return f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
+
+
+def on_recompile_limit(callback: Callable[[str, int, str, str], None]) -> None:
+    """Call back whenever Dynamo gives up compiling a function anew: with the name of the limit in its config, the limit,
+    the function, and what differed the last time. It only logs that, so its log is what is listened to."""
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told = record.args
+            if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(told, tuple) and len(told) >= 4:
+                callback(str(told[0]), cast("int", told[1]), str(told[2]), str(told[3]))
+
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(Listener(logging.WARNING))
+
+
+def dynamo_tried_in_vain() -> bool:
+    """Whether Dynamo was given something to compile in this process, and made no graph of it for any backend."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0 and not utils.counters["stats"]["unique_graphs"]
+
+
+def compiled_module_type() -> Any:
+    """The class of what `torch.compile(module)` returns; None before Dynamo is loaded."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+
+
+def backend_of(module: torch.nn.Module) -> Any:
+    """The backend that a module is compiled for, by `torch.compile(module)` or `module.compile()`; None if it is not."""
+    kind = compiled_module_type()
+    if kind is None:
+        return None
+    callback = None
+    if isinstance(module, kind):
+        callback = getattr(module.dynamo_ctx, "callback", None)
+    elif (compiled := module.__dict__.get("_compiled_call_impl")) is not None:
+        freevars = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+        callback = freevars["callback"].cell_contents if "callback" in freevars else None
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend = None if callback is None else innermost_backend(callback)
+    return getattr(backend, "compiler_fn", backend)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: Dynamo compiles neither this function nor what it calls, where it meets them running.
+
+    After a graph break it may go on with any function that runs inside the model, the runtime's own included. Unlike
+    `torch.compiler.disable` it costs nothing per call, and does not stop Dynamo where it traces through.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+def break_graph(reason: str) -> None:
+    """Traced by Dynamo: what follows runs without a compiler; with fullgraph=True an error that gives the reason."""
+    torch._dynamo.graph_break(msg=reason)
+
+
+@functools.cache
+def trace_as(kind: type) -> None:
+    """Let Dynamo trace instances of this DTensor class as that class throughout.
+
+    Dynamo makes a fake of a view by repeating the view, and traces `.data` by a function that asks no class: both give a
+    bare DTensor, which does not mix with plain tensors.
+    """
+    from torch._dynamo.variables import builder
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    fake_of, data_of = builder.wrap_to_fake_tensor_and_record, TensorVariable.method_attr_data
+    bare = kind.__mro__[1]
+
+    @functools.wraps(fake_of)
+    def fake_of_same_class(value: Any, *args: Any, **kwargs: Any) -> Any:
+        fake = fake_of(value, *args, **kwargs)
+        if type(fake) is bare and isinstance(value, kind):
+            fake.__class__ = type(value)
+        return fake
+
+    @functools.wraps(data_of)
+    def detached(self: Any, tx: Any) -> Any:
+        example = self.as_proxy().node.meta.get("example_value")
+        return self.call_method(tx, "detach", [], {}) if isinstance(example, kind) else data_of(self, tx)
+
+    builder.wrap_to_fake_tensor_and_record = fake_of_same_class
+    TensorVariable.method_attr_data = detached
+
+
+def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
+    """Where Dynamo found the value of each graph input, in order; None for one that it made itself."""
+    arguments = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
+    return [None if argument is None else argument.source for argument in arguments]
+
+
+def source_name(source: Any) -> str:
+    """A source as a Python expression, such as L['self']._modules['head']._parameters['weight']."""
+    return str(source.name() if callable(source.name) else source.name)
+
+
+def duplicated_inputs(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
+    """Source of a graph input -> the other sources at which Dynamo found the same tensor."""
+    found: dict[Any, list[Any]] = {source: [] for source in input_sources(gm) if source is not None}
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        other = getattr(guard.create_fn, "keywords", {}).get("source_b")
+        if other is not None:
+            for one, two in ((guard.originating_source, other), (other, guard.originating_source)):
+                if one in found:
+                    found[one].append(two)
+    return found
+
+
+def guard_on_placement(sources: Any) -> None:
+    """Guard the placed tensors at these sources by class, `requires_grad` and spec, each by one comparison in C++.
+
+    A spec has the mesh, the placements, the shape, strides and dtype; it must be interned (`interned_spec`), since its
+    identity is what is compared. The guards that Dynamo has collected on these tensors and on their parts are dropped:
+    they describe the values from before. To be called inside a backend, after the values have been replaced: guards are
+    built when it returns.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    replaced = set(sources)
+    guards = TracingContext.get().guards_context.dynamo_guards
+    dtensor_parts = {"_spec", "_local_tensor", "device_mesh", "requires_grad"}
+
+    def stale(guard: Any) -> bool:
+        source = guard.originating_source
+        if source in replaced:  # guards on identity (tied parameters) stay
+            return guard.create_fn_name() in ("TENSOR_MATCH", "TYPE_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
+        while (base := getattr(source, "base", None)) is not None:
+            if isinstance(source, AttrSource) and source.member in dtensor_parts and base in replaced:
+                return True
+            source = base
+        return False
+
+    # remove_guards_with_source does this for one source at a time, which takes seconds for hundreds of parameters.
+    guards.inner = type(guards.inner)(guard for guard in guards.inner if not stale(guard))
+    if hasattr(guards, "source_to_guards"):  # torch 2.13 keeps an index
+        guards.source_to_guards.clear()
+        for guard in guards.inner:
+            guards.track_guard_by_source(guard)
+    for source in replaced:
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH),
+                      AttrSource(source, "requires_grad").make_guard(GuardBuilder.EQUALS_MATCH),
+                      AttrSource(source, "_spec").make_guard(GuardBuilder.ID_MATCH))

@@ -1,0 +1,75 @@
+"""Process groups: their timeouts and stores, and collectives of CUDA tensors over gloo."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils import _pytree as pytree
+
+
+def group_timeout(group: Any) -> timedelta:
+    """After how long a collective of a process group gives up."""
+    backend = next(iter({group._get_backend(device) for device in group._device_types}))
+    return backend.options._timeout
+
+
+def side_store(prefix: str, timeout_s: float) -> Any:
+    """The store of the group of all ranks, through a connection of its own: whoever waits for a key on the other one blocks
+    all that use it. None for a store that cannot be reached twice."""
+    dist, store = cast("Any", torch.distributed), cast("Any", _get_default_store())
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    return dist.PrefixStore(prefix, dist.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s),
+                                                  wait_for_workers=False))
+
+
+_FUNCTIONAL_COLLECTIVES = (
+    "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
+    "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_out",
+    "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast", "broadcast_",
+)
+
+
+_libraries: list[Any] = []  # what is registered goes with its library
+
+
+@functools.cache
+def collectives_through_host(dispatch_key: str = "CUDA") -> None:
+    """From now on, functional collectives of CUDA tensors are those of copies in the host's memory: for process groups in
+    which gloo carries them. Its `all_gather_into_tensor` reads device memory as if it were the host's and the process
+    dies (https://github.com/pytorch/pytorch/issues/152645); other ops are copied inside gloo anyway.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    for name in _FUNCTIONAL_COLLECTIVES:
+        if hasattr(torch.ops._c10d_functional, name):  # the *_out of reduce_scatter is younger than 2.11
+            library.impl(name, through_host(getattr(torch.ops._c10d_functional, name).default), dispatch_key)
+    _libraries.append(library)
+
+
+def through_host(op: Any) -> Callable[..., Any]:
+    """A functional collective on copies of its tensors in the host's memory. It waits, so that there is nothing to wait for
+    in the result; what the op writes to is written back."""
+    written = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    names = [each.name for each in op._schema.arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        device = next(x.device for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
+        host = pytree.tree_map_only(torch.Tensor, lambda x: x.cpu(), given)
+        positional = [host.pop(name) for name in names[:len(args)]]
+        results = op(*positional, **host)
+        results = pytree.tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor.default, results)
+        if not written:
+            return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), results)
+        (target,) = (given[name] for name in written)
+        for mine, new in zip(pytree.tree_leaves(target), pytree.tree_leaves(results), strict=True):
+            mine.copy_(new)
+        return target
+
+    return call

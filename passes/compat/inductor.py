@@ -1,0 +1,130 @@
+"""Inductor: what it decomposes, its passes and partitioners, and lowering one graph."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload
+
+from passes.compat.tracing import fake_mode_of
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decomposition table that inductor traces with."""
+    import torch._inductor.lowering  # noqa: F401  # fills the table; without it some ops stay whole
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def eager_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The same table without the operators that draw random numbers themselves: inductor's stand-ins for them, made for
+    its own generator, draw others from torch's than the operators do. What consists of other operators is kept."""
+    table = inductor_decompositions()
+    return {op: decomposed for op, decomposed in table.items()
+            if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or op._can_decompose()}
+
+
+def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    """What `backend="inductor"` does with a Dynamo graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
+
+
+@functools.cache
+def warm_cpp_compiler() -> None:
+    """Begin in the background, once in a process, what inductor does before its first C++ kernel: it tries the vector
+    instructions and looks over, or compiles, its header. With cold caches that is several seconds of waiting for a
+    compiler in subprocesses, while nothing is there to lower yet."""
+
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    def compile_least_kernel() -> None:
+        try:  # by the comment torch 2.13 knows what needs vector instructions
+            CppPythonBindingsCodeCache.load_pybinding(["float*"], 'extern "C" void kernel(float* x) {}  // at::vec::\n')
+        except Exception as error:  # inductor meets the same at its first kernel, and its error is the user's
+            logging.getLogger("hpml").debug("The C++ compiler could not be warmed: %s", error)
+
+    threading.Thread(target=compile_least_kernel, name="hpml-warm-cpp", daemon=True).start()
+
+
+@contextlib.contextmanager
+def visible_kernels() -> Any:
+    """What inductor compiles inside shows its C++ kernels to `torch.profiler`; see `is_fused_kernel`."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.enable_kernel_profile": True, "fx_graph_cache": False}):
+        yield
+
+
+def is_fused_kernel(event: str) -> bool:
+    """Whether a profiler's event is a kernel that inductor made: `graph_0_cpp_fused_add_3`, `triton_poi_fused_add_1`."""
+    return "cpp_fused_" in event or event.startswith("triton_")
+
+
+def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Inductor's passes over a joint graph (pattern matching, constant folding, its own random numbers)."""
+
+    from torch._inductor import compile_fx
+    from torch._inductor.virtualized import V
+
+    passes = compile_fx._recursive_joint_graph_passes
+    kwargs: dict[str, Any] = {"skip_invoke_subgraph": True}
+    if "input_device" in inspect.signature(passes).parameters:  # not in every patch of 2.11
+        devices = [n.meta["val"].device for n in joint.graph.find_nodes(op="placeholder")
+                   if isinstance(n.meta.get("val"), torch.Tensor)]
+        # What a model computes on, where numbers on the CPU are among its inputs.
+        kwargs["input_device"] = next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)
+    with V.set_fake_mode(fake_mode_of(joint)):  # what replaces random numbers asks for it
+        return passes(joint, **kwargs) or joint
+
+
+def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any, *,
+                      deduplicate: bool = False) -> Any:
+    """Inductor's partitioner: forward and backward graph, saving what costs least.
+
+    deduplicate: with its elimination of common subexpressions, which knows nothing of nodes held back for backward: see
+    `passes.transform.deduplicate`.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    with config.patch(cse=deduplicate):
+        return min_cut_rematerialization_partition(
+            joint, inputs, compiler="inductor", num_fwd_outputs=forward_outputs,
+            static_lifetime_input_indices=static_inputs,
+        )
+
+
+def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
+    """Forward and backward graph, saving everything that backward reads."""
+    from torch._functorch.partitioners import default_partition as partition
+
+    return partition(joint, inputs, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=static_inputs)
+
+
+_graph_ids = itertools.count()
+
+
+def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, static_inputs: Any, is_backward: bool,
+                          is_inference: bool) -> Callable[..., Any]:
+    """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
+
+    Never into CUDA graphs, also where inductor is set up for them: not every collective can be captured.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with config.patch({"triton.cudagraphs": False}):
+        return compile_fx_inner(
+            gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
+            is_inference=is_inference, graph_id=next(_graph_ids),
+        )
