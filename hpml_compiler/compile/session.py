@@ -42,7 +42,7 @@ class Session:
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """The DeviceMesh of these axes; made once, by all ranks together."""
-        key = (tuple(axes.items()), id(dist.group.WORLD))
+        key = _key(axes)
         if key not in self.device_meshes:
             with compat.outside_tracing():
                 self.device_meshes[key] = _new_mesh(axes)
@@ -61,7 +61,7 @@ class Session:
             raise BadInput("the process group that the model was split over is gone", f"parameter {name}",
                            "make the model anew after init_process_group, and load its state into it") from error
         axes = dict(zip(names, mesh.shape, strict=True))
-        self.device_meshes.setdefault((tuple(axes.items()), id(dist.group.WORLD)), mesh)
+        self.device_meshes.setdefault(_key(axes), mesh)
         return axes
 
     def groups(self, axes: Mapping[str, int]) -> MeshGroups:
@@ -71,6 +71,11 @@ class Session:
         return MeshGroups(
             tuple(axes.values()), tuple(coordinate), tuple(mesh.get_group(name).group_name for name in axes)
         )
+
+
+def _key(axes: Mapping[str, int]) -> tuple:
+    """What a mesh is kept under: another group of all ranks (`init_process_group` once more) has meshes of its own."""
+    return tuple(axes.items()), device_type(), dist.group.WORLD
 
 
 def _new_mesh(axes: Mapping[str, int]) -> DeviceMesh:
@@ -92,7 +97,10 @@ def current() -> Session:
 def reset() -> None:
     """Forget the mesh and the plans: the next compilation starts afresh (a new process group, another model)."""
     global _session
-    _session = Session()
+    # Meshes stay, since each holds process groups, with threads and connections of their own: a sweep over many models
+    # would pile them up.
+    world = dist.group.WORLD if dist.is_initialized() else None
+    _session = Session(device_meshes={key: mesh for key, mesh in _session.device_meshes.items() if key[-1] is world})
     forget()
 
 

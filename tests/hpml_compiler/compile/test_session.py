@@ -27,6 +27,9 @@ def run_sweep(rank):
     for model, mesh in sweep:
         weight: Any = model.a.weight
         assert weight.device_mesh.mesh_dim_names == tuple(mesh)
+    # Process groups, each of which has threads, are made once for a mesh and not once for a model.
+    first, _, third = (model.a.weight.device_mesh.get_group() for model in models)
+    assert first is third
 
 
 @pytest.mark.timeout(160)
