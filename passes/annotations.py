@@ -12,17 +12,15 @@ may hold the same mapping.
 """
 from __future__ import annotations
 
-import dataclasses
 import types
-import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
-import torch
 from torch import fx
 
 from passes.errors import HpmlError
+from passes.frozen import changeable
 
 T = TypeVar("T")
 Scope = Literal["node", "graph"]
@@ -113,11 +111,11 @@ def write(key: Key[T], where: fx.Node | fx.GraphModule, value: T) -> None:
             _describe(where),
             "convert the value before writing it",
         )
-    if (culprit := _changeable(value)) is not None:
+    if (culprit := changeable(value)) is not None:
         raise AnnotationError(
             f"the value of annotation {key.name!r} is not frozen: it holds {culprit}",
             _describe(where),
-            "write numbers, strings, tuples, frozensets and frozen dataclasses; for a node its name",
+            "write numbers, strings, tuples, FrozenMaps and frozen dataclasses; for a node its name",
         )
     where.meta[_NAMESPACE] = Annotations({**annotations_of(where), key: value})
 
@@ -199,21 +197,3 @@ def _matches(value: object, hint: Any) -> bool:
     if origin is frozenset and isinstance(value, frozenset):
         return all(_matches(item, args[0]) for item in value)
     return isinstance(value, origin)
-
-
-# Hashable, yet they change, or they tie the value to one copy of the graph.
-_REFUSED = (torch.Tensor, torch.nn.Module, fx.Node, fx.Graph)
-
-
-def _changeable(value: object) -> str | None:
-    """What in `value` could change after it was written, in words; None if nothing could."""
-    if isinstance(value, (tuple, frozenset)):
-        return next((c for c in map(_changeable, value) if c is not None), None)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if not typing.cast(Any, value).__dataclass_params__.frozen:
-            return f"a {type(value).__name__}, which is no frozen dataclass"
-        fields = (getattr(value, f.name) for f in dataclasses.fields(value))
-        return next((c for c in map(_changeable, fields) if c is not None), None)
-    if isinstance(value, _REFUSED) or not isinstance(value, Hashable):
-        return f"a {type(value).__name__}"
-    return None

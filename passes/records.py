@@ -13,10 +13,12 @@ from passes.errors import BadInput, shortened
 from passes.files import read_text, write_file
 
 R = TypeVar("R")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-class FrozenMap(dict[str, float]):
-    """A mapping from names to numbers that can be hashed and not changed, so that records may hold it."""
+class FrozenMap(dict[K, V]):
+    """A mapping that cannot be changed, and be hashed if its values can, so that frozen values may hold it."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -74,7 +76,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         [hint] = [each for each in get_args(hint) if each is not NoneType]
     if is_dataclass(hint):
         return from_json(hint, value, where)  # type: ignore[arg-type]
-    if hint is FrozenMap:
+    if get_origin(hint) is FrozenMap:  # of numbers
         if not isinstance(value, dict):
             raise BadInput(f"expected an object of numbers, got {_kind(value)}", where, 'write {"float32": 1e12}')
         return FrozenMap({k: _value(float, v, f"{where}: {k}") for k, v in value.items()})

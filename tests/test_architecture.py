@@ -11,7 +11,7 @@ from tests.helpers.imports import ROOT, Import, import_graph, imports, loads, ow
 
 LAYERS = (
     ("errors", "files", "records"),
-    ("annotations", "base", "compat", "manager", "registry", "result"),
+    ("annotations", "base", "compat", "frozen", "manager", "registry", "result"),
     ("machine", "rules", "solve"),
     ("graph",),
     ("costs",),

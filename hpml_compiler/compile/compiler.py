@@ -42,7 +42,7 @@ from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled
 from passes import compat
 from passes.annotations import write
 from passes.errors import BadInput
-from passes.graph.keys import DECISION, Handle
+from passes.graph.keys import DECISION
 from passes.machine.cluster import Cluster
 
 log = logging.getLogger("hpml")
@@ -189,7 +189,7 @@ class _Compilation:
         if annotated.interface.training:
             self.session.mesh = planned.mesh
         start = time.perf_counter()
-        write(DECISION, gm, Handle(planned.decision))
+        write(DECISION, gm, planned.decision)
         kept = self.inputs.kept_gradients(annotated, forward_outputs)
         after_planning(self.session.groups(planned.mesh), kept, forward_outputs or 0)(gm)
         planned.record.seconds["rewrite"] = time.perf_counter() - start

@@ -46,7 +46,7 @@ class Annotated:
     gm: GraphModule
     interface: Interface
     graph: PlacementGraph
-    rules: list[Rule | None]
+    rules: Sequence[Rule | None]
     inputs: Sequence[GraphInput]
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
     start = time.perf_counter()
     before_planning(inputs, forward_outputs)(gm)
     operations = read(OPERATIONS, gm)
-    return Annotated(gm, read(INTERFACE, gm).value, operations.graph, operations.rules, inputs,
+    return Annotated(gm, read(INTERFACE, gm), operations.graph, operations.rules, inputs,
                      {"annotate": time.perf_counter() - start})
 
 

@@ -115,7 +115,7 @@ def _largest_transient(graph: PlacementGraph, answer: Placed) -> float:
 def _parameters(annotated: Annotated, answer: Placed, listed: Listing) -> dict[str, ParameterPlan]:
     found = {}
     named = {value.name: listed.values[value.index] for value in annotated.graph.values}
-    gradients = {parameter: named.get(node.name, "") for node, parameter in annotated.interface.outputs if parameter}
+    gradients = {parameter: named.get(name, "") for name, parameter in annotated.interface.outputs if parameter}
     for v, layout in answer.decision.inputs.items():
         value = annotated.graph.values[v]
         if value.kind == "parameter":

@@ -5,9 +5,9 @@ that are data. A weight is never among them: in `x @ w` only `x` and the result 
 """
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
-from passes.graph.placement_graph import PlacementGraph
+from passes.graph.placement_graph import Operation, Value
 
 
 class UnionFind:
@@ -26,10 +26,10 @@ class UnionFind:
         self.parent[self.find(b)] = self.find(a)
 
 
-def mark_batch(graph: PlacementGraph) -> None:
-    """Set `Value.batch` of every value, in place."""
+def batch_factors(operations: Sequence[Operation], values: Sequence[Value]) -> list[frozenset[tuple[int, int]]]:
+    """`Value.batch` of every value."""
     sets = UnionFind()
-    for operation in graph.operations:
+    for operation in operations:
         ports = (*operation.inputs, *operation.outputs)
         for strategy in operation.strategies:
             together = [
@@ -39,11 +39,10 @@ def mark_batch(graph: PlacementGraph) -> None:
             ]
             for other in together[1:]:
                 sets.union(together[0], other)
-    roots = {sets.find((v.index, 0, 0)) for v in graph.values if v.kind == "batch" and v.spec.shape and v.factors[0]}
+    roots = {sets.find((v.index, 0, 0)) for v in values if v.kind == "batch" and v.spec.shape and v.factors[0]}
     members: dict[int, set[tuple[int, int]]] = {}
     for key in list(sets.parent):
         if sets.find(key) in roots:
             value, dim, factor = key  # type: ignore[misc]
             members.setdefault(value, set()).add((dim, factor))
-    for value in graph.values:
-        value.batch = frozenset(members.get(value.index, ()))
+    return [frozenset(members.get(value.index, ())) for value in values]

@@ -8,7 +8,7 @@ from torch import fx
 from passes.annotations import write
 from passes.base import AnalysisPass
 from passes.graph.interface import GraphInput, describe
-from passes.graph.keys import INTERFACE, Handle
+from passes.graph.keys import INTERFACE
 from passes.registry import register
 
 
@@ -24,4 +24,4 @@ class Describe(AnalysisPass):
     forward_outputs: int | None = None
 
     def run(self, graph_module: fx.GraphModule) -> None:
-        write(INTERFACE, graph_module, Handle(describe(graph_module, self.inputs, self.forward_outputs)))
+        write(INTERFACE, graph_module, describe(graph_module, self.inputs, self.forward_outputs))

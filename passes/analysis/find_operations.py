@@ -1,7 +1,7 @@
 """Pass: the planner's view of a graph, with rules, strategies and factors."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -24,11 +24,11 @@ class FindOperations(AnalysisPass):
     provides = (OPERATIONS,)
 
     def run(self, graph_module: fx.GraphModule) -> None:
-        interface = read(INTERFACE, graph_module).value
+        interface = read(INTERFACE, graph_module)
         graph, rules = build_placement_graph(
             graph_module, interface.kinds, interface.outputs, lambda node: read(FLOPS, node),
             trainable=interface.trainable,
         )
         if interface.training:
-            graph.saved = saved_values(graph_module, graph, interface.forward_outputs)
+            graph = replace(graph, saved=saved_values(graph_module, graph, interface.forward_outputs))
         write(OPERATIONS, graph_module, Operations(graph, rules))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.analysis.batch import mark_batch
+from passes.analysis.batch import batch_factors
 from passes.analysis.blocks import assign_blocks, is_backward
 from passes.analysis.factors import RuledCall, factorize
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.records import FrozenMap
 from passes.rules.base import REPLICATE, Rule, Spec, Strategy, strategies
 from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import call_of, is_heavy, operand_nodes, rule_of_call, spec_of
@@ -41,12 +43,23 @@ def kind_of(target: Any) -> str:
 
 
 class _Builder:
+    """Calls and values in order, yet without factors and strategies."""
+
     def __init__(self, gm: GraphModule, input_kinds: Mapping[str, str], trainable: Mapping[str, bool],
                  flops: Mapping[Node, float] | Any):
         self.gm, self.kinds, self.trainable, self.flops = gm, input_kinds, trainable, flops
         self.values: list[Value] = []
+        self.operations: list[Operation] = []
+        self.rules: list[Rule | None] = []
+        self.unruled: dict[str, list[str]] = {}
         self.of: dict[tuple[Node, int], int] = {}
         self.blocks = assign_blocks(gm)
+        for node in gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                if isinstance(node.meta.get("val"), torch.Tensor):
+                    self.value(node, 0, spec_of(node.meta["val"]), None, self.kinds.get(node.name, "constant"))
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._operation(node)
 
     def value(self, node: Node, port: int, spec: Spec, producer: int | None, kind: str = "activation") -> int:
         index = len(self.values)
@@ -61,64 +74,65 @@ class _Builder:
         assert owner is not None, "only tensors are read"
         return self.of[owner]
 
-    def build(self) -> tuple[PlacementGraph, list[Rule | None]]:
-        graph = PlacementGraph([], self.values, [])
-        rules: list[Rule | None] = []
-        for node in self.gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                if isinstance(node.meta.get("val"), torch.Tensor):
-                    self.value(node, 0, spec_of(node.meta["val"]), None, self.kinds.get(node.name, "constant"))
-            elif node.op == "call_function" and node.target is not operator.getitem:
-                self._operation(node, graph, rules)
-        return graph, rules
-
-    def _operation(self, node: Node, graph: PlacementGraph, rules: list[Rule | None]) -> None:
+    def _operation(self, node: Node) -> None:
         inputs = tuple(self.read(x) for x in operand_nodes(node))
         outputs = tuple(
-            self.value(node, port, spec_of(x), len(graph.operations))
+            self.value(node, port, spec_of(x), len(self.operations))
             for port, (_, x) in enumerate(leaves_of(node.meta.get("val"))) if isinstance(x, torch.Tensor)
         )
         rule = rule_of_call(call_of(node)) if outputs and not is_opaque(node) else None
         if outputs and rule is None:
-            graph.unruled.setdefault(str(node.target), []).append(node.name)
-        rules.append(rule)
-        graph.operations.append(Operation(
-            index=len(graph.operations), name=node.name, target=str(node.target), kind=kind_of(node.target),
+            self.unruled.setdefault(str(node.target), []).append(node.name)
+        self.rules.append(rule)
+        self.operations.append(Operation(
+            index=len(self.operations), name=node.name, target=str(node.target), kind=kind_of(node.target),
             inputs=inputs, outputs=outputs, strategies=(), flops=float(self.flops(node)), backward=is_backward(node),
             block=self.blocks[node], ruled=rule is not None,
             linear=rule is not None and any(0 in group for group in rule.linear),
         ))
-        for value in dict.fromkeys(inputs):
-            self.values[value].users.append(len(graph.operations) - 1)
 
 
 def build_placement_graph(
     gm: GraphModule,
     input_kinds: Mapping[str, str],
-    outputs: Sequence[tuple[Node, str | None]],
+    outputs: Sequence[tuple[str, str | None]],
     flops: Any,
     trainable: Mapping[str, bool] | None = None,
-) -> tuple[PlacementGraph, list[Rule | None]]:
+) -> tuple[PlacementGraph, tuple[Rule | None, ...]]:
     """Returns the graph and the rule of every operation.
 
-    `input_kinds`: placeholder name -> one of `GRAPH_INPUT_KINDS`; `outputs`: (node, name of the parameter whose
+    `input_kinds`: placeholder name -> one of `GRAPH_INPUT_KINDS`; `outputs`: (name of a node, name of the parameter whose
     placement it takes, or None if it is returned whole); `flops(node)` -> FLOPs of a whole call.
     """
-    builder = _Builder(gm, input_kinds, trainable or {}, flops)
-    graph, rules = builder.build()
-    calls = [
-        RuledCall(rule, op.inputs, op.outputs) for op, rule in zip(graph.operations, rules) if rule is not None
+    built = _Builder(gm, input_kinds, trainable or {}, flops)
+    nodes = {node.name: node for node in gm.graph.nodes}
+    by_name = {v.name: v.index for v in built.values if v.producer is None}
+    returned = [(built.read(nodes[name]), by_name[p] if p is not None else None) for name, p in outputs]
+    return complete(built.operations, built.values, built.rules, returned, built.unruled), tuple(built.rules)
+
+
+def complete(operations: Sequence[Operation], values: Sequence[Value], rules: Sequence[Rule | None],
+             outputs: Sequence[tuple[int, int | None]], unruled: Mapping[str, Sequence[str]] | None = None,
+             ) -> PlacementGraph:
+    """The graph of these calls and values, with what follows from the rules: factors, strategies, rows of the batch, users."""
+    calls = [RuledCall(rule, op.inputs, op.outputs) for op, rule in zip(operations, rules) if rule is not None]
+    factors = factorize([v.spec.shape for v in values], calls)
+    decided = [
+        replace(op, strategies=_consistent(op, strategies(
+            rule, [factors[v] for v in op.inputs], [factors[v] for v in op.outputs]), values))
+        for op, rule in zip(operations, rules)
     ]
-    for value, factors in zip(graph.values, factorize([v.spec.shape for v in graph.values], calls)):
-        value.factors = factors
-    for op, rule in zip(graph.operations, rules):
-        op.strategies = _consistent(op, strategies(
-            rule, [graph.values[v].factors for v in op.inputs], [graph.values[v].factors for v in op.outputs]
-        ), graph.values)
-    by_name = {v.name: v.index for v in graph.values if v.producer is None}
-    graph.outputs = [(builder.read(n), by_name[p] if p is not None else None) for n, p in outputs]
-    mark_batch(graph)
-    return graph, rules
+    values = [replace(value, factors=found) for value, found in zip(values, factors)]
+    users: list[list[int]] = [[] for _ in values]
+    for op in decided:
+        for v in dict.fromkeys(op.inputs):
+            users[v].append(op.index)
+    return PlacementGraph(
+        tuple(decided),
+        tuple(replace(value, batch=batch, users=tuple(users[value.index]))
+              for value, batch in zip(values, batch_factors(decided, values))),
+        tuple(outputs), FrozenMap({target: tuple(names) for target, names in (unruled or {}).items()}),
+    )
 
 
 def _consistent(op: Operation, found: Sequence[Strategy], values: Sequence[Value]) -> tuple[Strategy, ...]:

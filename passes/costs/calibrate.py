@@ -58,9 +58,9 @@ class Fit:
     counts): 1 - (σ of ln θ_p after) / (σ before).
     """
 
-    values: FrozenMap
+    values: FrozenMap[str, float]
     predicted_s: tuple[float, ...]
-    informed: FrozenMap
+    informed: FrozenMap[str, float]
 
 
 def fit(predict: Predict, measured_s: Sequence[float], parameters: Sequence[Parameter],

@@ -1,9 +1,10 @@
 """What was decided, in the words of the rewrite: layouts of operations, and the way of every value to its readers."""
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from passes.graph.layouts import Layout
+from passes.records import FrozenMap
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,18 @@ class Way:
     gradient: bool
 
 
-@dataclass
+@dataclass(frozen=True, repr=False)
 class Decision:
     """`sizes`: of the mesh axes. Keys are indices into the `PlacementGraph`."""
 
     sizes: tuple[int, ...]
-    inputs: dict[int, Layout] = field(default_factory=dict)
+    inputs: FrozenMap[int, Layout]
     """Graph input -> layout in which the runtime hands it in."""
-    operations: dict[int, OperationLayouts] = field(default_factory=dict)
-    routes: dict[tuple[int, int], Route] = field(default_factory=dict)
+    operations: FrozenMap[int, OperationLayouts]
+    routes: FrozenMap[tuple[int, int], Route]
     """(operation, operand position) -> route."""
-    outputs: list[Route] = field(default_factory=list)
+    outputs: tuple[Route, ...]
     """Route of every output of the graph, in order."""
+
+    def __repr__(self) -> str:
+        return f"Decision(sizes={self.sizes}, {len(self.operations)} operations)"

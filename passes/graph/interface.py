@@ -1,7 +1,7 @@
 """What goes in and out of a joint graph, in the words of the model: parameters, buffers, data, gradients."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from passes import compat
 from passes.compat import pytree
 from passes.graph.layouts import Layout
+from passes.records import FrozenMap
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,25 @@ class GraphInput:
     stored: Layout | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Interface:
     """Roles of the placeholders and outputs of one joint (or forward) graph, by node name."""
 
-    kinds: Mapping[str, str]
+    kinds: FrozenMap[str, str]
     """Placeholder -> kind; what is not a parameter that can be placed counts as "buffer", "batch" or "constant"."""
-    names: Mapping[str, str]
+    names: FrozenMap[str, str]
     """Placeholder of a parameter -> its dotted name."""
-    trainable: Mapping[str, bool]
-    stored: Mapping[str, Layout]
-    positions: Mapping[str, int]
+    trainable: FrozenMap[str, bool]
+    stored: FrozenMap[str, Layout]
+    positions: FrozenMap[str, int]
     """Placeholder -> position among the inputs of the Dynamo graph."""
-    outputs: tuple[tuple[Node, str | None], ...]
-    """Returned tensors in order, with the placeholder of the parameter whose gradient each is."""
+    outputs: tuple[tuple[str, str | None], ...]
+    """Names of the nodes whose tensors are returned, in order, with the placeholder of the parameter whose gradient each is."""
     forward_outputs: int
     training: bool
+
+    def __repr__(self) -> str:
+        return f"Interface({len(self.kinds)} inputs, {len(self.outputs)} outputs)"
 
 
 def _position(node: Node, order: int) -> int:
@@ -86,13 +90,14 @@ def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
     (output,) = gm.graph.find_nodes(op="output")
     results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None or isinstance(x, Node))
     split = len(results) if forward_outputs is None else forward_outputs
-    returned: list[tuple[Node, str | None]] = []
+    returned: list[tuple[str, str | None]] = []
     for k, node in enumerate(results):
         if not isinstance(node, Node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         owner = primals[k - split].name if k >= split else None
-        returned.append((node, owner if owner in names else None))
-    return Interface(kinds, names, trainable, stored, positions, tuple(returned), split, forward_outputs is not None)
+        returned.append((node.name, owner if owner in names else None))
+    return Interface(FrozenMap(kinds), FrozenMap(names), FrozenMap(trainable), FrozenMap(stored), FrozenMap(positions),
+                     tuple(returned), split, forward_outputs is not None)
 
 
 def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:

@@ -1,7 +1,7 @@
-"""Annotations that planning leaves on a graph module, and the handle that large results travel in."""
+"""Annotations that planning leaves on a graph module."""
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from dataclasses import dataclass
 
 from passes.annotations import Key
 from passes.graph.decision import Decision
@@ -9,30 +9,21 @@ from passes.graph.interface import Interface
 from passes.graph.placement_graph import PlacementGraph
 from passes.rules.base import Rule
 
-T = TypeVar("T")
 
-
-class Handle(Generic[T]):
-    """A result too large to freeze, equal only to itself. Read it; who changes a graph drops it and writes another."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: T):
-        self.value = value
-
-
+@dataclass(frozen=True, repr=False)
 class Operations:
     """The planner's view of a graph with the rule of every operation."""
 
-    __slots__ = ("graph", "rules")
+    graph: PlacementGraph
+    rules: tuple[Rule | None, ...]
 
-    def __init__(self, graph: PlacementGraph, rules: list[Rule | None]):
-        self.graph, self.rules = graph, rules
+    def __repr__(self) -> str:
+        return repr(self.graph)
 
 
-INTERFACE: Key[Handle[Interface]] = Key("interface", Handle, scope="graph")
+INTERFACE: Key[Interface] = Key("interface", Interface, scope="graph")
 """Roles of inputs and outputs."""
 OPERATIONS: Key[Operations] = Key("operations", Operations, scope="graph")
 """Operations with strategies, values with factors."""
-DECISION: Key[Handle[Decision]] = Key("decision", Handle, scope="graph")
+DECISION: Key[Decision] = Key("decision", Decision, scope="graph")
 """Layouts of every operation and the way of every value."""

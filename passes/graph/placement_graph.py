@@ -6,14 +6,15 @@ no FX node and no tensor, so that it can be built by hand in tests.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from passes.records import FrozenMap
 from passes.rules.base import Factors, Spec, Strategy
 
 GRAPH_INPUT_KINDS = ("parameter", "buffer", "batch", "tangent", "constant")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Value:
     """A tensor of the graph. `producer` is the index of its operation, or None for a graph input."""
 
@@ -28,7 +29,7 @@ class Value:
     trainable: bool = False
     batch: frozenset[tuple[int, int]] = frozenset()
     """The (dim, factor) pairs that stem from the batch dim of an input."""
-    users: list[int] = field(default_factory=list)
+    users: tuple[int, ...] = ()
     """Operations that read the value, each once, in order."""
 
     @property
@@ -36,7 +37,7 @@ class Value:
         return self.spec.bytes
 
 
-@dataclass
+@dataclass(frozen=True)
 class Operation:
     """One call. `inputs` and `outputs` are value indices; a strategy has one placement for each."""
 
@@ -60,16 +61,19 @@ class Operation:
         return self.kind not in ("view", "pointwise")
 
 
-@dataclass
+@dataclass(frozen=True, repr=False)
 class PlacementGraph:
-    operations: list[Operation]
-    values: list[Value]
-    outputs: list[tuple[int, int | None]]
+    operations: tuple[Operation, ...]
+    values: tuple[Value, ...]
+    outputs: tuple[tuple[int, int | None], ...]
     """What the graph returns: (value, parameter whose placement its gradient takes, or None: returned whole)."""
-    unruled: dict[str, list[str]] = field(default_factory=dict)
+    unruled: FrozenMap[str, tuple[str, ...]] = FrozenMap()
     """Operators without a rule -> nodes."""
     saved: frozenset[int] | None = None
     """Values that forward holds for backward; None: not known."""
+
+    def __repr__(self) -> str:
+        return f"PlacementGraph({len(self.operations)} operations, {len(self.values)} values)"
 
 
 def block_class(block: str) -> str:

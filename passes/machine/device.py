@@ -42,7 +42,7 @@ class Device:
     kind: str
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
-    peak_flops_per_s: FrozenMap
+    peak_flops_per_s: FrozenMap[str, float]
     launch_latency_us: float
     idle_power_w: float
     busy_power_w: float

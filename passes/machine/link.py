@@ -36,7 +36,7 @@ class Link:
     bandwidth_bytes_per_s: float
     shared_by: int = 1
     efficiency: float = 1.0
-    slowdown: FrozenMap = FrozenMap()
+    slowdown: FrozenMap[str, float] = FrozenMap()
     source: str = ""
     energy_j_per_byte: float | None = None
 

@@ -42,7 +42,7 @@ class MeshAxis:
     latency_us: float
     bandwidth_bytes_per_s: float
     levels: tuple[AxisLevel, ...] = ()
-    slowdown: FrozenMap = FrozenMap()
+    slowdown: FrozenMap[str, float] = FrozenMap()
     energy_j_per_byte: float = 0.0
 
     def __post_init__(self) -> None:

@@ -1,12 +1,13 @@
 """From a solution of a placement problem back to layouts and routes of the unfolded graph."""
 from __future__ import annotations
 
-from passes.graph.decision import Decision, Hop, Route, Way
+from passes.graph.decision import Decision, Hop, OperationLayouts, Route, Way
 from passes.graph.layouts import Layout, parse_layout
 from passes.partition.build import PlacementProblem
 from passes.partition.choices import slices
 from passes.partition.edges import Chain
 from passes.partition.entities import Pin, Port
+from passes.records import FrozenMap
 from passes.solve.problem import Solution
 
 
@@ -21,25 +22,26 @@ def pins(built: PlacementProblem, solution: Solution) -> dict[str, Pin]:
 def decode(built: PlacementProblem, solution: Solution) -> Decision:
     """Layouts of every operation of the unfolded graph, and the route of every operand and output."""
     graph, entities, edges = built.graph, built.entities, built.edges
-    decision = Decision(built.sizes)
+    operations: dict[int, OperationLayouts] = {}
+    routes: dict[tuple[int, int], Route] = {}
     source = {v: _supplied(built, port, solution) for v, port in edges.sources.items()}
-    decision.inputs.update({v: _supplied(built, (number, 0), solution) for v, number in entities.of_input.items()})
     for group in built.groups:
         number = entities.of_group[group.index]
         arrived = {v: _route(v, source[v], edges.reads[group.index, v], solution) for v in group.inputs}
         inside: dict[int, Layout] = {}
         for index, row in zip(group.operations, entities.drafts[number].options[solution.chosen[number]].operations):
             op = graph.operations[index]
-            decision.operations[index] = row
+            operations[index] = row
             for position, (v, wanted) in enumerate(zip(op.inputs, row.inputs)):
                 route = arrived[v] if v in arrived else Route(v, inside[v])
                 rest = slices(graph.values[v], route.target, wanted, built.sizes, built.prices)
                 assert rest is not None, (op.name, route.target, wanted)
                 hops = route.hops + tuple(Hop(layout, op.backward) for layout in rest)
-                decision.routes[index, position] = Route(v, route.source, hops)
+                routes[index, position] = Route(v, route.source, hops)
             inside.update(zip(op.outputs, row.outputs))
-    decision.outputs = [_route(v, source[v], edges.outputs[k], solution) for k, (v, _) in enumerate(graph.outputs)]
-    return decision
+    inputs = {v: _supplied(built, (number, 0), solution) for v, number in entities.of_input.items()}
+    outputs = tuple(_route(v, source[v], edges.outputs[k], solution) for k, (v, _) in enumerate(graph.outputs))
+    return Decision(built.sizes, FrozenMap(inputs), FrozenMap(operations), FrozenMap(routes), outputs)
 
 
 def paid_ways(built: PlacementProblem, solution: Solution) -> list[Way]:

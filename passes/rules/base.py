@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from passes.records import FrozenMap
 
 REPLICATE, PARTIAL, PARTIAL_MAX = "R", "P", "M"
 Placement = str | tuple[int, int]
@@ -99,15 +101,15 @@ class Rule:
 
     inputs: tuple[Letters, ...]
     outputs: tuple[Letters, ...]
-    sizes: Mapping[Letter, int]
+    sizes: FrozenMap[Letter, int]
     summed: frozenset[Letter] = frozenset()
     maxed: frozenset[Letter] = frozenset()
     blocked: frozenset[Letter] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
-    indexed: Mapping[Letter, int] = field(default_factory=dict)
+    indexed: FrozenMap[Letter, int] = FrozenMap()
     ordered: frozenset[Letter] = frozenset()
-    repeated: Mapping[Letter, frozenset[int]] = field(default_factory=dict)
+    repeated: FrozenMap[Letter, frozenset[int]] = FrozenMap()
     aside: frozenset[int] = frozenset()
 
 
@@ -191,15 +193,15 @@ def make_rule(
     return Rule(
         inputs=tuple(letters(d) for d in inputs),
         outputs=tuple(letters(d) for d in outputs),
-        sizes={k: v for k, v in found.items() if v > 1},
+        sizes=FrozenMap({k: v for k, v in found.items() if v > 1}),
         summed=frozenset(summed),
         maxed=frozenset(maxed),
         blocked=frozenset(blocked),
         linear=tuple(frozenset(s) for s in kept),
         addends=frozenset(addends),
-        indexed=dict(indexed or {}),
+        indexed=FrozenMap(indexed or {}),
         ordered=frozenset(ordered),
-        repeated={letter: frozenset(results) for letter, results in (repeated or {}).items()},
+        repeated=FrozenMap({letter: frozenset(results) for letter, results in (repeated or {}).items()}),
         aside=frozenset(aside),
     )
 

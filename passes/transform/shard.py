@@ -11,6 +11,7 @@ that go the same way. What backward needs of a value that forward made travels i
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,7 @@ class _Appender(Inserter):
 
 
 class Sharder:
-    def __init__(self, gm: GraphModule, graph: PlacementGraph, rules: list[Rule | None], decision: Decision,
+    def __init__(self, gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision,
                  groups: MeshGroups, fake_mode: Any):
         self.gm, self.graph, self.rules, self.decision = gm, graph, rules, decision
         self.groups, self.fake_mode = groups, fake_mode
@@ -257,7 +258,7 @@ class Sharder:
         new.meta = dict(node.meta)
 
 
-def shard(gm: GraphModule, graph: PlacementGraph, rules: list[Rule | None], decision: Decision, groups: MeshGroups,
+def shard(gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision, groups: MeshGroups,
           fake_mode: Any) -> GraphModule:
     """The graph that one rank runs; placeholders and outputs keep their order, placeholders have local shapes."""
     return Sharder(gm, graph, rules, decision, groups, fake_mode).run()
@@ -275,7 +276,7 @@ class Shard(TransformPass):
 
     def run(self, graph_module: GraphModule) -> bool:
         operations = read(OPERATIONS, graph_module)
-        decision = read(DECISION, graph_module).value
+        decision = read(DECISION, graph_module)
         sharded = shard(
             graph_module, operations.graph, operations.rules, decision, self.groups, fake_mode_of(graph_module)
         )

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from passes.analysis.batch import mark_batch
-from passes.analysis.factors import RuledCall, factorize
-from passes.analysis.operations import kind_of
+from passes.analysis.operations import complete, kind_of
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
-from passes.rules.base import REPLICATE, Call, Operand, Rule, Strategy, strategies
+from passes.rules.base import Call, Operand, Rule
 from passes.rules.table import rule_of_call, spec_of
 
 aten = torch.ops.aten
@@ -59,31 +57,12 @@ class Builder:
             ruled, rule is not None and any(0 in group for group in rule.linear),
         ))
         self.rules.append(rule)
-        for v in dict.fromkeys(operands):
-            self.values[v].users.append(number)
         return out
 
     def finish(self, outputs: Sequence[int | tuple[int, int]]) -> PlacementGraph:
         """outputs: values, or (gradient, parameter)."""
-        calls = [RuledCall(r, op.inputs, op.outputs) for r, op in zip(self.rules, self.operations) if r is not None]
-        for value, factors in zip(self.values, factorize([v.spec.shape for v in self.values], calls)):
-            value.factors = factors
-        for rule, op in zip(self.rules, self.operations):
-            found = strategies(
-                rule, [self.values[v].factors for v in op.inputs], [self.values[v].factors for v in op.outputs])
-            op.strategies = tuple(s for s in found if self._sensible(op, s))
-        graph = PlacementGraph(
-            self.operations, self.values, [(o, None) if isinstance(o, int) else o for o in outputs])
-        mark_batch(graph)
-        return graph
-
-    def _sensible(self, op: Operation, s: Strategy) -> bool:
-        """As the analysis of a real graph has it: partial sums neither go into graph inputs nor into whole products,
-        and a value that is read twice is placed alike."""
-        partial = [v for v, p in zip(op.inputs, s.inputs) if isinstance(p, str) and p != REPLICATE]
-        if partial and (op.heavy or any(self.values[v].producer is None for v in partial)):
-            return False
-        return all(len({p for u, p in zip(op.inputs, s.inputs) if u == v}) == 1 for v in op.inputs)
+        returned = [(o, None) if isinstance(o, int) else o for o in outputs]
+        return complete(self.operations, self.values, self.rules, returned)
 
 
 @dataclass(frozen=True)

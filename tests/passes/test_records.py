@@ -13,7 +13,7 @@ from passes.records import FrozenMap, from_json, read_json, to_json, write_json
 @dataclass(frozen=True)
 class Inner:
     size: int
-    rates: FrozenMap = FrozenMap()
+    rates: FrozenMap[str, float] = FrozenMap()
 
 
 @dataclass(frozen=True)

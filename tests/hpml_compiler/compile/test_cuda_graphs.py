@@ -13,7 +13,7 @@ from hpml_compiler.planning.plan_graph import annotate, plan_graph
 from hpml_compiler.presets import after_planning
 from passes import compat
 from passes.annotations import write
-from passes.graph.keys import DECISION, Handle
+from passes.graph.keys import DECISION
 from passes.machine.cluster import Cluster
 from passes.transform.collectives import MeshGroups
 from tests.passes.traced import Joint, fake, trace_joint
@@ -60,7 +60,7 @@ def rewritten(index: int, **options: object) -> tuple[str, fx.GraphModule]:
     annotated = annotate(joint.gm, joint.inputs, joint.forward_outputs)
     digest = annotated.hash()
     planned = plan_graph(annotated, Options.parse(options), Cluster.parse("1x2:h100-80g"))
-    write(DECISION, joint.gm, Handle(planned.decision))
+    write(DECISION, joint.gm, planned.decision)
     after_planning(MeshGroups((2,), (index,), ("axis0",)))(joint.gm)
     return digest, joint.gm
 

@@ -84,7 +84,7 @@ def graph_of(function, *shapes, kinds=None):
     (output,) = traced.graph.find_nodes(op="output")
     names = [n.name for n in traced.graph.find_nodes(op="placeholder")]
     return build_placement_graph(
-        traced, dict(zip(names, kinds or ["batch"] * len(names))), [(n, None) for n in output.args[0]], lambda node: 0.0)
+        traced, dict(zip(names, kinds or ["batch"] * len(names))), [(n.name, None) for n in output.args[0]], lambda node: 0.0)
 
 
 def test_several_results_are_values_of_their_own_and_getitem_is_none():

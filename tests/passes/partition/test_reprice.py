@@ -1,18 +1,18 @@
 """A decision before -> its cost, found without the problem that it was decided by, after; tampering shows."""
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
 
-from passes.graph.decision import Hop, OperationLayouts, Route, Way
+from passes.graph.decision import Decision, Hop, OperationLayouts, Route, Way
 from passes.partition import place as placing
 from passes.partition.build import PlacementProblem
 from passes.partition.decode import decode, paid_ways
 from passes.partition.place import place
 from passes.partition.reprice import reprice
 from passes.partition.state import StateModel
+from passes.records import FrozenMap
 from passes.solve.verify import VerificationError
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.test_build import training_step
@@ -62,20 +62,24 @@ def test_parts_add_up():
     assert cost.activation_bytes > 0 < cost.communication_us
 
 
+def left_whole(decision: Decision, index: int) -> Decision:
+    """The decision, but for one operation that every rank does whole."""
+    rows = decision.operations[index]
+    whole = OperationLayouts(*(tuple(("R",) for _ in side) for side in (rows.inputs, rows.made, rows.outputs)))
+    assert rows != whole
+    return replace(decision, operations=FrozenMap({**decision.operations, index: whole}))
+
+
 def test_a_decision_that_was_changed_costs_something_else():
     graph, _ = training_step()
     placed = place(graph, {"x": 2}, SPLIT)
     assert cost_of(placed, graph) == placed.cost
     for op in graph.operations:
         if op.heavy:
-            rows = placed.decision.operations[op.index]
-            other = copy.deepcopy(placed.decision)
-            other.operations[op.index] = OperationLayouts(
-                *(tuple(("R",) for _ in side) for side in (rows.inputs, rows.made, rows.outputs)))
+            other = left_whole(placed.decision, op.index)
             assert cost_of(placed, graph, other).compute_us > placed.cost.compute_us
-    stored = copy.deepcopy(placed.decision)
-    assert stored.inputs[1] != ("R",)
-    stored.inputs[1] = ("R",)
+    assert placed.decision.inputs[1] != ("R",)
+    stored = replace(placed.decision, inputs=FrozenMap({**placed.decision.inputs, 1: ("R",)}))
     assert cost_of(placed, graph, stored).held_bytes > placed.cost.held_bytes
 
 
@@ -149,11 +153,7 @@ def test_a_decision_that_is_decoded_wrongly_is_found_out(monkeypatch):
     def wrong(built, solution):
         decision = decode(built, solution)
         index = next(i for i, op in enumerate(graph.operations) if op.heavy)
-        rows = decision.operations[index]
-        whole = [tuple(("R",) for _ in side) for side in (rows.inputs, rows.made, rows.outputs)]
-        assert rows != OperationLayouts(*whole)
-        decision.operations[index] = OperationLayouts(*whole)
-        return decision
+        return left_whole(decision, index)
 
     monkeypatch.setattr(placing, "decode", wrong)
     with pytest.raises(VerificationError, match="objective"):

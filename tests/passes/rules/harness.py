@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.analysis.factors import RuledCall, factorize
 from passes.compat import inductor_decompositions, pytree
+from passes.records import FrozenMap
 from passes.rules.base import (
     PARTIAL,
     PARTIAL_MAX,
@@ -201,7 +202,7 @@ class Run:
                 shapes.append(tuple(apart))
                 a, b_, sizes, _ = view_letters(shape, tuple(apart))
                 letters = [tuple(tuple(row) for row in side) for side in (a, b_)]
-                calls.append(RuledCall(Rule((letters[0],), (letters[1],), sizes), (value,), (len(shapes) - 1,)))
+                calls.append(RuledCall(Rule((letters[0],), (letters[1],), FrozenMap(sizes)), (value,), (len(shapes) - 1,)))
         return factorize(shapes, calls)[: count + len(self.call.results)]
 
     def check(self) -> set[str]:

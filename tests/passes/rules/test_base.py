@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 
+from passes.records import FrozenMap
 from passes.rules.base import Rule, aligned, format_placement, keeps_sums, parse_placement, strategies
 from tests.passes.rules.harness import describe
 
@@ -12,7 +13,7 @@ def found(rule: Rule | None, operands, results) -> set[str]:
 
 
 def one_dim(letters, size: int, **fields) -> Rule:
-    return Rule(inputs=((letters,),), outputs=((letters,),), sizes={x: size for x in letters}, **fields)
+    return Rule(inputs=((letters,),), outputs=((letters,),), sizes=FrozenMap({x: size for x in letters}), **fields)
 
 
 def test_without_a_rule_everything_is_whole():
@@ -28,7 +29,7 @@ def test_places_that_disagree_on_factors_share_only_the_outermost():
 
 
 def test_a_letter_without_factors_in_one_place_does_not_split():
-    rule = Rule((((("a", "b")),),), ((("a",), ("b",)),), {"a": 4, "b": 6})
+    rule = Rule((((("a", "b")),),), ((("a",), ("b",)),), FrozenMap({"a": 4, "b": 6}))
     # The dim of 24 is known as 3 * 8: neither 4 nor 6 begins or ends there, and 3 does not divide 4.
     assert found(rule, [((3, 8),)], [((4,), (6,))]) == {"R -> R"}
     # 2 divides 4: half of the dim is half of a.
@@ -37,22 +38,22 @@ def test_a_letter_without_factors_in_one_place_does_not_split():
 
 
 def test_a_letter_that_a_result_lacks_splits_only_if_it_is_reduced_or_of_no_concern_there():
-    rule = Rule((((("a",)),),), ((), ()), {"a": 4})
+    rule = Rule((((("a",)),),), ((), ()), FrozenMap({"a": 4}))
     wholes = [(), ()]
     assert found(rule, [((4,),)], wholes) == {"R -> R R"}
     for field, expected in (
         ({"summed": frozenset("a")}, "S(0) -> P P"),
         ({"maxed": frozenset("a")}, "S(0) -> M M"),
         ({"summed": frozenset("a"), "aside": frozenset({1})}, "S(0) -> P R"),
-        ({"summed": frozenset("a"), "repeated": {"a": frozenset({0})}}, "S(0) -> R P"),
-        ({"repeated": {"a": frozenset({0, 1})}}, "S(0) -> R R"),
+        ({"summed": frozenset("a"), "repeated": FrozenMap({"a": frozenset({0})})}, "S(0) -> R P"),
+        ({"repeated": FrozenMap({"a": frozenset({0, 1})})}, "S(0) -> R R"),
     ):
         assert expected in found(Rule(rule.inputs, rule.outputs, rule.sizes, **field), [((4,),)], wholes)
 
 
 def test_blocked_letters_and_letters_on_a_diagonal_stay_whole():
     assert found(one_dim("a", 4, blocked=frozenset("a")), [((4,),)], [((4,),)]) == {"R -> R"}
-    diagonal = Rule(((("a",), ("a",)),), ((("a",),),), {"a": 4})
+    diagonal = Rule(((("a",), ("a",)),), ((("a",),),), FrozenMap({"a": 4}))
     assert found(diagonal, [((4,), (4,))], [((4,),)]) == {"R -> R"}
 
 
@@ -62,12 +63,12 @@ def test_where_a_position_counts_only_the_outermost_factor_splits():
 
 
 def test_what_is_added_once_comes_partial_where_a_sum_is_split():
-    rule = Rule(((), (("k",),)), ((),), {"k": 4}, summed=frozenset("k"), addends=frozenset({0}))
+    rule = Rule(((), (("k",),)), ((),), FrozenMap({"k": 4}), summed=frozenset("k"), addends=frozenset({0}))
     assert "P S(0) -> P" in found(rule, [(), ((4,),)], [()])
 
 
 def test_linear_groups_take_partial_sums():
-    rule = Rule(((), (), ()), ((),), {}, linear=(frozenset({0, 2}), frozenset()))
+    rule = Rule(((), (), ()), ((),), FrozenMap(), linear=(frozenset({0, 2}), frozenset()))
     assert found(rule, [(), (), ()], [()]) == {"R R R -> R", "P R P -> P", "R R R -> P"}
 
 

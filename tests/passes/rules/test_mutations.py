@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from passes.records import FrozenMap
 from passes.rules import table
 from passes.rules.base import Rule
 from passes.transform import indexed, localize
@@ -44,7 +45,7 @@ MUTATIONS = [
             requires_grad=False), without(ordered=frozenset())),
     # a gradient of a bias that is summed over ranks that all have it
     (sample(aten.convolution_backward.default, f(4, 8, 3), f(4, 6, 5), f(8, 6, 3), [8], [1], [0], [1], False, [0], 1,
-            [True, True, True]), lambda rule: replace(rule, repeated={}, summed=rule.summed | {"i"})),
+            [True, True, True]), lambda rule: replace(rule, repeated=FrozenMap(), summed=rule.summed | {"i"})),
     # queries of causal attention
     (sample(aten._scaled_dot_product_flash_attention_for_cpu.default, f(2, 2, 8, 4), f(2, 2, 8, 4), f(2, 2, 8, 4), 0.0, True),
      without(blocked=frozenset())),

@@ -8,6 +8,7 @@ from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.layouts import Layout, legal
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.redistribution import cheapest_route
+from passes.records import FrozenMap
 from passes.rules.base import REPLICATE, Strategy
 
 
@@ -28,24 +29,27 @@ def route(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...], 
 
 def decide(graph: PlacementGraph, sizes: tuple[int, ...], rng: random.Random, tries: int = 12) -> Decision:
     """Inputs and outputs are placed at random too. An operation none of whose tries can be fed is left whole."""
-    decision = Decision(sizes)
-    placed: dict[int, Layout] = {}
-    for value in graph.values:
-        if value.producer is None:
-            placed[value.index] = decision.inputs[value.index] = _split(value, sizes, rng)
+    placed = {value.index: _split(value, sizes, rng) for value in graph.values if value.producer is None}
+    inputs = FrozenMap(placed)
+    operations: dict[int, OperationLayouts] = {}
+    routes: dict[tuple[int, int], Route] = {}
     for op in graph.operations:
         for attempt in range(tries + 1):
             whole = attempt == tries
             strategies = [op.strategies[0] if whole else _choose(op.strategies, rng) for _ in sizes]
-            if _feed(decision, graph, op, strategies, placed, sizes):
+            fed = _feed(graph, op, strategies, placed, sizes)
+            if fed is not None:
+                operations[op.index], ways = fed
+                routes.update({(op.index, k): way for k, way in enumerate(ways)})
                 break
+    outputs = []
     for v, _ in graph.outputs:
         value = graph.values[v]
         way = route(value, placed[v], _split(value, sizes, rng), sizes, True)
         way = way or route(value, placed[v], (REPLICATE,) * len(sizes), sizes, True)
         assert way is not None
-        decision.outputs.append(way)
-    return decision
+        outputs.append(way)
+    return Decision(sizes, inputs, FrozenMap(operations), FrozenMap(routes), tuple(outputs))
 
 
 def _choose(strategies: Sequence[Strategy], rng: random.Random) -> Strategy:
@@ -60,19 +64,17 @@ def _split(value: Value, sizes: tuple[int, ...], rng: random.Random) -> Layout:
     return layout if legal(value, layout, sizes) else (REPLICATE,) * len(sizes)
 
 
-def _feed(decision: Decision, graph: PlacementGraph, op: Operation, strategies: list[Strategy], placed: dict[int, Layout],
-          sizes: tuple[int, ...]) -> bool:
+def _feed(graph: PlacementGraph, op: Operation, strategies: list[Strategy], placed: dict[int, Layout],
+          sizes: tuple[int, ...]) -> tuple[OperationLayouts, list[Route]] | None:
     """Take these strategies, one per axis, if they divide and every operand can be brought where they want it."""
     inputs = [tuple(s.inputs[k] for s in strategies) for k in range(len(op.inputs))]
     made = [tuple(s.outputs[k] for s in strategies) for k in range(len(op.outputs))]
     ports = [*zip(op.inputs, inputs), *zip(op.outputs, made)]
     if not all(legal(graph.values[v], layout, sizes) for v, layout in ports):
-        return False
+        return None
     ways = [route(graph.values[v], placed[v], layout, sizes, op.backward) for v, layout in zip(op.inputs, inputs)]
-    if any(way is None for way in ways):
-        return False
-    for k, way in enumerate(ways):
-        decision.routes[op.index, k] = way  # type: ignore[assignment]
-    decision.operations[op.index] = OperationLayouts(tuple(inputs), tuple(made), tuple(made))
+    found = [way for way in ways if way is not None]
+    if len(found) < len(ways):
+        return None
     placed.update(zip(op.outputs, made))
-    return True
+    return OperationLayouts(tuple(inputs), tuple(made), tuple(made)), found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class Prepared:
     gm: fx.GraphModule
     values: list[Any]
     graph: PlacementGraph
-    rules: list[Rule | None]
+    rules: Sequence[Rule | None]
     results: list[torch.Tensor]
 
 
@@ -44,7 +45,7 @@ def prepared(name: str, number: int) -> Prepared:
     returned = [n for n in compat.pytree.tree_leaves(output.args, is_leaf=lambda x: isinstance(x, fx.Node))
                 if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)]
     kinds = {n.name: "batch" for n in gm.graph.find_nodes(op="placeholder")}
-    graph, rules = build_placement_graph(gm, kinds, [(n, None) for n in returned], lambda node: 0.0)
+    graph, rules = build_placement_graph(gm, kinds, [(n.name, None) for n in returned], lambda node: 0.0)
     torch.manual_seed(1)
     return Prepared(gm, step.values, graph, rules, _tensors(fx.Interpreter(gm).run(*step.values)))
 

@@ -1,0 +1,70 @@
+"""What counts as frozen: a value that nobody can change after it was written as an annotation.
+
+Numbers, strings, types, functions, tuples, frozensets, `FrozenMap`s and frozen dataclasses of such. An object that is equal
+only to itself says nothing of what it holds, so it is refused, but for one case: a class whose objects are built once, read
+ever after, and too large to be made of the above says so by
+
+    frozen_by_contract = True
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import types
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.records import FrozenMap
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+                    torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType, type(Ellipsis)})
+# Hashable, yet they change, or they tie the value to one copy of the graph.
+_REFUSED = (torch.Tensor, torch.nn.Module, fx.Node, fx.Graph)
+
+
+def changeable(value: object) -> str | None:
+    """What in `value` could change after it was written, in words; None if nothing could."""
+    stack: list[object] = [(value,)]
+    while stack:
+        found = stack.pop()
+        kind = type(found)
+        held: Iterable[object] = ()
+        if isinstance(found, (tuple, frozenset)):
+            held = found
+        elif isinstance(found, FrozenMap):
+            held = (*found, *found.values())
+        elif (fields := _fields(kind)) is not None:
+            held = fields(found)
+        elif (culprit := _culprit(kind)) is not None:
+            return culprit
+        if not _PLAIN.issuperset(map(type, held)):  # most hold numbers and strings alone: a graph has many
+            stack.extend([each for each in held if type(each) not in _PLAIN])
+    return None
+
+
+@functools.cache
+def _fields(kind: type) -> Callable[[Any], tuple[object, ...]] | None:
+    """What gives the values of the fields of a frozen dataclass; None for another class."""
+    if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return None
+    names = [field.name for field in dataclasses.fields(kind)]
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda value: tuple(getattr(value, name) for name in names)
+
+
+@functools.cache
+def _culprit(kind: type) -> str | None:
+    if getattr(kind, "frozen_by_contract", False) or issubclass(kind, type):
+        return None
+    if dataclasses.is_dataclass(kind):
+        return f"a {kind.__name__}, which is no frozen dataclass"
+    if issubclass(kind, _REFUSED) or not issubclass(kind, Hashable):
+        return f"a {kind.__name__}"
+    if kind.__hash__ is object.__hash__:
+        return f"a {kind.__name__}, which is equal only to itself"
+    return None
