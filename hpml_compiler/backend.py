@@ -1,4 +1,4 @@
-"""The entry point `torch.compile(model, backend="hpml")` finds. Importing it is cheap; the work is in `engine`."""
+"""The entry point `torch.compile(model, backend="hpml")` finds. Importing it is cheap; the work is in `compile/`."""
 from __future__ import annotations
 
 import atexit

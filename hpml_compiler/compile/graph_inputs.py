@@ -13,9 +13,9 @@ from hpml_compiler.compile import session
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import Annotated, annotate
 from hpml_compiler.runtime.inputs import InputPlacement, copy_for_set_data, take_out_markers
-from hpml_compiler.runtime.parameters import parameter_name, placeable
+from hpml_compiler.runtime.parameters import placeable
 from passes import compat
-from passes.graph.interface import GraphInput, inputs_in_outputs, kind_of_input
+from passes.graph.interface import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
 from passes.graph.layouts import legal
 
 
@@ -41,15 +41,10 @@ class GraphInputs:
                 self.mesh = session.current().adopt(placement.mesh, parameter_name(sources[position]))
                 break
         can_be_placed = set(placeable(gm, given)) if torch.is_grad_enabled() else set()
-        self.described: list[GraphInput] = []
-        for position, (value, source) in enumerate(zip(self.examples, sources, strict=True)):
-            described = GraphInput(
-                parameter_name(source), kind_of_input(value, "" if source is None else compat.source_name(source)),
-                trainable=getattr(value, "requires_grad", False), placeable=position in can_be_placed,
-            )
-            if position in placed:
-                described = self._placed(position, described, placed[position], value.shape, options)
-            self.described.append(described)
+        self.described = graph_inputs(gm, self.examples, can_be_placed)
+        for position, placement in placed.items():
+            self.described[position] = self._placed(position, self.described[position], placement,
+                                                    self.examples[position].shape, options)
 
     def _placed(self, position: int, described: GraphInput, placement: InputPlacement, shape: Sequence[int],
                 options: Options) -> GraphInput:

@@ -13,10 +13,9 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.lowering import decompositions
 from hpml_compiler.planning.trace_errors import check_batch, check_products, not_traceable
-from hpml_compiler.runtime.parameters import parameter_name
 from passes import compat
 from passes.errors import BadInput
-from passes.graph.interface import GraphInput, kind_of_input
+from passes.graph.interface import GraphInput, graph_inputs
 
 
 @dataclass
@@ -53,12 +52,7 @@ def trace(model: nn.Module, batch: Any, compiler: str = "inductor") -> list[Trac
     found: list[Traced] = []
 
     def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
-        sources = compat.input_sources(gm)
-        inputs = []
-        for value, source in zip(examples, sources, strict=True):
-            kind = kind_of_input(value, "" if source is None else compat.source_name(source))
-            trainable = bool(getattr(value, "requires_grad", False))
-            inputs.append(GraphInput(parameter_name(source), kind, trainable, placeable=kind == "parameter"))
+        inputs = graph_inputs(gm, examples)
 
         def partition(joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
             found.append(Traced(joint, inputs, num_fwd_outputs, time.perf_counter() - start))

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from hpml_compiler.runtime.parameters import parameter_name
 from hpml_compiler.runtime.placed import PlacedTensor
 from hpml_compiler.runtime.rows import Rows
 from passes import compat
 from passes.errors import BadInput
+from passes.graph.interface import parameter_name
 
 
 @dataclass(frozen=True)

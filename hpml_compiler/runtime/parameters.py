@@ -4,7 +4,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from hpml_compiler.runtime.transforms import watch_transforms
 from hpml_compiler.runtime.whole import whole
 from passes import compat
 from passes.errors import BadInput
+from passes.graph.interface import parameter_name
 
 log = logging.getLogger(__name__)
 
@@ -169,11 +169,3 @@ def find_sites(parameters: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Mo
             if id(parameter) in wanted:
                 sites.setdefault(id(parameter), []).append((module, name))
     return sites
-
-
-def parameter_name(source: Any) -> str:
-    """The dotted name of a parameter where Dynamo found it; for other inputs an expression."""
-    if source is None:
-        return "(made by Dynamo)"
-    expression = compat.source_name(source)
-    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']*)'\]", expression)) or expression

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from hpml_compiler.plans.schema import GraphPlan, Redistribution, Shape
-
-VIEWS = frozenset((
-    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "select", "slice", "expand", "unsqueeze", "squeeze",
-    "detach", "alias", "split", "split_with_sizes", "unbind", "chunk", "narrow", "diagonal", "as_strided",
-))
-"""Operators whose results share the memory of their first operand."""
+from passes.rules.view_names import VIEWS, view_name
 
 
 def itemsize(dtype: str) -> int:
@@ -36,8 +31,7 @@ class LocalView:
         self.graph = graph
 
     def is_view(self, name: str) -> bool:
-        parts = self.graph.operations[name].op.split(".")
-        return len(parts) > 1 and parts[1] in VIEWS or "getitem" in parts[-1]
+        return view_name(self.graph.operations[name].op) in VIEWS
 
     def root(self, name: str) -> str:
         """The value whose memory `name` is seen in: itself, or what a chain of views starts from."""

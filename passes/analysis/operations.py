@@ -21,19 +21,14 @@ from passes.records import FrozenMap
 from passes.rules.base import REPLICATE, Rule, Spec, Strategy, strategies
 from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import call_of, is_heavy, operand_nodes, rule_of_call, spec_of
+from passes.rules.view_names import VIEWS, view_name
 
 aten = torch.ops.aten
-VIEW_TARGETS = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.t.default,
-    aten.transpose.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem,
-})
 
 
 def kind_of(target: Any) -> str:
     if not is_heavy(target):
-        return "view" if target in VIEW_TARGETS else "pointwise"
+        return "view" if view_name(target) in VIEWS else "pointwise"
     name = str(target)
     if "attention" in name:
         return "attention"

@@ -1,7 +1,8 @@
 """What goes in and out of a joint graph, in the words of the model: parameters, buffers, data, gradients."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,10 +116,28 @@ def _memory(node: Any) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def kind_of_input(value: Any, source: str) -> str:
-    """Kind of a graph input from its value and where Dynamo found it."""
+def graph_inputs(gm: GraphModule, values: Sequence[Any], placeable: Container[int] | None = None) -> list[GraphInput]:
+    """Every input of a Dynamo graph, from its value and where Dynamo found it. placeable: positions of the parameters that
+    the runtime can store in parts; without it, of all."""
+    found = []
+    for position, (value, source) in enumerate(zip(values, compat.input_sources(gm), strict=True)):
+        kind = _kind(value, "" if source is None else compat.source_name(source))
+        found.append(GraphInput(parameter_name(source), kind, bool(getattr(value, "requires_grad", False)),
+                                kind == "parameter" if placeable is None else position in placeable))
+    return found
+
+
+def _kind(value: Any, source: str) -> str:
     if isinstance(value, torch.nn.Parameter):
         return "parameter"
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return "constant"
     return "buffer" if "_buffers" in source else "batch"
+
+
+def parameter_name(source: Any) -> str:
+    """The dotted name of a parameter where Dynamo found it; for other inputs an expression."""
+    if source is None:
+        return "(made by Dynamo)"
+    expression = compat.source_name(source)
+    return ".".join(re.findall(r"\._(?:modules|parameters)\['([^']*)'\]", expression)) or expression

@@ -36,14 +36,14 @@ SIZES_AT = {
     )},
 }
 """Operator -> position of the argument that is the shape of the (first) result."""
-VIEWS = {
+RESHAPES = {
     **{op: 0 for op in (
         aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim,
         aten.squeeze.dims, aten.as_strided.default,
     )},
     aten.as_strided_scatter.default: 1,
 }
-"""Reshapes, by the operand that is reshaped. A dim that is split down to size 1 must not be squeezed away."""
+"""Operator -> position of the operand that is reshaped. A dim that is split down to size 1 must not be squeezed away."""
 
 
 def _last_dim_packed(value: torch.Tensor) -> bool:
@@ -81,8 +81,8 @@ def localize(call: Local, insert: Inserter) -> Node:
     """Emit the local call; returns its node."""
     if name_of(call.target) in PACKED:
         call = _packed(call, insert)
-    if call.target in VIEWS and call.rule is not None:
-        return reshape(insert, call.args[VIEWS[call.target]], call.local[0])
+    if call.target in RESHAPES and call.rule is not None:
+        return reshape(insert, call.args[RESHAPES[call.target]], call.local[0])
     if call.ranges:
         if call.target not in INDEXED:
             raise AssertionError(f"{call.target}: its rule splits an indexed dim, but nothing here shifts its indices")

@@ -26,13 +26,10 @@ from passes.compat import fake_mode_of
 from passes.registry import register
 from passes.rules.opaque import is_opaque
 from passes.rules.table import is_heavy, is_random
+from passes.rules.view_names import WHOLE_VIEWS, view_name
 from passes.transform.insert import Inserter
 
 aten, prims = torch.ops.aten, torch.ops.prims
-VIEWS = frozenset({
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.t.default,
-    aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
-})
 IDENTITIES = (aten.alias.default, aten.detach.default)
 
 
@@ -243,9 +240,13 @@ def _private_views(gm: GraphModule) -> bool:
     return changed
 
 
+def _is_view(x: Node) -> bool:
+    return x.op == "call_function" and view_name(x.target) in WHOLE_VIEWS
+
+
 def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False) -> Node:
     """`x`, or a copy of the chain of views that leads to it if anybody else reads from that chain."""
-    if x.op != "call_function" or x.target not in VIEWS or not shared and _alone(x):
+    if not _is_view(x) or not shared and _alone(x):
         return x
     if x not in copies:
         old = x.args[0]
@@ -262,7 +263,7 @@ def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False
 
 def _alone(x: Node) -> bool:
     """Whether a view and the views before it have one reader each."""
-    while x.op == "call_function" and x.target in VIEWS:
+    while _is_view(x):
         if len(x.users) > 1:
             return False
         (x, *_) = x.args  # pyright: ignore[reportAssignmentType]

@@ -10,9 +10,8 @@ import torch
 from torch import fx, nn
 
 from hpml_compiler.planning.plan_graph import Annotated, annotate
-from hpml_compiler.runtime.parameters import parameter_name
 from passes import compat
-from passes.graph.interface import GraphInput, kind_of_input
+from passes.graph.interface import GraphInput, graph_inputs
 
 
 class _Captured(Exception):
@@ -45,11 +44,7 @@ def trace_joint(model: Callable[..., Any], *batch: Any) -> Joint:
     found: list[Joint] = []
 
     def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        inputs = []
-        for value, source in zip(examples, compat.input_sources(gm), strict=True):
-            kind = kind_of_input(value, compat.source_name(source))
-            trainable = getattr(value, "requires_grad", False)
-            inputs.append(GraphInput(parameter_name(source), kind, trainable, placeable=kind == "parameter"))
+        inputs = graph_inputs(gm, examples)
 
         def partition(joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object) -> None:
             found.append(Joint(joint, num_fwd_outputs, inputs, list(examples)))
