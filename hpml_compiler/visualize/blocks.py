@@ -19,6 +19,8 @@ from hpml_compiler.plans.schema import (
     Redistribution,
     collective_totals,
 )
+from passes.graph.block_chain import BlockChain, Piece, block_chain
+from passes.graph.placement_graph import block_class
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,11 @@ def owner_path(parameter: str) -> str:
 
 
 def block_classes(graph: GraphPlan) -> list[BlockClass]:
-    """The classes of equal blocks of a graph, in the order in which their first operation runs."""
+    """The classes of equal blocks of a graph, in the order in which they run."""
     families: dict[tuple[str, tuple[object, ...], frozenset[object]], list[Block]] = defaultdict(list)
     blocks = _blocks(graph)
     for block in blocks:
-        families[(_pattern(block.path), _parameters_of(block), _forward_of(block))].append(block)
+        families[(block_class(block.path), _parameters_of(block), _forward_of(block))].append(block)
     # where one layer's nodes are listed for all, the other layers have parameters only: fold them into that one
     with_operations = {key[:2]: key for key in families if key[2]}
     for key in [key for key in families if not key[2] and key[:2] in with_operations]:
@@ -74,8 +76,15 @@ def block_classes(graph: GraphPlan) -> list[BlockClass]:
     return sorted((_fold(graph, members) for members in families.values()), key=lambda c: order[c.blocks[0].path])
 
 
+def chain(graph: GraphPlan) -> BlockChain:
+    """The listed blocks in the order in which forward runs them, with what one device hands on from one to another."""
+    return block_chain([
+        Piece(name, block_path(each.block), each.sources, float(sum(each.result_bytes)), (each.op, each.outputs))
+        for name, each in graph.operations.items() if not each.backward])
+
+
 def _blocks(graph: GraphPlan) -> list[Block]:
-    """All blocks, in the order of their first operation, those without any last."""
+    """All blocks, in the order in which forward runs them, those without any operation last."""
     operations: dict[str, dict[str, OperationPlan]] = defaultdict(dict)
     parameters: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
     moves: dict[str, list[Redistribution]] = defaultdict(list)
@@ -85,7 +94,7 @@ def _blocks(graph: GraphPlan) -> list[Block]:
         parameters[block_path(owner_path(name))][name] = parameter
     for move in graph.redistributions:
         moves[block_path(module_of(graph, move))].append(move)
-    paths = dict.fromkeys([*operations, *parameters, *moves])
+    paths = dict.fromkeys([*(block.path for block in chain(graph).blocks), *operations, *parameters, *moves])
     return [Block(path, parameters[path], operations[path], tuple(moves[path])) for path in paths]
 
 
@@ -97,11 +106,6 @@ def module_of(graph: GraphPlan, move: Redistribution) -> str:
         if name in graph.parameters:
             return owner_path(name)
     return ""
-
-
-def _pattern(path: str) -> str:
-    head, dot, last = path.rpartition(".")
-    return f"{head}{dot}*" if last.isdigit() else path
 
 
 def _parameters_of(block: Block) -> tuple[object, ...]:

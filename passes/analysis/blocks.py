@@ -1,7 +1,7 @@
 """Which repeated block, and which module, a node of a joint graph belongs to.
 
-Unlike `repeated_blocks`, which compares what is inside the entries of lists and finds those that do the same, this gives
-every node a path by its name alone: what folding looks for equal work under, and what a plan says where a node is from.
+Every node has a path by its name alone: what folding looks for equal work under, and what a plan says where a node is
+from. What the blocks hand on to each other is in `passes.analysis.block_chain`.
 
 A block is the outermost entry of the module stack whose path ends in a list index and whose module has parts of its
 own (a decoder layer; not a bare Linear in a Sequential, which is one step of a chain and not a repetition). A backward

@@ -29,7 +29,7 @@ def _make_pass(pass_name: str, module: str = __name__, **attributes: object) -> 
 def test_the_projects_passes_are_found_by_name():
     assert registry.lookup("shapes") is Shapes
     assert registry.lookup("flops") is Flops
-    assert {"shapes", "flops", "repeated_blocks"} <= set(registry.names())
+    assert {"shapes", "flops", "find_blocks"} <= set(registry.names())
 
 
 def test_providers_of_an_annotation():

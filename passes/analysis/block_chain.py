@@ -1,0 +1,57 @@
+"""Pass: the blocks of a traced model in order, with what crosses between them; see `passes.graph.block_chain`."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.analysis.blocks import block_of, is_backward, module_of
+from passes.analysis.shapes import SHAPES
+from passes.annotations import Key, read, write
+from passes.base import AnalysisPass
+from passes.graph.block_chain import BlockChain, Piece, block_chain
+from passes.graph.keys import INTERFACE
+from passes.registry import register
+from passes.result import target_name
+from passes.rules.table import is_random
+
+BLOCK_CHAIN: Key[BlockChain] = Key("block_chain", BlockChain, scope="graph")
+"""Repeated blocks, and the modules around them, with what forward hands from one to another."""
+
+
+@register
+@dataclass(frozen=True)
+class FindBlocks(AnalysisPass):
+    """Writes `BLOCK_CHAIN`, of the forward part of a graph."""
+
+    name = "find_blocks"
+    requires = (SHAPES, INTERFACE)
+    provides = (BLOCK_CHAIN,)
+
+    def run(self, graph_module: fx.GraphModule) -> None:
+        kinds = read(INTERFACE, graph_module).kinds
+        parameters = {name for name, kind in kinds.items() if kind == "parameter"}
+        write(BLOCK_CHAIN, graph_module, block_chain(list(_pieces(graph_module, parameters))))
+
+
+def _pieces(graph_module: fx.GraphModule, parameters: set[str]) -> Iterator[Piece]:
+    learned: set[fx.Node] = set()  # what depends on parameters, or on random numbers
+    for node in graph_module.graph.nodes:
+        if node.name in parameters or is_random(node.target) or learned.intersection(node.all_input_nodes):
+            learned.add(node)
+        if node.op != "call_function" or is_backward(node):
+            continue
+        specs = [[(s.shape, s.dtype) for s in read(SHAPES, each)] for each in (node, *node.all_input_nodes)]
+        constants = fx.map_arg((node.args, node.kwargs), lambda _: "?")
+        yield Piece(node.name, _path(node), tuple(each.name for each in node.all_input_nodes),
+                    float(sum(spec.bytes for spec in read(SHAPES, node))),
+                    str((target_name(node.target), constants, specs)), node not in learned)
+
+
+def _path(node: fx.Node) -> str:
+    """Of the repeated block, else of the module, with the number of its call: Dynamo counts those after the first."""
+    if block := block_of(node):
+        return block
+    _, at, call = next(reversed(node.meta.get("nn_module_stack") or {"": None})).rpartition("@")
+    return module_of(node) + at + call * bool(at)
