@@ -25,11 +25,12 @@ from passes.graph.layouts import Layout, local_bytes, parse_layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.mesh import Mesh
 from passes.partition.choices import operation_share
-from passes.partition.decode import paid_ways, pins
+from passes.partition.decode import pins
 from passes.partition.groups import Group
 from passes.partition.place import Placed
 from passes.partition.redistribution import change
 from passes.partition.reprice import boundary, compute_us
+from passes.partition.ways import Ways
 from passes.rules.base import format_placement
 from passes.solve.problem import Edge
 
@@ -174,9 +175,8 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
                      ) -> list[Redistribution]:
     readers = _readers(graph, answer)
     found = []
-    for way in paid_ways(answer.problem, answer.solution):
-        if way.start == way.stop:
-            continue
+    problem = answer.problem
+    for way in Ways(graph, problem.groups, problem.saved, answer.decision).ways:
         route, value = way.route, graph.values[way.route.value]
         layouts = [route.layout(k) for k in range(way.start, way.stop + 1)]
         found.append(Redistribution(

@@ -1,7 +1,7 @@
 """What was decided, in the words of the rewrite: layouts of operations, and the way of every value to its readers."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from passes.graph.layouts import Layout
 from passes.records import FrozenMap
@@ -45,15 +45,13 @@ class Route:
 class Way:
     """A part of a route that is paid for by itself: the hops from `start` up to `stop`, which is where the route ends.
 
-    saved: its end is what backward finds of a forward value. gradient: its end is the gradient that the optimizer
-    takes, so that its reductions go into buckets.
+    gradient: its end is the gradient that the optimizer takes, so that its reductions go into buckets.
     """
 
     route: Route
     start: int
     stop: int
-    saved: bool
-    gradient: bool
+    gradient: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,6 +66,8 @@ class Decision:
     """(operation, operand position) -> route."""
     outputs: tuple[Route, ...]
     """Route of every output of the graph, in order."""
+    copies: FrozenMap[tuple[int, bool], Layout] = field(default_factory=FrozenMap)
+    """(value, whether in backward) -> layout of the copy of which several readers make theirs."""
 
     def __repr__(self) -> str:
         return f"Decision(sizes={self.sizes}, {len(self.operations)} operations)"

@@ -1,7 +1,7 @@
 """From a solution of a placement problem back to layouts and routes of the unfolded graph."""
 from __future__ import annotations
 
-from passes.graph.decision import Decision, Hop, OperationLayouts, Route, Way
+from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.layouts import Layout, parse_layout
 from passes.partition.build import PlacementProblem
 from passes.partition.choices import slices
@@ -41,27 +41,17 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
             inside.update(zip(op.outputs, row.outputs))
     inputs = {v: _supplied(built, (number, 0), solution) for v, number in entities.of_input.items()}
     outputs = tuple(_route(v, source[v], edges.outputs[k], solution) for k, (v, _) in enumerate(graph.outputs))
-    return Decision(built.sizes, FrozenMap(inputs), FrozenMap(operations), FrozenMap(routes), outputs)
+    return Decision(built.sizes, FrozenMap(inputs), FrozenMap(operations), FrozenMap(routes), outputs,
+                    FrozenMap(_copies(built, solution)))
 
 
-def paid_ways(built: PlacementProblem, solution: Solution) -> list[Way]:
-    """Every way that is paid for by itself."""
-    edges, problem = built.edges, built.problem
-    ways: dict[tuple, Way] = {}
-    chains = [(v, chain) for (_, v), chain in edges.reads.items()]
-    chains += [(v, edges.outputs[k]) for k, (v, _) in enumerate(built.graph.outputs)]
-    for number, (v, chain) in enumerate(chains):
-        route = _route(v, _supplied(built, edges.sources[v], solution), chain, solution)
-        done = 0
-        for k, (edge, _) in enumerate(chain):
-            after = done + len(solution.paths[edge])
-            # The last edge of a chain is the reader's own; those before lead to copies that readers share.
-            key = (number,) if k == len(chain) - 1 else (v, tuple(e for e, _ in chain[: k + 1]))
-            end = problem.entities[problem.edges[edge].target].kind
-            ways.setdefault(key, Way(
-                Route(v, route.source, route.hops[:after]), done, after, end == "kept", end == "parameter"))
-            done = after
-    return list(ways.values())
+def _copies(built: PlacementProblem, solution: Solution) -> dict[tuple[int, bool], Layout]:
+    chains = [(v, chain) for (_, v), chain in built.edges.reads.items()]
+    chains += [(v, built.edges.outputs[k]) for k, (v, _) in enumerate(built.graph.outputs)]
+    return {
+        (v, backward): _supplied(built, (built.problem.edges[edge].target, 0), solution)
+        for v, chain in chains for edge, backward in chain[:-1]  # the last edge of a chain is the reader's own
+    }
 
 
 def _supplied(built: PlacementProblem, port: Port, solution: Solution) -> Layout:

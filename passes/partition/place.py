@@ -10,7 +10,7 @@ from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
 from passes.partition.build import PlacementProblem
 from passes.partition.choices import Prices
-from passes.partition.decode import decode, paid_ways
+from passes.partition.decode import decode
 from passes.partition.depth import extrapolate, extrapolate_cost
 from passes.partition.entities import Pin
 from passes.partition.redistribution import bucket_bytes_of
@@ -74,9 +74,8 @@ def place(
             bucket_bytes=bucket_bytes,
         )
 
-    def cost_of(problem: PlacementProblem, decision: Decision, solution: Solution, prices: Prices) -> Cost:
-        ways = paid_ways(problem, solution)
-        return reprice(problem.graph, problem.groups, problem.saved, decision, prices, state, ways, bucket_bytes)
+    def cost_of(problem: PlacementProblem, decision: Decision, prices: Prices) -> Cost:
+        return reprice(problem.graph, problem.groups, problem.saved, decision, prices, state, bucket_bytes)
 
     problem = build(graph)
     short = build(shorter) if shorter is not None else None
@@ -87,10 +86,10 @@ def place(
     decision, shorter_decision = decode(problem, solution), decode(short, solution) if short is not None else None
 
     def whole_cost(prices: Prices) -> Cost:
-        cost = cost_of(problem, decision, solution, prices)
+        cost = cost_of(problem, decision, prices)
         if short is None or shorter_decision is None:
             return cost
-        return extrapolate_cost(cost, cost_of(short, shorter_decision, solution, prices), further)
+        return extrapolate_cost(cost, cost_of(short, shorter_decision, prices), further)
 
     cost = whole_cost(prices)
     for name, ours, theirs in (

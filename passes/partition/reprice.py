@@ -1,11 +1,13 @@
-"""The cost and the bytes of a decision, recomputed on the unfolded graph.
+"""The oracle: the cost and the bytes of a decision, recomputed on the unfolded graph.
 
 Walks the layouts that the rewrite will obey, operation by operation and hop by hop, with the prices of single kernels
-and collectives. It knows nothing of classes, multiplicities, choices, edges or the solver: agreement with the
-solver's objective says that folding, building and decoding are sound. Checked on every solve.
+and collectives and formulas of its own. Who pays for which hops is its own rule as well (`passes.partition.ways`). It knows
+nothing of classes, multiplicities, choices, entities, edges or the solver: agreement with the solver's objective says
+that folding, building and decoding are sound. Checked on every solve.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +16,11 @@ from passes.graph.layouts import Layout, local_bytes
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.choices import Prices
 from passes.partition.groups import Group
-from passes.partition.redistribution import bucket_bytes_of, change
+from passes.partition.redistribution import SLICE_US, bucket_bytes_of
 from passes.partition.state import StateModel
+from passes.partition.ways import Ways
+from passes.rules.base import Placement
+from passes.solve.verify import VerificationError
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,46 @@ class _Walk:
         )
 
     def way_us(self, way: Way) -> float:
-        """The hops of a way; where it ends at the optimizer, its reductions share a collective with others."""
-        route, total = way.route, 0.0
-        for k in range(way.start, way.stop):
-            layout, after = route.layout(k), route.hops[k].layout
-            (axis,) = [a for a in range(len(self.sizes)) if layout[a] != after[a]]
-            step = change(self.graph.values[route.value], layout, axis, after[axis], self.sizes, self.prices,
-                          self.bucket_bytes if way.gradient else 0.0)
-            assert step is not None, f"illegal step from {layout} to {after}"
-            total += step.cost_us
-        return total
+        route = way.route
+        return sum(self.hop_us(route.value, route.layout(k), route.layout(k + 1), way.gradient)
+                   for k in range(way.start, way.stop))
+
+    def hop_us(self, v: int, layout: Layout, after: Layout, gradient: bool) -> float:
+        """One collective on one axis; the reductions of gradients that are small share one with others."""
+        value, prices = self.graph.values[v], self.prices
+        [(axis, p, q)] = [(a, p, q) for a, (p, q) in enumerate(zip(layout, after)) if p != q]
+        kind = _COLLECTIVES.get((_letter(p), _letter(q)))
+        nested = any(other in (p, q) and not isinstance(other, str) for other in layout[axis + 1:])
+        if kind is None or nested or not self.divides(v, after):
+            raise VerificationError(f"{value.name} takes an illegal step from {layout} to {after}")
+        if kind == "slice":
+            return SLICE_US
+        moved = self.local(v, after if kind == "all_gather" else layout)
+        if kind in ("all_reduce", "reduce_scatter") and gradient and moved < self.bucket_bytes:
+            bucket_us = prices.collective_us(kind, axis, self.bucket_bytes) + 2 * prices.copy_us(self.bucket_bytes)
+            return bucket_us * moved / self.bucket_bytes
+        # Parts that are no block of memory are packed before the collective, or unpacked after it.
+        copies = sum(not self.in_one_block(v, *each) for each in (p, q) if not isinstance(each, str))
+        return prices.collective_us(kind, axis, moved) + copies * prices.copy_us(moved)
+
+    def divides(self, v: int, layout: Layout) -> bool:
+        factors = self.graph.values[v].factors
+        return all(factors[p[0]][p[1]] % math.prod(n for other, n in zip(layout, self.sizes) if other == p) == 0
+                   for p in layout if not isinstance(p, str))
+
+    def in_one_block(self, v: int, dim: int, factor: int) -> bool:
+        value = self.graph.values[v]
+        return math.prod(value.spec.shape[:dim]) * math.prod(value.factors[dim][:factor]) == 1
+
+
+_COLLECTIVES = {
+    ("P", "S"): "reduce_scatter", ("P", "R"): "all_reduce", ("M", "R"): "all_reduce",
+    ("R", "S"): "slice", ("S", "R"): "all_gather", ("S", "S"): "all_to_all",
+}
+
+
+def _letter(placement: Placement) -> str:
+    return placement if isinstance(placement, str) else "S"
 
 
 def compute_us(graph: PlacementGraph, c: Group, decision: Decision, prices: Prices) -> float:
@@ -107,26 +142,18 @@ def compute_us(graph: PlacementGraph, c: Group, decision: Decision, prices: Pric
 
 def reprice(
     graph: PlacementGraph, groups: Sequence[Group], saved: frozenset[int], decision: Decision, prices: Prices,
-    state: StateModel, ways: Sequence[Way], bucket_bytes: float | None = None,
+    state: StateModel, bucket_bytes: float | None = None,
 ) -> Cost:
-    """Cost of a decision.
+    """Cost of a decision. `bucket_bytes`: of gradients that are reduced together (None: as the graph says).
 
-    `ways`: what is paid for by itself: a shared copy pays its way once, a reader its own from there. `bucket_bytes`: of
-    gradients that are reduced together (None: as the graph says).
+    Raises VerificationError where layouts and routes do not go together.
     """
     walk = _Walk(graph, decision, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
-    compute = communication = 0.0
-    activations: dict[int, float] = {}
-    for c in groups:
-        compute += walk.group_us(c)
-        communication += sum(walk.reductions_us(i) for i in c.operations)
-        layouts = {v: p for i in c.operations
-                   for v, p in zip(graph.operations[i].outputs, decision.operations[i].outputs)}
-        activations.update({v: walk.local(v, p) for v, p in layouts.items() if v in saved})
-    for way in ways:
-        communication += walk.way_us(way)
-        if way.saved and way.route.value in saved:
-            activations[way.route.value] = walk.local(way.route.value, way.route.target)
+    found = Ways(graph, groups, saved, decision)
+    compute = sum(map(walk.group_us, groups))
+    communication = sum(walk.reductions_us(i) for group in groups for i in group.operations)
+    communication += sum(map(walk.way_us, found.ways))
+    activations = sum(walk.local(v, layout) for v, layout in found.saved.items())
     parameters = gradients = optimizer_bytes = optimizer = 0.0
     trained = {p for _, p in graph.outputs if p is not None}
     for v, layout in decision.inputs.items():
@@ -139,4 +166,4 @@ def reprice(
             gradients += held * state.gradient
             optimizer_bytes += held * state.optimizer
             optimizer += prices.optimizer_us(held / value.spec.itemsize, value.spec.dtype)
-    return Cost(compute, communication, optimizer, parameters, gradients, optimizer_bytes, sum(activations.values()))
+    return Cost(compute, communication, optimizer, parameters, gradients, optimizer_bytes, activations)

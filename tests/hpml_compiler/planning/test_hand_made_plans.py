@@ -59,7 +59,7 @@ from passes.machine.mesh import mesh_from_pin
 from passes.partition.axes import axis_rule
 from passes.partition.build import PlacementProblem
 from passes.partition.choices import AxisRule
-from passes.partition.decode import decode, paid_ways
+from passes.partition.decode import decode
 from passes.partition.depth import extrapolate, extrapolate_cost
 from passes.partition.redistribution import cheapest_route, collective
 from passes.partition.reprice import Cost, reprice
@@ -348,7 +348,7 @@ def repriced(long: PlacementProblem, short: PlacementProblem, solution: Solution
     for problem in (long, short):
         decision = decode(problem, solution)
         costs.append(reprice(problem.graph, problem.groups, problem.saved, decision, problem.prices, problem.state,
-                             paid_ways(problem, solution), problem.bucket_bytes))
+                             problem.bucket_bytes))
     return extrapolate_cost(costs[0], costs[1], further)
 
 

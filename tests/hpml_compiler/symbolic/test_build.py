@@ -20,7 +20,6 @@ from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
-from passes.partition.decode import paid_ways
 from passes.partition.place import Placed, place
 from passes.partition.reprice import Cost, reprice
 from passes.partition.state import StateModel
@@ -97,8 +96,7 @@ def repriced(model: nn.Module, batch: object, other: object, mesh: dict[str, int
     assert isinstance(answer, Placed)
     answer.decision.sizes = tuple(mesh.values())
     problem, after = answer.problem, MeshPrices(mesh_from_pin(mesh, Cluster.parse(cluster)), 2)
-    ways = paid_ways(problem, answer.solution)
-    return reprice(annotated(model, other).graph, problem.groups, problem.saved, answer.decision, after, state, ways)
+    return reprice(annotated(model, other).graph, problem.groups, problem.saved, answer.decision, after, state)
 
 
 @pytest.fixture(scope="module")

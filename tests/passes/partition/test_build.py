@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from passes.errors import BadInput
 from passes.graph.decision import Hop
 from passes.partition.build import PlacementProblem
-from passes.partition.decode import decode, paid_ways, pins
+from passes.partition.decode import decode, pins
 from passes.partition.groups import groups_of
 from passes.partition.redistribution import SLICE_US, collective
 from passes.partition.state import StateModel
+from passes.partition.ways import Ways
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
@@ -161,8 +162,9 @@ def test_rows_that_forward_gathers_are_there_in_backward():
     decision = decode(built, solution)
     routes = {r for (_, _), r in decision.routes.items() if r.value == values["x"]}
     assert {r.hops[0] for r in routes if r.hops} == {Hop(("R",), backward=False)}
-    (way,) = [w for w in paid_ways(built, solution) if w.route.value == values["x"] and w.start < w.stop]
-    assert way.saved
+    found = Ways(graph, built.groups, built.saved, decision)
+    (way,) = [way for way in found.ways if way.route.value == values["x"]]
+    assert way.route.target == found.saved[values["x"]] == ("R",)
     assert built.problem.held_bytes(solution.chosen) >= 8 * 4 * 4, "the copy takes memory"
 
 
@@ -223,17 +225,3 @@ def test_a_pin_that_cannot_be_met_is_bad_input():
     graph, _ = training_step()
     with pytest.raises(BadInput, match="parameter_1.*S\\(7\\)"):
         problem(graph, pinned={"parameter_1": (("S(7)",), ("S(7)",))})
-
-
-def test_ways_are_paid_once_for_a_shared_copy():
-    b = Builder()
-    whole = b.call(aten.exp.default, V(b.input((8, 4))), ruled=False)
-    readers = [b.call(aten.mm.default, V(whole), V(b.input((4, 8), "buffer"))) for _ in range(3)]
-    graph = b.finish(readers)
-    built = problem(graph, prices=Prices(us_per_flop=100.0, latency=(0.1,), us_per_byte=(1e-4,)))
-    solution = solve(built.problem, EXACT)
-    decision = decode(built, solution)
-    (way,) = {decision.routes[k + 1, 0].hops for k in range(3)}
-    assert len(way) == 1 and way[0].layout[0] in ((0, 0), (1, 0)), "the products are split, or this test says nothing"
-    paid = [(way.start, way.stop) for way in paid_ways(built, solution) if way.route.value == whole]
-    assert sorted(paid) == [(0, 1), (1, 1), (1, 1), (1, 1)]  # to the copy, and from there to each reader

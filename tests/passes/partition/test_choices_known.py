@@ -11,9 +11,9 @@ from hpml_compiler.planning.plan_graph import Annotated
 from passes.costs.prices import MeshPrices
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import enumerate_meshes, mesh_from_pin
-from passes.partition.decode import paid_ways
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import collective
+from passes.partition.ways import Ways
 from passes.solve.solvers import SolverOptions
 from tests.passes.traced import fake, mlp, trace_joint, transformer
 
@@ -58,7 +58,8 @@ def products(answer: Placed, backward: bool, axis: int = 0) -> list[tuple]:
 def collectives(answer: Placed) -> Counter:
     """(collective, axis, in backward, shape of the value) -> how often; each shared way counts once."""
     found: Counter = Counter()
-    for way in paid_ways(answer.problem, answer.solution):
+    problem = answer.problem
+    for way in Ways(problem.graph, problem.groups, problem.saved, answer.decision).ways:
         layout = way.route.layout(way.start)
         for hop in way.route.hops[way.start:way.stop]:
             (axis,) = [a for a, (p, q) in enumerate(zip(layout, hop.layout)) if p != q]

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from passes.graph.decision import Decision, Hop, OperationLayouts, Route, Way
+from passes.graph.decision import Decision, Hop, OperationLayouts
 from passes.partition import place as placing
 from passes.partition.build import PlacementProblem
-from passes.partition.decode import decode, paid_ways
+from passes.partition.decode import decode
+from passes.partition.edges import Edges
+from passes.partition.entities import Entities
 from passes.partition.place import place
 from passes.partition.reprice import reprice
 from passes.partition.state import StateModel
@@ -24,8 +26,7 @@ SPLIT = Prices(us_per_flop=10.0)
 def cost_of(placed, graph, decision=None, prices=SPLIT, state=None):
     decision = decision or placed.decision
     built = placed.problem
-    return reprice(graph, built.groups, built.saved, decision, prices, state or StateModel(),
-                   paid_ways(built, placed.solution))
+    return reprice(graph, built.groups, built.saved, decision, prices, state or StateModel())
 
 
 def test_the_cost_of_a_product_over_a_split_sum_by_hand():
@@ -76,19 +77,20 @@ def test_a_decision_that_was_changed_costs_something_else():
     assert cost_of(placed, graph) == placed.cost
     for op in graph.operations:
         if op.heavy:
-            other = left_whole(placed.decision, op.index)
-            assert cost_of(placed, graph, other).compute_us > placed.cost.compute_us
-    assert placed.decision.inputs[1] != ("R",)
-    stored = replace(placed.decision, inputs=FrozenMap({**placed.decision.inputs, 1: ("R",)}))
-    assert cost_of(placed, graph, stored).held_bytes > placed.cost.held_bytes
+            with pytest.raises(VerificationError, match="does not lead to"):
+                cost_of(placed, graph, left_whole(placed.decision, op.index))
+    dearer = Prices(us_per_flop=20.0)
+    assert cost_of(placed, graph, prices=dearer).compute_us > placed.cost.compute_us
 
 
 def test_an_illegal_step_is_refused():
-    graph, values = training_step()
+    graph, _ = training_step()
     placed = place(graph, {"x": 2}, SPLIT)
-    way = Way(Route(values["y"], ("R",), (Hop(("P",), False),)), 0, 1, saved=False, gradient=False)
-    with pytest.raises(AssertionError, match="illegal step"):
-        reprice(graph, placed.problem.groups, placed.problem.saved, placed.decision, SPLIT, StateModel(), [way])
+    for key, route in placed.decision.routes.items():
+        if len(route.hops) == 1:
+            around = replace(route, hops=(Hop(("P",), route.hops[0].backward), *route.hops))
+            with pytest.raises(VerificationError):
+                cost_of(placed, graph, replace(placed.decision, routes=FrozenMap({**placed.decision.routes, key: around})))
 
 
 @pytest.fixture
@@ -156,5 +158,125 @@ def test_a_decision_that_is_decoded_wrongly_is_found_out(monkeypatch):
         return left_whole(decision, index)
 
     monkeypatch.setattr(placing, "decode", wrong)
-    with pytest.raises(VerificationError, match="objective"):
+    with pytest.raises(VerificationError, match="does not lead to"):
         place(graph, {"x": 2}, SPLIT)
+
+
+# --- wrong payers -----------------------------------------------------------------------------------------------------
+
+
+def two_products():
+    """loss = sum(exp(x @ w) @ u) and its backward. exp(x @ w) is read in forward and, twice, in backward; u in both."""
+    b = Builder()
+    x, w, u = b.input((8, 4)), b.input((4, 6), "parameter"), b.input((6, 4), "parameter")
+    e = b.call(aten.exp.default, V(b.call(aten.mm.default, V(x), V(w))))
+    loss = b.call(aten.sum.dim_IntList, V(b.call(aten.mm.default, V(e), V(u))), [0, 1])
+    b.backward = True
+    tangent = b.input((8, 4), "tangent")
+    of_u = b.call(aten.mm.default, V(b.call(aten.permute.default, V(e), [1, 0])), V(tangent))
+    of_e = b.call(aten.mm.default, V(tangent), V(b.call(aten.permute.default, V(u), [1, 0])))
+    of_y = b.call(aten.mul.Tensor, V(of_e), V(e))
+    of_w = b.call(aten.mm.default, V(b.call(aten.permute.default, V(x), [1, 0])), V(of_y))
+    return replace(b.finish([loss, (of_w, w), (of_u, u)]), saved=frozenset({e}))
+
+
+LATENT = Prices(latency=(5.0,))
+DATA_PARALLEL = {
+    "op_0": (("S(0)", "R"), ("S(0)",)), "op_1": (("S(0)",), ("S(0)",)), "op_2": (("S(0)", "R"), ("P",)),
+    "op_5": (("S(0)", "S(0)"), ("P",)), "op_7": (("R", "S(0)"), ("S(0)",)), "op_8": (("S(0)", "S(0)"), ("S(0)",)),
+    "op_10": (("S(0)", "S(0)"), ("P",)), "kept:value_4": (("R",), ("R",)), "shared:value_4": (("S(0)",), ("S(0)",)),
+    "shared:tangent_7": (("S(0)",), ("S(0)",)),
+}
+DEEP = {"net.layers.*:op_1": (("S(0)", "R"), ("S(0)",)), "net.layers.*:op_3": (("S(0)", "R"), ("S(0)",))}
+"""The batch is split, parameters are gathered where they are read; what forward keeps of exp(x @ w), it gathers first."""
+
+
+def fixed(graph):
+    """Nothing left to choose, so that a wrong price cannot be avoided."""
+    return {"stored": {v.name: ((0, 0),) for v in graph.values if v.kind == "parameter"},
+            "pinned": DEEP if any(op.block for op in graph.operations) else DATA_PARALLEL}
+
+
+EDGE, ARCS, FAN_OUT, COPY = Edges._edge, Edges._arcs_between, Edges._fan_out, Entities.add_copy
+
+
+def copy_is_paid_by_every_reader(self, source, target, value):
+    number = EDGE(self, source, target, value)
+    if self.entities.drafts[target[0]].kind in ("kept", "shared"):
+        self._counts[number] += len(value.users) - 1
+    return number
+
+
+def only_one_of_a_class_pays(self, source, target, value):
+    number = EDGE(self, source, target, value)
+    self._counts[number] = 1
+    return number
+
+
+def gradient_shares_its_collective_with_none(self, source, target, value):
+    bucket_bytes, self.bucket_bytes = self.bucket_bytes, 0.0
+    self._arcs.clear()
+    found = ARCS(self, source, target, value)
+    self.bucket_bytes = bucket_bytes
+    return found
+
+
+def everything_shares_a_collective(self, source, target, value):
+    draft = self.entities.drafts[target[0]]
+    kind = draft.kind
+    draft.kind = "parameter"
+    found = ARCS(self, source, target, value)
+    draft.kind = kind
+    return found
+
+
+def copy_takes_no_bytes(self, role, source, readers, value, held):
+    return COPY(self, role, source, readers, value, False)
+
+
+def every_copy_takes_bytes(self, role, source, readers, value, held):
+    return COPY(self, role, source, readers, value, True)
+
+
+def nobody_shares(self, value, source, made_backward, ends):
+    self._arrive(value, source, (), ends)
+
+
+def backward_starts_where_forward_did(self, value, source, made_backward, ends):
+    FAN_OUT(self, value, source, made_backward, [end for end in ends if not end.backward])
+    FAN_OUT(self, value, source, True, [end for end in ends if end.backward])
+
+
+def parameters_are_kept_whole(self, value, source, made_backward, ends):
+    rows, self.rows = self.rows, self.rows | {value.name}
+    FAN_OUT(self, value, source, made_backward, ends)
+    self.rows = rows
+
+
+@pytest.mark.parametrize(("room", "name", "mutant", "graph"), [
+    (Edges, "_edge", copy_is_paid_by_every_reader, two_products),
+    (Edges, "_edge", only_one_of_a_class_pays, deep),
+    (Edges, "_arcs_between", gradient_shares_its_collective_with_none, two_products),
+    (Edges, "_arcs_between", everything_shares_a_collective, two_products),
+    (Edges, "_fan_out", nobody_shares, two_products),
+    (Edges, "_fan_out", parameters_are_kept_whole, two_products),
+    (Edges, "_fan_out", backward_starts_where_forward_did, two_products),
+    (Entities, "add_copy", copy_takes_no_bytes, two_products),
+    (Entities, "add_copy", every_copy_takes_bytes, two_products),
+])
+def test_a_wrong_payer_is_found_out(monkeypatch, room, name, mutant, graph):
+    place(graph(), {"x": 2}, LATENT, **fixed(graph()))
+    monkeypatch.setattr(room, name, mutant)
+    with pytest.raises(VerificationError):
+        place(graph(), {"x": 2}, LATENT, **fixed(graph()))
+
+
+def test_one_edge_that_is_counted_once_too_often_is_found_out(tampering):
+    graph = two_products()
+    answer = place(graph, {"x": 2}, LATENT, **fixed(graph))
+    taken = [k for k, path in enumerate(answer.solution.paths) if path]
+    assert len(taken) > 6
+    for k in taken:
+        tampering(lambda p, k=k: replace(p, edges=one_more(p.edges, k)))
+        with pytest.raises(VerificationError, match="objective"):
+            place(graph, {"x": 2}, LATENT, **fixed(graph))

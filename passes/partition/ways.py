@@ -1,0 +1,148 @@
+"""Who pays for which hops of a decision, from its layouts and routes alone: the rule of the oracle.
+
+A *reader* of a value is a group of operations that did not make it, or an output of the graph. A reader works in forward
+or in backward; an output does so where its value is made, the tangents of backward belong to backward.
+
+- A value that several readers of one phase want is brought to a copy of one layout, which is paid once; each of them pays
+  its own way from there, even where two go the same way.
+- So is a value that forward computes (or gathers of a batch that comes in rows) and backward reads: that copy is what is
+  saved, and backward starts from it. Parameters and inputs that come whole are there in backward anyway: it starts from them.
+- One reader alone pays its way from where the value is made, stored, or saved.
+- Inside a group nothing is paid: what one of its operations makes or the group has brought in, another may take a slice of.
+- The way of a gradient to the optimizer is its last part: reductions there share a collective with those of others.
+
+The rewrite (`passes.transform.shard`) emits each hop of a value once for all routes that begin alike. That is what is
+counted here, except where two readers go the same way from their copy: the rewrite does then once what is paid twice.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from passes.graph.decision import Decision, Hop, Route, Way
+from passes.graph.layouts import Layout
+from passes.graph.placement_graph import PlacementGraph, Value
+from passes.partition.groups import Group
+from passes.rules.base import REPLICATE
+from passes.solve.verify import VerificationError
+
+
+@dataclass(frozen=True)
+class _Reader:
+    route: Route
+    backward: bool
+    gradient: bool = False
+
+
+class Ways:
+    """ways: all that are paid, but for those without a hop. saved: bytes that backward finds are those of a value in this
+    layout. `held`: the values that forward keeps for backward, inputs that come in rows among them."""
+
+    def __init__(self, graph: PlacementGraph, groups: Sequence[Group], held: frozenset[int], decision: Decision):
+        self.graph, self.decision, self.held = graph, decision, held
+        self.ways: list[Way] = []
+        self.saved: dict[int, Layout] = {}
+        self._made: dict[int, Layout] = dict(decision.inputs)
+        self._in_backward = {v.index: v.kind == "tangent" for v in graph.values if v.producer is None}
+        self._readers: dict[int, list[_Reader]] = defaultdict(list)
+        for group in groups:
+            for i in group.operations:
+                self._made.update(zip(graph.operations[i].outputs, decision.operations[i].outputs))
+                self._in_backward.update(dict.fromkeys(graph.operations[i].outputs, group.backward))
+        for group in groups:
+            self._group(group)
+        self._outputs()
+        for value in graph.values:
+            self.ways += (way for way in self._of(value) if way.start < way.stop)
+
+    def _group(self, group: Group) -> None:
+        """What the group brings in; its operations may only slice that, and what others of them make."""
+        arrived: dict[int, Route] = {}
+        own = {v for i in group.operations for v in self.graph.operations[i].outputs}
+        for i in group.operations:
+            for position, (v, wanted) in enumerate(zip(self.graph.operations[i].inputs, self.decision.operations[i].inputs)):
+                route = self.decision.routes[i, position]
+                self._check(route, v, wanted)
+                first = Route(v, route.source) if v in own else arrived.setdefault(v, route)
+                done = len(first.hops)
+                if route.hops[:done] != first.hops or not all(
+                    _is_slice(route.layout(k), route.layout(k + 1)) for k in range(done, len(route.hops))
+                ):
+                    raise VerificationError(f"{self._name(v)} is redistributed inside a group: {route}")
+        self._add(arrived, group.backward)
+
+    def _add(self, arrived: dict[int, Route], backward: bool) -> None:
+        for v, route in arrived.items():
+            self._readers[v].append(_Reader(route, backward))
+
+    def _outputs(self) -> None:
+        for (v, parameter), route in zip(self.graph.outputs, self.decision.outputs, strict=True):
+            whole = (REPLICATE,) * len(self.decision.sizes)
+            self._check(route, v, whole if parameter is None else self.decision.inputs[parameter])
+            self._readers[v].append(_Reader(route, self._in_backward[v], parameter is not None))
+
+    def _check(self, route: Route, v: int, wanted: Layout) -> None:
+        if (route.value, route.source, route.target) != (v, self._made[v], wanted):
+            raise VerificationError(
+                f"{self._name(v)} is made as {self._made[v]} and read as {wanted}, which this does not lead to: {route}")
+
+    def _of(self, value: Value) -> Iterator[Way]:
+        v, start = value.index, 0
+        forward = [r for r in self._readers[v] if not r.backward]
+        backward = [r for r in self._readers[v] if r.backward]
+        there_anyway = value.producer is None and v not in self.held
+        kept = bool(backward) and not self._in_backward[v] and not there_anyway
+        if v in self.held and (kept or value.producer is not None):
+            self.saved[v] = self._copy(v, False) if kept else self._made[v]
+        if kept or len(forward) > 1:
+            stop = self._shared(v, forward + backward * kept, 0, False)
+            yield Way(_part((forward or backward)[0].route, stop), 0, stop)
+            yield from self._own(forward, stop, False)
+            start = stop if kept else 0
+        else:
+            yield from self._own(forward, 0, False)
+        if len(backward) > 1:
+            stop = self._shared(v, backward, start, True)
+            yield Way(_part(backward[0].route, stop), start, stop)
+            start = stop
+        yield from self._own(backward, start, True)
+
+    def _copy(self, v: int, backward: bool) -> Layout:
+        if (v, backward) not in self.decision.copies:
+            raise VerificationError(f"several read {self._name(v)} in {_phase(backward)}, but share no copy of it")
+        return self.decision.copies[v, backward]
+
+    def _shared(self, v: int, readers: Sequence[_Reader], start: int, backward: bool) -> int:
+        """After how many hops all of them have come to the copy, on one way from hop `start` on."""
+        layout, hops = self._copy(v, backward), readers[0].route.hops
+        found = (k for k in range(start, len(hops) + 1) if readers[0].route.layout(k) == layout)
+        stop = next(found, None)
+        if stop is None or any(r.route.hops[:stop] != hops[:stop] for r in readers):
+            raise VerificationError(f"readers of {self._name(v)} in {_phase(backward)} do not meet at its copy in {layout}")
+        self._check_phase(v, hops[start:stop], backward)
+        return stop
+
+    def _own(self, readers: Sequence[_Reader], start: int, backward: bool) -> Iterator[Way]:
+        for r in readers:
+            self._check_phase(r.route.value, r.route.hops[start:], backward)
+            yield Way(r.route, start, len(r.route.hops), r.gradient)
+
+    def _check_phase(self, v: int, hops: Sequence[Hop], backward: bool) -> None:
+        if any(hop.backward != backward for hop in hops):
+            raise VerificationError(f"{self._name(v)} moves in the other phase than {_phase(backward)}: {hops}")
+
+    def _name(self, v: int) -> str:
+        return self.graph.values[v].name
+
+
+def _part(route: Route, stop: int) -> Route:
+    return Route(route.value, route.source, route.hops[:stop])
+
+
+def _is_slice(layout: Layout, after: Layout) -> bool:
+    return all(p == q or (p == REPLICATE and isinstance(q, tuple)) for p, q in zip(layout, after))
+
+
+def _phase(backward: bool) -> str:
+    return "backward" if backward else "forward"
