@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
 from hpml_compiler.plans.schema import GraphPlan, Redistribution, Shape
 from passes.rules.view_names import VIEWS, view_name
+from passes.schedule.step_graph import BACKWARD, FORWARD, Call, returned_gradients, with_gradients
 
 
 def itemsize(dtype: str) -> int:
@@ -30,23 +30,23 @@ class LocalView:
     def __init__(self, graph: GraphPlan):
         self.graph = graph
 
-    def is_view(self, name: str) -> bool:
-        return view_name(self.graph.operations[name].op) in VIEWS
-
-    def root(self, name: str) -> str:
-        """The value whose memory `name` is seen in: itself, or what a chain of views starts from."""
-        while name in self.graph.operations and self.is_view(name) and self.graph.operations[name].sources:
-            name = self.graph.operations[name].sources[0]
-        return name
-
     @cached_property
-    def readers(self) -> dict[str, list[str]]:
-        """Operations that read each value."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for name, operation in self.graph.operations.items():
-            for source in dict.fromkeys(operation.sources):
-                found[source].append(name)
-        return found
+    def calls(self) -> tuple[Call, ...]:
+        """What is called, yet without times and bytes."""
+        found = tuple(
+            Call(
+                name=name,
+                phase=BACKWARD if each.backward else FORWARD,
+                block=each.block,
+                us=0.0,
+                reads=tuple(zip(each.sources, each.inputs)),
+                saved=each.saved,
+                view_of=each.sources[0] if each.sources and view_name(each.op) in VIEWS else None,
+                kernel=each.kind,
+                fused=each.class_id,
+                runs=self.graph.runs(each),
+            ) for name, each in self.graph.operations.items())
+        return with_gradients(found) if self.graph.training else found
 
     @cached_property
     def fixed(self) -> frozenset[str]:
@@ -59,20 +59,7 @@ class LocalView:
 
     @cached_property
     def gradients(self) -> frozenset[str]:
-        """Backward values that are only returned, directly or through views: gradients of parameters."""
-        found: set[str] = set()
-        if not self.graph.training:
-            return frozenset()
-        for name in reversed(list(self.graph.operations)):
-            operation = self.graph.operations[name]
-            if operation.backward and all(r in found and self.is_view(r) for r in self.readers.get(name, ())):
-                found.add(name)
-        return frozenset(found)
-
-    @cached_property
-    def gradient_storages(self) -> frozenset[str]:
-        """The values in whose memory the gradients of parameters are."""
-        return frozenset(self.root(name) for name in self.gradients)
+        return returned_gradients(self.calls) if self.graph.training else frozenset()
 
     def is_gradient(self, move: Redistribution) -> bool:
         """Whether a redistribution reduces a gradient for the optimizer."""

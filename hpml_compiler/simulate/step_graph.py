@@ -1,10 +1,12 @@
 """From a plan's records to the step graph that is played: what one rank does of a part of the rows, in plain numbers."""
 from __future__ import annotations
 
-from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
+from dataclasses import replace
+
+from hpml_compiler.plans.schema import GraphPlan, Redistribution
 from hpml_compiler.simulate.local import LocalView, placed_bytes
 from hpml_compiler.simulate.prices import PlanPrices
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, MoveStep, StepGraph
+from passes.schedule.step_graph import Call, Move, MoveStep, StepGraph
 
 
 def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0) -> StepGraph:
@@ -13,7 +15,7 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0) -> StepG
     return StepGraph(
         name=graph.name,
         training=graph.training,
-        calls=tuple(_call(view, name, each, prices, part) for name, each in graph.operations.items()),
+        calls=tuple(_call(view, call, prices, part) for call in view.calls),
         moves=tuple(_move(view, each, prices, part) for each in graph.redistributions),
         tangents={name: nbytes * part for name, nbytes in graph.tangents.items()},
         parameter_bytes=graph.memory.parameters,
@@ -26,23 +28,10 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0) -> StepG
     )
 
 
-def _call(view: LocalView, name: str, each: OperationPlan, prices: PlanPrices, part: float) -> Call:
-    gradient = each.backward and name in view.gradient_storages
-    share = 1.0 if name in view.fixed or gradient else part
-    return Call(
-        name=name,
-        phase=BACKWARD if each.backward else FORWARD,
-        block=each.block,
-        us=prices.operation_us(name, part),
-        reads=tuple(zip(each.sources, each.inputs)),
-        result_bytes=tuple(nbytes * share for nbytes in each.result_bytes),
-        saved=each.saved,
-        view_of=each.sources[0] if each.sources and view.is_view(name) else None,
-        kernel=each.kind,
-        fused=each.class_id,
-        gradient=gradient,
-        runs=view.graph.runs(each),
-    )
+def _call(view: LocalView, call: Call, prices: PlanPrices, part: float) -> Call:
+    share = 1.0 if call.name in view.fixed or call.gradient else part
+    results = view.graph.operations[call.name].result_bytes
+    return replace(call, us=prices.operation_us(call.name, part), result_bytes=tuple(nbytes * share for nbytes in results))
 
 
 def _move(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Move:

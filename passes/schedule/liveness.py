@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, StepGraph
+from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, StepGraph, storage_of
 from passes.schedule.unroll import OUTSIDE, Group, Instance, carried
 
 RECOMPUTE = "recompute"
@@ -64,7 +64,7 @@ class GraphLedger:
     def __init__(self, ledger: Ledger, graph: StepGraph, recomputed: Iterable[Group] = ()):
         self.ledger, self.graph = ledger, graph
         self.recomputed = frozenset(recomputed)
-        self.storage = {call.name: graph.storage(call.name) for call in graph.calls}
+        self.storage = {call.name: storage_of(call.name, graph.by_name) for call in graph.calls}
         self.inner = frozenset(call.name for call in graph.calls if self._is_inner(call))
         self.carried = carried(graph)
         self.unreduced: dict[Key, Interval | None] = {}  # what a gradient takes beyond its reduced part

@@ -6,8 +6,8 @@ bytes are of one rank, and of one microbatch where there are several.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -117,8 +117,29 @@ class StepGraph:
                 found[value].append(call)
         return found
 
-    def storage(self, value: str) -> str:
-        """The value whose memory `value` is seen in: itself, or what a chain of views starts from."""
-        while value in self.by_name and (seen_in := self.by_name[value].view_of) is not None:
-            value = seen_in
-        return value
+
+def storage_of(value: str, calls: Mapping[str, Call]) -> str:
+    """The value whose memory `value` is seen in: itself, or what a chain of views starts from."""
+    while value in calls and (seen_in := calls[value].view_of) is not None:
+        value = seen_in
+    return value
+
+
+def returned_gradients(calls: Sequence[Call]) -> frozenset[str]:
+    """What backward makes and nobody reads, or only views that nobody reads: gradients of parameters."""
+    readers: dict[str, list[Call]] = defaultdict(list)
+    for call in calls:
+        for value, _ in call.reads:
+            readers[value].append(call)
+    found: set[str] = set()
+    for call in reversed(calls):
+        if call.phase == BACKWARD and all(r.name in found and r.view_of is not None for r in readers[call.name]):
+            found.add(call.name)
+    return frozenset(found)
+
+
+def with_gradients(calls: Sequence[Call]) -> tuple[Call, ...]:
+    """The calls, of which those are marked that make what the optimizer takes."""
+    by_name = {call.name: call for call in calls}
+    storages = {storage_of(name, by_name) for name in returned_gradients(calls)}
+    return tuple(replace(call, gradient=call.phase == BACKWARD and call.name in storages) for call in calls)
