@@ -1,8 +1,8 @@
 """What counts as frozen: a value that nobody can change after it was written as an annotation.
 
 Numbers, strings, types, functions, tuples, frozensets, `FrozenMap`s and frozen dataclasses of such. An object that is equal
-only to itself says nothing of what it holds, so it is refused, but for one case: a class whose objects are built once, read
-ever after, and too large to be made of the above says so by
+only to itself says nothing of what it holds, so it is refused. But a class whose objects are built once and only read from then
+on, and which hold too much to look at each time (thousands of choices of a solver's problem), may say of itself
 
     frozen_by_contract = True
 """
@@ -49,6 +49,8 @@ def changeable(value: object) -> str | None:
 @functools.cache
 def _fields(kind: type) -> Callable[[Any], tuple[object, ...]] | None:
     """What gives the values of the fields of a frozen dataclass; None for another class."""
+    if getattr(kind, "frozen_by_contract", False):
+        return lambda value: ()
     if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return None
     names = [field.name for field in dataclasses.fields(kind)]
@@ -59,7 +61,7 @@ def _fields(kind: type) -> Callable[[Any], tuple[object, ...]] | None:
 
 @functools.cache
 def _culprit(kind: type) -> str | None:
-    if getattr(kind, "frozen_by_contract", False) or issubclass(kind, type):
+    if issubclass(kind, type):
         return None
     if dataclasses.is_dataclass(kind):
         return f"a {kind.__name__}, which is no frozen dataclass"

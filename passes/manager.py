@@ -56,12 +56,23 @@ class PassManager:
             raise PassError("the sequence cannot run, nothing was run", order, f"\n{' ' * 13}".join(problems))
 
     def __call__(self, graph_module: fx.GraphModule) -> list[PassResult]:
-        """Check, then run every pass on `graph_module`; their results in order."""
+        """Check, then run every pass on `graph_module`; their results in order.
+
+        What a pass raises says which passes ran before it: a PassError where it was, anything else in a note.
+        """
         required = {key for entry in self.passes for key in entry.requires}
         self.check(key for key in required if has(key, graph_module))
         results = []
         for entry in self.passes:
-            results.append(entry(graph_module))
+            before = " -> ".join(result.pass_name for result in results) or "nothing"
+            try:
+                results.append(entry(graph_module))
+            except PassError as error:
+                raise PassError(error.what, f"{error.where}; before {entry.name!r} ran {before}", error.next_step) from error
+            except Exception as error:
+                note = f"in pass {entry.name!r}; before it ran {before}"
+                error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note, which Python 3.10 has not yet
+                raise
             _log.info("%s", results[-1].summary())
             if _log.isEnabledFor(logging.DEBUG):  # the diff is only made when somebody reads it
                 _log.debug("%s", results[-1].diff())

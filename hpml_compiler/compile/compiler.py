@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import from_rank_0, same_graph
 from hpml_compiler.compile.graph_inputs import GraphInputs
-from hpml_compiler.compile.lowering import Lowering, boxed, decompositions
+from hpml_compiler.compile.lowering import Lowering, boxed
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.refused import refuse
 from hpml_compiler.monitor import tensorboard
@@ -24,9 +24,8 @@ from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning.api import last_plan
-from hpml_compiler.planning.plan_graph import Annotated, Planned, plan_graph
+from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.reuse import structure
-from hpml_compiler.presets import after_planning
 from hpml_compiler.profile import quick
 from hpml_compiler.runtime import liveness
 from hpml_compiler.runtime.alike import own_values, same_values
@@ -40,10 +39,11 @@ from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
-from passes.annotations import write
 from passes.errors import BadInput
-from passes.graph.keys import DECISION
+from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
+from passes.presets import after_planning
+from passes.tracing.trace import decompositions
 
 log = logging.getLogger("hpml")
 
@@ -189,9 +189,9 @@ class _Compilation:
         if annotated.interface.training:
             self.session.mesh = planned.mesh
         start = time.perf_counter()
-        write(DECISION, gm, planned.decision)
         kept = self.inputs.kept_gradients(annotated, forward_outputs)
-        after_planning(self.session.groups(planned.mesh), kept, forward_outputs or 0)(gm)
+        groups = self.session.groups(planned.mesh)
+        after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept)(gm)
         planned.record.seconds["rewrite"] = time.perf_counter() - start
         self._save_plan()
         if dist.get_rank() == 0:

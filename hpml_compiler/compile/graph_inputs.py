@@ -11,12 +11,13 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
 from hpml_compiler.options import Options
-from hpml_compiler.planning.plan_graph import Annotated, annotate
 from hpml_compiler.runtime.inputs import InputPlacement, copy_for_set_data, take_out_markers
 from hpml_compiler.runtime.parameters import placeable
 from passes import compat
+from passes.graph.annotated import Annotated
 from passes.graph.interface import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
 from passes.graph.layouts import legal
+from passes.presets import annotate
 
 
 class GraphInputs:

@@ -8,7 +8,6 @@ import torch
 from torch.fx import GraphModule
 
 from passes import compat
-from passes.rules.table import is_random
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
@@ -28,24 +27,6 @@ def values_of(gm: GraphModule) -> list[Any]:
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
 
 
-def tag_by_dataflow(joint: GraphModule, forward_outputs: int) -> None:
-    """Tag as forward exactly what the forward outputs need, and random numbers that were drawn in forward whether they are
-    needed or not: the default partitioner goes by tag and position, and takes everything before the last node tagged forward
-    for computed by then (so nothing is held back for backward here)."""
-    (output,) = joint.graph.find_nodes(op="output")
-    stack = [x for x in output.args[0][:forward_outputs] if isinstance(x, torch.fx.Node)]
-    stack += [x for x in joint.graph.nodes if is_random(x.target) and x.meta.get("partitioner_tag") == "is_forward"]
-    needed = set(stack)
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in needed:
-                needed.add(node)
-                stack.append(node)
-    for node in joint.graph.nodes:
-        if node.op == "call_function":
-            node.meta["partitioner_tag"] = "is_forward" if node in needed else "is_backward"
-
-
 def drop_unused(half: GraphModule, other: str) -> None:
     """Take out what belongs to the other half, by its tag, and is not read here. The partitioner copies what needs no inputs
     into both halves, and elimination of dead code leaves random numbers: they would be drawn twice."""
@@ -53,12 +34,6 @@ def drop_unused(half: GraphModule, other: str) -> None:
         if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == other:
             half.graph.erase_node(node)
     half.recompile()
-
-
-def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
-    """Into what operators are taken apart while they are traced. Random numbers are those of one device: inductor draws
-    with a generator of its own, "eager" as torch does without a compiler."""
-    return compat.inductor_decompositions() if compiler == "inductor" else compat.eager_decompositions()
 
 
 class Lowering:
@@ -71,12 +46,10 @@ class Lowering:
     def partition(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
         self.forward_outputs = forward_outputs
         if not self.inductor:
-            tag_by_dataflow(joint, forward_outputs)
             forward, backward = compat.default_partition(joint, inputs, forward_outputs, static_inputs)
             drop_unused(forward, "is_backward")
             drop_unused(backward, "is_forward")
             return forward, backward
-        joint = compat.inductor_joint_passes(joint)
         return compat.min_cut_partition(joint, inputs, forward_outputs, static_inputs)
 
     def forward(self, gm: GraphModule, _whole: Any) -> Callable[[list[Any]], Any]:
@@ -87,8 +60,6 @@ class Lowering:
         return self._lower(gm, inputs, is_backward=True, is_inference=False)
 
     def inference(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
-        if self.inductor:
-            gm = compat.inductor_joint_passes(gm)
         return self._lower(gm, values_of(gm), is_backward=False, is_inference=True)
 
     def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,

@@ -12,13 +12,15 @@ from torch import nn
 
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.options import Options
-from hpml_compiler.planning.plan_graph import Annotated, Planned, annotate, plan_graph
+from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.shorten import LONG, SHORT, depth, repeated_lists, shortened
-from hpml_compiler.planning.trace import Traced, trace
 from hpml_compiler.plans.plan import Plan
 from passes.errors import BadInput
+from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.partition.depth import NotLinear
+from passes.presets import annotate
+from passes.tracing.trace import Traced, trace
 
 log = logging.getLogger("hpml")
 

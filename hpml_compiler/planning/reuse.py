@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from hpml_compiler.options import Options
 from hpml_compiler.plans.schema import GraphPlan
-from passes.errors import BadInput, Infeasible
+from passes.graph.annotated import Annotated
+from passes.partition.entities import Pin
 
-if TYPE_CHECKING:
-    from hpml_compiler.planning.plan_graph import Annotated, Planned
-
-log = logging.getLogger("hpml")
-
-Pins = dict[str, Any]
+Pins = dict[str, Pin]
 
 
 def structure(annotated: Annotated, options: Options, rows: frozenset[str] = frozenset()) -> str:
     """A hash of all that decides what should be done with a graph, except its sizes: operations, which reads what, dtypes and
     numbers of dims, and what the user asked for. rows: names of inputs that come split by rows. (Where parameters are stored
-    already may rule decisions out; `decided_as` finds that.)"""
+    already may rule decisions out; `plan_graph` finds that.)"""
     lines = [repr(sorted(rows)), json.dumps(options.to_json(), sort_keys=True)]
     for node in annotated.gm.graph.nodes:
         value = node.meta.get("val")
@@ -38,16 +31,3 @@ def structure(annotated: Annotated, options: Options, rows: frozenset[str] = fro
 def pins_of(record: GraphPlan) -> Pins:
     """What was chosen for each entity, as `place` takes it."""
     return {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in record.decisions.items()}
-
-
-def decided_as(record: GraphPlan, plan: Callable[[Pins], Planned]) -> Planned | None:
-    """`plan` with the decisions of that record; None where they cannot be taken: sizes that an axis does not divide, or
-    more bytes than the budget. Its solver's report says whose decisions they are, and claims no bound."""
-    try:
-        planned = plan(pins_of(record))
-    except (BadInput, Infeasible) as refusal:
-        log.info("the decisions of %s do not fit a graph of the same structure, which is solved for itself: %s",
-                 record.name, refusal.what)
-        return None
-    solver = planned.record.solver.model_copy(update={"status": f"as {record.name}", "bound_us": None, "gap": None})
-    return planned.with_record(planned.record.model_copy(update={"solver": solver}))

@@ -2,15 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hpml_compiler.plans.listing import Listing
 from hpml_compiler.plans.schema import LeftWhole
+from passes.graph.annotated import Annotated
 from passes.graph.placement_graph import Value
 from passes.machine.mesh import Mesh
-
-if TYPE_CHECKING:
-    from hpml_compiler.planning.plan_graph import Annotated
 
 
 def left_whole(annotated: Annotated, mesh: Mesh, listed: Listing) -> list[LeftWhole]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hpml_compiler.plans.schema import ROOT
 from passes.analysis.blocks import assign_modules
+from passes.graph.annotated import Annotated
 from passes.graph.interface import GraphInput
 from passes.graph.placement_graph import block_class
 from passes.partition.build import PlacementProblem
 from passes.partition.groups import Group
-
-if TYPE_CHECKING:
-    from hpml_compiler.planning.plan_graph import Annotated
 
 
 @dataclass(frozen=True)

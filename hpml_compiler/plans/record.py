@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpml_compiler.plans.left_whole import left_whole
 from hpml_compiler.plans.listing import Listing, listing
@@ -20,6 +20,7 @@ from hpml_compiler.plans.schema import (
     Step,
 )
 from passes.costs.prices import MeshPrices
+from passes.graph.annotated import Annotated
 from passes.graph.decision import Route
 from passes.graph.layouts import Layout, local_bytes, parse_layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
@@ -33,9 +34,6 @@ from passes.partition.reprice import boundary, compute_us
 from passes.partition.ways import Ways
 from passes.rules.base import format_placement
 from passes.solve.problem import Edge
-
-if TYPE_CHECKING:
-    from hpml_compiler.planning.plan_graph import Annotated
 
 SHORTENED = "shortened:"
 """Prefix of the hash of a graph with fewer layers than its model."""

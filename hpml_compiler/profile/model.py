@@ -14,7 +14,7 @@ from hpml_compiler.compile import session
 from hpml_compiler.options import Options
 from hpml_compiler.planning.api import Traces
 from hpml_compiler.planning.measurements import local_ranks, sharing_key
-from hpml_compiler.planning.plan_graph import Annotated, plan_graph
+from hpml_compiler.planning.plan_graph import plan_graph
 from hpml_compiler.profile.operations import operation_calls
 from hpml_compiler.profile.runtime import RuntimeOverhead, runtime_calls
 from hpml_compiler.profile.steps import LARGE_ELEMENTS, LARGE_TENSORS, ModelStep, large_optimizer_step, optimizer_step
@@ -24,6 +24,7 @@ from hpml_compiler.runtime.devices import device_type
 from passes.costs import RooflineCost
 from passes.costs.cache import Measurement, MeasurementCache
 from passes.costs.measured import FACTOR, OPERATION, OPTIMIZER, OVERHEAD
+from passes.graph.annotated import Annotated
 from passes.graph.operation_key import operation_key
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import Mesh, mesh_from_pin

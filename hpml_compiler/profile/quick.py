@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hpml_compiler.compile.agreement import from_rank_0
 from hpml_compiler.options import Options
-from hpml_compiler.planning.plan_graph import Annotated, measurements
+from hpml_compiler.planning.plan_graph import measurements
 from hpml_compiler.profile.collectives import measured_group, time_collective
 from hpml_compiler.profile.model import one_device
 from hpml_compiler.profile.operations import operation_calls
@@ -35,6 +35,7 @@ from passes.costs import OptimizerModel, RooflineCost
 from passes.costs.measured import OPTIMIZER, Measurements
 from passes.costs.measured_collectives import MeasuredCollectives
 from passes.costs.prices import KINDS, Measured
+from passes.graph.annotated import Annotated
 from passes.graph.operation_key import operation_key
 from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.machine.cluster import Cluster

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpml_compiler.planning.trace import call_arguments
 from hpml_compiler.runtime.devices import device_type
 from passes import compat
+from passes.tracing.trace import call_arguments
 
 WARM_STEPS, PROFILED_STEPS = 5, 5
 LARGE_ELEMENTS, LARGE_TENSORS = 2**20, 12

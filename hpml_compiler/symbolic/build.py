@@ -15,9 +15,7 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning import api, measurements
-from hpml_compiler.planning.plan_graph import Annotated, annotate
 from hpml_compiler.planning.shorten import LONG, depth, shortened
-from hpml_compiler.planning.trace import trace
 from hpml_compiler.plans.plan import Plan, PlanMismatch
 from hpml_compiler.plans.record import SHORTENED
 from hpml_compiler.plans.schema import GraphPlan
@@ -38,12 +36,15 @@ from passes.analysis.symbolic_sizes import (
 from passes.costs.energy import capped_cluster
 from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
+from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.place import Placed, place
 from passes.partition.state import StateModel
 from passes.partition.terms import bill
+from passes.presets import annotate
 from passes.solve.solvers import SolverOptions
+from passes.tracing.trace import trace
 
 log = logging.getLogger("hpml")
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from hpml_compiler.planning.plan_graph import Annotated
 from hpml_compiler.plans.listing import listing
 from hpml_compiler.plans.schema import ROOT
 from hpml_compiler.symbolic.cost import Part
 from hpml_compiler.visualize.blocks import block_path, owner_path
+from passes.graph.annotated import Annotated
 from passes.graph.placement_graph import block_class
 from passes.partition.place import Placed
 

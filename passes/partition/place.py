@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from passes.graph.decision import Decision
 from passes.graph.layouts import Layout
@@ -36,6 +37,8 @@ class Placed:
     """The problem that was solved: that of `problem`, with the multiplicities of the real depth."""
     other_cost: Cost | None = None
     """The cost by the prices that were not minimized."""
+    frozen_by_contract: ClassVar[bool] = True
+    """The problems are not changed once they are solved; see `passes.frozen`."""
 
 
 def place(

@@ -12,7 +12,7 @@ from torch import fx
 from passes.analysis.shapes import SHAPES
 from passes.annotations import Key, has, read, write
 from passes.base import AnalysisPass, PassError, TransformPass
-from tests.passes.joint import joint_graph
+from tests.passes.traced import joint_graph
 
 USERS = Key("users", int)
 ORDER = Key("order", tuple[str, ...], scope="graph")

@@ -65,6 +65,7 @@ def graph_module() -> fx.GraphModule:
 
 @pytest.fixture
 def registered(monkeypatch):
+    registry.names()  # everything the project has, so that only the test's own pass is taken back
     monkeypatch.setattr(registry, "_passes", dict(registry._passes))
     registry.register(MakeA)
 
@@ -108,6 +109,26 @@ def test_what_is_on_the_graph_already_counts(graph_module):
     MakeA()(graph_module)
     PassManager([MakeB()])(graph_module)
     assert has(B, graph_module)
+
+
+@dataclass(frozen=True)
+class Breaks(AnalysisPass):
+    name = "breaks"
+    error: Exception | None = None
+
+    def run(self, graph_module):
+        if self.error is not None:
+            raise self.error
+        return "a result"
+
+
+@pytest.mark.parametrize(("passes", "before"), [((MakeA(), MakeB()), "make_a -> make_b"), ((), "nothing")])
+def test_the_error_of_a_failing_pass_names_the_passes_before_it(graph_module, passes, before):
+    with pytest.raises(PassError, match=f"(?s)'breaks' returned str.*where: Breaks.run; before 'breaks' ran {before}\n"):
+        PassManager([*passes, Breaks()])(graph_module)
+    with pytest.raises(KeyError) as caught:
+        PassManager([*passes, Breaks(KeyError("x"))])(graph_module)
+    assert caught.value.__notes__ == [f"in pass 'breaks'; before it ran {before}"]
 
 
 def test_summaries_are_logged_and_diffs_in_debug(graph_module, caplog):

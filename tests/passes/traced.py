@@ -2,34 +2,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from hpml_compiler.planning.plan_graph import Annotated, annotate
 from passes import compat
-from passes.graph.interface import GraphInput, graph_inputs
-
-
-class _Captured(Exception):
-    """Raised by the partitioner once it has the joint graph: nothing is compiled or run."""
-
-
-@dataclass
-class Joint:
-    """forward_outputs: how many outputs are forward's. inputs, values: of the Dynamo graph, in its order."""
-
-    gm: fx.GraphModule
-    forward_outputs: int
-    inputs: list[GraphInput]
-    values: list[Any]
-
-    def annotated(self) -> Annotated:
-        """Normalizes the graph in place, too."""
-        return annotate(self.gm, self.inputs, self.forward_outputs)
+from passes.graph.annotated import Annotated
+from passes.presets import annotate
+from passes.tracing.trace import Traced, call_arguments, joint_graphs
 
 
 @contextlib.contextmanager
@@ -39,30 +21,22 @@ def fake() -> Iterator[None]:
         yield
 
 
-def trace_joint(model: Callable[..., Any], *batch: Any) -> Joint:
+def trace_joint(model: Callable[..., Any], *batch: Any) -> Traced:
     """The joint graph of `model(*batch)`; its first one, if Dynamo breaks it."""
-    found: list[Joint] = []
+    return joint_graphs(model, batch)[0]
 
-    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        inputs = graph_inputs(gm, examples)
 
-        def partition(joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object) -> None:
-            found.append(Joint(joint, num_fwd_outputs, inputs, list(examples)))
-            raise _Captured
+def joint_graph(model: nn.Module, batch: Any, dynamic: bool | None = None) -> tuple[fx.GraphModule, int]:
+    """The joint graph of a model on a batch, as the backend gets it, and how many of its outputs are forward's."""
+    args, kwargs = call_arguments(batch)
+    joint = joint_graphs(model, args, kwargs, dynamic=dynamic)[0]
+    return joint.gm, joint.forward_outputs
 
-        return compat.aot_autograd(
-            fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=compat.inductor_decompositions()
-        )(gm, examples)
 
-    torch.compiler.reset()
-    try:
-        torch.compile(model, backend=backend, dynamic=False)(*batch)
-    except Exception:
-        if not found:
-            raise
-    finally:
-        torch.compiler.reset()
-    return found[0]
+def annotated_joint(model: Callable[..., Any], *batch: Any) -> Annotated:
+    """That graph, normalized, with what planning needs to know of it."""
+    joint = trace_joint(model, *batch)
+    return annotate(joint.gm, joint.inputs, joint.forward_outputs)
 
 
 def mlp(width: int, hidden: int, layers: int = 2) -> nn.Module:

@@ -9,14 +9,13 @@ import torch
 from torch import fx, nn
 
 from hpml_compiler.options import Options
-from hpml_compiler.planning.plan_graph import annotate, plan_graph
-from hpml_compiler.presets import after_planning
+from hpml_compiler.planning.plan_graph import plan_graph
 from passes import compat
-from passes.annotations import write
-from passes.graph.keys import DECISION
 from passes.machine.cluster import Cluster
+from passes.presets import after_planning, annotate
+from passes.tracing.trace import Traced
 from passes.transform.collectives import MeshGroups
-from tests.passes.traced import Joint, fake, trace_joint
+from tests.passes.traced import fake, trace_joint
 
 
 class Mixed(nn.Module):
@@ -39,7 +38,7 @@ class Mixed(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def on_cuda(joint: Joint, index: int) -> Joint:
+def on_cuda(joint: Traced, index: int) -> Traced:
     """Every fake value of a joint graph, and every device that is named in it, on a GPU."""
     device, mode = torch.device("cuda", index), compat.fake_mode_of(joint.gm)
     of_cpu = lambda x: device if isinstance(x, torch.device) else x  # noqa: E731
@@ -60,8 +59,7 @@ def rewritten(index: int, **options: object) -> tuple[str, fx.GraphModule]:
     annotated = annotate(joint.gm, joint.inputs, joint.forward_outputs)
     digest = annotated.hash()
     planned = plan_graph(annotated, Options.parse(options), Cluster.parse("1x2:h100-80g"))
-    write(DECISION, joint.gm, planned.decision)
-    after_planning(MeshGroups((2,), (index,), ("axis0",)))(joint.gm)
+    after_planning(planned.decision, MeshGroups((2,), (index,), ("axis0",)), "eager")(joint.gm)
     return digest, joint.gm
 
 

@@ -15,11 +15,11 @@ from hpml_compiler.commands import simulate as simulate_command
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.mixed.planning import equal_rows, plan_mixed
 from hpml_compiler.options import Options
-from hpml_compiler.planning.plan_graph import candidate_meshes
 from hpml_compiler.simulate import simulate
 from passes.errors import BadInput, Infeasible
 from passes.machine.cluster import Cluster, NodeGroup
 from passes.machine.device import DeviceSheet, builtin_sheet
+from passes.partition.meshes import candidate_meshes
 from passes.records import FrozenMap
 
 WIDTH = 256
@@ -205,4 +205,4 @@ def test_a_pinned_mesh_is_that_of_each_group():
 
 def test_one_mesh_over_unlike_devices_is_refused():
     with pytest.raises(BadInput, match="2 groups of different nodes"):
-        candidate_meshes(Options.parse({}), FAST_AND_SLOW, None)
+        candidate_meshes(FAST_AND_SLOW, None)

@@ -47,10 +47,11 @@ import transformers as T
 from torch import nn
 
 from hpml_compiler.planning import api
-from hpml_compiler.planning.plan_graph import Annotated, Planned
+from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.plans.schema import GraphPlan
 from passes.costs.prices import MeshPrices
 from passes.errors import Infeasible
+from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.layouts import Layout, legal
 from passes.graph.placement_graph import Operation, PlacementGraph, Value

@@ -8,8 +8,9 @@ from torch import nn
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
 from hpml_compiler.planning.api import Traces
-from hpml_compiler.planning.plan_graph import Annotated, Planned, plan_graph
+from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.reuse import structure
+from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 
 CLUSTER = Cluster.parse("1x2:h100-80g")

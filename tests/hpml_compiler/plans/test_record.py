@@ -16,7 +16,7 @@ from passes.costs.prices import MeshPrices
 from passes.graph.interface import GraphInput
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
-from tests.passes.traced import trace_joint
+from tests.passes.traced import annotated_joint
 
 LAYERS = 6
 
@@ -96,7 +96,7 @@ class Fused(nn.Module):
     (Fused(16, 4), 7, "qkv.weight", None),  # the other dim can be split
 ])
 def test_what_is_left_whole_names_the_factor_in_the_way(model, rows, name, reason):
-    annotated = trace_joint(model, torch.randn(rows, model.qkv.in_features)).annotated()
+    annotated = annotated_joint(model, torch.randn(rows, model.qkv.in_features))
     names = tuple(annotated.interface.names.get(v.name, v.name) for v in annotated.graph.values)
     mesh = mesh_from_pin({"tp": 2}, Cluster.parse("1x2:h100-80g"))
     found = {each.name: each.reason for each in left_whole(annotated, mesh, Listing({}, names, ()))}

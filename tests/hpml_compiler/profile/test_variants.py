@@ -9,12 +9,13 @@ import hpml_compiler.planning.plan_graph as planning
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
 from hpml_compiler.planning.api import Traces
-from hpml_compiler.planning.plan_graph import Annotated, plan_graph
+from hpml_compiler.planning.plan_graph import plan_graph
 from hpml_compiler.profile.operations import operation_calls
 from hpml_compiler.profile.timing import in_rounds
 from hpml_compiler.profile.variants import variants
 from passes.costs.measured import Measurements
 from passes.costs.prices import Measured, MeshPrices
+from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 

@@ -10,19 +10,20 @@ from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
-from hpml_compiler.planning.plan_graph import Annotated, annotate
-from hpml_compiler.planning.trace import trace
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.symbolic.build import formulas
 from hpml_compiler.symbolic.file import load
 from hpml_compiler.symbolic.inputs import varied_inputs
 from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
+from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.place import Placed, place
 from passes.partition.reprice import Cost, reprice
 from passes.partition.state import StateModel
+from passes.presets import annotate
+from passes.tracing.trace import trace
 
 CLUSTER, MESH = "1x4:cpu", {"dp": 2, "tp": 2}
 

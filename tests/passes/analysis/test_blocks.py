@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from passes.analysis.blocks import assign_blocks, assign_modules, block_of, clean_path
 from passes.graph.placement_graph import block_class
-from tests.passes.traced import trace_joint
+from tests.passes.traced import annotated_joint
 
 
 @pytest.mark.parametrize(("path", "clean"), [
@@ -131,7 +131,7 @@ class Layers(nn.Module):
 
 
 def test_every_heavy_operation_of_a_real_model_is_in_its_layer():
-    graph = trace_joint(Layers(), torch.randn(2, 4, 8)).annotated().graph
+    graph = annotated_joint(Layers(), torch.randn(2, 4, 8)).graph
     counts = {name: sum(op.block == name for op in graph.operations if op.backward)
               for name in ("layers.0", "layers.1", "layers.2")}
     assert counts["layers.1"] == counts["layers.2"] >= counts["layers.0"] > 10  # nobody asks for the input's gradient

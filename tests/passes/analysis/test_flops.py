@@ -13,7 +13,7 @@ from passes.analysis.shapes import Shapes
 from passes.annotations import read
 from passes.compat import pytree
 from passes.manager import PassManager
-from tests.passes.joint import joint_graph
+from tests.passes.traced import joint_graph
 
 aten = torch.ops.aten
 

@@ -5,15 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.demo.train import GPT
-from hpml_compiler.options import Options
-from hpml_compiler.planning.api import Traces
 from passes.graph.placement_graph import PlacementGraph
+from passes.presets import annotate
+from passes.tracing.trace import trace
+from tests.passes.traced import transformer
 
 
 def graph_of(model: nn.Module, *batch: torch.Tensor) -> PlacementGraph:
-    (annotated,) = Traces(model, batch, Options.parse({"trace_all_layers": True})).whole
-    return annotated.graph
+    (traced,) = trace(model, batch)
+    return annotate(traced.gm, traced.inputs, traced.forward_outputs).graph
 
 
 class Block(nn.Module):
@@ -56,14 +56,14 @@ def held_bytes(model: nn.Module, *batch: torch.Tensor) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("make", [lambda: Deep(), lambda: GPT(width=32, heads=2, layers=2, length=16),
-                                  lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))],
-                         ids=["deep", "gpt", "mlp"])
+@pytest.mark.parametrize("make", [
+    lambda: (Deep(), (torch.randn(4, 8, 16),)),
+    lambda: transformer(vocabulary=65, width=32, heads=2, layers=2, rows=4, length=16),
+    lambda: (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), (torch.randn(4, 8, 16),)),
+], ids=["deep", "gpt", "mlp"])
 def test_as_many_bytes_as_the_compiled_model_keeps(make):
     torch.manual_seed(0)
-    model = make()
-    tokens = torch.randint(0, 16, (4, 16))
-    batch = (tokens, tokens) if isinstance(model, GPT) else (torch.randn(4, 8, 16),)
+    model, batch = make()
     graph = graph_of(model, *batch)
     assert graph.saved is not None
     saved = sum(graph.values[v].bytes for v in graph.saved)

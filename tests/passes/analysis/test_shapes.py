@@ -8,7 +8,7 @@ from torch import fx, nn
 from passes.analysis.shapes import SHAPES, Shapes, TensorSpec
 from passes.annotations import has, read
 from passes.base import PassError
-from tests.passes.joint import joint_graph
+from tests.passes.traced import joint_graph
 
 
 def _by_target(graph_module: fx.GraphModule, target: object) -> list[tuple[TensorSpec, ...]]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from passes.graph.interface import GraphInput, describe
-from tests.passes.joint import joint_graph
+from tests.passes.traced import joint_graph
 
 
 class Solves(nn.Module):

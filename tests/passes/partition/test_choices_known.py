@@ -7,22 +7,22 @@ from collections import Counter
 import pytest
 import torch
 
-from hpml_compiler.planning.plan_graph import Annotated
 from passes.costs.prices import MeshPrices
+from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import enumerate_meshes, mesh_from_pin
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import collective
 from passes.partition.ways import Ways
 from passes.solve.solvers import SolverOptions
-from tests.passes.traced import fake, mlp, trace_joint, transformer
+from tests.passes.traced import annotated_joint, fake, mlp, transformer
 
 EXACT = SolverOptions(gap=0.0)
 STATE = 4  # AdamW: parameter, gradient, two states
 
 
 def traced(model, *batch) -> Annotated:
-    return trace_joint(model, *batch).annotated()
+    return annotated_joint(model, *batch)
 
 
 def planned(model: Annotated, axes: dict[str, int], cluster: str, **options) -> Placed:

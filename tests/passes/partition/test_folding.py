@@ -19,7 +19,7 @@ from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.random_graphs import stacked
-from tests.passes.traced import fake, trace_joint, transformer
+from tests.passes.traced import annotated_joint, fake, transformer
 
 FREE = (lambda op, strategy: True,) * 2
 
@@ -163,7 +163,7 @@ def deep():
     for count in (3, 4, 8):
         with fake():
             model, batch = transformer(vocabulary=64, width=16, heads=2, layers=count, rows=4, length=8)
-            found[count] = trace_joint(model, *batch).annotated().graph
+            found[count] = annotated_joint(model, *batch).graph
     return found
 
 

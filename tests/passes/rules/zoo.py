@@ -1,6 +1,6 @@
 """Small models of many families, each with a batch: where the operators that rules must cover come from.
 
-`MODELS[name]()` gives `(model, batch)` for `tests.passes.joint.joint_graph`. Every model returns something with a loss
+`MODELS[name]()` gives `(model, batch)` for `tests.passes.traced.joint_graph`. Every model returns something with a loss
 or a tensor to train on; nothing is downloaded.
 """
 from __future__ import annotations

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.lowering import decompositions
-from hpml_compiler.planning.trace_errors import check_batch, check_products, not_traceable
 from passes import compat
 from passes.errors import BadInput
 from passes.graph.interface import GraphInput, graph_inputs
+from passes.tracing.errors import check_batch, check_products, not_traceable
 
 
 @dataclass
@@ -41,13 +40,18 @@ def call_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
     return (batch,), {}
 
 
-def trace(model: nn.Module, batch: Any, compiler: str = "inductor") -> list[Traced]:
-    """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler.
+def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
+    """Into what operators are taken apart while they are traced. Random numbers are those of one device: inductor draws
+    with a generator of its own, "eager" as torch does without a compiler."""
+    return compat.inductor_decompositions() if compiler == "inductor" else compat.eager_decompositions()
 
-    Real, fake and meta tensors are taken alike: weights and batch are replaced by fake ones on the device that they are
-    on (meta: cpu, since on meta the loss has no gradient). Raises BadInput if nothing is differentiable.
+
+def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
+                 compiler: str = "inductor", dynamic: bool | None = False) -> list[Traced]:
+    """The joint graphs of one call, one per graph that Dynamo makes: AOTAutograd is stopped where it would cut them in two.
+
+    What ends the call otherwise is raised if there is no graph yet. dynamic: as in torch.compile.
     """
-    check_batch(batch)
     start = time.perf_counter()
     found: list[Traced] = []
 
@@ -63,15 +67,30 @@ def trace(model: nn.Module, batch: Any, compiler: str = "inductor") -> list[Trac
         )(gm, examples)
 
     torch.compiler.reset()
-    with _fake_weights(model), compat.quiet_dynamo():
+    try:
+        with compat.quiet_dynamo():
+            torch.compile(function, backend=backend, dynamic=dynamic)(*args, **(kwargs or {}))
+    except Exception:
+        if not found:
+            raise
+    finally:
+        torch.compiler.reset()
+    return found
+
+
+def trace(model: nn.Module, batch: Any, compiler: str = "inductor") -> list[Traced]:
+    """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler.
+
+    Real, fake and meta tensors are taken alike: weights and batch are replaced by fake ones on the device that they are
+    on (meta: cpu, since on meta the loss has no gradient). Raises BadInput if nothing is differentiable.
+    """
+    check_batch(batch)
+    with _fake_weights(model):
         args, kwargs = call_arguments(_fake(batch))
         try:
-            torch.compile(model, backend=backend, dynamic=False)(*args, **kwargs)
+            found = joint_graphs(model, args, kwargs, compiler=compiler)
         except Exception as error:
-            if not found:
-                raise not_traceable(model, batch, error) from error
-        finally:
-            torch.compiler.reset()
+            raise not_traceable(model, batch, error) from error
     if not found:
         raise BadInput(_why_no_gradient(model), where=type(model).__name__,
                        next_step="give a model whose output, such as a loss, depends on a parameter that is trained")

@@ -1,0 +1,139 @@
+"""The cheapest answer on any mesh: each is tried, and given up as soon as it is proven to be dearer than the best so far."""
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from passes.costs.prices import Measured, MeshPrices
+from passes.errors import BadInput, HpmlError, Infeasible
+from passes.graph.layouts import Layout
+from passes.graph.placement_graph import PlacementGraph
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import Mesh, enumerate_meshes, mesh_from_pin
+from passes.partition.entities import Pin
+from passes.partition.objective import in_time, minimized_first
+from passes.partition.place import Placed, place
+from passes.partition.state import StateModel
+from passes.solve.solvers import SolverOptions
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What an answer is priced by, and what it has to keep to.
+
+    cluster: of like devices, at the speed that they run at. budget_bytes: of one device; None: its memory.
+    optimizer_states: tensors that the optimizer keeps for each parameter. measured: what prices are taken from; None: data
+    sheets alone. solver: its time limit is that of all meshes together. rows: names of graph inputs that come split by rows.
+    shorter, further: the same model with one layer less, and how many layers it really has beyond those of the graph.
+    """
+
+    cluster: Cluster
+    objective: Literal["time", "energy"] = "time"
+    budget_bytes: float | None = None
+    optimizer_states: int = 2
+    measured: Measured | None = None
+    solver: SolverOptions = SolverOptions()
+    rows: frozenset[str] = frozenset()
+    shorter: PlacementGraph | None = None
+    further: int = 0
+
+    @property
+    def budget(self) -> float:
+        return float(self.cluster.device.memory_bytes if self.budget_bytes is None else self.budget_bytes)
+
+    def prices(self, mesh: Mesh) -> MeshPrices:
+        return MeshPrices(mesh, self.optimizer_states, self.measured)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A mesh that was tried and is not the answer's; objective: of the best placements on it, where some were found."""
+
+    mesh: Mesh
+    reason: str
+    objective: float | None = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """placed: with its cost in µs, whatever was minimized. energy_j: of a step on all devices. seconds: of the search."""
+
+    mesh: Mesh
+    placed: Placed
+    energy_j: float
+    rejected: tuple[Rejected, ...]
+    seconds: float
+
+
+def candidate_meshes(cluster: Cluster, pinned: Mapping[str, int] | None) -> list[Mesh]:
+    """The pinned mesh, or all of one and two axes."""
+    if pinned:
+        return [mesh_from_pin(pinned, cluster)]
+    return sorted(enumerate_meshes(cluster, max_axes=2), key=lambda mesh: _off_hierarchy(mesh, cluster))
+
+
+def _off_hierarchy(mesh: Mesh, cluster: Cluster) -> float:
+    """How far the inner axis is from being a node: meshes that follow the links are tried first."""
+    if len(mesh.shape) < 2:
+        return math.inf if cluster.nodes > 1 else 0.0
+    return abs(math.log(mesh.shape[-1] / cluster.devices_per_node)) if cluster.nodes > 1 else 1.0
+
+
+def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Conditions, meshes: Sequence[Mesh],
+             pinned: Mapping[str, Pin] | None = None) -> Answer:
+    """The best answer on any of the meshes. stored: layouts that parameters have already. pinned: what entities choose.
+
+    Raises Infeasible, with the smallest budget that any mesh meets, BadInput for pins that cannot be met or no answer in
+    time, and NotLinear where the shorter graph is not that of the same model.
+    """
+    start = time.perf_counter()
+    best: tuple[Mesh, Placed] | None = None
+    rejected: list[Rejected] = []
+    misses: list[Infeasible] = []
+    for mesh in meshes:
+        # The first mesh may take most of the time: with its answer, the bounds of the others often end them at once.
+        left = conditions.solver.seconds - (time.perf_counter() - start)
+        prices, others = minimized_first(conditions.prices(mesh), mesh, conditions.objective)
+        try:
+            answer = place(
+                graph, dict(zip(mesh.names, mesh.shape)), prices, other_prices=others,
+                options=replace(conditions.solver, time_limit_s=max(0.7 * left, 1.0)),
+                state=StateModel(optimizer=float(conditions.optimizer_states)), budget_bytes=conditions.budget,
+                stored=stored, rows=conditions.rows, pinned=pinned,
+                cutoff_us=best[1].solution.objective_us if best else None,
+                shorter=conditions.shorter, further=conditions.further,
+            )
+        except Infeasible as error:
+            misses.append(error)
+            rejected.append(Rejected(mesh, error.what))
+            continue
+        if not isinstance(answer, Placed):
+            rejected.append(Rejected(mesh, "its bound is above the best answer", None, _finite(answer.bound_us)))
+        elif best is None or answer.solution.objective_us < best[1].solution.objective_us:
+            rejected += [_dearer(*best)] if best is not None else []
+            best = (mesh, answer)
+        else:
+            rejected.append(_dearer(mesh, answer))
+    if best is None:
+        raise _nothing_fits(misses)
+    placed, energy_j = in_time(best[1], best[0], conditions.objective)
+    return Answer(best[0], placed, energy_j, tuple(rejected), time.perf_counter() - start)
+
+
+def _dearer(mesh: Mesh, answer: Placed) -> Rejected:
+    return Rejected(mesh, "dearer", answer.solution.objective_us, _finite(answer.solution.bound_us))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _nothing_fits(misses: Sequence[Infeasible]) -> HpmlError:
+    if not misses:
+        return BadInput("no mesh gave an answer in time", "solver", "raise time_limit, or pin the mesh")
+    budgets = [getattr(miss, "smallest_budget_bytes", None) or math.inf for miss in misses]
+    return misses[budgets.index(min(budgets))]

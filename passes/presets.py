@@ -1,0 +1,79 @@
+"""The order of passes: the only place where it is written.
+
+    before_planning   a traced joint graph (or a forward graph) -> one that can be planned
+    deciding          -> with a decision, on rank 0 alone or without any rank
+    after_planning    -> what this rank runs, ready to be cut
+
+Then torch's partitioner cuts it into forward and backward, and each half is compiled (`hpml_compiler.compile.lowering`). The
+graph before the first pass is what AOTAutograd traces, taken apart by the compiler's decompositions (`passes.tracing`).
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from torch.fx import GraphModule
+
+from passes.analysis.describe import Describe
+from passes.analysis.find_operations import FindOperations
+from passes.analysis.flops import Flops
+from passes.analysis.shapes import Shapes
+from passes.base import Pass
+from passes.graph.annotated import Annotated
+from passes.graph.decision import Decision
+from passes.graph.interface import GraphInput
+from passes.graph.keys import INTERFACE, OPERATIONS
+from passes.manager import PassManager
+from passes.partition.decide import Adopt, Decide, Obey
+from passes.partition.entities import Pin
+from passes.partition.meshes import Conditions
+from passes.records import FrozenMap
+from passes.transform.before_partition import InductorJoint, TagPhases
+from passes.transform.bucket import Bucket
+from passes.transform.collectives import MeshGroups
+from passes.transform.deduplicate import Deduplicate
+from passes.transform.normalize import Normalize
+from passes.transform.own_gradients import OwnGradients
+from passes.transform.shard import Shard
+
+
+def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None) -> PassManager:
+    """From a traced graph to one that can be planned."""
+    return PassManager((Normalize(), Shapes(), Flops(), Describe(tuple(inputs), forward_outputs), FindOperations()))
+
+
+def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None) -> Annotated:
+    """Run the passes before planning; `forward_outputs` is None for a forward graph."""
+    start = time.perf_counter()
+    before_planning(inputs, forward_outputs)(gm)
+    return Annotated(gm, inputs, {"annotate": time.perf_counter() - start})
+
+
+def deciding(conditions: Conditions, mesh: Mapping[str, int] | None, pins: Mapping[str, Pin] | None = None) -> PassManager:
+    """From a graph that can be planned to its decision: by a search or, with the `pins` of a plan, as that says.
+
+    What else will be decided (microbatches, stages, what is kept for backward) stands here, each before what reads it.
+    """
+    pinned = None if mesh is None else FrozenMap(mesh)
+    placements = Decide(conditions, pinned) if pins is None else Obey(conditions, pinned, FrozenMap(pins))
+    manager = PassManager((placements,))
+    manager.check(available=(INTERFACE, OPERATIONS))
+    return manager
+
+
+def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,
+                   kept_gradients: Sequence[int] = ()) -> PassManager:
+    """From a graph that can be planned, and the decision that all ranks agreed on, to what this rank runs.
+
+    forward_outputs: None for a forward graph, which is not cut. kept_gradients: places among the graph's outputs of the
+    gradients that go into `.grad`.
+    """
+    passes: list[Pass] = [
+        Adopt(decision), Shard(groups), Deduplicate(), Bucket(), OwnGradients(tuple(kept_gradients), forward_outputs or 0)]
+    if compiler == "inductor":
+        passes.append(InductorJoint())
+    elif forward_outputs is not None:
+        passes.append(TagPhases(forward_outputs))
+    manager = PassManager(tuple(passes))
+    manager.check(available=(INTERFACE, OPERATIONS))
+    return manager

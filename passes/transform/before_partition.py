@@ -1,0 +1,52 @@
+"""What a rewritten joint graph goes through before torch's partitioner cuts it into forward and backward."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes import compat
+from passes.base import TransformPass
+from passes.registry import register
+from passes.rules.table import is_random
+
+
+@register
+@dataclass(frozen=True)
+class InductorJoint(TransformPass):
+    """Inductor's own passes over a joint graph: patterns such as attention, constants, and its random numbers."""
+
+    name = "inductor_joint"
+
+    def run(self, graph_module: fx.GraphModule) -> bool:
+        graph_module.graph = compat.inductor_joint_passes(graph_module).graph
+        return True
+
+
+@register
+@dataclass(frozen=True)
+class TagPhases(TransformPass):
+    """Tags as forward exactly what the forward outputs need, and random numbers that were drawn in forward whether they are
+    needed or not: the default partitioner goes by tag and position, and takes everything before the last node tagged forward
+    for computed by then (so nothing is held back for backward here)."""
+
+    name = "tag_phases"
+
+    forward_outputs: int = 0
+
+    def run(self, graph_module: fx.GraphModule) -> bool:
+        (output,) = graph_module.graph.find_nodes(op="output")
+        returned: tuple = output.args[0]  # type: ignore[assignment]
+        stack = [x for x in returned[: self.forward_outputs] if isinstance(x, fx.Node)]
+        stack += [x for x in graph_module.graph.nodes
+                  if is_random(x.target) and x.meta.get("partitioner_tag") == "is_forward"]
+        needed = set(stack)
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                if node not in needed:
+                    needed.add(node)
+                    stack.append(node)
+        for node in graph_module.graph.nodes:
+            if node.op == "call_function":
+                node.meta["partitioner_tag"] = "is_forward" if node in needed else "is_backward"
+        return True

@@ -1,0 +1,79 @@
+"""A graph that can be planned before -> a decision and its answer after, found, obeyed or adopted."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from passes.annotations import has, read
+from passes.errors import BadInput, Infeasible
+from passes.frozen import changeable
+from passes.graph.annotated import Annotated
+from passes.graph.decision import Decision
+from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
+from passes.machine.cluster import Cluster
+from passes.partition.decide import ANSWER, Adopt, Decide, Obey
+from passes.partition.decode import pins
+from passes.partition.meshes import Answer, Conditions, candidate_meshes
+from passes.records import FrozenMap
+from passes.solve.solvers import SolverOptions
+from tests.passes.traced import annotated_joint, mlp
+
+CONDITIONS = Conditions(Cluster.parse("1x4:h100-80g"), solver=SolverOptions(gap=0.0))
+
+
+@pytest.fixture(scope="module")
+def model() -> Annotated:
+    return annotated_joint(mlp(64, 128, 1), torch.randn(16, 64))
+
+
+def found(model: Annotated, entry: Decide | Obey | Adopt) -> tuple[Decision, Answer]:
+    entry(model.gm)
+    return read(DECISION, model.gm), read(ANSWER, model.gm)
+
+
+def test_the_cheapest_mesh_is_kept_and_the_others_are_named(model):
+    decision, answer = found(model, Decide(CONDITIONS))
+    assert decision is answer.placed.decision and decision.sizes == answer.mesh.shape
+    tried = [answer.mesh.shape, *(each.mesh.shape for each in answer.rejected)]
+    assert sorted(tried) == sorted(mesh.shape for mesh in candidate_meshes(CONDITIONS.cluster, None))
+    for shape in tried:
+        axes = FrozenMap({f"axis{k}": size for k, size in enumerate(shape)})
+        _, pinned = found(model, Decide(CONDITIONS, axes))
+        assert pinned.placed.cost.step_us >= answer.placed.cost.step_us * (1 - 1e-9) and not pinned.rejected
+
+
+def test_what_a_plan_pins_is_obeyed_and_priced_alike(model):
+    decision, answer = found(model, Decide(CONDITIONS, FrozenMap({"dp": 4})))
+    taken = FrozenMap(pins(answer.placed.problem, answer.placed.solution))
+    again, obeyed = found(model, Obey(CONDITIONS, FrozenMap({"dp": 4}), taken))
+    assert again == decision and obeyed.placed.cost == answer.placed.cost
+    wrong = FrozenMap({name: (("S(9)",), ("S(9)",)) for name in taken})
+    with pytest.raises(BadInput, match="the plan wants"):
+        Obey(CONDITIONS, FrozenMap({"dp": 4}), wrong)(model.gm)
+
+
+def test_a_decision_made_elsewhere_is_adopted(model):
+    decision, _ = found(model, Decide(CONDITIONS, FrozenMap({"dp": 4})))
+    other, _ = found(model, Decide(CONDITIONS, FrozenMap({"x": 2, "y": 2})))
+    assert other != decision
+    assert found(model, Adopt(decision))[0] is decision
+
+
+def test_a_budget_that_no_mesh_meets_names_the_smallest_of_all(model):
+    with pytest.raises(Infeasible) as caught:
+        Decide(replace(CONDITIONS, budget_bytes=1.0))(model.gm)
+    smallest = caught.value.smallest_budget_bytes  # type: ignore[attr-defined]
+    _, answer = found(model, Decide(replace(CONDITIONS, budget_bytes=smallest)))
+    assert answer.placed.cost.held_bytes <= smallest
+    with pytest.raises(Infeasible):
+        Decide(replace(CONDITIONS, budget_bytes=smallest - 1))(model.gm)
+
+
+def test_what_planning_writes_is_frozen(model):
+    Decide(CONDITIONS)(model.gm)
+    for key in (INTERFACE, OPERATIONS, DECISION, ANSWER):
+        assert has(key, model.gm) and changeable(read(key, model.gm)) is None
+    with pytest.raises(TypeError, match="cannot be changed"):
+        read(DECISION, model.gm).operations[0] = None  # type: ignore[index]
