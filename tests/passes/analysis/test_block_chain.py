@@ -17,7 +17,8 @@ def chain_of(model, *batch):
 
 
 def test_the_layers_of_a_language_model_hand_on_one_value_each():
-    chain = chain_of(*(lambda model, batch: (model, *batch))(*transformer(32, 16, 2, 4, rows=2, length=8)))
+    model, batch = transformer(32, 16, 2, 4, rows=2, length=8)
+    chain = chain_of(model, *batch)
     blocks = [block.name for block in chain.blocks]
     assert [name for name in blocks if name.startswith("blocks.")] == [f"blocks.{k}" for k in range(4)]
     assert blocks[0] == "embedding" and blocks.index("head") > blocks.index("blocks.3")

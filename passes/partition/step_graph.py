@@ -1,0 +1,128 @@
+"""From a decision to the step graph that can be played (`passes.schedule`): what a step takes, and its peak, before any plan.
+
+Redistributions are those that are paid for by themselves (`ways`); each is waited for by the first operation that reads at
+its end.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from passes.graph.decision import Decision, Route
+from passes.graph.layouts import Layout, local_bytes
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.partition.choices import Prices
+from passes.partition.groups import Group
+from passes.partition.redistribution import bucket_bytes_of, change
+from passes.partition.reprice import Cost, compute_us
+from passes.partition.ways import Ways
+from passes.rules.view_names import VIEWS, view_name
+from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, MoveStep, StepGraph, with_gradients
+
+
+def step_graph(
+    graph: PlacementGraph, groups: Sequence[Group], held: frozenset[int], decision: Decision, cost: Cost, prices: Prices,
+    axes: Sequence[str], *, blocks: Sequence[str] | None = None, call_us: float = 0.0, name: str = "graph",
+    bucket_bytes: float | None = None,
+) -> StepGraph:
+    """held: values that forward keeps for backward. cost: of the decision, by the same prices. axes: names of the mesh's.
+    blocks: where each operation is from (None: its repeated block). call_us: of entering forward, or backward."""
+    made = _Maker(graph, groups, held, decision, prices, axes, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
+    calls = made.calls(blocks or [op.block for op in graph.operations])
+    training = any(op.backward for op in graph.operations)
+    return StepGraph(
+        name=name,
+        training=training,
+        calls=with_gradients(calls) if training else calls,
+        moves=(*made.moves(), *made.reductions()),
+        tangents={value.name: float(value.bytes) for value in graph.values if value.kind == "tangent"},
+        parameter_bytes=cost.parameter_bytes,
+        gradient_bytes=cost.gradient_bytes,
+        optimizer_bytes=cost.optimizer_bytes,
+        trained_bytes=tuple(local_bytes(graph.values[v], layout, decision.sizes) for v, layout in decision.inputs.items()
+                            if graph.values[v].kind == "parameter" and graph.values[v].trainable),
+        call_us=call_us,
+        optimizer_us=cost.optimizer_us,
+    )
+
+
+class _Maker:
+    def __init__(self, graph: PlacementGraph, groups: Sequence[Group], held: frozenset[int], decision: Decision,
+                 prices: Prices, axes: Sequence[str], bucket_bytes: float):
+        self.graph, self.groups, self.held, self.decision = graph, groups, held, decision
+        self.prices, self.axes, self.bucket_bytes = prices, axes, bucket_bytes
+
+    def calls(self, blocks: Sequence[str]) -> tuple[Call, ...]:
+        """A group is priced as one; its heavy operations carry the cost, else the first."""
+        found: dict[int, Call] = {}
+        for group in self.groups:
+            operations = [self.graph.operations[i] for i in group.operations]
+            carrying = [op.index for op in operations if op.heavy] or [operations[0].index]
+            us = compute_us(self.graph, group, self.decision, self.prices) / len(carrying)
+            for op in operations:
+                kernel = op.kind if op.heavy else "view" if op.index not in carrying or not us else "pointwise"
+                found[op.index] = self._call(op, us if op.index in carrying else 0.0, kernel, group.index, blocks[op.index])
+        return tuple(found[i] for i in sorted(found))
+
+    def _call(self, op: Operation, us: float, kernel: str, fused: int, block: str) -> Call:
+        layouts = self.decision.operations[op.index]
+        return Call(
+            name=op.name,
+            phase=BACKWARD if op.backward else FORWARD,
+            block=block,
+            us=us,
+            reads=tuple((self._name(v), layout) for v, layout in zip(op.inputs, layouts.inputs)),
+            result_bytes=tuple(self._bytes(v, layout) for v, layout in zip(op.outputs, layouts.outputs)),
+            saved=tuple(v in self.held for v in op.outputs),
+            view_of=self._name(op.inputs[0]) if op.inputs and view_name(op.target) in VIEWS else None,
+            kernel=kernel,
+            fused=fused,
+        )
+
+    def moves(self) -> Iterator[Move]:
+        readers = self._readers()
+        for way in Ways(self.graph, self.groups, self.held, self.decision).ways:
+            value, layouts = self.graph.values[way.route.value], [way.route.layout(k) for k in range(way.start, way.stop + 1)]
+            reader = readers.get((value.index, way.route), "")
+            made_backward = value.producer is not None and self.graph.operations[value.producer].backward
+            yield self._move(value, reader, layouts, made_backward and not reader,
+                             self.bucket_bytes if way.gradient else 0.0)
+
+    def reductions(self) -> Iterator[Move]:
+        """Small partial sums that operations reduce right where they make them."""
+        for op in self.graph.operations:
+            rows = self.decision.operations[op.index]
+            for v, made, after in zip(op.outputs, rows.made, rows.outputs):
+                layouts = [made]
+                for axis in (a for a in range(len(made)) if made[a] != after[a]):
+                    layouts.append((*layouts[-1][:axis], after[axis], *layouts[-1][axis + 1:]))
+                if len(layouts) > 1:
+                    yield self._move(self.graph.values[v], op.name, layouts, False, 0.0)
+
+    def _move(self, value: Value, reader: str, layouts: Sequence[Layout], gradient: bool, bucket_bytes: float) -> Move:
+        steps = []
+        for layout, after in itertools.pairwise(layouts):
+            (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
+            step = change(value, layout, axis, after[axis], self.decision.sizes, self.prices, bucket_bytes)
+            assert step is not None, f"{value.name} takes an illegal step from {layout} to {after}"
+            nbytes = 0.0 if step.collective == "slice" else max(step.bytes, 1.0)
+            steps.append(MoveStep(step.collective, self.axes[axis], nbytes, step.cost_us))
+        return Move(self._name(value.index), reader, layouts[0], layouts[-1], tuple(steps),
+                    self._bytes(value.index, layouts[-1]), value.spec.dtype, gradient)
+
+    def _bytes(self, v: int, layout: Layout) -> float:
+        return local_bytes(self.graph.values[v], layout, self.decision.sizes)
+
+    def _name(self, v: int) -> str:
+        """Of the call that makes a value, or of the graph's input."""
+        value = self.graph.values[v]
+        return value.name if value.producer is None else self.graph.operations[value.producer].name
+
+    def _readers(self) -> dict[tuple[int, Route], str]:
+        """The first operation that reads a value at the end of a way."""
+        found: dict[tuple[int, Route], str] = {}
+        for (index, _), route in self.decision.routes.items():
+            for stop in range(len(route.hops) + 1):
+                found.setdefault((route.value, Route(route.value, route.source, route.hops[:stop])),
+                                 self.graph.operations[index].name)
+        return found

@@ -1,0 +1,75 @@
+"""A decision and the plan that was made of it before -> one step after: the same events, time and bytes."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpml_compiler.plans.listing import listing
+from hpml_compiler.plans.record import graph_plan
+from hpml_compiler.simulate.prices import AsPlanned
+from hpml_compiler.simulate.step_graph import step_graph as of_plan
+from passes.costs.prices import MeshPrices
+from passes.errors import Infeasible
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
+from passes.partition.place import Placed, place
+from passes.partition.step_graph import step_graph as of_decision
+from passes.schedule.assembly import events
+from passes.schedule.lanes import Lanes, one_lane
+from tests.passes.traced import mlp, trace_joint, transformer
+
+
+def language_model():
+    model, batch = transformer(64, 32, 2, 3, rows=4, length=8)
+    return trace_joint(model, *batch)
+
+
+def chain():
+    return trace_joint(mlp(64, 128, layers=3), torch.randn(8, 64))
+
+
+@pytest.fixture(scope="module", params=[language_model, chain])
+def annotated(request):
+    return request.param().annotated()
+
+
+def decided(annotated, pin, prices, tight: bool) -> Placed:
+    """tight: in the least memory that works, so that parameters are stored in parts."""
+    stored, budget_bytes = annotated.interface.stored, None
+    if tight:
+        with pytest.raises(Infeasible) as error:
+            place(annotated.graph, pin, prices, stored=stored, budget_bytes=1.0)
+        budget_bytes = error.value.smallest_budget_bytes
+    answer = place(annotated.graph, pin, prices, stored=stored, budget_bytes=budget_bytes)
+    assert isinstance(answer, Placed)
+    return answer
+
+
+@pytest.mark.parametrize(("cluster", "pin", "tight"), [
+    ("1x4:cpu", {"dp": 2, "tp": 2}, False), ("1x4:h100-80g", {"dp": 4}, True), ("1x2:h100-80g", {"tp": 2}, True),
+])
+def test_a_step_of_the_decision_is_the_step_of_its_plan(annotated, cluster, pin, tight):
+    mesh = mesh_from_pin(pin, Cluster.parse(cluster))
+    prices = MeshPrices(mesh, 2)
+    answer = decided(annotated, pin, prices, tight)
+    plan = graph_plan(annotated, mesh, answer, name="graph", seconds={}, prices=prices)
+    problem = answer.problem
+    graph = of_decision(problem.graph, problem.groups, problem.saved, answer.decision, answer.cost, prices, mesh.names,
+                        blocks=listing(annotated, problem, once=False).blocks)
+    assert len(graph.calls) == len(plan.operations) and len(graph.moves) == len(plan.redistributions) > 0
+    both = graph, of_plan(plan, AsPlanned(plan))
+    for options in ({}, {"recompute": True}, {"overlap": False}):
+        ours, theirs = (played(one_lane([each], device=mesh.device, **options)) for each in both)
+        assert ours[0] == theirs[0]
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-9)
+        assert ours[2] == theirs[2]
+    assert ours[1][-1] == pytest.approx(answer.cost.step_us)  # one after another: what the planner adds up
+
+
+def played(lanes: Lanes) -> tuple[list[tuple[str, str]], list[float], list[int]]:
+    """What happens in which order, when, and the bytes held from time to time."""
+    spans = lanes.run()
+    found = events(lanes.tasks, lanes.labels, spans)
+    (curve,) = lanes.memory(spans)
+    times = [us for event in found for us in (event.start_us, event.stop_us)]
+    return [(e.stream, e.kind) for e in found], [*times, spans.end_us], [nbytes for _, nbytes in curve]

@@ -1,0 +1,25 @@
+"""Random placement graphs and decisions before -> a step that takes, one call after another, what the planner adds up."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.partition.place import Placed, place
+from passes.partition.step_graph import step_graph
+from passes.schedule.lanes import one_lane
+from tests.passes.graphs import Prices
+from tests.passes.partition.random_graphs import graphs
+
+AXES = {"x": 2, "y": 2}
+
+
+@given(graphs(), st.sampled_from([Prices(us_per_flop=10.0), Prices(latency=(1e3, 1e3), us_per_flop=0.01)]))
+@settings(max_examples=60, deadline=None)
+def test_one_after_another_a_step_takes_its_cost(graph, prices):
+    answer = place(graph, AXES, prices)
+    assert isinstance(answer, Placed)
+    problem = answer.problem
+    step = step_graph(graph, problem.groups, problem.saved, answer.decision, answer.cost, prices, tuple(AXES))
+    assert one_lane([step], overlap=False).run().end_us == pytest.approx(answer.cost.step_us)
+    assert sum(move.gradient for move in step.moves) <= len(graph.outputs)
