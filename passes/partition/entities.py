@@ -38,7 +38,7 @@ class Option:
 def option(cost: float, held: float, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...],
            operations: tuple[OperationLayouts, ...] = ()) -> Option:
     labels = tuple(map(format_layout, inputs)), tuple(map(format_layout, outputs))
-    return Option(Choice(cost, held, *labels), inputs, outputs, operations)
+    return Option(Choice(cost, (held,), *labels), inputs, outputs, operations)
 
 
 @dataclass

@@ -95,8 +95,9 @@ def place(
         return extrapolate_cost(cost, cost_of(short, shorter_decision, prices), further)
 
     cost = whole_cost(prices)
+    [held_bytes] = solution.held_bytes
     for name, ours, theirs in (
-        ("objective", cost.step_us, solution.objective_us), ("held bytes", cost.held_bytes, solution.held_bytes)
+        ("objective", cost.step_us, solution.objective_us), ("held bytes", cost.held_bytes, held_bytes)
     ):
         if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")

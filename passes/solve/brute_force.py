@@ -13,7 +13,8 @@ def brute_force(problem: Problem) -> Solution:
     """The optimum of `problem` by depth-first enumeration, entity after entity; takes exponential time.
 
     A branch is cut when its cost plus the cheapest choice of every later entity is no better than the best so far, or
-    when its bytes plus the lightest choices' exceed the budget. Bytes should be whole numbers: other sums are rounded.
+    when its bytes plus the lightest choices' exceed the budget at some position. Bytes should be whole numbers: other sums
+    are rounded.
     Returns status "optimal" or "infeasible"; does not raise.
     """
     began = time.perf_counter()
@@ -22,10 +23,12 @@ def brute_force(problem: Problem) -> Solution:
     due: list[list[int]] = [[] for _ in entities]  # edges whose second end is decided with this entity
     for index, edge in enumerate(problem.edges):
         due[max(edge.source, edge.target)].append(index)
-    cheapest, lightest = [0.0], [0.0]  # of all entities from here on
+    cheapest = [0.0]  # of all entities from here on
+    lightest = [(0.0,) * len(problem.positions)]
     for entity in reversed(entities):
         cheapest.insert(0, cheapest[0] + entity.multiplicity * min(choice.cost_us for choice in entity.choices))
-        lightest.insert(0, lightest[0] + entity.multiplicity * min(choice.held_bytes for choice in entity.choices))
+        least = (min(helds) for helds in zip(*(choice.held_bytes for choice in entity.choices)))
+        lightest.insert(0, tuple(after + entity.multiplicity * held for after, held in zip(lightest[0], least)))
     budget = math.inf if problem.budget_bytes is None else problem.budget_bytes
     best_us, best = math.inf, None
     chosen: list[int] = []
@@ -35,10 +38,10 @@ def brute_force(problem: Problem) -> Solution:
         supplied = problem.supplied(edge, chosen[edge.source])
         return paths[index].get((supplied, problem.demanded(edge, chosen[edge.target])))
 
-    def visit(spent_us: float, held: float) -> None:
+    def visit(spent_us: float, held: tuple[float, ...]) -> None:
         nonlocal best_us, best
         position = len(chosen)
-        if spent_us + cheapest[position] >= best_us or held + lightest[position] > budget:
+        if spent_us + cheapest[position] >= best_us or any(a + b > budget for a, b in zip(held, lightest[position])):
             return
         if position == len(entities):
             best_us, best = spent_us, tuple(chosen)
@@ -50,10 +53,10 @@ def brute_force(problem: Problem) -> Solution:
             if all(path is not None for _, path in met):
                 edges_us = sum(multiplicity * path[0] for multiplicity, path in met if path is not None)
                 visit(spent_us + entity.multiplicity * choice.cost_us + edges_us,
-                      held + entity.multiplicity * choice.held_bytes)
+                      tuple(a + entity.multiplicity * b for a, b in zip(held, choice.held_bytes)))
             chosen.pop()
 
-    visit(0.0, 0.0)
+    visit(0.0, (0.0,) * len(problem.positions))
     found = best is not None
     chosen = list(best or ())
     taken = [path_of(index) for index in range(len(problem.edges))] if found else []
@@ -64,7 +67,7 @@ def brute_force(problem: Problem) -> Solution:
         objective_us=best_us,
         bound_us=best_us,
         gap=0.0,
-        held_bytes=problem.held_bytes(chosen) if found else math.inf,
+        held_bytes=problem.held_bytes(chosen) if found else (math.inf,) * len(problem.positions),
         variables=0,
         binaries=0,
         constraints=0,

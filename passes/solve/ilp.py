@@ -14,9 +14,10 @@ Constraints, each family added by the function of the same name; rows and column
     (1) one_choice[e]   sum_c x[e,c] = 1
     (2) flow[d,label]   sum of x that supply it + sum of f into it - sum of f out of it - sum of x that demand it = 0;
                         >= 0 where some choice demands nothing: then what is supplied may be dropped
-    (3) budget          sum_e,c bytes[e,c] x[e,c] <= budget - bytes of what is decided, in a power of 1024 B below it
+    (3) budget[p]       sum_e,c bytes[e,c,p] x[e,c] <= budget - bytes of what is decided, in a power of 1024 B below it,
+                        at each position p of the step
     (4) cover[k]        sum_e x[e,c_k(e)] <= n - 1: not all n of these choices together. Added when a solution passes
-                        (3) within the solver's tolerance but, counted exactly, exceeds the budget
+                        (3) within the solver's tolerance but, counted exactly, exceeds the budget at some position
 
 An edge needs one f per arc instead of one variable per pair of labels: on a mesh of two axes less than half as many,
 for the same bound. With x integral the cheapest flow is a cheapest path, so f need not be integer.
@@ -148,26 +149,28 @@ def flow(model: Model) -> None:
 
 
 def budget(model: Model) -> None:
-    """(3) What is held on each device stays within the budget."""
+    """(3) What is held on each device stays within the budget, at every position."""
     reduced = model.reduced
     limit = reduced.problem.budget_bytes
     if limit is None:
         return
     power = min(max(int(math.log(max(limit, 1.0), 1024)), 0), len(_BYTE_UNITS) - 1)
     unit = 1024.0**power
-    decided = math.fsum(float(held[0]) for held in reduced.held_bytes if len(held) == 1)
-    terms = {x: float(held) / unit
-             for choices, helds in zip(model.choices, reduced.held_bytes, strict=True)
-             for x, held in zip(choices, helds, strict=False) if held > 0}
-    if terms:
-        _add_row(model, terms, pulp.LpConstraintLE, (limit - decided) / unit, f"budget_{_BYTE_UNITS[power]}")
+    for position, word in enumerate(reduced.problem.positions):
+        decided = math.fsum(float(held[0, position]) for held in reduced.held_bytes if len(held) == 1)
+        terms = {x: float(held) / unit
+                 for choices, helds in zip(model.choices, reduced.held_bytes, strict=True)
+                 for x, held in zip(choices, helds[:, position], strict=False) if held > 0}
+        if terms:
+            name = f"budget_{position}_{_word(word)}_{_BYTE_UNITS[power]}"
+            _add_row(model, terms, pulp.LpConstraintLE, (limit - decided) / unit, name)
 
 
-def cover(model: Model, picked: Sequence[int]) -> None:
-    """(4) Forbid the choices of `picked` that hold bytes, all together, because they exceed the budget."""
-    heavy = [choices[position]
-             for choices, helds, position in zip(model.choices, model.reduced.held_bytes, picked, strict=True)
-             if choices and helds[position] > 0]
+def cover(model: Model, picked: Sequence[int], position: int) -> None:
+    """(4) Forbid the choices of `picked` that hold bytes at a position, all together, as they exceed the budget there."""
+    heavy = [choices[number]
+             for choices, helds, number in zip(model.choices, model.reduced.held_bytes, picked, strict=True)
+             if choices and helds[number, position] > 0]
     _add_row(model, dict.fromkeys(heavy, 1.0), pulp.LpConstraintLE, len(heavy) - 1.0, f"cover_{model.covers}")
     model.covers += 1
 

@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from passes.errors import Infeasible
 from passes.solve.problem import Arc, Choice, Edge, Entity, Label, Problem, Solution
@@ -23,20 +24,58 @@ def explain(problem: Problem, options: SolverOptions, find: Find) -> Infeasible:
     """
     if problem.budget_bytes is not None:
         try:
-            lightest = find(_bytes_as_cost(problem), options)
+            least = _smallest_budget(problem, options, find)
         except NoAssignment:  # no budget would do
             return explain(replace(problem, budget_bytes=None), options, find)
-        return _over_budget(problem, lightest)
+        return _over_budget(problem, least)
     return _without_path(problem, find(_unmet_as_cost(problem), options))
 
 
-def _over_budget(problem: Problem, lightest: Solution) -> Infeasible:
+@dataclass(frozen=True)
+class _Least:
+    """No budget below `bound` works, `budget` does (infinite: none is known). Both are one where that is proven."""
+
+    bound: float
+    budget: float
+
+
+def _smallest_budget(problem: Problem, options: SolverOptions, find: Find) -> _Least:
+    """What the position that needs most needs at least: to the byte, if the time suffices.
+
+    Each position alone gives a bound. Where the choices for one take more at another, the budget is halved in between.
+    """
+    began = time.perf_counter()
+    bound, budget, proven = 0.0, math.inf, True
+    for k in range(len(problem.positions)):
+        found = find(_bytes_as_cost(problem, k), options)
+        bound = max(bound, found.held_bytes[k] if found.status == "optimal" else found.bound_us)
+        budget = min(budget, max(found.held_bytes))
+        proven = proven and found.status == "optimal"
+    middle = bound
+    while budget > bound and proven:
+        left_s = options.seconds - (time.perf_counter() - began)
+        if left_s <= 0:
+            break
+        try:
+            tried = replace(_bytes_as_cost(problem, None), budget_bytes=middle)
+            found = find(tried, replace(options, gap=0.5, time_limit_s=left_s))
+        except NoAssignment:
+            bound = min(math.floor(middle) + 1.0, budget)
+        else:
+            if found.status == "no_solution":
+                break
+            budget = max(found.held_bytes)
+        middle = max(bound, (bound + budget) // 2)
+    return _Least(bound, budget)
+
+
+def _over_budget(problem: Problem, least: _Least) -> Infeasible:
     where = f"budget of {_bytes(problem.budget_bytes or 0.0)} on each device"
-    if lightest.status == "no_solution":
+    smallest = least.budget
+    if math.isinf(smallest):
         return Infeasible("no assignment fits the memory budget", where,
-                          f"set it to more than {_bytes(lightest.bound_us)}; a longer time limit tells to how much")
-    smallest = lightest.held_bytes
-    exactly = "smallest that works" if lightest.status == "optimal" else "smallest known to work"
+                          f"set it to more than {_bytes(least.bound)}; a longer time limit tells to how much")
+    exactly = "smallest that works" if smallest <= least.bound else "smallest known to work"
     error = Infeasible(f"no assignment fits the memory budget; the {exactly} is {_bytes(smallest)}", where,
                        f"set the budget to at least {math.ceil(smallest)} bytes, or use more devices")
     error.smallest_budget_bytes = smallest  # type: ignore[attr-defined]
@@ -64,21 +103,27 @@ def _labels(problem: Problem, edge: Edge, supplied: bool) -> str:
     return ", ".join(sorted("nothing" if label is None else label for label in labels))
 
 
-def _bytes_as_cost(problem: Problem) -> Problem:
-    """The same choices, to be made for the fewest bytes; arcs cost nothing, and there is no budget."""
+def _bytes_as_cost(problem: Problem, position: int | None) -> Problem:
+    """The same choices, to be made for the fewest bytes, at one position or in all; arcs cost nothing, and there is no
+    budget."""
+
+    def cost(held: tuple[float, ...]) -> float:
+        return math.fsum(held) if position is None else held[position]
+
     arcs = {id(edge.arcs): tuple(replace(arc, cost_us=0.0) for arc in edge.arcs) for edge in problem.edges}
     entities = tuple(
-        replace(entity, choices=tuple(replace(choice, cost_us=choice.held_bytes) for choice in entity.choices))
+        replace(entity, choices=tuple(replace(choice, cost_us=cost(choice.held_bytes)) for choice in entity.choices))
         for entity in problem.entities
     )
-    return Problem(entities, tuple(replace(edge, arcs=arcs[id(edge.arcs)]) for edge in problem.edges))
+    edges = tuple(replace(edge, arcs=arcs[id(edge.arcs)]) for edge in problem.edges)
+    return replace(problem, entities=entities, edges=edges, budget_bytes=None)
 
 
 def _unmet_as_cost(problem: Problem) -> Problem:
     """The same choices, to be made for the fewest unmet edges: for 1, `_UNMET` turns any label into any other."""
 
     def supplying(choice: Choice) -> Choice:
-        return Choice(0.0, 0.0, choice.inputs, tuple(_NOTHING if label is None else label for label in choice.outputs))
+        return Choice(0.0, (0.0,), choice.inputs, tuple(_NOTHING if label is None else label for label in choice.outputs))
 
     entities = tuple(Entity(e.name, e.kind, 1, tuple(map(supplying, e.choices))) for e in problem.entities)
     edges = []

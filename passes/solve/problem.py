@@ -6,7 +6,9 @@ takes exactly one of its *choices*. A choice supplies a label on each out-port a
 *arcs*, each one collective on one axis, that turn one label into another. Then
 
     objective_us = sum over entities of multiplicity * cost_us  +  sum over edges of multiplicity * cheapest path's cost
-    held_bytes   = sum over entities of multiplicity * held_bytes  <=  budget_bytes
+    held_bytes   = sum over entities of multiplicity * held_bytes  <=  budget_bytes, at every position
+
+A *position* is a point of the step, such as the end of forward, at which memory is counted: bytes are a number for each.
 
 An edge costs nothing where nothing is demanded (None). It cannot be met where something is demanded and nothing
 supplied, or where no path of arcs leads from the one label to the other.
@@ -27,13 +29,13 @@ Label = str  # placement of a value on all mesh axes, opaque here
 class Choice:
     """One strategy of an entity.
 
-    cost_us: time of one instance, >= 0. held_bytes: bytes that one instance holds on every device through the step,
+    cost_us: time of one instance, >= 0. held_bytes: bytes that one instance holds on every device at each position,
     >= 0. inputs: label demanded on each in-port (None: takes nothing). outputs: label supplied on each out-port (None:
     supplies nothing).
     """
 
     cost_us: float
-    held_bytes: float
+    held_bytes: tuple[float, ...]
     inputs: tuple[Label | None, ...]
     outputs: tuple[Label | None, ...]
 
@@ -76,15 +78,19 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Entities, edges and the bytes that each device may hold (None: no limit). Raises `BadInput` if malformed."""
+    """Entities, edges and the bytes that each device may hold (None: no limit). Raises `BadInput` if malformed.
+
+    positions: names of the points of the step at which bytes are counted, to one budget. "step": all through it.
+    """
 
     entities: tuple[Entity, ...]
     edges: tuple[Edge, ...]
     budget_bytes: float | None = None
+    positions: tuple[str, ...] = ("step",)
 
     def __post_init__(self) -> None:
         for index, entity in enumerate(self.entities):
-            _check_entity(entity, f"entity {index} {entity.name!r}")
+            _check_entity(entity, f"entity {index} {entity.name!r}", self.positions)
         checked_arcs: set[int] = set()  # by identity: arcs are shared between edges
         for index, edge in enumerate(self.edges):
             _check_edge(edge, self.entities, f"edge {index} {edge.name!r}")
@@ -104,9 +110,10 @@ class Problem:
         """The label on the edge's in-port when its target takes its choice number `choice`."""
         return self.entities[edge.target].choices[choice].inputs[edge.target_port]
 
-    def held_bytes(self, chosen: Sequence[int]) -> float:
-        """Bytes on each device when entity i takes its choice number chosen[i]."""
-        return math.fsum(e.multiplicity * e.choices[c].held_bytes for e, c in zip(self.entities, chosen, strict=True))
+    def held_bytes(self, chosen: Sequence[int]) -> tuple[float, ...]:
+        """Bytes on each device, at each position, when entity i takes its choice number chosen[i]."""
+        pairs = [(e.multiplicity, e.choices[c].held_bytes) for e, c in zip(self.entities, chosen, strict=True)]
+        return tuple(math.fsum(count * held[k] for count, held in pairs) for k in range(len(self.positions)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,7 @@ class Solution:
     `chosen` and `paths` are empty and `objective_us` is infinite.
     chosen: choice index per entity. paths: per edge, the arcs taken in order, empty where nothing has to change.
     bound_us: no assignment costs less. gap: (objective - bound) / objective, 0 if the optimum is proven.
-    held_bytes: on each device. variables, binaries, constraints: size of the model that the solver saw.
+    held_bytes: on each device, at each position. variables, binaries, constraints: size of the model that the solver saw.
     seconds: from problem to checked solution. integral_relaxation: the LP relaxation alone gave the answer.
     """
 
@@ -128,7 +135,7 @@ class Solution:
     objective_us: float
     bound_us: float
     gap: float
-    held_bytes: float
+    held_bytes: tuple[float, ...]
     variables: int
     binaries: int
     constraints: int
@@ -137,7 +144,7 @@ class Solution:
     integral_relaxation: bool
 
 
-def _check_entity(entity: Entity, where: str) -> None:
+def _check_entity(entity: Entity, where: str, positions: tuple[str, ...]) -> None:
     if not entity.choices:
         raise BadInput("an entity has no choices", where, "give it at least one; a replicated one always exists")
     if entity.multiplicity < 0:
@@ -145,7 +152,14 @@ def _check_entity(entity: Entity, where: str) -> None:
     ports = len(entity.choices[0].inputs), len(entity.choices[0].outputs)
     for index, choice in enumerate(entity.choices):
         _check_amount(choice.cost_us, f"cost_us of choice {index}", where)
-        _check_amount(choice.held_bytes, f"held_bytes of choice {index}", where)
+        if len(choice.held_bytes) != len(positions):
+            raise BadInput(
+                f"choice {index} holds bytes at {len(choice.held_bytes)} positions, the problem has {len(positions)}",
+                where,
+                f"give every choice a number for each of {list(positions)}",
+            )
+        for held in choice.held_bytes:
+            _check_amount(held, f"held_bytes of choice {index}", where)
         if (len(choice.inputs), len(choice.outputs)) != ports:
             raise BadInput(
                 f"choice {index} has {len(choice.inputs)} in-ports and {len(choice.outputs)} out-ports, "

@@ -5,9 +5,10 @@ Repeated until nothing changes:
 - *unmet*: a choice goes when on some edge no choice at the other end fits it;
 - *settled*: an edge whose cost is (a number per source choice) + (a number per target choice) goes, and the numbers are
   added to the choices; so go edges with a single label at one end and edges from an entity to itself;
-- *over budget*: a choice goes when the budget is exceeded even with the lightest choice everywhere else;
+- *over budget*: a choice goes when at some position the budget is exceeded even with the lightest choices elsewhere;
 - *dominated*: a choice goes when another one, plus the collectives that turn its labels into those of the first, is not
-  dearer (nor heavier if there is a budget). By the triangle inequality this holds whatever the neighbors choose.
+  dearer (nor heavier at any position if there is a budget). By the triangle inequality this holds whatever the neighbors
+  choose.
 
 Without a budget bytes break ties only. Once an assignment is known, choices and paths that alone cost more go (`cap`).
 """
@@ -32,8 +33,9 @@ class NoAssignment(Exception):
 class Reduced:
     """What is left of a problem; all lists are indexed as its entities or edges.
 
-    Per entity: candidates, original indices of the choices that are left, (n,) ints; cost_us (settled edges included)
-    and held_bytes of these, for all instances together, (n,) floats; open_at, the edges at it that are not settled.
+    Per entity: candidates, original indices of the choices that are left, (n,) ints; cost_us (settled edges included),
+    (n,) floats, and held_bytes, (n, positions) floats, of these, for all instances together; open_at, the edges at it
+    that are not settled.
     Per edge: paths; supply and demand, the index into the paths' table of each candidate's label, (n,) ints.
     spare_us: no edge that costs more is of use (`cap`).
     """
@@ -192,11 +194,11 @@ def _drop_over_budget(reduced: Reduced) -> set[int]:
     budget = reduced.problem.budget_bytes
     if budget is None:
         return set()
-    lightest = [float(held.min()) for held in reduced.held_bytes]
-    spare = budget - math.fsum(lightest) + _ROUNDING * budget
+    lightest = [held.min(axis=0) for held in reduced.held_bytes]
+    spare = budget - np.array([math.fsum(held) for held in zip(*lightest)]) + _ROUNDING * budget
     losing: set[int] = set()
     for entity, held in enumerate(reduced.held_bytes):
-        losing |= _keep(reduced, entity, held - lightest[entity] <= spare)
+        losing |= _keep(reduced, entity, (held - lightest[entity] <= spare).all(axis=1))
     return losing
 
 
@@ -214,9 +216,9 @@ def _drop_dominated(reduced: Reduced, entity: int) -> set[int]:
             loss = loss + between[np.ix_(reduced.demand[edge], reduced.demand[edge])].T
     replaces = loss <= 0
     if reduced.problem.budget_bytes is not None:
-        replaces &= held[:, None] <= held[None, :]
+        replaces &= (held[:, None] <= held[None, :]).all(axis=2)
     np.fill_diagonal(replaces, False)
     kept = np.ones(len(cost), dtype=bool)
-    for candidate in np.lexsort((held, cost))[::-1]:  # dearest first, so that of equals the lightest stays
+    for candidate in np.lexsort((*held.T[::-1], cost))[::-1]:  # dearest first, so that of equals the lightest stays
         kept[candidate] = not (replaces[:, candidate] & kept).any()
     return _keep(reduced, entity, kept)

@@ -75,15 +75,15 @@ class _Descent:
     def improve(self, start: list[int], limit: float | None = None) -> list[int]:
         """Improve `start` until no entity and no two neighbors can be changed for the better.
 
-        limit: bytes that `start` keeps to, and so does the result.
+        limit: bytes that `start` keeps to at every position, and so does the result.
         """
         picked = list(start)
-        spare = math.inf if limit is None else limit - self._held(picked)
+        spare = (math.inf if limit is None else limit) - self._held(picked)
         for _ in range(_SWEEPS):
             moved = False
             for entity, other in ((e, o) for e in range(len(picked)) for o in (None, *self.neighbors[e])):
                 if other is None:
-                    added = self._added_bytes(entity, picked)[:, None]
+                    added = self._added_bytes(entity, picked)[:, None]  # (candidates, other's candidates, positions)
                     cost = self._costs(entity, picked)[:, None]
                 elif entity < other:
                     added = self._added_bytes(entity, picked)[:, None] + self._added_bytes(other, picked)
@@ -92,9 +92,10 @@ class _Descent:
                 else:
                     continue
                 now = cost[picked[entity], 0 if other is None else picked[other]]
-                first, second = np.unravel_index(np.where(added <= spare, cost, math.inf).argmin(), cost.shape)
+                fits = (added <= spare).all(axis=2)
+                first, second = np.unravel_index(np.where(fits, cost, math.inf).argmin(), cost.shape)
                 if cost[first, second] < now * (1 - _WORTH):
-                    moved, spare = True, spare - float(added[first, second])
+                    moved, spare = True, spare - added[first, second]
                     picked[entity] = int(first)
                     if other is not None:
                         picked[other] = int(second)
@@ -103,32 +104,43 @@ class _Descent:
         return picked
 
     def lighten(self, start: list[int], limit: float) -> list[int] | None:
-        """Change the entity that adds least cost per byte saved, again and again until `limit` bytes are kept to."""
+        """Change `start` until `limit` bytes are kept to at every position; None if that does not succeed."""
+        picked: list[int] | None = list(start)
+        for _ in range(_SWEEPS):  # what is saved at some positions may be added at others
+            if picked is None or (self._held(picked) <= limit).all():
+                return picked
+            picked = self._lighten(picked, limit)
+        return None
+
+    def _lighten(self, start: list[int], limit: float) -> list[int] | None:
+        """Change the entity that adds least cost per byte saved, again and again until `limit` bytes are kept to at the
+        positions that exceed it now."""
         picked = list(start)
         over = self._held(picked) - limit
+        exceeded = over > 0
         latest = [0] * len(picked)  # number of an entity's entry that still holds; older ones stay in the queue
-        queue = [(*self._cheapest_saving(entity, picked), entity, 0) for entity in range(len(picked))]
+        queue = [(*self._cheapest_saving(entity, picked, exceeded), entity, 0) for entity in range(len(picked))]
         heapq.heapify(queue)
-        while over > 0 and queue:
-            rate, position, entity, number = heapq.heappop(queue)
+        while (over[exceeded] > 0).any() and queue:
+            rate, lighter, entity, number = heapq.heappop(queue)
             if number != latest[entity]:
                 continue
             if math.isinf(rate):
                 return None
-            over += float(self._added_bytes(entity, picked)[position])
-            picked[entity] = position
+            over += self._added_bytes(entity, picked)[lighter]
+            picked[entity] = lighter
             for changed in (entity, *self.neighbors[entity]):
                 latest[changed] += 1
-                heapq.heappush(queue, (*self._cheapest_saving(changed, picked), changed, latest[changed]))
+                heapq.heappush(queue, (*self._cheapest_saving(changed, picked, exceeded), changed, latest[changed]))
         return picked
 
     def met(self, picked: list[int]) -> bool:
         """Whether every open edge has a path."""
         return all(table[picked[a], picked[b]] < self.unmet_us for (a, b), table in self.between.items())
 
-    def _cheapest_saving(self, entity: int, picked: list[int]) -> tuple[float, int]:
-        """(µs added per byte saved, inf if no candidate is lighter; position of that candidate)."""
-        saved = -self._added_bytes(entity, picked)
+    def _cheapest_saving(self, entity: int, picked: list[int], exceeded: np.ndarray) -> tuple[float, int]:
+        """(µs added per byte saved at the positions `exceeded`, inf if no candidate is lighter; number of that candidate)."""
+        saved = -self._added_bytes(entity, picked)[:, exceeded].sum(axis=1)
         cost = self._costs(entity, picked)
         rate = np.full(len(saved), math.inf)
         np.divide(cost - cost[picked[entity]], saved, out=rate, where=saved > 0)
@@ -144,8 +156,11 @@ class _Descent:
         return cost
 
     def _added_bytes(self, entity: int, picked: list[int]) -> np.ndarray:
+        """Of each candidate, at each position, (n, positions)."""
         held = self.reduced.held_bytes[entity]
         return held - held[picked[entity]]
 
-    def _held(self, picked: list[int]) -> float:
-        return math.fsum(float(held[p]) for held, p in zip(self.reduced.held_bytes, picked, strict=True))
+    def _held(self, picked: list[int]) -> np.ndarray:
+        """At each position."""
+        helds = [held[p].tolist() for held, p in zip(self.reduced.held_bytes, picked, strict=True)]
+        return np.array([math.fsum(held) for held in zip(*helds)])

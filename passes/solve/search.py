@@ -104,12 +104,14 @@ class _Search:
             if outcome.state in ("infeasible", "unknown"):
                 return
             picked = model.picked()
-            if self._fits(model.reduced, picked):
+            exceeded = self._exceeded(model.reduced, picked)
+            if not exceeded:
                 self._offer(model.reduced, picked)
                 if outcome.state == "optimal" and outcome.bound is None:
                     self._raise_bound(model.objective_us() * (1 - self.options.gap))
                 return
-            ilp.cover(model, picked)
+            for position in exceeded:
+                ilp.cover(model, picked, position)
 
     def _solver_run(self, model: ilp.Model, integer: bool) -> solvers.Outcome:
         model.set_integer(integer)
@@ -122,13 +124,16 @@ class _Search:
     def _seconds_left(self) -> float:
         return self.options.seconds - (time.perf_counter() - self.began)
 
-    def _fits(self, reduced: Reduced, picked: list[int]) -> bool:
+    def _exceeded(self, reduced: Reduced, picked: list[int]) -> list[int]:
+        """Numbers of the positions at which more is held than the budget."""
         budget = self.problem.budget_bytes
-        return budget is None or self.problem.held_bytes(reduced.original(picked)) <= budget
+        if budget is None:
+            return []
+        return [k for k, held in enumerate(self.problem.held_bytes(reduced.original(picked))) if held > budget]
 
     def _offer(self, reduced: Reduced, picked: list[int] | None) -> None:
         """Remember `picked` if it is an assignment, within the budget, and better than the best so far."""
-        if picked is not None and self._fits(reduced, picked):
+        if picked is not None and not self._exceeded(reduced, picked):
             objective_us = self._objective_us(reduced, picked)
             if objective_us < self.best_us:
                 self.best, self.best_us = list(picked), objective_us
@@ -168,7 +173,7 @@ class _Search:
             objective_us=self.best_us,
             bound_us=self.best_us if proven else self.bound_us,
             gap=gap,
-            held_bytes=self.problem.held_bytes(chosen) if self.best is not None else math.inf,
+            held_bytes=self.problem.held_bytes(chosen) if self.best is not None else (math.inf,) * len(self.problem.positions),
             variables=self.model.variables if self.model else 0,
             binaries=self.model.binaries if self.model else 0,
             constraints=self.model.constraints if self.model else 0,

@@ -37,10 +37,11 @@ def check(problem: Problem, solution: Solution) -> None:
         terms.append(edge.multiplicity * _check_path(problem, edge, path, graph, solution.chosen))
     _compare("objective_us", solution.objective_us, math.fsum(terms))
 
-    held = math.fsum(entity.multiplicity * entity.choices[choice].held_bytes for entity, choice in pairs)
-    _compare("held_bytes", solution.held_bytes, held)
-    if problem.budget_bytes is not None and held > problem.budget_bytes:
-        raise VerificationError(f"{held:.0f} bytes are held, the budget is {problem.budget_bytes:.0f}")
+    for k, (position, claimed) in enumerate(zip(problem.positions, solution.held_bytes, strict=True)):
+        held = math.fsum(entity.multiplicity * entity.choices[choice].held_bytes[k] for entity, choice in pairs)
+        _compare(f"held_bytes at {position!r}", claimed, held)
+        if problem.budget_bytes is not None and held > problem.budget_bytes:
+            raise VerificationError(f"{held:.0f} bytes are held at {position!r}, the budget is {problem.budget_bytes:.0f}")
     if solution.bound_us > solution.objective_us * (1 + TOLERANCE):
         raise VerificationError(f"bound {solution.bound_us!r} us lies above the objective {solution.objective_us!r} us")
 

@@ -131,7 +131,7 @@ def without_a_charge(problem):
 def heavier(problem):
     k = next(k for k, e in enumerate(problem.entities) if e.kind == "parameter")
     entity = problem.entities[k]
-    changed = replace(entity, choices=tuple(replace(c, held_bytes=c.held_bytes + 1) for c in entity.choices))
+    changed = replace(entity, choices=tuple(replace(c, held_bytes=(c.held_bytes[0] + 1,)) for c in entity.choices))
     return replace(problem, entities=(*problem.entities[:k], changed, *problem.entities[k + 1:]))
 
 

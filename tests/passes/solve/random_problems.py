@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from passes.solve import Arc, Choice, Edge, Entity, Problem
 
 LABELS = ("R", "S(0)", "S(1)", "P")
+POSITIONS = ("forward", "backward", "step")
 _AMOUNTS = st.one_of(st.integers(0, 12).map(float), st.floats(0.01, 1e6, allow_nan=False))
 
 
@@ -21,9 +22,10 @@ def arcs(draw) -> tuple[Arc, ...]:
 
 
 @st.composite
-def problems(draw, nothing: bool = True, budgets: bool = True, most_entities: int = 6) -> Problem:
-    """nothing: labels may be None. Bytes and budgets are whole numbers, so that all sums of them are exact."""
-    count = draw(st.integers(1, most_entities))
+def problems(draw, nothing: bool = True, budgets: bool = True, most_entities: int = 6, positions: int = 2) -> Problem:
+    """nothing: labels may be None. positions: memory is counted at so many at most. Bytes and
+    budgets are whole numbers, so that all sums of them are exact."""
+    count, places = draw(st.integers(1, most_entities)), draw(st.integers(1, positions))
     supplied = st.sampled_from((*LABELS, None) if nothing and draw(st.integers(0, 3)) == 0 else LABELS)
     demanded = st.sampled_from((*LABELS, None) if nothing and draw(st.booleans()) else LABELS)
     # earlier -> later in any shape, now and then an entity to itself or back
@@ -40,7 +42,7 @@ def problems(draw, nothing: bool = True, budgets: bool = True, most_entities: in
         in_ports[target] += 1
     entities = tuple(
         Entity(f"entity {i}", "op", draw(st.integers(1, 4)), tuple(
-            Choice(draw(_AMOUNTS), float(draw(st.integers(0, 20))),
+            Choice(draw(_AMOUNTS), tuple(float(draw(st.integers(0, 20))) for _ in range(places)),
                    tuple(draw(demanded) for _ in range(in_ports[i])),
                    tuple(draw(supplied) for _ in range(out_ports[i])))
             for _ in range(draw(st.integers(1, 5)))))
@@ -52,12 +54,13 @@ def problems(draw, nothing: bool = True, budgets: bool = True, most_entities: in
         for i, spot in enumerate(spots)
     )
     budget = float(draw(st.integers(0, 120))) if budgets and draw(st.booleans()) else None
-    return Problem(entities, edges, budget)
+    return Problem(entities, edges, budget, POSITIONS[:places])
 
 
 def tangled(seed: int) -> Problem:
-    """A chain with shortcuts, up to five choices each, and often a budget: much of it is left to the solver."""
-    rng = random.Random(seed)
+    """A chain with shortcuts, up to five choices each, and often a budget: much of it is left to the solver. Memory is
+    counted at one position, two or three."""
+    rng, positions = random.Random(seed), 1 + seed % 3
     count = rng.randint(3, 7)
     scale = 10 ** rng.uniform(-2, 6)  # µs
 
@@ -75,7 +78,7 @@ def tangled(seed: int) -> Problem:
     takes_nothing = rng.choice([0.0, 0.0, 0.2])
     entities = tuple(
         Entity(f"entity {i}", "op", rng.choice([1, 1, 4, 32]), tuple(
-            Choice(cost(), float(rng.randint(0, 30)),
+            Choice(cost(), tuple(float(rng.randint(0, 30)) for _ in range(positions)),
                    tuple(None if rng.random() < takes_nothing else rng.choice(LABELS) for _ in range(in_ports[i])),
                    tuple(rng.choice(LABELS) for _ in range(out_ports[i])))
             for _ in range(rng.randint(2, 5))))
@@ -86,8 +89,8 @@ def tangled(seed: int) -> Problem:
              tuple(Arc(a, b, cost()) for a in LABELS for b in LABELS if a != b and rng.random() < 0.8), f"edge {i}")
         for i, spot in enumerate(spots)
     )
-    usual = sum(e.multiplicity * sum(c.held_bytes for c in e.choices) / len(e.choices) for e in entities)
-    return Problem(entities, edges, rng.choice([None, float(int(usual * rng.uniform(0.5, 1)))]))
+    usual = sum(e.multiplicity * sum(c.held_bytes[0] for c in e.choices) / len(e.choices) for e in entities)
+    return Problem(entities, edges, rng.choice([None, float(int(usual * rng.uniform(0.5, 1)))]), POSITIONS[:positions])
 
 
 def hard_chain(entities: int = 120, budget: bool = True) -> Problem:
@@ -98,9 +101,9 @@ def hard_chain(entities: int = 120, budget: bool = True) -> Problem:
     def choice() -> Choice:
         held = rng.randint(10**6, 10**8)
         cost = 1100 - held / 1e5 + rng.uniform(0, 1)
-        return Choice(cost, float(held), (rng.choice(LABELS),), (rng.choice(LABELS),))
+        return Choice(cost, (float(held),), (rng.choice(LABELS),), (rng.choice(LABELS),))
 
     layers = tuple(Entity(f"layer {i}", "op", 1, tuple(choice() for _ in range(8))) for i in range(entities))
     edges = tuple(Edge(i, 0, i + 1, 0, 1, arcs, f"value {i}") for i in range(entities - 1))
-    lightest = sum(min(choice.held_bytes for choice in layer.choices) for layer in layers)
+    lightest = sum(min(choice.held_bytes[0] for choice in layer.choices) for layer in layers)
     return Problem(layers, edges, 3.0 * lightest if budget else None)

@@ -23,10 +23,10 @@ def run(model: ilp.Model, integer: bool) -> solvers.Outcome:
 @pytest.fixture
 def shared_value() -> Problem:
     """A value with two users, one of which may do without it; nothing of it is settled by the reduction."""
-    producer = tuple(Choice(cost, 2e9, (), (label,)) for cost, label in ((30.0, "R"), (10.0, "S(0), R")))
-    reader = tuple(Choice(cost, held, (label,), ())
+    producer = tuple(Choice(cost, (2e9,), (), (label,)) for cost, label in ((30.0, "R"), (10.0, "S(0), R")))
+    reader = tuple(Choice(cost, (held,), (label,), ())
                    for cost, held, label in ((9.0, 1e9, "R"), (3.0, 2e9, "S(0), R"), (4.0, 2e9, "P")))
-    maybe = (Choice(20.0, 0.0, (None,), ()), Choice(1.0, 3e9, ("R",), ()), Choice(0.0, 4e9, ("P",), ()))
+    maybe = (Choice(20.0, (0.0,), (None,), ()), Choice(1.0, (3e9,), ("R",), ()), Choice(0.0, (4e9,), ("P",), ()))
     arcs = (Arc("R", "S(0), R", 1.0), Arc("S(0), R", "R", 25.0), Arc("R", "P", 2.0), Arc("P", "S(0), R", 11.0),
             Arc("S(0), R", "P", 40.0))
     entities = (Entity("layers.0/mlp up[0]", "op", 2, producer), Entity("reader", "op", 2, reader),
@@ -68,7 +68,7 @@ def test_an_lp_dump_can_be_read(shared_value, tmp_path):
     assert re.search(r"^flow_0_up_reader_\d_P: .* = 0$", text, re.MULTILINE)  # every choice of the reader takes a label
     assert re.search(r"^flow_1_up_maybe_\d_P: .* >= 0$", text, re.MULTILINE)  # one takes nothing
     assert re.search(r"f_0_up_reader_\d_R_S_0_R\b", text)
-    assert re.search(r"^budget_GiB: ", text, re.MULTILINE)
+    assert re.search(r"^budget_0_step_GiB: ", text, re.MULTILINE)
     assert model.variables == len(model.program.variables())
     assert (model.binaries, model.constraints) == (8, 10)
 
@@ -77,7 +77,7 @@ def test_every_family_is_documented_and_built_by_the_function_of_its_name(shared
     numbered = re.findall(r"^    \((\d)\) (\w+)", ilp.__doc__ or "", re.MULTILINE)
     assert [int(number) for number, _ in numbered] == [1, 2, 3, 4]
     model = ilp.build(unreduced(shared_value))
-    ilp.cover(model, [0, 1, 2])
+    ilp.cover(model, [0, 1, 2], 0)
     rows = [row for row in model.program.toDict()["constraints"]]
     assert {family for _, family in numbered} == {re.split(r"_[\dG]", row["name"])[0] for row in rows}
     for number, family in numbered:
@@ -104,7 +104,7 @@ def test_values_set_from_an_assignment_are_feasible(shared_value):
 def test_a_cover_excludes_its_assignment_alone(shared_value):
     optimum = brute_force(shared_value)
     model = ilp.build(unreduced(shared_value))
-    ilp.cover(model, optimum.chosen)
+    ilp.cover(model, optimum.chosen, 0)
     assert run(model, integer=True).state == "optimal"
     assert model.picked() != list(optimum.chosen)
     second = min(
@@ -112,7 +112,7 @@ def test_a_cover_excludes_its_assignment_alone(shared_value):
             tuple(Entity(e.name, e.kind, e.multiplicity, e.choices[:c] + e.choices[c + 1:]) if i == entity else e
                   for i, e in enumerate(shared_value.entities)),
             shared_value.edges, shared_value.budget_bytes)).objective_us
-        for entity, c in enumerate(optimum.chosen) if shared_value.entities[entity].choices[c].held_bytes > 0)
+        for entity, c in enumerate(optimum.chosen) if shared_value.entities[entity].choices[c].held_bytes[0] > 0)
     assert math.isclose(model.objective_us(), second, rel_tol=1e-9)
 
 
@@ -138,6 +138,6 @@ def test_what_is_decided_needs_no_variable():
     assert list(model.arcs) == [0, 1, 2, 5, 6, 7]  # the edges at it are settled
     assert math.isclose(model.program.objective[model.decided] * model.unit_us, float(reduced.cost_us[4][0]))
     rows = model.program.toDict()["constraints"]
-    assert [row["name"] for row in rows if "budget" in row["name"]] == ["budget_MiB"]
-    budget = next(row for row in rows if row["name"] == "budget_MiB")
-    assert math.isclose(-budget["constant"] * 2**20, problem.budget_bytes - layers[4].choices[0].held_bytes)
+    assert [row["name"] for row in rows if "budget" in row["name"]] == ["budget_0_step_MiB"]
+    budget = next(row for row in rows if row["name"] == "budget_0_step_MiB")
+    assert math.isclose(-budget["constant"] * 2**20, problem.budget_bytes - layers[4].choices[0].held_bytes[0])

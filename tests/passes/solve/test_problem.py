@@ -11,9 +11,9 @@ from passes.solve import Arc, Choice, Edge, Entity, Problem
 
 def make(choice: Choice | None = None, **changes) -> Problem:
     """Two entities and an edge; `changes` go into the edge, `choice` replaces the source's second choice."""
-    choices = (Choice(1.0, 10.0, (), ("R",)), choice or Choice(2.0, 5.0, (), ("S(0)",)))
+    choices = (Choice(1.0, (10.0,), (), ("R",)), choice or Choice(2.0, (5.0,), (), ("S(0)",)))
     source = Entity("weight", "parameter", 3, choices)
-    target = Entity("matmul", "op", 1, (Choice(4.0, 0.0, ("R",), ()), Choice(3.0, 0.0, (None,), ())))
+    target = Entity("matmul", "op", 1, (Choice(4.0, (0.0,), ("R",), ()), Choice(3.0, (0.0,), (None,), ())))
     edge = Edge(0, 0, 1, 0, 3, (Arc("S(0)", "R", 7.0),), "weight -> matmul")
     return Problem((source, target), (dataclasses.replace(edge, **changes),))
 
@@ -23,7 +23,7 @@ def test_labels_and_bytes_follow_the_choices():
     edge = problem.edges[0]
     assert [problem.supplied(edge, choice) for choice in (0, 1)] == ["R", "S(0)"]
     assert [problem.demanded(edge, choice) for choice in (0, 1)] == ["R", None]
-    assert problem.held_bytes((1, 0)) == 3 * 5.0
+    assert problem.held_bytes((1, 0)) == (3 * 5.0,)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,10 @@ def test_labels_and_bytes_follow_the_choices():
         ({"target_port": -1}, "in-port -1 does not exist: entity 'matmul' has 1", "edge 0"),
         ({"multiplicity": -1}, "multiplicity is -1", "edge 0"),
         ({"arcs": (Arc("R", "P", -1.0),)}, "cost_us of arc R -> P is -1.0", "edge 0"),
-        ({"choice": Choice(math.nan, 0.0, (), ("R",))}, "cost_us of choice 1 is nan", "entity 0 'weight'"),
-        ({"choice": Choice(0.0, math.inf, (), ("R",))}, "held_bytes of choice 1 is inf", "entity 0"),
-        ({"choice": Choice(0.0, 0.0, ("R",), ("R",))}, "choice 1 has 1 in-ports and 1 out-ports", "entity 0"),
+        ({"choice": Choice(math.nan, (0.0,), (), ("R",))}, "cost_us of choice 1 is nan", "entity 0 'weight'"),
+        ({"choice": Choice(0.0, (math.inf,), (), ("R",))}, "held_bytes of choice 1 is inf", "entity 0"),
+        ({"choice": Choice(0.0, (0.0, 1.0), (), ("R",))}, "choice 1 holds bytes at 2 positions, the problem has 1", "entity 0"),
+        ({"choice": Choice(0.0, (0.0,), ("R",), ("R",))}, "choice 1 has 1 in-ports and 1 out-ports", "entity 0"),
     ],
 )
 def test_a_malformed_problem_is_refused(change, what, where):
