@@ -1,7 +1,7 @@
 """Calibrate a device: fit its few efficiencies to measured steps, and say how well each row is then predicted.
 
 Each row is planned once, on the built-in figures and its pinned mesh; then the plan is simulated again for every trial
-of the parameters. What is fitted, and how: `passes.costs.calibrate`.
+of the parameters. What is fitted, and how: `passes.costs.fitting`.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpml_compiler.calibration.stage_costs import pipeline_us, stage_cluster
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.simulate import simulate
 from hpml_compiler.targets import load_target
-from passes.costs.calibrate import Fit, Parameter, fit, leave_one_out, relative_error
+from passes.costs.fitting import Fit, Parameter, fit, leave_one_out, relative_error
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster, DeviceSheet, NodeGroup
 

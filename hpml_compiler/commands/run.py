@@ -168,7 +168,7 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
 
 
 def _first_failure(rank: int, failure: Any) -> str:
-    """What to say first: who failed, and with what, as far as that rank has left word (`runtime.liveness`)."""
+    """What to say first: who failed, and with what, as far as that rank has left word (`runtime.lost_ranks`)."""
     word = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
     if word.get("noticed"):
         return f"{word['message']}\n  (rank {rank} noticed, and ended with exit code {failure.exitcode})"

@@ -27,7 +27,7 @@ from hpml_compiler.planning.api import last_plan
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.reuse import structure
 from hpml_compiler.profile import quick
-from hpml_compiler.runtime import liveness
+from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.calls import backward_call, forward_call
@@ -59,7 +59,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     if world == 1:
         return _one_device(gm, example_inputs, options)
     refuse_other_wrappers(example_inputs)
-    liveness.start()
+    lost_ranks.start()
     with at(f"compiling graph_{len(session.current().graphs)}"):
         settle(example_inputs)
         refuse(gm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpml_compiler.runtime.doing import Spot, doing
-from hpml_compiler.runtime.liveness import named
+from hpml_compiler.runtime.lost_ranks import named
 
 
 class at:  # noqa: N801  # reads as a statement

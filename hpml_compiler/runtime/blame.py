@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Record:
+class SignOfLife:
     """What a rank posted last. beats: grows with every post. age_s: for how long it had been there when it posted. calls,
     meetings, meets: see `Doing`. waits_in: the collective of torch.distributed that its script has been in for a while."""
 
@@ -73,8 +73,8 @@ def operation_of(error: BaseException) -> str:
     return ""
 
 
-def culprits(rank: int, world: int, failures: Sequence[Failure], first: Mapping[int, Record], second: Mapping[int, Record],
-             here: str) -> tuple[str, str]:
+def culprits(rank: int, world: int, failures: Sequence[Failure], first: Mapping[int, SignOfLife],
+             second: Mapping[int, SignOfLife], here: str) -> tuple[str, str]:
     """What went wrong, and the next step, as `rank` sees it that waits at `here`.
 
     first, second: the records of two readings, so far apart that whoever is alive has posted in between.
@@ -135,5 +135,5 @@ def _ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s ago"
 
 
-def _line(record: Record) -> str:
+def _line(record: SignOfLife) -> str:
     return f", at {record.line}" if record.line else ""

@@ -6,7 +6,7 @@ from typing import Any
 
 from hpml_compiler.runtime.compared import Comparison
 from hpml_compiler.runtime.doing import Spot, doing
-from hpml_compiler.runtime.liveness import named
+from hpml_compiler.runtime.lost_ranks import named
 from hpml_compiler.runtime.together import CALLING, together
 
 

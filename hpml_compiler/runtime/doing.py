@@ -1,4 +1,4 @@
-"""What this rank is doing: a note that costs less than 0.1 us to write, for `liveness` to show to other ranks."""
+"""What this rank is doing: a note that costs less than 0.1 us to write, for `lost_ranks` to show to other ranks."""
 from __future__ import annotations
 
 import sys

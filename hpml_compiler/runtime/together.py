@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import time
 
-from hpml_compiler.runtime import liveness
-from hpml_compiler.runtime.blame import Record
+from hpml_compiler.runtime import lost_ranks
+from hpml_compiler.runtime.blame import SignOfLife
 from hpml_compiler.runtime.doing import doing
 from passes.errors import HpmlError
 
@@ -37,7 +37,7 @@ def together(what: str, next_step: str = GATHERING, every: int = EVERY_CALLS) ->
     if doing.calls - _Checked.calls < every:
         return
     _Checked.calls = doing.calls
-    board = liveness.board()
+    board = lost_ranks.board()
     if board is None:
         return
     doing.meetings += 1
@@ -48,7 +48,7 @@ def together(what: str, next_step: str = GATHERING, every: int = EVERY_CALLS) ->
         doing.meets = ""
 
 
-def _meet(board: liveness.SharedBoard, what: str, next_step: str) -> None:
+def _meet(board: lost_ranks.SharedBoard, what: str, next_step: str) -> None:
     key = f"meeting{doing.meetings}/{what}"
     begun = looked = time.monotonic()
     pause_s = 0.0002
@@ -67,7 +67,7 @@ def _meet(board: liveness.SharedBoard, what: str, next_step: str) -> None:
                                 f"rank {board.rank}, {doing.place()}", next_step)
 
 
-def _does_instead(record: Record, what: str, waited_s: float, timeout_s: float) -> str:
+def _does_instead(record: SignOfLife, what: str, waited_s: float, timeout_s: float) -> str:
     """What shows that another rank will not come; "" if it still may, or is here."""
     line = f" ({record.line})" if record.line else ""
     if record.meetings == doing.meetings:

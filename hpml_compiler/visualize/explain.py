@@ -27,7 +27,7 @@ def explain(plan: PlanContent, name: str) -> str:
         if name in graph.parameters:
             lines += _parameter(graph, name, graph.parameters[name])
         if name in graph.operations:
-            lines += _operation(graph, name, graph.operations[name])
+            lines += _operation(graph, graph.operations[name])
         if lines:
             heading = f"{name} in {graph.name}, mesh {format_mesh(graph.mesh)}"
             parts.append("\n".join([heading, *(f"  {line}" for line in [*lines, *_around(graph, name)])]))
@@ -82,7 +82,7 @@ def _stand_in(graph: GraphPlan, name: str) -> str:
     return ""
 
 
-def _operation(graph: GraphPlan, name: str, operation: OperationPlan) -> Iterator[str]:
+def _operation(graph: GraphPlan, operation: OperationPlan) -> Iterator[str]:
     runs = graph.runs(operation)
     yield (f"{operation.op}, {'backward' if operation.backward else 'forward'}, in {operation.block or ROOT}, "
            f"class {operation.class_id}")

@@ -10,8 +10,8 @@ import graphviz
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
-from hpml_compiler.visualize.layout import INPUTS, Edge, Layout, Node, layout
 from hpml_compiler.visualize.pictures import picture_format
+from hpml_compiler.visualize.sketch import INPUTS, Edge, Node, Sketch, sketch
 from hpml_compiler.visualize.table import describe_memory, describe_solver
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
 from passes.errors import BadInput, MissingDependency
@@ -45,7 +45,7 @@ def digraph(
     drawing.attr(label=_title(f"mesh {format_mesh(plan.mesh)}: {where}"))
     for position, (graph, classes) in enumerate(zip(plan.graphs, all_classes, strict=True)):
         opened = {each.name for each in classes if expanded or _is_named(each, names)}
-        found = layout(graph, classes, opened, max(1, max_nodes // len(plan.graphs)))
+        found = sketch(graph, classes, opened, max(1, max_nodes // len(plan.graphs)))
         title = (f"{graph.name}: {format_us(graph.predicted.step_time_us)} a step ({describe_solver(graph.solver)})\n"
                  f"{describe_memory(graph.memory)}")
         inner = graphviz.Digraph(f"cluster_g{position}")
@@ -78,7 +78,7 @@ def _is_named(each: BlockClass, names: set[str]) -> bool:
     return each.name in names or any(block.path in names for block in each.blocks)
 
 
-def _draw(drawing: graphviz.Digraph, found: Layout, prefix: str, title: str) -> None:
+def _draw(drawing: graphviz.Digraph, found: Sketch, prefix: str, title: str) -> None:
     drawing.attr(label=_escape(title), margin="24")
     for index, (cluster, label) in enumerate(found.clusters.items()):
         inner = graphviz.Digraph(f"cluster_{prefix}{index}", graph_attr={"label": _escape(label), "pencolor": "black"})

@@ -69,8 +69,8 @@ class PlacementGraph:
     """What the graph returns: (value, parameter whose placement its gradient takes, or None: returned whole)."""
     unruled: FrozenMap[str, tuple[str, ...]] = FrozenMap()
     """Operators without a rule -> nodes."""
-    saved: frozenset[int] | None = None
-    """Values that forward holds for backward; None: not known."""
+    saved: frozenset[int] = frozenset()
+    """Values that forward holds for backward."""
 
     def __repr__(self) -> str:
         return f"PlacementGraph({len(self.operations)} operations, {len(self.values)} values)"

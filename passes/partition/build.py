@@ -11,7 +11,6 @@ from passes.partition.entities import Entities, Pin
 from passes.partition.folding import classes_of
 from passes.partition.offers import Offers
 from passes.partition.redistribution import bucket_bytes_of
-from passes.partition.saved import saved_values
 from passes.partition.state import StateModel
 from passes.partition.wiring import Wiring
 from passes.solve.problem import Problem
@@ -47,7 +46,7 @@ class PlacementProblem:
         self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
         offers = Offers(graph, sizes, prices, axis_rules, memo)
         self.groups = offers.groups(merge)
-        self.saved = saved_values(graph) | {v.index for v in graph.values if v.producer is None and v.name in rows}
+        self.saved = graph.saved | {v.index for v in graph.values if v.producer is None and v.name in rows}
         wiring = Wiring(graph, self.groups)
         self.held_inside = [wiring.held_inside(group, self.saved) for group in self.groups]
         marks = [(held, offers.allowed(group)) for group, held in zip(self.groups, self.held_inside)]

@@ -73,11 +73,12 @@ def _index(call: Local, insert: Inserter) -> Node:
 
 
 def _masked_index(call: Local, insert: Inserter) -> Node:
-    table, mask, indices, fill = call.args
+    """Looked up, with a number for what is masked; or written, with values."""
+    table, mask, indices, given = call.args
     dim = _place(indices)
     safe, valid = _own(call, insert, indices[dim])
     both = insert(aten.bitwise_and.Tensor, mask, _before(insert, valid, _trailing(call, dim)))
-    return insert(call.target, table, both, [safe if x is not None else None for x in indices], fill)
+    return insert(call.target, table, both, [safe if x is not None else None for x in indices], given)
 
 
 def _gather(call: Local, insert: Inserter) -> Node:
@@ -107,14 +108,6 @@ def _scatter(call: Local, insert: Inserter) -> Node:
     return insert(aten.slice.Tensor, scattered, dim, 0, count)
 
 
-def _masked_put(call: Local, insert: Inserter) -> Node:
-    table, mask, indices, values = call.args
-    dim = _place(indices)
-    safe, valid = _own(call, insert, indices[dim])
-    both = insert(aten.bitwise_and.Tensor, mask, _before(insert, valid, _trailing(call, dim)))
-    return insert(call.target, table, both, [safe if x is not None else None for x in indices], values)
-
-
 def _index_put(call: Local, insert: Inserter) -> Node:
     """Values are added up, so that zeros may be written anywhere."""
     table, indices, values, *rest = call.args
@@ -136,7 +129,7 @@ INDEXED: dict[Any, Callable[[Local, Inserter], Node]] = {
     aten.scatter_add.default: _scatter,
     aten.scatter_reduce.two: _scatter,
     aten.index_add.default: _scatter,
-    aten._unsafe_masked_index_put_accumulate.default: _masked_put,
+    aten._unsafe_masked_index_put_accumulate.default: _masked_index,
     aten.index_put.default: _index_put,
     aten._unsafe_index_put.default: _index_put,
 }

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,7 +62,26 @@ class Builder:
     def finish(self, outputs: Sequence[int | tuple[int, int]]) -> PlacementGraph:
         """outputs: values, or (gradient, parameter)."""
         returned = [(o, None) if isinstance(o, int) else o for o in outputs]
-        return complete(self.operations, self.values, self.rules, returned)
+        graph = complete(self.operations, self.values, self.rules, returned)
+        return replace(graph, saved=frozenset(_saved(graph)))
+
+
+def _saved(graph: PlacementGraph) -> set[int]:
+    """What backward needs of forward, where it computes pointwise operations and views again."""
+    kept, seen = set(), set()
+    left = [v for op in graph.operations if op.backward for v in op.inputs]
+    while left:
+        v = left.pop()
+        producer = graph.values[v].producer
+        if v in seen or producer is None or graph.operations[producer].backward:
+            continue
+        seen.add(v)
+        op = graph.operations[producer]
+        if op.heavy or not op.ruled or any(word in op.target for word in ("sum", "amax", "rand", "dropout")):
+            kept.add(v)
+        else:
+            left += op.inputs
+    return kept
 
 
 @dataclass(frozen=True)

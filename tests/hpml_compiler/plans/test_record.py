@@ -11,7 +11,7 @@ from hpml_compiler.plans.left_whole import left_whole
 from hpml_compiler.plans.listing import Listing, input_names
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.visualize.blocks import block_classes
-from hpml_compiler.visualize.layout import layout
+from hpml_compiler.visualize.sketch import sketch
 from passes.costs.prices import MeshPrices
 from passes.graph.interface import GraphInput
 from passes.machine.cluster import Cluster
@@ -60,7 +60,7 @@ def test_every_operation_has_a_block_and_every_block_its_time_and_place(plan):
     assert all(each.compute_us > 0 for each in classes)
     total = sum(each.compute_us + each.communication_us for each in classes)
     assert total == pytest.approx(graph.predicted.compute_us + graph.predicted.communication_us)
-    found = layout(graph, classes, (), 300)
+    found = sketch(graph, classes, (), 300)
     assert {end for pair in found.edges for end in pair} == set(found.nodes)
 
 

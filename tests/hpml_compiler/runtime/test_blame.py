@@ -6,13 +6,13 @@ import time
 import pytest
 import torch.distributed as dist
 
-from hpml_compiler.runtime.blame import Failure, Record, culprits, is_distributed, operation_of
+from hpml_compiler.runtime.blame import Failure, SignOfLife, culprits, is_distributed, operation_of
 
 HERE = "in backward of graph_0, call 3"
 
 
 def record(beats=5, at="backward of graph_0, call 3", inside=True, age_s=2.0, ended=False, raised="", line=""):
-    return Record(beats, at, inside, age_s, time.time(), ended, raised, line)
+    return SignOfLife(beats, at, inside, age_s, time.time(), ended, raised, line)
 
 
 def failure(rank, error, secondary=False):

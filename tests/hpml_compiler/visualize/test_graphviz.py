@@ -9,13 +9,13 @@ import pytest
 from hpml_compiler.plans.schema import CollectiveTotal
 from hpml_compiler.visualize.blocks import block_classes
 from hpml_compiler.visualize.graphviz import SPLIT, WHOLE
-from hpml_compiler.visualize.layout import layout
+from hpml_compiler.visualize.sketch import sketch
 from passes.errors import BadInput, MissingDependency
 from tests.helpers.plans import all_reduce, gpt_graph, gpt_plan, operation
 
 
 def drawn(graph, opened=(), max_nodes=300):
-    return layout(graph, block_classes(graph), opened, max_nodes)
+    return sketch(graph, block_classes(graph), opened, max_nodes)
 
 
 def labels(found):

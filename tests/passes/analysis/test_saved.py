@@ -65,7 +65,6 @@ def test_as_many_bytes_as_the_compiled_model_keeps(make):
     torch.manual_seed(0)
     model, batch = make()
     graph = graph_of(model, *batch)
-    assert graph.saved is not None
     saved = sum(graph.values[v].bytes for v in graph.saved)
     assert saved == pytest.approx(held_bytes(model, *batch), rel=0.1)
 
@@ -74,7 +73,7 @@ def test_repeated_blocks_keep_the_same():
     graph = graph_of(Deep(layers=5), torch.randn(4, 8, 16))
     per_block: dict[str, list[str]] = {}
     for op in graph.operations:
-        names = [op.target for v in op.outputs if v in (graph.saved or ())]
+        names = [op.target for v in op.outputs if v in graph.saved]
         if op.block.startswith("blocks") and not op.backward:
             per_block.setdefault(op.block, []).extend(names)
     assert len(per_block) == 5 and len({tuple(names) for names in per_block.values()}) == 1
@@ -96,17 +95,17 @@ class Masked(nn.Module):
 
 def test_what_all_blocks_compute_alike_is_held_once():
     graph = graph_of(Masked(), torch.randn(16, 16), torch.randn(16, 16))
-    of_keys = [v for v in graph.saved or () if graph.values[v].spec.shape == (16, 16)
+    of_keys = [v for v in graph.saved if graph.values[v].spec.shape == (16, 16)
                and "mm" not in graph.operations[graph.values[v].producer or 0].target]
     masks = [op for op in graph.operations if "amax" in op.target]
     assert len(masks) == 3, "the traced graph has it three times"
     x = torch.randn(16, 16)
-    saved = sum(graph.values[v].bytes for v in graph.saved or ())
+    saved = sum(graph.values[v].bytes for v in graph.saved)
     assert saved == pytest.approx(held_bytes(Masked(), x, x.clone()), rel=0.05), of_keys
 
 
 def test_inputs_parameters_and_views_are_not_among_them():
     graph = graph_of(Deep(), torch.randn(4, 8, 16))
-    for v in graph.saved or ():
+    for v in graph.saved:
         producer = graph.values[v].producer
         assert producer is not None and graph.operations[producer].kind != "view"

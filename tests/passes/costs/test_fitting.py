@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from passes.costs.calibrate import Parameter, fit, leave_one_out, relative_error
+from passes.costs.fitting import Parameter, fit, leave_one_out, relative_error
 from passes.errors import BadInput
 
 TRUE = {"matmul": 0.55, "attention": 0.12, "memory": 0.8}

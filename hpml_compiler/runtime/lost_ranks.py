@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpml_compiler.runtime.blame import Failure, Record, culprits, is_distributed, operation_of
+from hpml_compiler.runtime.blame import Failure, SignOfLife, culprits, is_distributed, operation_of
 from hpml_compiler.runtime.doing import Watch, collective_of_script, doing, line_of_script
 from hpml_compiler.runtime.world import group_timeout
 from passes import compat
@@ -43,7 +43,7 @@ class _Board:
     def post(self, watch: Watch, ended: bool = False) -> None:
         age = watch.age_s()
         self.beats += 1
-        record = Record(self.beats, str(doing.at), doing.inside, age, time.time(), ended, doing.raised,
+        record = SignOfLife(self.beats, str(doing.at), doing.inside, age, time.time(), ended, doing.raised,
                         line_of_script() if age > SLOW_S else "", doing.calls, doing.meetings, doing.meets,
                         collective_of_script() if age > SLOW_S and not doing.inside else "")
         self.store.set(f"record{self.rank}", json.dumps(asdict(record)))
@@ -52,9 +52,9 @@ class _Board:
         number = self.store.add("failures", 1)
         self.store.set(f"failure{number}", json.dumps(asdict(failure)))
 
-    def records(self) -> dict[int, Record]:
+    def records(self) -> dict[int, SignOfLife]:
         keys = {rank: f"record{rank}" for rank in range(self.world)}
-        return {rank: Record(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
+        return {rank: SignOfLife(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
 
     def failures(self) -> list[Failure]:
         keys = [f"failure{number}" for number in range(1, self.store.add("failures", 0) + 1)]
@@ -80,7 +80,7 @@ class _Liveness:
         # Long before the time limit: a user shall not wait for it, and NCCL ends the process then without an exception.
         self.speaks_after_s = min(SPEAK_S, 0.5 * group_timeout().total_seconds())
         self.spoke_of = ""
-        self.thread = threading.Thread(target=self._beat, name="hpml-liveness", daemon=True)
+        self.thread = threading.Thread(target=self._beat, name="hpml-lost-ranks", daemon=True)
         self.thread.start()
 
     def _beat(self) -> None:
@@ -210,7 +210,7 @@ class SharedBoard:
         with self.live.lock:
             return self.live.board.store.add(key, amount)
 
-    def records(self) -> dict[int, Record]:
+    def records(self) -> dict[int, SignOfLife]:
         with self.live.lock:
             return self.live.board.records()
 

@@ -45,7 +45,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sketch:
     """Nodes by identifier, edges by identifiers; `clusters` has the label of each opened class."""
 
     nodes: dict[str, Node]
@@ -54,7 +54,7 @@ class Layout:
     left_out: int
 
 
-def layout(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str], max_nodes: int) -> Layout:
+def sketch(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str], max_nodes: int) -> Sketch:
     """At most `max_nodes` nodes (the costliest; those around redistributions first) and the edges between them."""
     nodes, homes, costs = _nodes(graph, classes, opened)
     kept = set(sorted(nodes, key=lambda node: costs[node], reverse=True)[:max_nodes])
@@ -68,7 +68,7 @@ def layout(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str],
         order = list(dict.fromkeys(homes[name] for name in graph.operations if homes[name] in kept))
         edges = {pair: Edge(order=True) for pair in zip(order, order[1:], strict=False)} | edges
     clusters = {each.name: block_label(each) for each in classes if each.name in opened}
-    return Layout(drawn | ends, edges, clusters, len(nodes) - len(kept))
+    return Sketch(drawn | ends, edges, clusters, len(nodes) - len(kept))
 
 
 def block_label(each: BlockClass) -> str:

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpml_compiler.runtime import liveness
+from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.calls import forward_call
 from hpml_compiler.runtime.doing import Spot, doing, line_of_script
-from hpml_compiler.runtime.liveness import RankLost
+from hpml_compiler.runtime.lost_ranks import RankLost
 
 TIMEOUT_S = 8
 
@@ -28,7 +28,7 @@ def all_reduce(value):
 def run_trouble(rank, how):
     """Each call of the "graph" is a collective. The last rank does something else before the third call."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    liveness.start()
+    lost_ranks.start()
     call = forward_call(all_reduce, Spot("forward of graph_0"), None)
     call(torch.ones(2))
     time.sleep(1.5)  # until all have posted
@@ -63,7 +63,7 @@ def run_trouble(rank, how):
 
 CASES = {
     "killed": (3, "rank 2 is gone without a word", "look at the exit code of rank 2"),
-    "sleeps": (2, "rank 1 is late: for", "test_liveness.py:"),
+    "sleeps": (2, "rank 1 is late: for", "test_lost_ranks.py:"),
     "raises": (2, "having caught ValueError: no such row", "look for work of one rank alone"),
 }
 
@@ -96,4 +96,4 @@ def test_other_errors_stay_what_they_are():
 
 
 def test_the_line_of_the_script():
-    assert line_of_script().startswith("test_liveness.py:") and line_of_script().endswith("in test_the_line_of_the_script")
+    assert line_of_script().startswith("test_lost_ranks.py:") and line_of_script().endswith("in test_the_line_of_the_script")
