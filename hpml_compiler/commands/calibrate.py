@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
+from hpml_compiler.commands._at_work import at_work
 from passes.files import check_writable
 from passes.machine.cluster import DeviceSheet, builtin_sheet
 
@@ -34,7 +34,7 @@ def calibrate(
     check_writable(save, "the device file")
     listed = read_rows(rows)
     sheet = _sheet(device)
-    with _stdout_to_stderr(), _progress() as tell:
+    with at_work() as tell:
         plans = []
         for row in listed:
             tell(f"planning {row.name}")

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hpml_compiler.commands.plan import _options, _progress, _stdout_to_stderr
+from hpml_compiler.commands._at_work import at_work
+from hpml_compiler.commands.plan import checked_options
 from hpml_compiler.targets import load_target
 from passes.errors import BadInput, shortened
 from passes.files import check_writable
@@ -83,8 +84,8 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
     """The formulas of a target, or None where only NAME is to be explained."""
     if not formulas_wanted:
         _required(name)
-    options = _options(fixes, {} if cluster is None else {"cluster": cluster})
-    with _stdout_to_stderr(), _progress() as tell:
+    options = checked_options(fixes, {} if cluster is None else {"cluster": cluster})
+    with at_work() as tell:
         tell("loading the model")
         from hpml_compiler.planning import api
         from hpml_compiler.plans.plan import Plan

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hpml_compiler.commands.plan import _progress, _stdout_to_stderr
+from hpml_compiler.commands._at_work import at_work
 from hpml_compiler.energy.pareto import Sweep
 from hpml_compiler.targets import load_target
 from hpml_compiler.visualize.pictures import check_picture
@@ -36,7 +36,7 @@ def pareto(
     """Plan TARGET for time and for energy, on every mesh, under every cap; keep what nothing beats in both."""
     check_picture(save, "the front")
     options, watts, counts = _options(fix or []), _caps(caps), _counts(devices)
-    with _stdout_to_stderr(), _progress() as tell:
+    with at_work() as tell:
         found = _sweep(target, cluster, options, watts, counts, tell)
     if as_json:
         print(json.dumps(found.to_json(), allow_nan=False))

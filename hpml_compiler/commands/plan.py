@@ -1,17 +1,13 @@
 """`hpml plan TARGET`: how a model would be split over a cluster and what a step would cost, without any device."""
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hpml_compiler.commands._at_work import at_work
 from hpml_compiler.targets import load_target
 from hpml_compiler.visualize.pictures import check_picture
 from passes.errors import BadInput
@@ -41,10 +37,10 @@ def plan(
 ) -> None:
     """Plan TARGET on a cluster: print the table, or with --json one object."""
     flags = {"cluster": cluster, "memory_budget": memory_budget, "solver": solver, "time_limit": time_limit, "gap": gap}
-    options = _options(fix or [], {name: value for name, value in flags.items() if value is not None})
+    options = checked_options(fix or [], {name: value for name, value in flags.items() if value is not None})
     check_writable(save, "the plan")
     check_picture(svg, "the plan")
-    with _stdout_to_stderr(), _progress() as tell:
+    with at_work() as tell:
         found = _make(target, options, tell)
     if save is not None:
         found.save(save)
@@ -56,7 +52,7 @@ def plan(
         found.render(svg)
 
 
-def _options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
+def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
     """The options of --fix and of the flags, checked before anything slow starts. Raises BadInput."""
     from hpml_compiler.options import Options, parse_fixes
 
@@ -85,31 +81,3 @@ def _print_table(found: Any) -> None:
     from hpml_compiler.visualize.terminal import show
 
     show(mixed.renderable(found) if isinstance(found, MixedPlan) else table.renderable(found))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Any]:
-    """A function that says what is being done: a spinner on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting") as status:
-        yield status.update
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """What the model's code prints, and what a solver writes to the file descriptor itself, goes to stderr: stdout
-    carries the table or the JSON object alone."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        ctypes.CDLL(None).fflush(None)  # a solver in C may still hold lines for a stdout that is a pipe
-        os.dup2(kept, 1)
-        os.close(kept)

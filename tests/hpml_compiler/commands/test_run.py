@@ -179,8 +179,9 @@ def test_more_ranks_than_cores_still_get_a_thread(monkeypatch):
     assert run_command.environment_defaults(8)["OMP_NUM_THREADS"] == "1"
 
 
-def test_help_does_not_load_torch():
-    source = "import sys, hpml_compiler.cli as c\ntry: c.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+def test_neither_the_package_nor_help_loads_torch():
+    source = ("import sys, hpml_compiler\nassert not {'torch', 'pydantic', 'hpml_compiler.options'} & set(sys.modules)\n"
+              "import hpml_compiler.cli as c\ntry: c.main(['--help'])\nfinally: assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "doctor" in done.stdout and "run" in done.stdout
