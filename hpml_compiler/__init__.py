@@ -8,11 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
+    from hpml_compiler.compile.session import last_plan
     from hpml_compiler.compile.session import start_afresh as reset
     from hpml_compiler.integrations.accelerate import one_device
     from hpml_compiler.loader import distribute, distribute_batch
     from hpml_compiler.monitor.last import last_report
-    from hpml_compiler.planning.api import last_plan, plan
+    from hpml_compiler.planning.api import plan
     from hpml_compiler.plans.plan import Plan
     from hpml_compiler.runtime.checkpoints import full_state_dict
 
@@ -21,7 +22,7 @@ __all__ = ["Plan", "distribute", "distribute_batch", "full_state_dict", "last_pl
 
 _WHERE = {
     "Plan": "plans.plan.Plan", "distribute": "loader.distribute", "distribute_batch": "loader.distribute_batch",
-    "full_state_dict": "runtime.checkpoints.full_state_dict", "last_plan": "planning.api.last_plan",
+    "full_state_dict": "runtime.checkpoints.full_state_dict", "last_plan": "compile.session.last_plan",
     "last_report": "monitor.last.last_report", "one_device": "integrations.accelerate.one_device",
     "plan": "planning.api.plan", "reset": "compile.session.start_afresh",
 }

@@ -23,7 +23,6 @@ from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
-from hpml_compiler.planning.api import last_plan
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.reuse import structure
 from hpml_compiler.profile import quick
@@ -207,7 +206,7 @@ class _Compilation:
         path = os.environ.get("HPML_SAVE_PLAN")
         if path and dist.get_rank() == 0:
             try:
-                last_plan().save(path)
+                session.last_plan().save(path)
             except BadInput as error:  # a training goes on without the file, and the other ranks know nothing of it
                 log.error("HPML_SAVE_PLAN: %s", error)
 

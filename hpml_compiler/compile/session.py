@@ -12,6 +12,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
+from hpml_compiler.planning.traces import as_plan
+from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.devices import device_type, forget
 from hpml_compiler.runtime.world import group_timeout
@@ -127,3 +129,14 @@ def to_dtensor(layout: Layout) -> tuple[Placement, ...]:
 
 def from_dtensor(placements: tuple[Placement, ...]) -> Layout:
     return tuple((p.dim, 0) if isinstance(p, Shard) else REPLICATE for p in placements)
+
+
+def last_plan() -> Plan:
+    """The plan of what this process compiled so far; raises BadInput if nothing was."""
+    made = current()
+    if not made.graphs:
+        raise BadInput("nothing was compiled for several ranks yet", "last_plan", "call the compiled model first")
+    training = [g for g in made.graphs if g.training] or made.graphs
+    return as_plan(
+        [*training, *(g for g in made.graphs if not g.training)], made.rejected, made.options, made.cluster
+    )

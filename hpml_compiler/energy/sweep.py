@@ -13,7 +13,7 @@ from torch import nn
 
 from hpml_compiler.energy.pareto import Missed, Point, Sweep
 from hpml_compiler.options import Options
-from hpml_compiler.planning.api import Traces, plan_traces
+from hpml_compiler.planning.traces import Traces, plan_traces
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import Objective
 from passes.costs.energy import capped_cluster

@@ -19,7 +19,7 @@ from hpml_compiler.mixed.batch_rows import batch_rows, first_rows
 from hpml_compiler.mixed.content import Alternative, CrossReduction, GroupShare, ShareAttempt
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.options import Options
-from hpml_compiler.planning.api import Traces, plan_traces
+from hpml_compiler.planning.traces import Traces, plan_traces
 from hpml_compiler.plans.plan import Plan
 from passes.analysis.mixed_rows import mixing_operations
 from passes.costs.between_groups import mixed_energy_j, sum_between_groups_us

@@ -12,9 +12,9 @@ from torch import nn
 
 from hpml_compiler.compile import session
 from hpml_compiler.options import Options
-from hpml_compiler.planning.api import Traces
 from hpml_compiler.planning.measurements import local_ranks, sharing_key
 from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.planning.traces import Traces
 from hpml_compiler.profile.operations import operation_calls
 from hpml_compiler.profile.runtime import RuntimeOverhead, runtime_calls
 from hpml_compiler.profile.steps import LARGE_ELEMENTS, LARGE_TENSORS, ModelStep, large_optimizer_step, optimizer_step

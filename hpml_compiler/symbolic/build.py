@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from hpml_compiler.options import Options
-from hpml_compiler.planning import api, measurements
+from hpml_compiler.planning import measurements
 from hpml_compiler.planning.shorten import LONG, depth, shortened
+from hpml_compiler.planning.traces import Traces, plan_traces
 from hpml_compiler.plans.plan import Plan, PlanMismatch
 from hpml_compiler.plans.record import SHORTENED
 from hpml_compiler.plans.schema import GraphPlan
@@ -68,9 +69,9 @@ def formulas(
         world = 1 if plan is None else plan.world_size
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(world, "cpu")
     cluster = capped_cluster(cluster, parsed.power_cap)
-    traces = api.Traces(model, batch, parsed)
+    traces = Traces(model, batch, parsed)
     if plan is None:
-        plan = api.plan_traces(traces, cluster)
+        plan = plan_traces(traces, cluster)
     source = _Source(model, plan)
     base, shorter = traces.whole if not source.short else [], None
     if source.short and traces.shortened is not None:

@@ -46,7 +46,7 @@ import torch
 import transformers as T
 from torch import nn
 
-from hpml_compiler.planning import api
+from hpml_compiler.planning import api, traces
 from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.plans.schema import GraphPlan
 from passes.costs.prices import MeshPrices
@@ -132,14 +132,14 @@ def llama_8b(rows: int, logits: bool) -> tuple[nn.Module, dict[str, Any]]:
 def planned(rows: int, logits: bool) -> Model:
     """The product's plan, made once, and the graphs that it was made from."""
     seen: dict[str, Any] = {}
-    plan_graph = api.plan_graph
+    plan_graph = traces.plan_graph
 
     def listen(annotated: Annotated, *args, **options) -> Planned:
         seen.update(options, long=annotated)
         return plan_graph(annotated, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "plan_graph", listen)
+        patch.setattr(traces, "plan_graph", listen)
         plan = api.plan(*llama_8b(rows, logits), "8x8:h100-80g", gap=GAP)
     (graph,) = plan.graphs
     return Model(seen["long"], seen["shorter"], seen["further"], graph)

@@ -7,9 +7,9 @@ from torch import nn
 
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
-from hpml_compiler.planning.api import Traces
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.reuse import structure
+from hpml_compiler.planning.traces import Traces
 from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 

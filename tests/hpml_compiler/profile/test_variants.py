@@ -8,8 +8,8 @@ from torch import nn
 import hpml_compiler.planning.plan_graph as planning
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
-from hpml_compiler.planning.api import Traces
 from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.planning.traces import Traces
 from hpml_compiler.profile.operations import operation_calls
 from hpml_compiler.profile.timing import in_rounds
 from hpml_compiler.profile.variants import variants

@@ -1,0 +1,127 @@
+"""A model traced once, whole or as a few of its equal layers, and planned on clusters of like devices."""
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpml_compiler.options import Options
+from hpml_compiler.planning.plan_graph import Planned, plan_graph
+from hpml_compiler.planning.shorten import LONG, SHORT, depth, repeated_lists, shortened
+from hpml_compiler.plans.plan import Plan
+from passes.graph.annotated import Annotated
+from passes.machine.cluster import Cluster
+from passes.partition.depth import NotLinear
+from passes.presets import annotate
+from passes.tracing.trace import Traced, trace
+
+log = logging.getLogger("hpml")
+
+
+class Traces:
+    """A model traced on one batch: made when first needed, and then planned on one cluster after another."""
+
+    def __init__(self, model: nn.Module, batch: Any, options: Options):
+        self.model, self.batch, self.options = model, batch, options
+
+    @cached_property
+    def whole(self) -> list[Annotated]:
+        """All graphs of the whole model."""
+        return [_annotate(traced) for traced in trace(self.model, self.batch, self.options.compiler)]
+
+    @cached_property
+    def shortened(self) -> tuple[Annotated, Annotated, int] | None:
+        """Three and four layers of a deep model, and its number of layers; None if that is not worth it."""
+        layers = depth(self.model)
+        if layers is None or self.options.trace_all_layers or self.options.plan is not None:
+            return None
+        traces = []
+        for count in (SHORT, LONG):
+            with shortened(self.model, count):
+                found = trace(self.model, self.batch, self.options.compiler)
+            if len(found) != 1:
+                return None
+            traces.append(_annotate(found[0]))
+        short, long = traces
+        long.seconds = {k: long.seconds[k] + short.seconds[k] for k in long.seconds}
+        return short, long, layers
+
+
+def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
+    """Plan what was traced on a cluster of like devices. Raises BadInput and Infeasible."""
+    options = traces.options
+    options.check_mesh(cluster.world_size)
+    given = options.load_plan()
+    results = _plan_shortened(traces, options, cluster)
+    if results is None:
+        results = _plan_whole(traces, options, cluster, given)
+    return as_plan([r.record for r in results], [a for r in results for a in r.rejected], options, str(cluster))
+
+
+def _annotate(traced: Traced) -> Annotated:
+    annotated = annotate(traced.gm, traced.inputs, traced.forward_outputs)
+    annotated.seconds["trace"] = traced.seconds
+    return annotated
+
+
+def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan | None) -> list[Planned]:
+    results: list[Planned] = []
+    for number, annotated in enumerate(traces.whole):
+        if given is not None:
+            given.check(annotated.hash(), torch.__version__, cluster.world_size)
+        results.append(plan_graph(
+            annotated, options, cluster, name=f"graph_{number}", given=given,
+            fixed_mesh=results[0].mesh if results else None,
+        ))
+    return results
+
+
+def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[Planned] | None:
+    """Plan a deep model from traces of three and four of its layers; None if that is not sound or not worth it."""
+    if traces.shortened is None:
+        return None
+    short, long, layers = traces.shortened
+    try:
+        planned = plan_graph(long, options, cluster, name="graph_0", shorter=short, further=layers - LONG)
+    except NotLinear:
+        log.info("the layers of the model are not alike: tracing all of them")
+        return None
+    return [_with_all_parameters(planned, traces.model)]
+
+
+def _with_all_parameters(planned: Planned, model: nn.Module) -> Planned:
+    """Parameters of the layers that were not traced are stored as those of the last one that was."""
+    known = planned.record.parameters
+    complete = {}
+    for name, _ in model.named_parameters():
+        template = name if name in known else _of_layer(name, model)
+        if template in known:
+            complete[name] = known[template]
+    return replace(planned, record=planned.record.model_copy(update={"parameters": {**known, **complete}}))
+
+
+def _of_layer(name: str, model: nn.Module) -> str:
+    for parent, child, modules in repeated_lists(model):
+        for path, module in model.named_modules():
+            if module is parent:
+                prefix = f"{path}.{child}." if path else f"{child}."
+                if name.startswith(prefix):
+                    _, _, rest = name.removeprefix(prefix).partition(".")
+                    return f"{prefix}{min(LONG, len(modules)) - 1}.{rest}"
+    return name
+
+
+def as_plan(graphs: list, rejected: list, options: Options, cluster: str) -> Plan:
+    """A plan of graphs that share one mesh."""
+    mesh = dict(graphs[0].mesh) if graphs else {}
+    size = 1
+    for n in mesh.values():
+        size *= n
+    return Plan(
+        torch_version=torch.__version__, world_size=size, cluster=cluster, mesh=mesh, options=options.to_json(),
+        graphs=tuple(g for g in graphs if dict(g.mesh) == mesh), rejected=tuple(rejected),
+    )
