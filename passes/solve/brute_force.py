@@ -57,22 +57,18 @@ def brute_force(problem: Problem) -> Solution:
             chosen.pop()
 
     visit(0.0, (0.0,) * len(problem.positions))
-    found = best is not None
     chosen = list(best or ())
-    taken = [path_of(index) for index in range(len(problem.edges))] if found else []
+    taken = [path_of(index) for index in range(len(problem.edges))] if best is not None else []
+    return _solution(problem, best, best_us, [path[1] for path in taken if path is not None], time.perf_counter() - began)
+
+
+def _solution(problem: Problem, chosen: tuple[int, ...] | None, objective_us: float, paths: list[tuple[Arc, ...]],
+              seconds: float) -> Solution:
+    found = chosen is not None
     return Solution(
-        status="optimal" if found else "infeasible",
-        chosen=tuple(chosen),
-        paths=tuple(path[1] for path in taken if path is not None),
-        objective_us=best_us,
-        bound_us=best_us,
-        gap=0.0,
-        held_bytes=problem.held_bytes(chosen) if found else (math.inf,) * len(problem.positions),
-        variables=0,
-        binaries=0,
-        constraints=0,
-        seconds=time.perf_counter() - began,
-        solver="brute force",
+        status="optimal" if found else "infeasible", chosen=chosen or (), paths=tuple(paths), objective_us=objective_us,
+        bound_us=objective_us, gap=0.0, variables=0, binaries=0, constraints=0, seconds=seconds, solver="brute force",
+        held_bytes=problem.held_bytes(chosen) if chosen is not None else (math.inf,) * len(problem.positions),
         integral_relaxation=False,
     )
 
