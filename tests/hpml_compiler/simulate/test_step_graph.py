@@ -16,21 +16,21 @@ from passes.partition.place import Placed, place
 from passes.partition.step_graph import step_graph as of_decision
 from passes.schedule.assembly import events
 from passes.schedule.lanes import Lanes, one_lane
-from tests.passes.traced import mlp, trace_joint, transformer
+from tests.passes.traced import annotated_joint, mlp, transformer
 
 
 def language_model():
     model, batch = transformer(64, 32, 2, 3, rows=4, length=8)
-    return trace_joint(model, *batch)
+    return annotated_joint(model, *batch)
 
 
 def chain():
-    return trace_joint(mlp(64, 128, layers=3), torch.randn(8, 64))
+    return annotated_joint(mlp(64, 128, layers=3), torch.randn(8, 64))
 
 
 @pytest.fixture(scope="module", params=[language_model, chain])
 def annotated(request):
-    return request.param().annotated()
+    return request.param()
 
 
 def decided(annotated, pin, prices, tight: bool) -> Placed:

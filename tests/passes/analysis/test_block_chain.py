@@ -6,14 +6,13 @@ from torch import nn
 
 from passes.analysis.block_chain import BLOCK_CHAIN, FindBlocks
 from passes.annotations import read
-from tests.passes.traced import trace_joint, transformer
+from tests.passes.traced import annotated_joint, transformer
 
 
 def chain_of(model, *batch):
-    joint = trace_joint(model, *batch)
-    joint.annotated()
-    FindBlocks()(joint.gm)
-    return read(BLOCK_CHAIN, joint.gm)
+    graph_module = annotated_joint(model, *batch).gm
+    FindBlocks()(graph_module)
+    return read(BLOCK_CHAIN, graph_module)
 
 
 def test_the_layers_of_a_language_model_hand_on_one_value_each():
