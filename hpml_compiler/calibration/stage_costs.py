@@ -107,9 +107,9 @@ def _times(graph: GraphPlan, cluster: Cluster, row: Row) -> Times:
     """Gradients are reduced, and the optimizer steps, after the last microbatch: this is one of those before."""
     mesh = mesh_from_pin(graph.mesh, cluster)
     one = step_graph(graph, Repriced(graph, mesh, RooflineCost(mesh.device, mesh)), 1.0 / row.microbatches)
-    reduce_us = sum(step.us * move.multiplicity for move in one.moves if move.gradient for step in move.steps)
-    moves = tuple(move for move in one.moves if not move.gradient)
-    made = program([replace(one, moves=moves, optimizer_us=0.0)], recompute=row.recompute == "full")
+    reduce_us = sum(hop.us * leg.multiplicity for leg in one.legs if leg.gradient for hop in leg.hops)
+    legs = tuple(leg for leg in one.legs if not leg.gradient)
+    made = program([replace(one, legs=legs, optimizer_us=0.0)], recompute=row.recompute == "full")
     spans = run(made.tasks(overlap=True), [CONTENTION[mesh.device.kind]])
     forward_us = max((spans.stop_us[i] for i, e in enumerate(made.entries) if e.kind == FORWARD), default=0.0)
     return Times(forward_us, spans.end_us - forward_us, reduce_us)

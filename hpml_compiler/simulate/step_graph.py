@@ -6,7 +6,7 @@ from dataclasses import replace
 from hpml_compiler.plans.schema import GraphPlan, Redistribution
 from hpml_compiler.simulate.local import LocalView, placed_bytes
 from hpml_compiler.simulate.prices import PlanPrices
-from passes.schedule.step_graph import Call, Move, MoveStep, StepGraph
+from passes.schedule.step_graph import Call, Hop, Leg, StepGraph
 
 
 def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0) -> StepGraph:
@@ -16,7 +16,7 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0) -> StepG
         name=graph.name,
         training=graph.training,
         calls=tuple(_call(view, call, prices, part) for call in view.calls),
-        moves=tuple(_move(view, each, prices, part) for each in graph.redistributions),
+        legs=tuple(_leg(view, each, prices, part) for each in graph.redistributions),
         tangents={name: nbytes * part for name, nbytes in graph.tangents.items()},
         parameter_bytes=graph.memory.parameters,
         gradient_bytes=graph.memory.gradients,
@@ -34,16 +34,16 @@ def _call(view: LocalView, call: Call, prices: PlanPrices, part: float) -> Call:
     return replace(call, us=prices.operation_us(call.name, part), result_bytes=tuple(nbytes * share for nbytes in results))
 
 
-def _move(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Move:
+def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Leg:
     gradient = view.is_gradient(move)
     share = 1.0 if gradient or (move.consumer and move.value in view.fixed) else part
-    return Move(
+    return Leg(
         value=move.value,
         reader=move.consumer,
         source=move.source,
         target=move.target,
-        steps=tuple(MoveStep(step.collective, step.axis, step.bytes, prices.step_us(move, step, part),
-                             prices.link_j(move, step, part)) for step in move.steps),
+        hops=tuple(Hop(step.collective, step.axis, step.bytes, prices.step_us(move, step, part),
+                       prices.link_j(move, step, part)) for step in move.steps),
         result_bytes=placed_bytes(move.shape, move.dtype, move.target, view.graph.mesh) * share,
         dtype=move.dtype,
         gradient=gradient,

@@ -17,7 +17,7 @@ from passes.partition.redistribution import bucket_bytes_of, change
 from passes.partition.reprice import Cost, compute_us
 from passes.partition.ways import Ways
 from passes.rules.view_names import VIEWS, view_name
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, MoveStep, StepGraph, with_gradients
+from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Hop, Leg, StepGraph, with_gradients
 
 
 def step_graph(
@@ -34,7 +34,7 @@ def step_graph(
         name=name,
         training=training,
         calls=with_gradients(calls) if training else calls,
-        moves=(*made.moves(), *made.reductions()),
+        legs=(*made.legs(), *made.reductions()),
         tangents={value.name: float(value.bytes) for value in graph.values if value.kind == "tangent"},
         parameter_bytes=cost.parameter_bytes,
         gradient_bytes=cost.gradient_bytes,
@@ -79,16 +79,16 @@ class _Maker:
             fused=fused,
         )
 
-    def moves(self) -> Iterator[Move]:
+    def legs(self) -> Iterator[Leg]:
         readers = self._readers()
         for way in Ways(self.graph, self.groups, self.held, self.decision).ways:
             value, layouts = self.graph.values[way.route.value], [way.route.layout(k) for k in range(way.start, way.stop + 1)]
             reader = readers.get((value.index, way.route), "")
             made_backward = value.producer is not None and self.graph.operations[value.producer].backward
-            yield self._move(value, reader, layouts, made_backward and not reader,
+            yield self._leg(value, reader, layouts, made_backward and not reader,
                              self.bucket_bytes if way.gradient else 0.0)
 
-    def reductions(self) -> Iterator[Move]:
+    def reductions(self) -> Iterator[Leg]:
         """Small partial sums that operations reduce right where they make them."""
         for op in self.graph.operations:
             rows = self.decision.operations[op.index]
@@ -97,17 +97,17 @@ class _Maker:
                 for axis in (a for a in range(len(made)) if made[a] != after[a]):
                     layouts.append((*layouts[-1][:axis], after[axis], *layouts[-1][axis + 1:]))
                 if len(layouts) > 1:
-                    yield self._move(self.graph.values[v], op.name, layouts, False, 0.0)
+                    yield self._leg(self.graph.values[v], op.name, layouts, False, 0.0)
 
-    def _move(self, value: Value, reader: str, layouts: Sequence[Layout], gradient: bool, bucket_bytes: float) -> Move:
-        steps = []
+    def _leg(self, value: Value, reader: str, layouts: Sequence[Layout], gradient: bool, bucket_bytes: float) -> Leg:
+        hops = []
         for layout, after in itertools.pairwise(layouts):
             (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
-            step = change(value, layout, axis, after[axis], self.decision.sizes, self.prices, bucket_bytes)
-            assert step is not None, f"{value.name} takes an illegal step from {layout} to {after}"
-            nbytes = 0.0 if step.collective == "slice" else max(step.bytes, 1.0)
-            steps.append(MoveStep(step.collective, self.axes[axis], nbytes, step.cost_us))
-        return Move(self._name(value.index), reader, layouts[0], layouts[-1], tuple(steps),
+            hop = change(value, layout, axis, after[axis], self.decision.sizes, self.prices, bucket_bytes)
+            assert hop is not None, f"{value.name} takes an illegal hop from {layout} to {after}"
+            nbytes = 0.0 if hop.collective == "slice" else max(hop.bytes, 1.0)
+            hops.append(Hop(hop.collective, self.axes[axis], nbytes, hop.cost_us))
+        return Leg(self._name(value.index), reader, layouts[0], layouts[-1], tuple(hops),
                     self._bytes(value.index, layouts[-1]), value.spec.dtype, gradient)
 
     def _bytes(self, v: int, layout: Layout) -> float:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from passes.costs.base import BUCKET_BYTES
 from passes.schedule.program import Program
-from passes.schedule.step_graph import Move, MoveStep
+from passes.schedule.step_graph import Hop, Leg
 
 REDUCING = ("all_reduce", "reduce_scatter")
-Reduced = Callable[[Move, int, int, int, str], None]
-"""(move, number of its step, entry that has reduced it, layer, label)."""
+Reduced = Callable[[Leg, int, int, int, str], None]
+"""(leg, number of its hop, entry that has reduced it, layer, label)."""
 
 
 @dataclass
@@ -21,32 +21,32 @@ class _Bucket:
     nbytes: float = 0.0
     link_j: float = 0.0
     after: set[int] = field(default_factory=set)
-    members: list[tuple[Move, int, int, str]] = field(default_factory=list)
+    members: list[tuple[Leg, int, int, str]] = field(default_factory=list)
 
 
 class Buckets:
-    """Open buckets by number of the step, collective, axis and dtype. done: told of every member of one that is closed."""
+    """Open buckets by number of the hop, collective, axis and dtype. done: told of every member of one that is closed."""
 
     def __init__(self, program: Program, done: Reduced):
         self.program, self.done = program, done
         self.open: dict[tuple[int, str, str, str], _Bucket] = {}
 
     @staticmethod
-    def takes(step: MoveStep) -> bool:
-        return step.collective in REDUCING and bool(step.bytes)
+    def takes(hop: Hop) -> bool:
+        return hop.collective in REDUCING and bool(hop.bytes)
 
-    def add(self, move: Move, k: int, ready: int | None, layer: int, label: str) -> None:
-        """Step k of a gradient's reduction, which may start after entry `ready`."""
-        step = move.steps[k]
-        key = (k, step.collective, step.axis, move.dtype)
-        if key in self.open and self.open[key].nbytes + step.bytes > BUCKET_BYTES:
+    def add(self, leg: Leg, k: int, ready: int | None, layer: int, label: str) -> None:
+        """Hop k of a gradient's reduction, which may start after entry `ready`."""
+        hop = leg.hops[k]
+        key = (k, hop.collective, hop.axis, leg.dtype)
+        if key in self.open and self.open[key].nbytes + hop.bytes > BUCKET_BYTES:
             self._close(key)
         bucket = self.open.setdefault(key, _Bucket())
-        bucket.us += step.us
-        bucket.nbytes += step.bytes
-        bucket.link_j += step.link_j
+        bucket.us += hop.us
+        bucket.nbytes += hop.bytes
+        bucket.link_j += hop.link_j
         bucket.after |= set() if ready is None else {ready}
-        bucket.members.append((move, k, layer, label))
+        bucket.members.append((leg, k, layer, label))
 
     def flush(self) -> None:
         while self.open:
@@ -59,5 +59,5 @@ class Buckets:
         index = self.program.communicate(label, key[1], bucket.us, sorted(bucket.after), bucket.link_j)
         if more:  # they are copied together
             self.program.ledger.add(bucket.nbytes, index, index)
-        for move, k, layer, name in bucket.members:
-            self.done(move, k, index, layer, name)
+        for leg, k, layer, name in bucket.members:
+            self.done(leg, k, index, layer, name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, StepGraph, storage_of
+from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Leg, StepGraph, storage_of
 from passes.schedule.unroll import OUTSIDE, Group, Instance, carried
 
 RECOMPUTE = "recompute"
@@ -112,33 +112,33 @@ class GraphLedger:
         self.made[name, each.layer] = storage
         self.latest[name] = (name, each.layer)
 
-    def copy_of(self, move: Move, each: Instance) -> int | None:
-        """The entry that makes the copy which this move starts from; None if it starts from the value itself."""
-        return self.copy_entries.get(self._copy_key(move.value, each, move.source))
+    def copy_of(self, leg: Leg, each: Instance) -> int | None:
+        """The entry that makes the copy which this leg starts from; None if it starts from the value itself."""
+        return self.copy_entries.get(self._copy_key(leg.value, each, leg.source))
 
-    def copy(self, move: Move, each: Instance, phase: str, index: int) -> None:
-        """A move made a copy of its value in entry `index`, which `each` is about to read."""
-        self._read(move.value, each, move.source, phase, index, True)
-        key = self._copy_key(move.value, each, move.target)
+    def copy(self, leg: Leg, each: Instance, phase: str, index: int) -> None:
+        """A leg made a copy of its value in entry `index`, which `each` is about to read."""
+        self._read(leg.value, each, leg.source, phase, index, True)
+        key = self._copy_key(leg.value, each, leg.target)
         self.copy_entries[key] = index
-        if move.communicates:
+        if leg.communicates:
             if key in self.copies:
                 self._close(self.copies[key])
-            made = self.graph.by_name.get(move.value)
+            made = self.graph.by_name.get(leg.value)
             saved = phase == BACKWARD or (made is not None and any(made.saved))
-            nbytes = move.result_bytes
+            nbytes = leg.result_bytes
             self.copies[key] = _Storage(nbytes if saved else 0.0, 0.0 if saved else nbytes, index, index)
 
-    def reduced(self, move: Move, layer: int, index: int | None) -> None:
+    def reduced(self, leg: Leg, layer: int, index: int | None) -> None:
         """A gradient's reduction is done with entry `index`."""
-        interval = self.unreduced.get((self.storage[move.value], layer))
+        interval = self.unreduced.get((self.storage[leg.value], layer))
         if interval is not None:
             interval.last = index
 
-    def output(self, move: Move, index: int | None) -> None:
+    def output(self, leg: Leg, index: int | None) -> None:
         """Entry `index` makes what the graph returns: the caller holds it until the microbatch is over."""
-        if move.communicates:
-            self.outputs.append((move.result_bytes, index))
+        if leg.communicates:
+            self.outputs.append((leg.result_bytes, index))
 
     def end(self, now: int | None) -> None:
         """The microbatch is over with entry `now`: what lived in it is known."""
@@ -223,8 +223,8 @@ class GraphLedger:
                 interval.last = index  # a further microbatch adds to it
             return
         nbytes = each.call.bytes
-        reduced = (move.result_bytes for move in self.graph.moves
-                   if move.reader == "" and self.storage.get(move.value) == each.call.name)
+        reduced = (leg.result_bytes for leg in self.graph.legs
+                   if leg.reader == "" and self.storage.get(leg.value) == each.call.name)
         kept = min([nbytes, *reduced])
         self.ledger.add(kept, index, None)
         self.ledger.gradient_bytes += kept

@@ -51,8 +51,8 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class MoveStep:
-    """One collective over one mesh axis; without bytes a local step, such as a slice. link_j: joules that the links take."""
+class Hop:
+    """One collective over one mesh axis; without bytes something local, such as a slice. link_j: joules that the links take."""
 
     collective: str
     axis: str
@@ -62,16 +62,17 @@ class MoveStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A value on its way from one layout to another, for `reader`: a call, the very call that makes it (a sum where it is
-    made), or "" for what the graph returns. gradient: it is reduced for the optimizer. result_bytes: of the value in its
-    target layout. It stands for `multiplicity` equal ones in the whole model."""
+class Leg:
+    """A part of a redistribution that is paid for once: a value goes from one layout to another for `reader`, which is a
+    call, the very call that makes it (a sum where it is made), or "" for what the graph returns. gradient: it is reduced
+    for the optimizer. result_bytes: of the value in its target layout. It stands for `multiplicity` equal ones in the
+    whole model."""
 
     value: str
     reader: str
     source: Hashable
     target: Hashable
-    steps: tuple[MoveStep, ...]
+    hops: tuple[Hop, ...]
     result_bytes: float
     dtype: str = "float32"
     gradient: bool = False
@@ -79,7 +80,7 @@ class Move:
 
     @property
     def communicates(self) -> bool:
-        return any(step.bytes for step in self.steps)
+        return any(hop.bytes for hop in self.hops)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class StepGraph:
     name: str
     training: bool
     calls: tuple[Call, ...]
-    moves: tuple[Move, ...] = ()
+    legs: tuple[Leg, ...] = ()
     tangents: Mapping[str, float] = field(default_factory=dict)
     parameter_bytes: float = 0.0
     gradient_bytes: float = 0.0

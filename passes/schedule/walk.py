@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from passes.schedule.buckets import Buckets
+from passes.schedule.legs import Legs
 from passes.schedule.liveness import RECOMPUTE, GraphLedger
-from passes.schedule.moves import Moves
 from passes.schedule.program import Program
-from passes.schedule.step_graph import BACKWARD, FORWARD, Move, MoveStep, Phase, StepGraph
+from passes.schedule.step_graph import BACKWARD, FORWARD, Hop, Leg, Phase, StepGraph
 from passes.schedule.unroll import OUTSIDE, Group, Instance, unroll
 
 
@@ -34,7 +34,7 @@ class _Walk:
     def __init__(self, program: Program, graph: StepGraph, recompute: bool):
         self.program, self.graph = program, graph
         self.phases = unroll(graph)
-        self.moves = Moves(graph)
+        self.legs = Legs(graph)
         self.recomputed: dict[Group, list[Instance]] = defaultdict(list)
         if recompute:
             blocks = [each for each in self.phases[FORWARD] if each.group != OUTSIDE]
@@ -43,7 +43,7 @@ class _Walk:
         self.memory = GraphLedger(program.ledger, graph, self.recomputed)
         self.buckets = Buckets(program, self._after_bucket)
         self.microbatch = 0
-        self.returned: list[int | None] = []  # ends of the moves of what a phase returns
+        self.returned: list[int | None] = []  # ends of the legs of what a phase returns
         self.entry: int | None = None  # that of the last call,
         self.kernel: tuple[object, int] = ("", 0)  # and the kernel that it stands for: its calls, and the layer
 
@@ -77,10 +77,10 @@ class _Walk:
         self.memory.end(self.program.now)
 
     def close(self) -> None:
-        """Moves that nothing in the graph waits for and no call makes: the optimizer does."""
-        for move in self.moves.loose:
-            for _ in range(move.multiplicity):
-                self._steps(move.steps, move.value, [None])
+        """Legs that nothing in the graph waits for and no call makes: the optimizer does."""
+        for leg in self.legs.loose:
+            for _ in range(leg.multiplicity):
+                self._hops(leg.hops, leg.value, [None])
 
     # --- one instance ---------------------------------------------------------------------------------------------
 
@@ -91,10 +91,10 @@ class _Walk:
     def _run_one(self, each: Instance, phase: str, reduce: bool) -> None:
         program, call, label = self.program, each.call, each.call.name + _layer(each)
         program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
-        into = self.moves.into(each)
-        for move, repeats in into:
-            if move.value != call.name:
-                self._move_in(move, repeats, each, phase)
+        into = self.legs.into(each)
+        for leg, repeats in into:
+            if leg.value != call.name:
+                self._leg_in(leg, repeats, each, phase)
         for source, _ in call.reads:
             program.wait(self.made.get((source, each.layer), self.latest.get(source)))
         index = program.compute(label, phase, call.us, kernel=call.kernel)
@@ -102,51 +102,51 @@ class _Walk:
             self.kernel = call.fused, each.layer
         self.memory.call(each, phase, index, late=self.kernel != (call.fused, each.layer))
         self._set_made(each, index)
-        for move, repeats in into:
-            if move.value == call.name:  # a sum where it is made
+        for leg, repeats in into:
+            if leg.value == call.name:  # a sum where it is made
                 for _ in range(repeats):
-                    index = self._steps(move.steps, label, [index])
+                    index = self._hops(leg.hops, label, [index])
                 self._set_made(each, index)
-        for move, repeats in self.moves.out_of(each):
+        for leg, repeats in self.legs.out_of(each):
             for _ in range(repeats):
-                if not move.gradient:
-                    self._return(move, self._steps(move.steps, label, [index]))
+                if not leg.gradient:
+                    self._return(leg, self._hops(leg.hops, label, [index]))
                 elif reduce:
-                    self._reduce(move, 0, index, each.layer, label)
+                    self._reduce(leg, 0, index, each.layer, label)
 
-    def _return(self, move: Move, index: int | None) -> None:
+    def _return(self, leg: Leg, index: int | None) -> None:
         """What a phase returns is waited for when it ends, and stays with the caller until the microbatch does."""
         self.returned.append(index)
-        self.memory.output(move, index)
+        self.memory.output(leg, index)
 
     def _wait_for_returned(self) -> None:
         for index in self.returned:
             self.program.wait(index)
         self.returned.clear()
 
-    def _move_in(self, move: Move, repeats: int, each: Instance, phase: str) -> None:
+    def _leg_in(self, leg: Leg, repeats: int, each: Instance, phase: str) -> None:
         """Before its reader; it starts where its value is there."""
-        made = self.graph.by_name.get(move.value)
+        made = self.graph.by_name.get(leg.value)
         here: Phase = BACKWARD if phase == BACKWARD else FORWARD
-        ready = self.made.get((move.value, each.layer), self.latest.get(move.value)) if (
+        ready = self.made.get((leg.value, each.layer), self.latest.get(leg.value)) if (
             made is not None and made.phase == here) else self.program.prefetch_after()
-        earlier = self.memory.copy_of(move, each)
+        earlier = self.memory.copy_of(leg, each)
         index: int | None = None
         for _ in range(repeats):
-            index = self._steps(move.steps, move.value + _layer(each), [ready if index is None else index, earlier])
+            index = self._hops(leg.hops, leg.value + _layer(each), [ready if index is None else index, earlier])
         if index is not None:
-            self.memory.copy(move, each, phase, index)
+            self.memory.copy(leg, each, phase, index)
             self.program.wait(index)
 
-    def _steps(self, steps: Sequence[MoveStep], label: str, after: list[int | None]) -> int | None:
+    def _hops(self, hops: Sequence[Hop], label: str, after: list[int | None]) -> int | None:
         """One after another; local ones on the compute stream. The last entry's index."""
         index: int | None = None
-        for step in steps:
+        for hop in hops:
             before = after if index is None else [index]
-            if step.bytes:
-                index = self.program.communicate(label, step.collective, step.us, before, step.link_j)
+            if hop.bytes:
+                index = self.program.communicate(label, hop.collective, hop.us, before, hop.link_j)
             else:
-                index = self.program.compute(label, step.collective, step.us, [
+                index = self.program.compute(label, hop.collective, hop.us, [
                     each for b in before for each in self.program.collective(b)])
         return index
 
@@ -161,15 +161,15 @@ class _Walk:
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def _reduce(self, move: Move, k: int, ready: int | None, layer: int, label: str) -> None:
-        """From step k of a gradient's reduction on: into a bucket, or at once where buckets do not take it."""
-        if k < len(move.steps) and self.buckets.takes(move.steps[k]):
-            self.buckets.add(move, k, ready, layer, label)
+    def _reduce(self, leg: Leg, k: int, ready: int | None, layer: int, label: str) -> None:
+        """From hop k of a gradient's reduction on: into a bucket, or at once where buckets do not take it."""
+        if k < len(leg.hops) and self.buckets.takes(leg.hops[k]):
+            self.buckets.add(leg, k, ready, layer, label)
         else:
-            self.memory.reduced(move, layer, self._steps(move.steps[k:], label, [ready]) if k < len(move.steps) else ready)
+            self.memory.reduced(leg, layer, self._hops(leg.hops[k:], label, [ready]) if k < len(leg.hops) else ready)
 
-    def _after_bucket(self, move: Move, k: int, index: int, layer: int, label: str) -> None:
-        self._reduce(move, k + 1, index, layer, label)
+    def _after_bucket(self, leg: Leg, k: int, index: int, layer: int, label: str) -> None:
+        self._reduce(leg, k + 1, index, layer, label)
 
 
 def _layer(each: Instance) -> str:

@@ -56,7 +56,7 @@ def test_a_step_of_the_decision_is_the_step_of_its_plan(annotated, cluster, pin,
     problem = answer.problem
     graph = of_decision(problem.graph, problem.groups, problem.saved, answer.decision, answer.cost, prices, mesh.names,
                         blocks=listing(annotated, problem, once=False).blocks)
-    assert len(graph.calls) == len(plan.operations) and len(graph.moves) == len(plan.redistributions) > 0
+    assert len(graph.calls) == len(plan.operations) and len(graph.legs) == len(plan.redistributions) > 0
     both = graph, of_plan(plan, AsPlanned(plan))
     for options in ({}, {"recompute": True}, {"overlap": False}):
         ours, theirs = (played(one_lane([each], device=mesh.device, **options)) for each in both)

@@ -22,4 +22,4 @@ def test_one_after_another_a_step_takes_its_cost(graph, prices):
     problem = answer.problem
     step = step_graph(graph, problem.groups, problem.saved, answer.decision, answer.cost, prices, tuple(AXES))
     assert one_lane([step], overlap=False).run().end_us == pytest.approx(answer.cost.step_us)
-    assert sum(move.gradient for move in step.moves) <= len(graph.outputs)
+    assert sum(leg.gradient for leg in step.legs) <= len(graph.outputs)

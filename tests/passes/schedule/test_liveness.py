@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.schedule.lanes import one_lane, peak_bytes
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Move, MoveStep, StepGraph
+from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Hop, Leg, StepGraph
 
 ENTER_US = 1.0  # entering forward, and backward
 
@@ -24,9 +24,9 @@ def backward(name, *reads, **more):
     return call(name, BACKWARD, reads, **more)
 
 
-def held(*calls, moves=(), overlap=False, microbatches=1, recompute=False, **more) -> list[int]:
+def held(*calls, legs=(), overlap=False, microbatches=1, recompute=False, **more) -> list[int]:
     """Bytes from each change on, up to the end of the step."""
-    graph = StepGraph("g", True, calls, tuple(moves), call_us=ENTER_US, optimizer_us=1.0, **more)
+    graph = StepGraph("g", True, calls, tuple(legs), call_us=ENTER_US, optimizer_us=1.0, **more)
     lanes = one_lane([graph], overlap=overlap, microbatches=microbatches, recompute=recompute)
     spans = lanes.run(1.0)
     return [nbytes for us, nbytes in lanes.memory(spans)[0] if us < spans.end_us]
@@ -71,29 +71,29 @@ def test_what_is_not_saved_is_made_again_from_what_it_came_of_which_lives_on_for
 
 
 def gather(nbytes=64, value="w", reader="a", source="S", target="R"):
-    return Move(value, reader, source, target, (MoveStep("all_gather", "dp", 8.0, 2.0),), float(nbytes))
+    return Leg(value, reader, source, target, (Hop("all_gather", "dp", 8.0, 2.0),), float(nbytes))
 
 
 def test_a_gathered_parameter_is_held_while_its_reader_needs_it():
     reads = Call("a", FORWARD, "", 1.0, (("w", "R"),), (4.0,), (False,), kernel="matmul")
-    assert held(reads, forward("b", "a", nbytes=1), moves=[gather()]) == [0, 64, 68, 5, 0]
+    assert held(reads, forward("b", "a", nbytes=1), legs=[gather()]) == [0, 64, 68, 5, 0]
 
 
 def test_a_gradient_is_held_whole_until_it_is_reduced_and_what_is_left_to_the_end():
-    scatter = Move("g", "", "P", "S", (MoveStep("reduce_scatter", "dp", 8.0, 2.0),), 2.0, gradient=True)
-    assert held(forward("a", "x"), backward("g", "x", nbytes=8, gradient=True), backward("h", nbytes=1), moves=[scatter]) == [
+    scatter = Leg("g", "", "P", "S", (Hop("reduce_scatter", "dp", 8.0, 2.0),), 2.0, gradient=True)
+    assert held(forward("a", "x"), backward("g", "x", nbytes=8, gradient=True), backward("h", nbytes=1), legs=[scatter]) == [
         0, 8, 9, 8, 2]
 
 
 def test_gradients_that_go_together_are_copied_into_a_bucket():
-    moves = [Move(name, "", "P", "R", (MoveStep("all_reduce", "dp", 8.0, 2.0),), 8.0, gradient=True) for name in "gh"]
-    assert held(forward("a", "x"), *(backward(name, "x", nbytes=8, gradient=True) for name in "gh"), moves=moves) == [
+    legs = [Leg(name, "", "P", "R", (Hop("all_reduce", "dp", 8.0, 2.0),), 8.0, gradient=True) for name in "gh"]
+    assert held(forward("a", "x"), *(backward(name, "x", nbytes=8, gradient=True) for name in "gh"), legs=legs) == [
         0, 8, 16, 32, 16]
 
 
 def test_what_is_gathered_to_be_returned_stays_until_the_microbatch_is_over():
-    out = Move("a", "", "S", "R", (MoveStep("all_gather", "dp", 8.0, 2.0),), 64.0)
-    assert held(forward("a", "x", nbytes=4), backward("d", "x", nbytes=1), moves=[out]) == [0, 4, 64, 65, 0]
+    out = Leg("a", "", "S", "R", (Hop("all_gather", "dp", 8.0, 2.0),), 64.0)
+    assert held(forward("a", "x", nbytes=4), backward("d", "x", nbytes=1), legs=[out]) == [0, 4, 64, 65, 0]
 
 
 def test_gradients_add_up_over_microbatches_and_activations_do_not():
