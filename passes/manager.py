@@ -71,7 +71,7 @@ class PassManager:
                 raise PassError(error.what, f"{error.where}; before {entry.name!r} ran {before}", error.next_step) from error
             except Exception as error:
                 note = f"in pass {entry.name!r}; before it ran {before}"
-                error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note, which Python 3.10 has not yet
+                vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]  # add_note, which Python 3.10 has not yet
                 raise
             _log.info("%s", results[-1].summary())
             if _log.isEnabledFor(logging.DEBUG):  # the diff is only made when somebody reads it

@@ -103,6 +103,11 @@ def test_the_toolkit_does_not_import_the_driver():
         "\n".join(wrong)
 
 
+def test_the_driver_writes_no_annotation_by_hand():
+    wrong = [place for _, place, each in _found("hpml_compiler") if each.name == "passes.annotations.write"]
+    assert not wrong, "annotations are written by passes, which say so in `provides`:\n" + "\n".join(wrong)
+
+
 def test_tests_and_the_notebook_of_the_toolkit_do_without_the_driver():
     notebook = json.loads((ROOT / "notebooks" / "02_partition_with_an_ilp.ipynb").read_text())
     files = {path: path.read_text() for path in sorted((ROOT / "tests" / "passes").rglob("*.py"))}

@@ -58,7 +58,7 @@ class Rejected:
     bound: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """placed: with its cost in µs, whatever was minimized. energy_j: of a step on all devices. seconds: of the search."""
 
@@ -67,6 +67,10 @@ class Answer:
     energy_j: float
     rejected: tuple[Rejected, ...]
     seconds: float
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
+        return f"Answer({axes or 'no axes'}: {self.placed.cost.step_us:.6g} us)"
 
 
 def candidate_meshes(cluster: Cluster, pinned: Mapping[str, int] | None) -> list[Mesh]:
