@@ -48,7 +48,7 @@ def outcome(plan: Any) -> dict[str, Any]:
     """What has to stay."""
     return {
         "mesh": dict(plan.mesh),
-        "objective_us": [graph.solver.objective_us for graph in plan.graphs],
+        "objective_us": [graph.solver.cost for graph in plan.graphs],
         "status": [graph.solver.status for graph in plan.graphs],
         "step_us": plan.predicted.step_time_us,
         "memory": plan.memory.model_dump(),

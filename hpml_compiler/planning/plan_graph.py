@@ -77,7 +77,7 @@ def plan_graph(
 
 def _as_like(like: GraphPlan, planned: Planned) -> Planned:
     """Its solver's report says whose decisions these are, and claims no bound."""
-    solver = planned.record.solver.model_copy(update={"status": f"as {like.name}", "bound_us": None, "gap": None})
+    solver = planned.record.solver.model_copy(update={"status": f"as {like.name}", "bound": None, "gap": None})
     return replace(planned, record=planned.record.model_copy(update={"solver": solver}))
 
 
@@ -107,7 +107,7 @@ def _told(annotated: Annotated, conditions: Conditions, name: str) -> Planned:
             format_bytes(max(conditions.budget - over, 0)),
         )
     rejected = tuple(
-        MeshAttempt(mesh=dict(zip(each.mesh.names, each.mesh.shape)), objective_us=each.objective, bound_us=each.bound,
+        MeshAttempt(mesh=dict(zip(each.mesh.names, each.mesh.shape)), cost=each.cost, bound=each.bound,
                     reason=each.reason, objective=conditions.objective)
         for each in answer.rejected)
     return Planned(dict(zip(answer.mesh.names, answer.mesh.shape)), answer.placed.decision, record, rejected,

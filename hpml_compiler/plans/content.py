@@ -82,7 +82,7 @@ class PlanContent(PlanFile):
         graphs = self.step_graphs
         solvers = [graph.solver for graph in graphs]
         objective = solvers[0].objective if solvers else "time"
-        bounds = [solver.bound_us for solver in solvers]
+        bounds = [solver.bound for solver in solvers]
         bound = None if None in bounds else sum(b for b in bounds if b is not None) * 1e-6
         gaps = [solver.gap for solver in solvers]
         phases = dict.fromkeys(["trace", "annotate", "solve", "rewrite", *(k for g in self.graphs for k in g.seconds)])

@@ -77,7 +77,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
             optimizer=round(cost.optimizer_bytes), activations=round(cost.activation_bytes), peak=round(peak),
         ),
         solver=SolverReport(
-            status=solution.status, objective_us=solution.objective_us, bound_us=solution.bound_us, gap=solution.gap,
+            status=solution.status, cost=solution.cost, bound=solution.bound, gap=solution.gap,
             variables=solution.variables, binaries=solution.binaries, constraints=solution.constraints,
             seconds=solution.seconds, solver=solution.solver, objective=objective,
         ),

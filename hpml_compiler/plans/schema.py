@@ -144,11 +144,11 @@ class MemoryBytes(Record):
 class SolverReport(Record):
     """What the solver said: status ("optimal", "feasible", ...), objective and proven bound, relative gap, sizes.
 
-    objective: what was minimized. With "energy", `objective_us` and `bound_us` are the µJ of one device."""
+    objective: what was minimized. With "energy", `cost` and `bound` are the µJ of one device."""
 
     status: str
-    objective_us: float | None
-    bound_us: float | None
+    cost: float | None
+    bound: float | None
     gap: Annotated[float, Field(ge=0.0)] | None
     variables: Count
     binaries: Count
@@ -162,8 +162,8 @@ class MeshAttempt(Record):
     """A mesh that was tried and not taken; `objective` as in `SolverReport`."""
 
     mesh: Mesh
-    objective_us: float | None
-    bound_us: float | None
+    cost: float | None
+    bound: float | None
     reason: str
     objective: Objective = "time"
 

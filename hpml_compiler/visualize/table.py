@@ -42,7 +42,7 @@ def renderable(plan: PlanContent) -> RenderableType:
     for graph in plan.graphs:
         parts += [Text(""), *_graph(graph)]
     for attempt in plan.rejected[:MOST_NAMES]:
-        cost = "" if attempt.objective_us is None else f"{format_objective(attempt.objective_us, attempt.objective)}, "
+        cost = "" if attempt.cost is None else f"{format_objective(attempt.cost, attempt.objective)}, "
         parts.append(labelled("not taken", f"mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
     if len(plan.rejected) > MOST_NAMES:
         parts.append(labelled("", f"and {len(plan.rejected) - MOST_NAMES} more meshes"))
@@ -80,7 +80,7 @@ def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[Rend
 
 def describe_solver(report: SolverReport) -> str:
     """Status, bound and gap of a solve, as far as they are known."""
-    bound = "" if report.bound_us is None else f", bound {format_objective(report.bound_us, report.objective)}"
+    bound = "" if report.bound is None else f", bound {format_objective(report.bound, report.objective)}"
     gap = "" if report.gap is None else f", gap {report.gap:.2%}"
     return f"{report.status}{bound}{gap}"
 

@@ -50,11 +50,11 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A mesh that was tried and is not the answer's; objective: of the best placements on it, where some were found."""
+    """A mesh that was tried and is not the answer's; cost: of the best placements on it, where some were found."""
 
     mesh: Mesh
     reason: str
-    objective: float | None = None
+    cost: float | None = None
     bound: float | None = None
 
 
@@ -108,7 +108,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
                 options=replace(conditions.solver, time_limit_s=max(0.7 * left, 1.0)),
                 state=StateModel(optimizer=float(conditions.optimizer_states)), budget_bytes=conditions.budget,
                 stored=stored, rows=conditions.rows, pinned=pinned,
-                cutoff_us=best[1].solution.objective_us if best else None,
+                cutoff=best[1].solution.cost if best else None,
                 shorter=conditions.shorter, further=conditions.further,
             )
         except Infeasible as error:
@@ -116,8 +116,8 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
             rejected.append(Rejected(mesh, error.what))
             continue
         if not isinstance(answer, Placed):
-            rejected.append(Rejected(mesh, "its bound is above the best answer", None, _finite(answer.bound_us)))
-        elif best is None or answer.solution.objective_us < best[1].solution.objective_us:
+            rejected.append(Rejected(mesh, "its bound is above the best answer", None, _finite(answer.bound)))
+        elif best is None or answer.solution.cost < best[1].solution.cost:
             rejected += [_dearer(*best)] if best is not None else []
             best = (mesh, answer)
         else:
@@ -129,7 +129,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
 
 
 def _dearer(mesh: Mesh, answer: Placed) -> Rejected:
-    return Rejected(mesh, "dearer", answer.solution.objective_us, _finite(answer.solution.bound_us))
+    return Rejected(mesh, "dearer", answer.solution.cost, _finite(answer.solution.bound))
 
 
 def _finite(value: float) -> float | None:

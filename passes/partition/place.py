@@ -52,17 +52,17 @@ def place(
     stored: Mapping[str, Layout] | None = None,
     rows: frozenset[str] = frozenset(),
     pinned: Mapping[str, Pin] | None = None,
-    cutoff_us: float | None = None,
+    cutoff: float | None = None,
     fold: bool = True,
     shorter: PlacementGraph | None = None,
     further: int = 0,
     other_prices: Prices | None = None,
 ) -> Placed | Solution:
-    """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff_us`, or none was
+    """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff`, or none was
     found in time. `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
     model has beyond `graph`; NotLinear says that the two do not correspond. `other_prices`: those that `other_cost` is
-    in. Prices may be of anything that adds up, such as µJ: then so are all that is called `_us` here, `cutoff_us`
-    included. Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
+    in. Prices may be of anything that adds up, such as µJ: then so is all that is called `_us` here, and `cutoff`
+    too. Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
     """
     state = state or StateModel()
     sizes = tuple(axes.values())
@@ -83,7 +83,7 @@ def place(
     problem = build(graph)
     short = build(shorter) if shorter is not None else None
     solved = extrapolate(problem, short, further) if short is not None else problem.problem
-    solution = solve(solved, options, cutoff_us=cutoff_us)
+    solution = solve(solved, options, cutoff=cutoff)
     if solution.status == "no_solution":
         return solution
     decision, shorter_decision = decode(problem, solution), decode(short, solution) if short is not None else None
@@ -97,7 +97,7 @@ def place(
     cost = whole_cost(prices)
     [held_bytes] = solution.held_bytes
     for name, ours, theirs in (
-        ("objective", cost.step_us, solution.objective_us), ("held bytes", cost.held_bytes, held_bytes)
+        ("objective", cost.step_us, solution.cost), ("held bytes", cost.held_bytes, held_bytes)
     ):
         if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")

@@ -6,7 +6,7 @@ import time
 
 from passes.solve.problem import Arc, Edge, Label, Problem, Solution
 
-_Path = tuple[float, tuple[Arc, ...]]  # µs, arcs in order
+_Path = tuple[float, tuple[Arc, ...]]  # cost, arcs in order
 
 
 def brute_force(problem: Problem) -> Solution:
@@ -26,11 +26,11 @@ def brute_force(problem: Problem) -> Solution:
     cheapest = [0.0]  # of all entities from here on
     lightest = [(0.0,) * len(problem.positions)]
     for entity in reversed(entities):
-        cheapest.insert(0, cheapest[0] + entity.multiplicity * min(choice.cost_us for choice in entity.choices))
+        cheapest.insert(0, cheapest[0] + entity.multiplicity * min(choice.cost for choice in entity.choices))
         least = (min(helds) for helds in zip(*(choice.held_bytes for choice in entity.choices)))
         lightest.insert(0, tuple(after + entity.multiplicity * held for after, held in zip(lightest[0], least)))
     budget = math.inf if problem.budget_bytes is None else problem.budget_bytes
-    best_us, best = math.inf, None
+    best_cost, best = math.inf, None
     chosen: list[int] = []
 
     def path_of(index: int) -> _Path | None:
@@ -38,36 +38,36 @@ def brute_force(problem: Problem) -> Solution:
         supplied = problem.supplied(edge, chosen[edge.source])
         return paths[index].get((supplied, problem.demanded(edge, chosen[edge.target])))
 
-    def visit(spent_us: float, held: tuple[float, ...]) -> None:
-        nonlocal best_us, best
+    def visit(spent: float, held: tuple[float, ...]) -> None:
+        nonlocal best_cost, best
         position = len(chosen)
-        if spent_us + cheapest[position] >= best_us or any(a + b > budget for a, b in zip(held, lightest[position])):
+        if spent + cheapest[position] >= best_cost or any(a + b > budget for a, b in zip(held, lightest[position])):
             return
         if position == len(entities):
-            best_us, best = spent_us, tuple(chosen)
+            best_cost, best = spent, tuple(chosen)
             return
         entity = entities[position]
         for number, choice in enumerate(entity.choices):
             chosen.append(number)
             met = [(problem.edges[index].multiplicity, path_of(index)) for index in due[position]]
             if all(path is not None for _, path in met):
-                edges_us = sum(multiplicity * path[0] for multiplicity, path in met if path is not None)
-                visit(spent_us + entity.multiplicity * choice.cost_us + edges_us,
+                edges_cost = sum(multiplicity * path[0] for multiplicity, path in met if path is not None)
+                visit(spent + entity.multiplicity * choice.cost + edges_cost,
                       tuple(a + entity.multiplicity * b for a, b in zip(held, choice.held_bytes)))
             chosen.pop()
 
     visit(0.0, (0.0,) * len(problem.positions))
     chosen = list(best or ())
     taken = [path_of(index) for index in range(len(problem.edges))] if best is not None else []
-    return _solution(problem, best, best_us, [path[1] for path in taken if path is not None], time.perf_counter() - began)
+    return _solution(problem, best, best_cost, [path[1] for path in taken if path is not None], time.perf_counter() - began)
 
 
-def _solution(problem: Problem, chosen: tuple[int, ...] | None, objective_us: float, paths: list[tuple[Arc, ...]],
+def _solution(problem: Problem, chosen: tuple[int, ...] | None, cost: float, paths: list[tuple[Arc, ...]],
               seconds: float) -> Solution:
     found = chosen is not None
     return Solution(
-        status="optimal" if found else "infeasible", chosen=chosen or (), paths=tuple(paths), objective_us=objective_us,
-        bound_us=objective_us, gap=0.0, variables=0, binaries=0, constraints=0, seconds=seconds, solver="brute force",
+        status="optimal" if found else "infeasible", chosen=chosen or (), paths=tuple(paths), cost=cost,
+        bound=cost, gap=0.0, variables=0, binaries=0, constraints=0, seconds=seconds, solver="brute force",
         held_bytes=problem.held_bytes(chosen) if chosen is not None else (math.inf,) * len(problem.positions),
         integral_relaxation=False,
     )
@@ -84,8 +84,8 @@ def _paths(problem: Problem, edge: Edge) -> dict[tuple[Label | None, Label | Non
             for arc in edge.arcs:
                 if arc.source in from_label:
                     cost, path = from_label[arc.source]
-                    if cost + arc.cost_us < from_label.get(arc.target, (math.inf, ()))[0]:
-                        from_label[arc.target] = (cost + arc.cost_us, (*path, arc))
+                    if cost + arc.cost < from_label.get(arc.target, (math.inf, ()))[0]:
+                        from_label[arc.target] = (cost + arc.cost, (*path, arc))
         from_label[None] = (0.0, ())  # whatever is supplied, nothing may be demanded
         found.update({(label, target): from_label[target] for target in demanded if target in from_label})
     return found

@@ -46,13 +46,13 @@ class Model:
     """The program of a reduced problem.
 
     choices: x per entity and candidate, empty for decided entities. arcs: each open edge's arcs with their f.
-    unit_us: µs per unit of the objective. covers: rows that `cover` has added.
+    unit: cost per unit of the program's objective. covers: rows that `cover` has added.
     """
 
     reduced: Reduced
     program: pulp.LpProblem
     decided: pulp.LpVariable
-    unit_us: float = 1.0
+    unit: float = 1.0
     choices: list[list[pulp.LpVariable]] = field(default_factory=list)
     arcs: dict[int, list[tuple[Arc, pulp.LpVariable]]] = field(default_factory=dict)
     covers: int = 0
@@ -69,10 +69,10 @@ class Model:
     def constraints(self) -> int:
         return self.program.numConstraints()
 
-    def objective_us(self) -> float:
+    def cost(self) -> float:
         """The objective at the variables' values."""
         terms = (self.program.objective or {}).items()
-        return self.unit_us * math.fsum(cost * _value(variable) for variable, cost in terms)
+        return self.unit * math.fsum(cost * _value(variable) for variable, cost in terms)
 
     def set_integer(self, integer: bool) -> None:
         """Make x integer, or continuous for the relaxation."""
@@ -104,14 +104,14 @@ class Model:
         self.decided.varValue = 1.0
 
 
-def build(reduced: Reduced, expected_us: float | None = None) -> Model:
-    """The program of `reduced`, which leaves something undecided. expected_us: what the optimum costs, about."""
+def build(reduced: Reduced, expected: float | None = None) -> Model:
+    """The program of `reduced`, which leaves something undecided. expected: what the optimum costs, about."""
     program = pulp.LpProblem("placement", pulp.LpMinimize)
     decided = _variable(program, "decided")
     decided.lowBound = decided.upBound = 1.0
     model = Model(reduced, program, decided)
     _add_variables(model)
-    _set_objective(model, expected_us)
+    _set_objective(model, expected)
     one_choice(model)
     flow(model)
     budget(model)
@@ -189,21 +189,21 @@ def _add_variables(model: Model) -> None:
         ]
 
 
-def _set_objective(model: Model, expected_us: float | None) -> None:
+def _set_objective(model: Model, expected: float | None) -> None:
     reduced = model.reduced
     terms: dict[pulp.LpVariable, float] = {}
-    for choices, cost in zip(model.choices, reduced.cost_us, strict=True):
+    for choices, cost in zip(model.choices, reduced.costs, strict=True):
         terms.update(zip(choices, cost.tolist(), strict=False))
     for index, arcs in model.arcs.items():
         multiplicity = reduced.problem.edges[index].multiplicity
-        terms.update((f, multiplicity * arc.cost_us) for arc, f in arcs)
+        terms.update((f, multiplicity * arc.cost) for arc, f in arcs)
     positive = [cost for cost in terms.values() if cost > 0]
-    if expected_us:
-        model.unit_us = 2.0 ** round(math.log2(expected_us / _OBJECTIVE))
+    if expected:
+        model.unit = 2.0 ** round(math.log2(expected / _OBJECTIVE))
     elif positive:
-        model.unit_us = 2.0 ** round(math.log2(float(np.median(positive))))
-    terms[model.decided] = math.fsum(float(cost[0]) for cost in reduced.cost_us if len(cost) == 1)
-    model.program.setObjective(pulp.LpAffineExpression({v: cost / model.unit_us for v, cost in terms.items()}))
+        model.unit = 2.0 ** round(math.log2(float(np.median(positive))))
+    terms[model.decided] = math.fsum(float(cost[0]) for cost in reduced.costs if len(cost) == 1)
+    model.program.setObjective(pulp.LpAffineExpression({v: cost / model.unit for v, cost in terms.items()}))
 
 
 def _variable(program: pulp.LpProblem, name: str, binary: bool = False) -> pulp.LpVariable:

@@ -48,7 +48,7 @@ def _smallest_budget(problem: Problem, options: SolverOptions, find: Find) -> _L
     bound, budget, proven = 0.0, math.inf, True
     for k in range(len(problem.positions)):
         found = find(_bytes_as_cost(problem, k), options)
-        bound = max(bound, found.held_bytes[k] if found.status == "optimal" else found.bound_us)
+        bound = max(bound, found.held_bytes[k] if found.status == "optimal" else found.bound)
         budget = min(budget, max(found.held_bytes))
         proven = proven and found.status == "optimal"
     middle = bound
@@ -110,9 +110,9 @@ def _bytes_as_cost(problem: Problem, position: int | None) -> Problem:
     def cost(held: tuple[float, ...]) -> float:
         return math.fsum(held) if position is None else held[position]
 
-    arcs = {id(edge.arcs): tuple(replace(arc, cost_us=0.0) for arc in edge.arcs) for edge in problem.edges}
+    arcs = {id(edge.arcs): tuple(replace(arc, cost=0.0) for arc in edge.arcs) for edge in problem.edges}
     entities = tuple(
-        replace(entity, choices=tuple(replace(choice, cost_us=cost(choice.held_bytes)) for choice in entity.choices))
+        replace(entity, choices=tuple(replace(choice, cost=cost(choice.held_bytes)) for choice in entity.choices))
         for entity in problem.entities
     )
     edges = tuple(replace(edge, arcs=arcs[id(edge.arcs)]) for edge in problem.edges)

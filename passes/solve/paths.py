@@ -15,7 +15,7 @@ class Paths:
     """Cheapest paths through a set of arcs; among equally cheap ones, one with the fewest arcs.
 
     index: label -> row and column of `cost`; None ("nothing") has the last row and column.
-    cost: (labels + 1, labels + 1), µs of the cheapest path from row to column, inf where there is none. Whatever is
+    cost: (labels + 1, labels + 1), of the cheapest path from row to column, inf where there is none. Whatever is
     supplied, None can be demanded for nothing; when None is supplied, nothing else can be demanded.
     """
 
@@ -25,7 +25,7 @@ class Paths:
         self._arcs: dict[tuple[int, int], Arc] = {}  # the cheapest arc from label to label
         for arc in arcs:
             key = (self._add(arc.source), self._add(arc.target))
-            if key not in self._arcs or arc.cost_us < self._arcs[key].cost_us:
+            if key not in self._arcs or arc.cost < self._arcs[key].cost:
                 self._arcs[key] = arc
         for label in labels:
             self._add(label)
@@ -35,7 +35,7 @@ class Paths:
         step = np.full((size, size), math.inf)
         if self._arcs:
             sources, targets = np.array(list(self._arcs)).T
-            step[sources, targets] = [arc.cost_us for arc in self._arcs.values()]
+            step[sources, targets] = [arc.cost for arc in self._arcs.values()]
         np.fill_diagonal(step, math.inf)
         distance, self._previous = _relax(step)
 

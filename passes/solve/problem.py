@@ -5,8 +5,8 @@ takes exactly one of its *choices*. A choice supplies a label on each out-port a
 *label* stands for the placement of a value on all mesh axes. An *edge* leads from an out-port to an in-port and has
 *arcs*, each one collective on one axis, that turn one label into another. Then
 
-    objective_us = sum over entities of multiplicity * cost_us  +  sum over edges of multiplicity * cheapest path's cost
-    held_bytes   = sum over entities of multiplicity * held_bytes  <=  budget_bytes, at every position
+    cost       = sum over entities of multiplicity * cost  +  sum over edges of multiplicity * cheapest path's cost
+    held_bytes = sum over entities of multiplicity * held_bytes  <=  budget_bytes, at every position
 
 A *position* is a point of the step, such as the end of forward, at which memory is counted: bytes are a number for each.
 
@@ -29,12 +29,12 @@ Label = str  # placement of a value on all mesh axes, opaque here
 class Choice:
     """One strategy of an entity.
 
-    cost_us: time of one instance, >= 0. held_bytes: bytes that one instance holds on every device at each position,
-    >= 0. inputs: label demanded on each in-port (None: takes nothing). outputs: label supplied on each out-port (None:
-    supplies nothing).
+    cost: of one instance, >= 0, in the unit of the prices: µs, or µJ where energy is minimized. held_bytes: bytes that one
+    instance holds on every device at each position, >= 0. inputs: label demanded on each in-port (None: takes nothing).
+    outputs: label supplied on each out-port (None: supplies nothing).
     """
 
-    cost_us: float
+    cost: float
     held_bytes: tuple[float, ...]
     inputs: tuple[Label | None, ...]
     outputs: tuple[Label | None, ...]
@@ -52,11 +52,11 @@ class Entity:
 
 @dataclass(frozen=True, slots=True)
 class Arc:
-    """One collective on one axis: turns `source` into `target` for `cost_us` >= 0."""
+    """One collective on one axis: turns `source` into `target` for `cost` >= 0."""
 
     source: Label
     target: Label
-    cost_us: float
+    cost: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Problem:
             if id(edge.arcs) not in checked_arcs:
                 checked_arcs.add(id(edge.arcs))
                 for arc in edge.arcs:
-                    _check_amount(arc.cost_us, f"cost_us of arc {arc.source} -> {arc.target}",
+                    _check_amount(arc.cost, f"cost of arc {arc.source} -> {arc.target}",
                                   f"edge {index} {edge.name!r}")
         if self.budget_bytes is not None:
             _check_amount(self.budget_bytes, "budget_bytes", "problem")
@@ -122,9 +122,9 @@ class Solution:
 
     status: "optimal" (proven within the gap that was asked for), "feasible" (time ran out first), "infeasible" (no
     assignment exists) or "no_solution" (none found in time, or the bound lies above the cutoff); with the last two,
-    `chosen` and `paths` are empty and `objective_us` is infinite.
+    `chosen` and `paths` are empty and `cost` is infinite.
     chosen: choice index per entity. paths: per edge, the arcs taken in order, empty where nothing has to change.
-    bound_us: no assignment costs less. gap: (objective - bound) / objective, 0 if the optimum is proven.
+    bound: no assignment costs less. gap: (cost - bound) / cost, 0 if the optimum is proven.
     held_bytes: on each device, at each position. variables, binaries, constraints: size of the model that the solver saw.
     seconds: from problem to checked solution. integral_relaxation: the LP relaxation alone gave the answer.
     """
@@ -132,8 +132,8 @@ class Solution:
     status: Literal["optimal", "feasible", "infeasible", "no_solution"]
     chosen: tuple[int, ...]
     paths: tuple[tuple[Arc, ...], ...]
-    objective_us: float
-    bound_us: float
+    cost: float
+    bound: float
     gap: float
     held_bytes: tuple[float, ...]
     variables: int
@@ -151,7 +151,7 @@ def _check_entity(entity: Entity, where: str, positions: tuple[str, ...]) -> Non
         raise BadInput(f"multiplicity is {entity.multiplicity}", where, "count its instances: 0 or more")
     ports = len(entity.choices[0].inputs), len(entity.choices[0].outputs)
     for index, choice in enumerate(entity.choices):
-        _check_amount(choice.cost_us, f"cost_us of choice {index}", where)
+        _check_amount(choice.cost, f"cost of choice {index}", where)
         if len(choice.held_bytes) != len(positions):
             raise BadInput(
                 f"choice {index} holds bytes at {len(choice.held_bytes)} positions, the problem has {len(positions)}",

@@ -33,22 +33,22 @@ class NoAssignment(Exception):
 class Reduced:
     """What is left of a problem; all lists are indexed as its entities or edges.
 
-    Per entity: candidates, original indices of the choices that are left, (n,) ints; cost_us (settled edges included),
+    Per entity: candidates, original indices of the choices that are left, (n,) ints; costs (settled edges included),
     (n,) floats, and held_bytes, (n, positions) floats, of these, for all instances together; open_at, the edges at it
     that are not settled.
     Per edge: paths; supply and demand, the index into the paths' table of each candidate's label, (n,) ints.
-    spare_us: no edge that costs more is of use (`cap`).
+    spare_cost: no edge that costs more is of use (`cap`).
     """
 
     problem: Problem
     candidates: list[np.ndarray]
-    cost_us: list[np.ndarray]
+    costs: list[np.ndarray]
     held_bytes: list[np.ndarray]
     open_at: list[list[int]]
     paths: list[Paths]
     supply: list[np.ndarray]
     demand: list[np.ndarray]
-    spare_us: float = math.inf
+    spare_cost: float = math.inf
 
     @property
     def open_edges(self) -> list[int]:
@@ -56,21 +56,21 @@ class Reduced:
         return sorted({edge for edges in self.open_at for edge in edges})
 
     @property
-    def lower_bound_us(self) -> float:
+    def lower_bound(self) -> float:
         """The sum of every entity's cheapest candidate: no assignment costs less."""
-        return math.fsum(float(cost.min()) for cost in self.cost_us)
+        return math.fsum(float(cost.min()) for cost in self.costs)
 
-    def edge_cost_us(self, edge: int) -> np.ndarray:
+    def edge_cost(self, edge: int) -> np.ndarray:
         """µs of all instances of the edge by label index, (labels + 1, labels + 1), inf where it cannot be met."""
         cost = self.paths[edge].cost.copy()
         cost[np.isfinite(cost)] *= self.problem.edges[edge].multiplicity  # 0 * inf would be nan
-        cost[cost > self.spare_us] = math.inf
+        cost[cost > self.spare_cost] = math.inf
         return cost
 
     def useful_arcs(self, edge: int) -> list[Arc]:
         """The arcs of an open edge that cheapest paths between its candidates' labels take."""
         supply, demand = np.unique(self.supply[edge]), np.unique(self.demand[edge])
-        met = np.isfinite(self.edge_cost_us(edge)[np.ix_(supply, demand)])
+        met = np.isfinite(self.edge_cost(edge)[np.ix_(supply, demand)])
         sources, targets = np.nonzero(met)
         return self.paths[edge].useful_arcs(supply[sources], demand[targets])
 
@@ -86,17 +86,17 @@ def reduce(problem: Problem) -> Reduced:
     return reduced
 
 
-def cap(reduced: Reduced, picked: list[int], most_us: float) -> list[int]:
-    """Drop the choices and paths that no assignment for `most_us` or less can take; changes `reduced` in place.
+def cap(reduced: Reduced, picked: list[int], most: float) -> list[int]:
+    """Drop the choices and paths that no assignment for `most` or less can take; changes `reduced` in place.
 
     picked: positions of an assignment that costs no more; none of its choices go. Returns their new positions.
     """
     chosen = reduced.original(picked)
-    reduced.spare_us = most_us * (1 + _ROUNDING) - reduced.lower_bound_us
+    reduced.spare_cost = most * (1 + _ROUNDING) - reduced.lower_bound
     changed = {reduced.problem.edges[edge].source for edge in reduced.open_edges}
-    for entity, cost in enumerate(reduced.cost_us):
+    for entity, cost in enumerate(reduced.costs):
         added = cost - cost.min()
-        changed |= _keep(reduced, entity, added <= max(reduced.spare_us, added[picked[entity]]))
+        changed |= _keep(reduced, entity, added <= max(reduced.spare_cost, added[picked[entity]]))
     _shrink(reduced, changed, dominated=False)  # what dominates the picked choices may be another equally good one
     return [int(np.searchsorted(left, choice)) for left, choice in zip(reduced.candidates, chosen, strict=True)]
 
@@ -134,7 +134,7 @@ def unreduced(problem: Problem) -> Reduced:
     return Reduced(
         problem,
         candidates=[np.arange(len(entity.choices)) for entity in entities],
-        cost_us=[e.multiplicity * np.array([c.cost_us for c in e.choices], dtype=float) for e in entities],
+        costs=[e.multiplicity * np.array([c.cost for c in e.choices], dtype=float) for e in entities],
         held_bytes=[e.multiplicity * np.array([c.held_bytes for c in e.choices], dtype=float) for e in entities],
         open_at=open_at,
         paths=paths,
@@ -149,7 +149,7 @@ def _keep(reduced: Reduced, entity: int, kept: np.ndarray) -> set[int]:
         return set()
     if not kept.any():
         raise NoAssignment
-    for values in (reduced.candidates, reduced.cost_us, reduced.held_bytes):
+    for values in (reduced.candidates, reduced.costs, reduced.held_bytes):
         values[entity] = values[entity][kept]
     for edge in reduced.open_at[entity]:
         if reduced.problem.edges[edge].source == entity:
@@ -162,7 +162,7 @@ def _keep(reduced: Reduced, entity: int, kept: np.ndarray) -> set[int]:
 def _drop_unmet(reduced: Reduced, edge: int) -> set[int]:
     """Drop choices that fit none at the other end of `edge`; returns the entities that lost some."""
     source, target = reduced.problem.edges[edge].source, reduced.problem.edges[edge].target
-    cost, supply, demand = reduced.edge_cost_us(edge), reduced.supply[edge], reduced.demand[edge]
+    cost, supply, demand = reduced.edge_cost(edge), reduced.supply[edge], reduced.demand[edge]
     if source == target:
         return _keep(reduced, source, np.isfinite(cost[supply, demand]))
     met: np.ndarray = np.isfinite(cost[np.ix_(supply, demand)])
@@ -172,9 +172,9 @@ def _drop_unmet(reduced: Reduced, edge: int) -> set[int]:
 def _settle(reduced: Reduced, edge: int) -> set[int]:
     """Move the cost of `edge` into the choices at its ends if that is exact; returns the entities that it changed."""
     source, target = reduced.problem.edges[edge].source, reduced.problem.edges[edge].target
-    cost, supply, demand = reduced.edge_cost_us(edge), reduced.supply[edge], reduced.demand[edge]
+    cost, supply, demand = reduced.edge_cost(edge), reduced.supply[edge], reduced.demand[edge]
     if source == target:
-        reduced.cost_us[source] = reduced.cost_us[source] + cost[supply, demand]
+        reduced.costs[source] = reduced.costs[source] + cost[supply, demand]
     else:
         pairs = cost[np.ix_(supply, demand)]
         if np.isinf(pairs).any():
@@ -183,8 +183,8 @@ def _settle(reduced: Reduced, edge: int) -> set[int]:
         of_target = pairs.min(axis=0) - pairs.min()
         if (np.abs(of_source[:, None] + of_target - pairs) > _ROUNDING * pairs).any():
             return set()
-        reduced.cost_us[source] = reduced.cost_us[source] + of_source
-        reduced.cost_us[target] = reduced.cost_us[target] + of_target
+        reduced.costs[source] = reduced.costs[source] + of_source
+        reduced.costs[target] = reduced.costs[target] + of_target
     for entity in {source, target}:
         reduced.open_at[entity].remove(edge)
     return {source, target}
@@ -204,12 +204,12 @@ def _drop_over_budget(reduced: Reduced) -> set[int]:
 
 def _drop_dominated(reduced: Reduced, entity: int) -> set[int]:
     """Drop dominated choices of `entity`; returns {entity} if there were any, else nothing."""
-    cost, held = reduced.cost_us[entity], reduced.held_bytes[entity]
+    cost, held = reduced.costs[entity], reduced.held_bytes[entity]
     if len(cost) == 1:
         return set()
     loss = cost[:, None] - cost[None, :]  # (a, b): what taking a, made to look like b, costs more than b
     for edge in reduced.open_at[entity]:
-        between = reduced.edge_cost_us(edge)
+        between = reduced.edge_cost(edge)
         if reduced.problem.edges[edge].source == entity:
             loss = loss + between[np.ix_(reduced.supply[edge], reduced.supply[edge])]
         else:

@@ -34,23 +34,23 @@ def rounded(reduced: Reduced, preferred: list[int] | None = None) -> list[int] |
 
 
 class _Descent:
-    """Local search over the candidates of a reduced problem; an edge that cannot be met costs `unmet_us`.
+    """Local search over the candidates of a reduced problem; an edge that cannot be met costs `unmet_cost`.
 
     between: for two entities, the sum of the costs of the edges between them by position, (first's, second's).
     """
 
     def __init__(self, reduced: Reduced) -> None:
         self.reduced = reduced
-        costs = {edge: reduced.edge_cost_us(edge)[np.ix_(reduced.supply[edge], reduced.demand[edge])]
+        costs = {edge: reduced.edge_cost(edge)[np.ix_(reduced.supply[edge], reduced.demand[edge])]
                  for edge in reduced.open_edges}
-        dearest = [float(cost.max()) for cost in reduced.cost_us]
+        dearest = [float(cost.max()) for cost in reduced.costs]
         dearest += [float(cost[np.isfinite(cost)].max(initial=0.0)) for cost in costs.values()]
-        self.unmet_us = 1e3 * (1.0 + math.fsum(dearest))  # more than any assignment that meets all edges
+        self.unmet_cost = 1e3 * (1.0 + math.fsum(dearest))  # more than any assignment that meets all edges
         self.between: dict[tuple[int, int], np.ndarray] = {}
         self.neighbors: list[list[int]] = [[] for _ in reduced.candidates]
         for index, cost in costs.items():
             edge = reduced.problem.edges[index]
-            cost = np.where(np.isfinite(cost), cost, self.unmet_us)
+            cost = np.where(np.isfinite(cost), cost, self.unmet_cost)
             for pair, table in (((edge.source, edge.target), cost), ((edge.target, edge.source), cost.T)):
                 if pair not in self.between:
                     self.between[pair] = np.zeros(table.shape)
@@ -63,13 +63,13 @@ class _Descent:
         What a candidate will cost on edges to entities that are not picked yet is taken at its lowest.
         """
         picked: list[int] = []
-        for entity, own in enumerate(self.reduced.cost_us):
+        for entity, own in enumerate(self.reduced.costs):
             cost = own.copy()
             for other in self.neighbors[entity]:
                 table = self.between[entity, other]
                 cost += table[:, picked[other]] if other < entity else table.min(axis=1)
             wanted = int(cost.argmin()) if preferred is None else preferred[entity]
-            picked.append(wanted if cost[wanted] < self.unmet_us else int(cost.argmin()))
+            picked.append(wanted if cost[wanted] < self.unmet_cost else int(cost.argmin()))
         return picked
 
     def improve(self, start: list[int], limit: float | None = None) -> list[int]:
@@ -136,7 +136,7 @@ class _Descent:
 
     def met(self, picked: list[int]) -> bool:
         """Whether every open edge has a path."""
-        return all(table[picked[a], picked[b]] < self.unmet_us for (a, b), table in self.between.items())
+        return all(table[picked[a], picked[b]] < self.unmet_cost for (a, b), table in self.between.items())
 
     def _cheapest_saving(self, entity: int, picked: list[int], exceeded: np.ndarray) -> tuple[float, int]:
         """(µs added per byte saved at the positions `exceeded`, inf if no candidate is lighter; number of that candidate)."""
@@ -149,7 +149,7 @@ class _Descent:
 
     def _costs(self, entity: int, picked: list[int], skip: int | None = None) -> np.ndarray:
         """What each candidate of `entity` costs with all others as picked, edges to `skip` left out, (n,)."""
-        cost = self.reduced.cost_us[entity].copy()
+        cost = self.reduced.costs[entity].copy()
         for other in self.neighbors[entity]:
             if other != skip:
                 cost += self.between[entity, other][:, picked[other]]

@@ -16,10 +16,10 @@ _ROUNDING = 1e-9  # relative gap of sums of floats added up in another order
 _TOLERANCE = 1e-6  # relative gap that a solver's own tolerances leave of a proof
 
 
-def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff_us: float | None = None) -> Solution:
+def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff: float | None = None) -> Solution:
     """The cheapest assignment of `problem`, proven within `options.gap` if the time suffices, and verified.
 
-    cutoff_us: an assignment that costs more is of no use; when the bound of the reduction or of the relaxation says
+    cutoff: an assignment that costs more is of no use; when the bound of the reduction or of the relaxation says
     that all do, the answer is "no_solution" with that bound.
     Raises `Infeasible` if no assignment meets every edge and the budget; where a larger budget would do, the error has
     the attribute `smallest_budget_bytes`. Raises `BadInput` for solver options and `MissingDependency` for a solver
@@ -28,15 +28,15 @@ def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff_us: 
     options = options or SolverOptions()
     began = time.perf_counter()
     try:
-        return _find(problem, options, math.inf if cutoff_us is None else cutoff_us)
+        return _find(problem, options, math.inf if cutoff is None else cutoff)
     except NoAssignment:
         left_s = options.seconds - (time.perf_counter() - began)
         raise explain(problem, replace(options, gap=0.0, time_limit_s=max(left_s, 1.0)), _find) from None
 
 
-def _find(problem: Problem, options: SolverOptions, cutoff_us: float = math.inf) -> Solution:
+def _find(problem: Problem, options: SolverOptions, cutoff: float = math.inf) -> Solution:
     """Like `solve`, but raises `NoAssignment` where that raises `Infeasible`."""
-    solution = _Search(problem, options, solvers.check_options(options), time.perf_counter()).run(cutoff_us)
+    solution = _Search(problem, options, solvers.check_options(options), time.perf_counter()).run(cutoff)
     verify.check(problem, solution)
     return solution
 
@@ -51,32 +51,32 @@ class _Search:
     began: float
     model: ilp.Model | None = None
     best: list[int] | None = None
-    best_us: float = math.inf
-    bound_us: float = 0.0
+    best_cost: float = math.inf
+    bound: float = 0.0
     integral_relaxation: bool = False
 
-    def run(self, cutoff_us: float) -> Solution:
+    def run(self, cutoff: float) -> Solution:
         reduced = reduce(self.problem)
-        self._raise_bound(reduced.lower_bound_us)
-        if self.bound_us <= cutoff_us:
+        self._raise_bound(reduced.lower_bound)
+        if self.bound <= cutoff:
             self._offer(reduced, rounded(reduced))
             if self.best is not None:
-                self.best = cap(reduced, self.best, self.best_us)
-                self._raise_bound(reduced.lower_bound_us)
+                self.best = cap(reduced, self.best, self.best_cost)
+                self._raise_bound(reduced.lower_bound)
             if any(len(left) > 1 for left in reduced.candidates):
-                self._use_solver(reduced, cutoff_us)
+                self._use_solver(reduced, cutoff)
             elif self.best is None:
                 raise NoAssignment
-        if self.bound_us > cutoff_us:
-            self.best, self.best_us = None, math.inf
+        if self.bound > cutoff:
+            self.best, self.best_cost = None, math.inf
         return self._solution(reduced)
 
-    def _use_solver(self, reduced: Reduced, cutoff_us: float) -> None:
+    def _use_solver(self, reduced: Reduced, cutoff: float) -> None:
         if self._done(self.options.gap):
             return
-        self.model = ilp.build(reduced, None if self.best is None else self.best_us)
+        self.model = ilp.build(reduced, None if self.best is None else self.best_cost)
         self._relax(self.model)
-        if self.bound_us <= cutoff_us and not self._done(self.options.gap):
+        if self.bound <= cutoff and not self._done(self.options.gap):
             self._branch(self.model)
 
     def _relax(self, model: ilp.Model) -> None:
@@ -86,7 +86,7 @@ class _Search:
             raise NoAssignment
         if outcome.state != "optimal":
             return
-        self._raise_bound(model.objective_us())
+        self._raise_bound(model.cost())
         picked = model.picked()
         self._offer(model.reduced, picked)
         self.integral_relaxation = model.is_integral() and self._done(0.0)
@@ -100,7 +100,7 @@ class _Search:
             if outcome.state == "infeasible" and self.best is None:
                 raise NoAssignment
             if outcome.bound is not None and math.isfinite(outcome.bound):
-                self._raise_bound(outcome.bound * model.unit_us)
+                self._raise_bound(outcome.bound * model.unit)
             if outcome.state in ("infeasible", "unknown"):
                 return
             picked = model.picked()
@@ -108,7 +108,7 @@ class _Search:
             if not exceeded:
                 self._offer(model.reduced, picked)
                 if outcome.state == "optimal" and outcome.bound is None:
-                    self._raise_bound(model.objective_us() * (1 - self.options.gap))
+                    self._raise_bound(model.cost() * (1 - self.options.gap))
                 return
             for position in exceeded:
                 ilp.cover(model, picked, position)
@@ -134,14 +134,14 @@ class _Search:
     def _offer(self, reduced: Reduced, picked: list[int] | None) -> None:
         """Remember `picked` if it is an assignment, within the budget, and better than the best so far."""
         if picked is not None and not self._exceeded(reduced, picked):
-            objective_us = self._objective_us(reduced, picked)
-            if objective_us < self.best_us:
-                self.best, self.best_us = list(picked), objective_us
+            cost = self._cost(reduced, picked)
+            if cost < self.best_cost:
+                self.best, self.best_cost = list(picked), cost
 
-    def _objective_us(self, reduced: Reduced, picked: list[int]) -> float:
+    def _cost(self, reduced: Reduced, picked: list[int]) -> float:
         """Exact, from the problem's own numbers; inf if an edge has no path."""
         chosen = reduced.original(picked)
-        terms = [entity.multiplicity * entity.choices[choice].cost_us
+        terms = [entity.multiplicity * entity.choices[choice].cost
                  for entity, choice in zip(self.problem.entities, chosen, strict=True)]
         for edge, paths in zip(self.problem.edges, reduced.paths, strict=True):
             source = paths.index[self.problem.supplied(edge, chosen[edge.source])]
@@ -150,11 +150,11 @@ class _Search:
             terms.append(edge.multiplicity * cost if math.isfinite(cost) else cost)
         return math.fsum(terms)
 
-    def _raise_bound(self, bound_us: float) -> None:
-        self.bound_us = max(self.bound_us, bound_us)
+    def _raise_bound(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
 
     def _done(self, gap: float) -> bool:
-        return self.best is not None and self.best_us - self.bound_us <= max(gap, _ROUNDING) * self.best_us
+        return self.best is not None and self.best_cost - self.bound <= max(gap, _ROUNDING) * self.best_cost
 
     def _solution(self, reduced: Reduced) -> Solution:
         chosen = () if self.best is None else reduced.original(self.best)
@@ -164,14 +164,14 @@ class _Search:
             for edge, table in zip(self.problem.edges, reduced.paths, strict=True)
         ] if self.best is not None else []
         within_gap = self._done(max(self.options.gap, _TOLERANCE))
-        proven = self.best is not None and abs(self.best_us - self.bound_us) <= _TOLERANCE * self.best_us
-        gap = 0.0 if proven else 1.0 if self.best is None else (self.best_us - self.bound_us) / self.best_us
+        proven = self.best is not None and abs(self.best_cost - self.bound) <= _TOLERANCE * self.best_cost
+        gap = 0.0 if proven else 1.0 if self.best is None else (self.best_cost - self.bound) / self.best_cost
         return Solution(
             status="no_solution" if self.best is None else "optimal" if within_gap else "feasible",
             chosen=chosen,
             paths=tuple(paths),
-            objective_us=self.best_us,
-            bound_us=self.best_us if proven else self.bound_us,
+            cost=self.best_cost,
+            bound=self.best_cost if proven else self.bound,
             gap=gap,
             held_bytes=self.problem.held_bytes(chosen) if self.best is not None else (math.inf,) * len(self.problem.positions),
             variables=self.model.variables if self.model else 0,

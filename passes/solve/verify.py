@@ -28,22 +28,22 @@ def check(problem: Problem, solution: Solution) -> None:
             raise VerificationError(f"entity {entity.name!r} takes choice {choice} of {len(entity.choices)}")
 
     pairs = list(zip(problem.entities, solution.chosen, strict=True))
-    terms = [entity.multiplicity * entity.choices[choice].cost_us for entity, choice in pairs]
+    terms = [entity.multiplicity * entity.choices[choice].cost for entity, choice in pairs]
     graphs: dict[int, _Graph] = {}  # by identity: arcs are shared between edges
     for edge, path in zip(problem.edges, solution.paths, strict=True):
         if id(edge.arcs) not in graphs:
             graphs[id(edge.arcs)] = _graph(edge.arcs)
         graph = graphs[id(edge.arcs)]
         terms.append(edge.multiplicity * _check_path(problem, edge, path, graph, solution.chosen))
-    _compare("objective_us", solution.objective_us, math.fsum(terms))
+    _compare("cost", solution.cost, math.fsum(terms))
 
     for k, (position, claimed) in enumerate(zip(problem.positions, solution.held_bytes, strict=True)):
         held = math.fsum(entity.multiplicity * entity.choices[choice].held_bytes[k] for entity, choice in pairs)
         _compare(f"held_bytes at {position!r}", claimed, held)
         if problem.budget_bytes is not None and held > problem.budget_bytes:
             raise VerificationError(f"{held:.0f} bytes are held at {position!r}, the budget is {problem.budget_bytes:.0f}")
-    if solution.bound_us > solution.objective_us * (1 + TOLERANCE):
-        raise VerificationError(f"bound {solution.bound_us!r} us lies above the objective {solution.objective_us!r} us")
+    if solution.bound > solution.cost * (1 + TOLERANCE):
+        raise VerificationError(f"bound {solution.bound!r} lies above the cost {solution.cost!r}")
 
 
 _Graph = dict[Label, list[tuple[Label, float]]]
@@ -52,7 +52,7 @@ _Graph = dict[Label, list[tuple[Label, float]]]
 def _graph(arcs: Iterable[Arc]) -> _Graph:
     graph: _Graph = {}
     for arc in arcs:
-        graph.setdefault(arc.source, []).append((arc.target, arc.cost_us))
+        graph.setdefault(arc.source, []).append((arc.target, arc.cost))
     return graph
 
 
@@ -80,13 +80,13 @@ def _check_path(problem: Problem, edge: Edge, path: tuple[Arc, ...], graph: _Gra
         return 0.0
     here = supplied
     for arc in path:
-        if arc.source != here or (arc.target, arc.cost_us) not in graph.get(arc.source, ()):
+        if arc.source != here or (arc.target, arc.cost) not in graph.get(arc.source, ()):
             raise VerificationError(f"edge {edge.name!r} is at {here} and has no arc {arc}")
         here = arc.target
     if supplied is None or here != demanded:
         raise VerificationError(f"edge {edge.name!r} ends at {here}, demanded is {demanded} (supplied {supplied})")
     cost = _dijkstra(graph, supplied, demanded)
-    _compare(f"cost_us of the path of edge {edge.name!r}", math.fsum(arc.cost_us for arc in path), cost)
+    _compare(f"cost of the path of edge {edge.name!r}", math.fsum(arc.cost for arc in path), cost)
     return cost
 
 

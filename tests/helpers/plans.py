@@ -84,7 +84,7 @@ def gpt_graph(layers: int = 3, listed: int | None = None, column: str = "S(0)", 
         predicted=PredictedCost(step_time_us=22.0 + 48.0 * layers, compute_us=22.0 + 33.0 * layers,
                                 communication_us=10.0 * layers, optimizer_us=5.0 * layers),
         memory=MemoryBytes(parameters=1000, gradients=1000, optimizer=2000, activations=5 * 2**20, peak=6 * 2**20),
-        solver=SolverReport(status="optimal", objective_us=22.0 + 48.0 * layers, bound_us=21.9 + 48.0 * layers,
+        solver=SolverReport(status="optimal", cost=22.0 + 48.0 * layers, bound=21.9 + 48.0 * layers,
                             gap=0.001, variables=300, binaries=40, constraints=70, seconds=0.2, solver="HiGHS"),
         seconds={"trace": 1.0, "annotate": 0.5, "solve": 0.25, "rewrite": 0.0},
         multiplicity=multiplicity if rest > 1 else {},
@@ -94,4 +94,4 @@ def gpt_graph(layers: int = 3, listed: int | None = None, column: str = "S(0)", 
 def gpt_plan(layers: int = 3, listed: int | None = None, column: str = "S(0)") -> Plan:
     return Plan(torch_version="2.13.0+cpu", world_size=8, cluster="1x8:h100-80g", mesh=MESH,
                 options={"memory_budget": 2**30}, graphs=[gpt_graph(layers, listed, column)],
-                rejected=[MeshAttempt(mesh={"dp": 8}, objective_us=400.0, bound_us=None, reason="27% slower")])
+                rejected=[MeshAttempt(mesh={"dp": 8}, cost=400.0, bound=None, reason="27% slower")])

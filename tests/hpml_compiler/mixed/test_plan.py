@@ -59,7 +59,7 @@ def test_file_gives_back_the_plan(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"format_version": 2}, "format_version"),
+    ({"format_version": 1}, "format_version"),
     ({"batch": 17}, "do not add up to the batch of 17"),
     ({"world_size": 8}, "do not add up to world_size 8"),
     ({"surprise": 1}, "surprise"),

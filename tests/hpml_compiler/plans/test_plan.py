@@ -47,7 +47,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "message"), [
     ("{", "not a plan"),
     ("[]", "format_version"),
-    (edited(gpt_plan(1), format_version=2), "format_version 1, this one has 2"),
+    (edited(gpt_plan(1), format_version=1), "format_version 2, this one has 1"),
     (edited(gpt_plan(1), world_size=4), "does not multiply to world_size 4"),
     (edited(gpt_plan(1), world_size="8"), "world_size"),
     (edited(gpt_plan(1), surprise=1), "surprise"),
@@ -136,7 +136,7 @@ def test_summary_is_json_with_what_scripts_read():
 
 def test_unknown_bound_is_null():
     graph = gpt_graph(1)
-    solver = graph.solver.model_copy(update={"bound_us": None, "gap": None, "status": "feasible"})
+    solver = graph.solver.model_copy(update={"bound": None, "gap": None, "status": "feasible"})
     summary = gpt_plan(1).model_copy(update={"graphs": (graph.model_copy(update={"solver": solver}),)}).summary_json()
     assert (summary["bound_s"], summary["gap"], summary["status"]) == (None, None, "feasible")
 

@@ -71,7 +71,7 @@ def chain_plan(layers: int, *, sharded: bool = True, saved: bool = True, listed:
                                 communication_us=communication, optimizer_us=OPTIMIZER_US),
         memory=MemoryBytes(parameters=layers * held, gradients=layers * held, optimizer=2 * layers * held, activations=0,
                            peak=4 * layers * held),
-        solver=SolverReport(status="optimal", objective_us=None, bound_us=None, gap=None, variables=0, binaries=0,
+        solver=SolverReport(status="optimal", cost=None, bound=None, gap=None, variables=0, binaries=0,
                             constraints=0, seconds=0.0, solver="none"),
         seconds={},
         multiplicity={o.class_id: runs for o in operations.values() if o.block != "(root)"} if runs > 1 else {},

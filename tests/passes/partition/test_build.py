@@ -33,7 +33,7 @@ def compare(graph, sizes, prices, merge):
     """The solver's optimum and that of trying everything are equal, but for slices: a choice that reads parts stands
     in for one that reads the whole, and `SLICE_US` is not added for that."""
     built = problem(graph, sizes, prices, merge=merge, fold=False)
-    found = solve(built.problem, EXACT).objective_us
+    found = solve(built.problem, EXACT).cost
     best = Game(graph, sizes, prices, groups_of(graph, merge)).optimum_us()
     slack = 2 * len(sizes) * len(built.problem.edges) * SLICE_US
     assert best * (1 - 1e-9) - 1e-9 <= found <= best * (1 + 1e-6) + slack
@@ -60,7 +60,7 @@ def test_grouping_never_beats_single_operations(graph, per_byte, latency):
     """With pointwise kernels for nothing, so that fusing them saves nothing."""
     prices = Prices(latency=(latency,), us_per_byte=(per_byte,), light=False)
     merged, single = (solve(problem(graph, prices=prices, merge=m, fold=False).problem, EXACT) for m in (True, False))
-    assert merged.objective_us >= single.objective_us * (1 - 1e-9) - SLICE_US * len(graph.operations)
+    assert merged.cost >= single.cost * (1 - 1e-9) - SLICE_US * len(graph.operations)
 
 
 def test_grouping_loses_nothing_where_one_split_suits_all_it_joins():
@@ -73,7 +73,7 @@ def test_grouping_loses_nothing_where_one_split_suits_all_it_joins():
     graph = b.finish([x])
     prices = Prices(us_per_flop=1.0, light=False)
     merged, single = (solve(problem(graph, prices=prices, merge=m, fold=False).problem, EXACT) for m in (True, False))
-    assert merged.objective_us == pytest.approx(single.objective_us, rel=1e-12)
+    assert merged.cost == pytest.approx(single.cost, rel=1e-12)
 
 
 # --- the parts of a problem -------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_entities_of_a_training_step():
     assert [c.outputs for c in w.choices] == [("R",), ("S(0)",), ("S(1)",)] == [c.inputs for c in w.choices]
     # parameter, gradient and two states; the optimizer's time by elements
     assert [c.held_bytes for c in w.choices] == [(4 * 96,), (4 * 48,), (4 * 48,)]
-    assert [c.cost_us for c in w.choices] == pytest.approx([24 * 0.02, 12 * 0.02, 12 * 0.02])
+    assert [c.cost for c in w.choices] == pytest.approx([24 * 0.02, 12 * 0.02, 12 * 0.02])
     assert len({e.name for e in built.problem.entities}) == len(built.problem.entities)
 
 
@@ -118,7 +118,7 @@ def test_the_state_model_and_frozen_parameters():
     assert [c.held_bytes for c in w.choices] == [(1.5 * 96,), (1.5 * 48,), (1.5 * 48,)]
     graph = replace(graph, outputs=tuple(o for o in graph.outputs if o[1] is None))
     (w,) = [e for e in problem(graph).problem.entities if e.kind == "parameter"]
-    assert [(c.cost_us, c.held_bytes) for c in w.choices] == [(0, (96,)), (0, (48,)), (0, (48,))]
+    assert [(c.cost, c.held_bytes) for c in w.choices] == [(0, (96,)), (0, (48,)), (0, (48,))]
     assert w.choices[0].inputs == ()
 
 
@@ -209,7 +209,7 @@ def test_what_was_chosen_can_be_pinned_and_gives_the_same_again():
     again = problem(graph, (2, 2), Prices(us_per_flop=10.0), pinned=pins(first, solution))
     assert all(len(e.choices) == 1 for e in again.problem.entities)
     same = solve(again.problem, EXACT)
-    assert same.objective_us == pytest.approx(solution.objective_us, rel=1e-12)
+    assert same.cost == pytest.approx(solution.cost, rel=1e-12)
     assert decode(again, same) == decode(first, solution)
 
 

@@ -38,7 +38,7 @@ def test_dear_work_is_split_and_dear_links_are_not_used():
     whole = placed(graph, prices=SLOW_LINKS)
     assert whole.cost.communication_us < 1e5
     assert split.solution.status == whole.solution.status == "optimal"
-    assert split.solution.bound_us == pytest.approx(split.solution.objective_us, rel=1e-3)
+    assert split.solution.bound == pytest.approx(split.solution.cost, rel=1e-3)
 
 
 def test_a_budget_is_met_and_costs_time():
@@ -61,10 +61,10 @@ def test_a_budget_that_nobody_meets_names_the_smallest_that_works():
 
 def test_a_cutoff_below_the_optimum_gives_no_answer():
     graph, _ = training_step()
-    best = placed(graph).solution.objective_us
-    nothing = place(graph, {"x": 2}, SPLIT, cutoff_us=best * 0.5)
-    assert not isinstance(nothing, Placed) and nothing.status == "no_solution" and nothing.bound_us > best * 0.5
-    assert placed(graph, cutoff_us=best * 2).solution.objective_us == pytest.approx(best)
+    best = placed(graph).solution.cost
+    nothing = place(graph, {"x": 2}, SPLIT, cutoff=best * 0.5)
+    assert not isinstance(nothing, Placed) and nothing.status == "no_solution" and nothing.bound > best * 0.5
+    assert placed(graph, cutoff=best * 2).solution.cost == pytest.approx(best)
 
 
 def test_pins_of_one_answer_give_it_again():

@@ -118,13 +118,13 @@ def one_more(items, index):
 
 
 def heavy(problem):
-    return next(k for k, e in enumerate(problem.entities) if e.multiplicity == 3 and e.choices[0].cost_us > 0)
+    return next(k for k, e in enumerate(problem.entities) if e.multiplicity == 3 and e.choices[0].cost > 0)
 
 
 def without_a_charge(problem):
     k = heavy(problem)
     entity = problem.entities[k]
-    cheaper = replace(entity, choices=tuple(replace(c, cost_us=c.cost_us * 0.999) for c in entity.choices))
+    cheaper = replace(entity, choices=tuple(replace(c, cost=c.cost * 0.999) for c in entity.choices))
     return replace(problem, entities=(*problem.entities[:k], cheaper, *problem.entities[k + 1:]))
 
 

@@ -16,13 +16,13 @@ def every_assignment(problem: Problem) -> float:
     graphs = []
     for edge in problem.edges:
         graph = nx.MultiDiGraph()
-        graph.add_weighted_edges_from((arc.source, arc.target, arc.cost_us) for arc in edge.arcs)
+        graph.add_weighted_edges_from((arc.source, arc.target, arc.cost) for arc in edge.arcs)
         graphs.append(graph)
     best = math.inf
     for chosen in itertools.product(*(range(len(entity.choices)) for entity in problem.entities)):
         if problem.budget_bytes is not None and max(problem.held_bytes(chosen)) > problem.budget_bytes:
             continue
-        cost = sum(e.multiplicity * e.choices[c].cost_us for e, c in zip(problem.entities, chosen, strict=True))
+        cost = sum(e.multiplicity * e.choices[c].cost for e, c in zip(problem.entities, chosen, strict=True))
         for edge, graph in zip(problem.edges, graphs, strict=True):
             supplied = problem.supplied(edge, chosen[edge.source])
             demanded = problem.demanded(edge, chosen[edge.target])
@@ -41,7 +41,7 @@ def every_assignment(problem: Problem) -> float:
 @given(problems(most_entities=4))
 def test_cutting_branches_loses_nothing(problem):
     expected, found = every_assignment(problem), brute_force(problem)
-    assert math.isclose(found.objective_us, expected, rel_tol=1e-9)
+    assert math.isclose(found.cost, expected, rel_tol=1e-9)
     assert found.status == ("infeasible" if math.isinf(expected) else "optimal")
     if found.status == "optimal":
         assert problem.held_bytes(found.chosen) == found.held_bytes
@@ -53,5 +53,5 @@ def test_the_cheapest_path_of_several_arcs_is_taken_and_counted_with_its_multipl
     entities = (Entity("a", "op", 1, (Choice(1.0, (0.0,), (), ("S",)),)),
                 Entity("b", "op", 5, (Choice(1.0, (0.0,), ("R",), ()),)))
     solution = brute_force(Problem(entities, (Edge(0, 0, 1, 0, 4, arcs, "value"),)))
-    assert solution.objective_us == 1 + 5 + 4 * 3
+    assert solution.cost == 1 + 5 + 4 * 3
     assert solution.paths == ((arcs[1], arcs[2]),)

@@ -49,10 +49,10 @@ def test_the_formulation_alone_finds_the_optimum(problem):
     else:
         assert outcome.state == "optimal"
         # The solver's tolerance is absolute, in its own unit.
-        tolerance_us = 2e-6 * max(model.unit_us, 1.0)
-        assert math.isclose(model.objective_us(), optimum.objective_us, rel_tol=1e-6, abs_tol=tolerance_us)
+        tolerance = 2e-6 * max(model.unit, 1.0)
+        assert math.isclose(model.cost(), optimum.cost, rel_tol=1e-6, abs_tol=tolerance)
         run(model, integer=False)
-        assert model.objective_us() <= optimum.objective_us * (1 + 1e-6) + tolerance_us
+        assert model.cost() <= optimum.cost * (1 + 1e-6) + tolerance
 
 
 def test_an_lp_dump_can_be_read(shared_value, tmp_path):
@@ -97,7 +97,7 @@ def test_values_set_from_an_assignment_are_feasible(shared_value):
     model.set_values(optimum.chosen)
     assert all(variable.varValue is not None for variable in model.program.variables())
     assert model.program.valid(1e-9)
-    assert math.isclose(model.objective_us(), optimum.objective_us, rel_tol=1e-12)
+    assert math.isclose(model.cost(), optimum.cost, rel_tol=1e-12)
     assert model.picked() == list(optimum.chosen) and model.is_integral()
 
 
@@ -111,21 +111,21 @@ def test_a_cover_excludes_its_assignment_alone(shared_value):
         brute_force(Problem(
             tuple(Entity(e.name, e.kind, e.multiplicity, e.choices[:c] + e.choices[c + 1:]) if i == entity else e
                   for i, e in enumerate(shared_value.entities)),
-            shared_value.edges, shared_value.budget_bytes)).objective_us
+            shared_value.edges, shared_value.budget_bytes)).cost
         for entity, c in enumerate(optimum.chosen) if shared_value.entities[entity].choices[c].held_bytes[0] > 0)
-    assert math.isclose(model.objective_us(), second, rel_tol=1e-9)
+    assert math.isclose(model.cost(), second, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
 def test_the_objective_is_scaled(shared_value, scale):
     entities = tuple(
         Entity(e.name, e.kind, e.multiplicity,
-               tuple(Choice(c.cost_us * scale, c.held_bytes, c.inputs, c.outputs) for c in e.choices))
+               tuple(Choice(c.cost * scale, c.held_bytes, c.inputs, c.outputs) for c in e.choices))
         for e in shared_value.entities
     )
-    model = ilp.build(unreduced(Problem(entities, shared_value.edges)), expected_us=60 * scale)
-    assert 5e4 <= 60 * scale / model.unit_us <= 2e5
-    assert math.log2(model.unit_us).is_integer()
+    model = ilp.build(unreduced(Problem(entities, shared_value.edges)), expected=60 * scale)
+    assert 5e4 <= 60 * scale / model.unit <= 2e5
+    assert math.log2(model.unit).is_integer()
 
 
 def test_what_is_decided_needs_no_variable():
@@ -136,7 +136,7 @@ def test_what_is_decided_needs_no_variable():
     model = ilp.build(reduced)
     assert model.choices[4] == [] and all(len(choices) > 1 for i, choices in enumerate(model.choices) if i != 4)
     assert list(model.arcs) == [0, 1, 2, 5, 6, 7]  # the edges at it are settled
-    assert math.isclose(model.program.objective[model.decided] * model.unit_us, float(reduced.cost_us[4][0]))
+    assert math.isclose(model.program.objective[model.decided] * model.unit, float(reduced.costs[4][0]))
     rows = model.program.toDict()["constraints"]
     assert [row["name"] for row in rows if "budget" in row["name"]] == ["budget_0_step_MiB"]
     budget = next(row for row in rows if row["name"] == "budget_0_step_MiB")

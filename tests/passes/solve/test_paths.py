@@ -17,8 +17,8 @@ def test_costs_and_paths_equal_networkx(some):
     paths = Paths(some, LABELS)
     graph = nx.DiGraph()
     graph.add_nodes_from(LABELS)
-    for arc in sorted(some, key=lambda arc: -arc.cost_us):  # the cheapest of equals last, which stays
-        graph.add_edge(arc.source, arc.target, weight=arc.cost_us)
+    for arc in sorted(some, key=lambda arc: -arc.cost):  # the cheapest of equals last, which stays
+        graph.add_edge(arc.source, arc.target, weight=arc.cost)
     for source in LABELS:
         expected = nx.single_source_dijkstra_path_length(graph, source)
         for target in LABELS:
@@ -26,7 +26,7 @@ def test_costs_and_paths_equal_networkx(some):
             assert math.isclose(cost, expected.get(target, math.inf), rel_tol=1e-12)
             if math.isfinite(cost):
                 path = paths.path(source, target)
-                assert math.isclose(math.fsum(arc.cost_us for arc in path), cost, rel_tol=1e-12)
+                assert math.isclose(math.fsum(arc.cost for arc in path), cost, rel_tol=1e-12)
                 labels = [source, *(arc.target for arc in path)]
                 assert [arc.source for arc in path] == labels[:-1] and labels[-1] == target
                 assert len(set(labels)) == len(labels)

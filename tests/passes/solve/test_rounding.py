@@ -45,6 +45,6 @@ def test_two_neighbors_change_together():
 def test_a_long_chain_is_brought_within_its_budget():
     problem = hard_chain()
     reduced = reduce(problem)
-    cheapest = reduced.original([int(cost.argmin()) for cost in reduced.cost_us])
+    cheapest = reduced.original([int(cost.argmin()) for cost in reduced.costs])
     assert max(problem.held_bytes(cheapest)) > problem.budget_bytes
     assert max(problem.held_bytes(reduced.original(rounded(reduced)))) <= problem.budget_bytes

@@ -24,8 +24,8 @@ def agrees_with_brute_force(problem: Problem, options: SolverOptions = EXACT) ->
         assert optimum.status == "infeasible"
         return
     assert solution.status == "optimal" and solution.gap == 0
-    assert math.isclose(solution.objective_us, optimum.objective_us, rel_tol=1e-9, abs_tol=1e-12)
-    assert solution.bound_us == solution.objective_us
+    assert math.isclose(solution.cost, optimum.cost, rel_tol=1e-9, abs_tol=1e-12)
+    assert solution.bound == solution.cost
 
 
 @settings(max_examples=300, deadline=None)
@@ -48,9 +48,9 @@ def test_within_a_gap_the_bound_and_the_objective_enclose_the_optimum(problem):
         return
     solution = solve(problem, SolverOptions(gap=0.2))
     assert solution.status == "optimal" and solution.gap <= 0.2
-    assert solution.bound_us <= optimum.objective_us * (1 + 1e-6)
-    assert optimum.objective_us <= solution.objective_us * (1 + 1e-9)
-    assert solution.objective_us <= optimum.objective_us / 0.8 * (1 + 1e-6) + 1e-9
+    assert solution.bound <= optimum.cost * (1 + 1e-6)
+    assert optimum.cost <= solution.cost * (1 + 1e-9)
+    assert solution.cost <= optimum.cost / 0.8 * (1 + 1e-6) + 1e-9
 
 
 def test_column_then_row_parallel_beats_gathering_in_between():
@@ -66,7 +66,7 @@ def test_column_then_row_parallel_beats_gathering_in_between():
     edges = tuple(Edge(i, 0, i + 1, 0, 1, arcs, f"value {i}") for i in range(4))
     solution = solve(Problem(entities, edges), EXACT)
     assert solution.chosen == (0, 1, 1, 2, 0)
-    assert solution.objective_us == 50 + 4 + 50 + 50
+    assert solution.cost == 50 + 4 + 50 + 50
     assert solution.paths == ((), (), (), (), (arcs[4],))[1:]
 
 
@@ -106,10 +106,10 @@ def test_when_time_runs_out_there_are_an_incumbent_a_bound_and_a_gap(monkeypatch
     relaxation, program = outcomes
     assert (relaxation.state, program.state) == ("optimal", "feasible")
     assert program.bound >= relaxation.bound  # the solver's own bound, not the relaxation's again
-    unit_us = solution.bound_us / program.bound
-    assert math.log2(unit_us).is_integer()
-    assert 0 < solution.bound_us < solution.objective_us < math.inf
-    assert math.isclose(solution.gap, 1 - solution.bound_us / solution.objective_us, rel_tol=1e-9)
+    unit = solution.bound / program.bound
+    assert math.log2(unit).is_integer()
+    assert 0 < solution.bound < solution.cost < math.inf
+    assert math.isclose(solution.gap, 1 - solution.bound / solution.cost, rel_tol=1e-9)
     assert solution.seconds < 20
     assert max(solution.held_bytes) <= hard_chain().budget_bytes
     assert (solution.variables, solution.binaries) > (0, 0) and solution.constraints > 0
@@ -127,14 +127,14 @@ def test_an_integral_relaxation_needs_no_mip(monkeypatch):
 
 def test_a_cutoff_below_the_bound_ends_the_search():
     problem = hard_chain(budget=False)
-    optimum = solve(problem, EXACT).objective_us
-    hopeless = solve(problem, EXACT, cutoff_us=0.1 * optimum)
+    optimum = solve(problem, EXACT).cost
+    hopeless = solve(problem, EXACT, cutoff=0.1 * optimum)
     assert (hopeless.status, hopeless.chosen, hopeless.variables) == ("no_solution", (), 0)  # the reduction's bound did
-    assert 0.1 * optimum < hopeless.bound_us <= optimum
-    close = solve(problem, EXACT, cutoff_us=0.999 * optimum)
-    assert (close.status, close.paths, close.objective_us) == ("no_solution", (), math.inf)
-    assert 0.999 * optimum < close.bound_us <= optimum * (1 + 1e-6)
-    assert solve(problem, EXACT, cutoff_us=1.001 * optimum).objective_us == optimum
+    assert 0.1 * optimum < hopeless.bound <= optimum
+    close = solve(problem, EXACT, cutoff=0.999 * optimum)
+    assert (close.status, close.paths, close.cost) == ("no_solution", (), math.inf)
+    assert 0.999 * optimum < close.bound <= optimum * (1 + 1e-6)
+    assert solve(problem, EXACT, cutoff=1.001 * optimum).cost == optimum
 
 
 def test_a_solution_beyond_the_budget_by_less_than_the_tolerance_is_cut_off(monkeypatch):
@@ -159,7 +159,7 @@ def test_a_solution_beyond_the_budget_by_less_than_the_tolerance_is_cut_off(monk
     monkeypatch.setattr(ilp, "cover", covered)
     solution = solve(problem, EXACT)
     assert covers
-    assert math.isclose(solution.objective_us, optimum.objective_us, rel_tol=1e-9)
+    assert math.isclose(solution.cost, optimum.cost, rel_tol=1e-9)
 
 
 def tangled_with_budget() -> Problem:
@@ -178,7 +178,7 @@ def tangled_with_budget() -> Problem:
 
 def test_an_empty_problem_is_solved():
     solution = solve(Problem((), ()))
-    assert (solution.status, solution.objective_us, solution.held_bytes) == ("optimal", 0.0, (0.0,))
+    assert (solution.status, solution.cost, solution.held_bytes) == ("optimal", 0.0, (0.0,))
 
 
 def test_nothing_warns():

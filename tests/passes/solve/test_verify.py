@@ -24,25 +24,25 @@ def problem() -> Problem:
 @pytest.fixture
 def solution(problem) -> Solution:
     solution = brute_force(problem)
-    assert (solution.objective_us, solution.held_bytes, solution.paths[0]) == (2 * 9.0, (18.0,), ARCS[:2])
+    assert (solution.cost, solution.held_bytes, solution.paths[0]) == (2 * 9.0, (18.0,), ARCS[:2])
     return solution
 
 
 def test_a_right_solution_passes(problem, solution):
     check(problem, solution)
-    check(problem, dataclasses.replace(solution, objective_us=solution.objective_us * (1 + 1e-12)))
+    check(problem, dataclasses.replace(solution, cost=solution.cost * (1 + 1e-12)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective_us": 18.000001}, r"objective_us: claimed 18.000001, recomputed 18.0"),
-        ({"objective_us": math.nan}, r"objective_us: claimed nan"),
+        ({"cost": 18.000001}, r"cost: claimed 18.000001, recomputed 18.0"),
+        ({"cost": math.nan}, r"cost: claimed nan"),
         ({"held_bytes": (17.0,)}, r"held_bytes at 'step': claimed 17.0, recomputed 18.0"),
-        ({"bound_us": 18.1}, r"bound 18.1 us lies above the objective 18.0"),
+        ({"bound": 18.1}, r"bound 18.1 lies above the cost 18.0"),
         ({"chosen": (2, 0)}, r"'weight' takes choice 2 of 2"),
         ({"chosen": (0,)}, r"1 choices and 2 paths for 2 entities and 2 edges"),
-        ({"paths": ((ARCS[2],), ())}, r"cost_us of the path of edge 'weight': claimed 4.0, recomputed 3.0"),
+        ({"paths": ((ARCS[2],), ())}, r"cost of the path of edge 'weight': claimed 4.0, recomputed 3.0"),
         ({"paths": ((ARCS[0],), ())}, r"ends at P, demanded is R"),
         ({"paths": ((), ())}, r"ends at S, demanded is R"),
         ({"paths": ((ARCS[1],), ())}, r"is at S and has no arc"),
@@ -63,7 +63,7 @@ def test_a_budget_exceeded_by_one_byte_is_refused(problem, solution):
 
 
 def test_no_claim_is_no_error(problem, solution):
-    check(problem, dataclasses.replace(solution, status="no_solution", chosen=(), paths=(), objective_us=math.inf))
+    check(problem, dataclasses.replace(solution, status="no_solution", chosen=(), paths=(), cost=math.inf))
 
 
 @settings(max_examples=100, deadline=None)
@@ -74,7 +74,7 @@ def test_what_brute_force_finds_passes(problem):
 
 def test_every_solve_is_checked(problem, monkeypatch):
     """An objective that the search got wrong does not leave `solve`."""
-    original = search._Search._objective_us
-    monkeypatch.setattr(search._Search, "_objective_us", lambda *args: original(*args) * 1.0001)
-    with pytest.raises(VerificationError, match="objective_us"):
+    original = search._Search._cost
+    monkeypatch.setattr(search._Search, "_cost", lambda *args: original(*args) * 1.0001)
+    with pytest.raises(VerificationError, match="cost"):
         solve(problem)
