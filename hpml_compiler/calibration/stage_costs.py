@@ -18,7 +18,7 @@ from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import Repriced
 from hpml_compiler.simulate.step_graph import step_graph
-from passes.costs import RooflineCost
+from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
@@ -28,6 +28,7 @@ from passes.schedule.orders import Stage, pipeline
 from passes.schedule.step_graph import FORWARD
 from passes.schedule.walk import program
 
+ADAM_STATES = 2
 FEW, MORE = 4, 8
 """Layers of the two simulations whose difference is that of a layer."""
 
@@ -63,7 +64,7 @@ def stages_of(plan: Plan, cluster: Cluster, row: Row) -> list[Stage]:
         raise BadInput(f"{layers} layers cannot be cut evenly into {chunks} (virtual) stages", row.name,
                        "give stages and virtual that divide the layers")
     mesh = mesh_from_pin(graph.mesh, cluster)
-    prices = Repriced(graph, mesh, RooflineCost(mesh.device, mesh))
+    prices = Repriced(graph, MeshPrices(mesh, ADAM_STATES))
     few, more = (_times(with_layers(graph, n), cluster, row) for n in (FEW, MORE))
     layer = Times(0.0, 0.0, 0.0).plus(more.plus(few, -1.0), 1 / (MORE - FEW))
     outside = few.plus(layer, -FEW)
@@ -106,7 +107,7 @@ def with_layers(graph: GraphPlan, layers: int) -> GraphPlan:
 def _times(graph: GraphPlan, cluster: Cluster, row: Row) -> Times:
     """Gradients are reduced, and the optimizer steps, after the last microbatch: this is one of those before."""
     mesh = mesh_from_pin(graph.mesh, cluster)
-    one = step_graph(graph, Repriced(graph, mesh, RooflineCost(mesh.device, mesh)), 1.0 / row.microbatches)
+    one = step_graph(graph, Repriced(graph, MeshPrices(mesh, ADAM_STATES)), 1.0 / row.microbatches)
     reduce_us = sum(hop.us * leg.multiplicity for leg in one.legs if leg.gradient for hop in leg.hops)
     legs = tuple(leg for leg in one.legs if not leg.gradient)
     made = program([replace(one, legs=legs, optimizer_us=0.0)], recompute=row.recompute == "full")

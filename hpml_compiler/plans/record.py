@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpml_compiler.plans.left_whole import left_whole
@@ -20,17 +20,16 @@ from hpml_compiler.plans.schema import (
     Step,
 )
 from passes.costs.prices import MeshPrices
+from passes.costs.terms import Kernel, Message, Slice, price
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Route
 from passes.graph.layouts import Layout, local_bytes, parse_layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.mesh import Mesh
-from passes.partition.choices import operation_share
+from passes.partition.charges import LocalSizes, group_kernels, reduction_messages, step_term
 from passes.partition.decode import pins
-from passes.partition.groups import Group
 from passes.partition.place import Placed
-from passes.partition.redistribution import change
-from passes.partition.reprice import boundary, compute_us
+from passes.partition.reprice import boundary
 from passes.partition.ways import Ways
 from passes.rules.base import format_placement
 from passes.solve.problem import Edge
@@ -133,38 +132,30 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshP
     for number, groups in listed.groups.items():
         entity = answer.solved.entities[number]
         for c in groups:
-            heavy = [i for i in c.operations if graph.operations[i].heavy] or [c.operations[0]]
-            cost_us = compute_us(graph, c, answer.decision, prices)
+            edge = ((graph.values[v], p) for v, p in boundary(graph, c, answer.decision))
+            kernels = group_kernels(graph, [graph.operations[i] for i in c.operations], answer.decision.operations, edge,
+                                    LocalSizes(answer.decision.sizes), prices.keyed)
             for i in c.operations:
                 op, rows = graph.operations[i], answer.decision.operations[i]
                 found[i] = OperationPlan(
                     op=op.target, block=listed.blocks[i], backward=op.backward, class_id=entity.name,
                     inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
-                    # A group is priced as one: its heavy operations carry the cost.
-                    predicted_us=cost_us / len(heavy) if i in heavy else 0.0,
-                    sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, c, op, i in heavy),
+                    predicted_us=price(kernels[i], prices) if i in kernels else 0.0,
+                    sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, op, kernels.get(i)),
                 )
     return {graph.operations[i].name: found[i] for i in sorted(found)}
 
 
-def _priced_by(graph: PlacementGraph, answer: Placed, c: Group, op: Operation, carries: bool) -> dict[str, Any]:
+def _priced_by(graph: PlacementGraph, answer: Placed, op: Operation, kernel: Kernel[float] | None) -> dict[str, Any]:
     """What the cost of an operation follows from, on one device: see `OperationPlan`."""
-    sizes, at = answer.decision.sizes, answer.decision.operations[op.index]
-
-    def local(values: Iterable[tuple[int, Layout]]) -> float:
-        return sum(local_bytes(graph.values[v], layout, sizes) for v, layout in values)
-
-    moved = flops = 0.0
-    if op.heavy:
-        moved = local(zip((*op.inputs, *op.outputs), at.inputs + at.made))
-        flops = op.flops * operation_share(at, sizes)
-    elif carries and any(graph.operations[i].kind != "view" for i in c.operations):
-        moved = local(boundary(graph, c, answer.decision))
+    at = answer.decision.operations[op.index]
     first = graph.values[op.outputs[0]] if op.outputs else None
     return {
-        "kind": op.kind if op.heavy else "pointwise" if moved else "view",
-        "dtype": first.spec.dtype if first else "float32", "flops": flops, "bytes_moved": moved,
-        "result_bytes": tuple(round(local([(v, layout)])) for v, layout in zip(op.outputs, at.outputs)),
+        "kind": kernel.kind if kernel and kernel.bytes else op.kind if op.heavy else "view",
+        "dtype": first.spec.dtype if first else "float32", "flops": kernel.flops if kernel else 0.0,
+        "bytes_moved": kernel.bytes if kernel else 0.0,
+        "result_bytes": tuple(round(local_bytes(graph.values[v], p, answer.decision.sizes))
+                              for v, p in zip(op.outputs, at.outputs)),
         "saved": tuple(v in answer.problem.saved for v in op.outputs),
     }
 
@@ -191,19 +182,27 @@ def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPric
     found = []
     for i in operations:
         op, rows = graph.operations[i], answer.decision.operations[i]
+        steps: dict[int, list[Step]] = {}
+        for v, message in reduction_messages(graph, op, rows, LocalSizes(answer.decision.sizes)):
+            steps.setdefault(v, []).append(_step(message, mesh, prices))
         for v, made, after in zip(op.outputs, rows.made, rows.outputs):
-            value, held = graph.values[v], local_bytes(graph.values[v], made, answer.decision.sizes)
-            steps = [
-                Step(collective="all_reduce", axis=mesh.names[axis], bytes=max(round(held), 1),
-                     predicted_us=prices.collective_us("all_reduce", axis, held))
-                for axis in range(len(made)) if made[axis] != after[axis]
-            ]
-            if steps:
+            if v in steps:
+                value = graph.values[v]
                 found.append(Redistribution(
                     value=listed.values[v], shape=value.spec.shape, dtype=value.spec.dtype, consumer=op.name,
-                    source=placements(made), target=placements(after), steps=tuple(steps), multiplicity=multiplicity,
+                    source=placements(made), target=placements(after), steps=tuple(steps[v]), multiplicity=multiplicity,
                 ))
     return found
+
+
+def _step(term: Message[float] | Slice, mesh: Mesh, prices: MeshPrices, axis: int = 0) -> Step:
+    """axis: of a slice, which is no message."""
+    if isinstance(term, Slice):
+        return Step(collective="slice", axis=mesh.names[axis], bytes=0, predicted_us=price(term, prices))
+    return Step(
+        collective=term.collective, axis=mesh.names[term.axis], bytes=max(round(term.bytes), 1),
+        predicted_us=price(term, prices), outer=tuple(map(int, term.outer)), bucket_bytes=term.bucket_bytes,
+    )
 
 
 def _reductions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing, once: bool,
@@ -259,10 +258,8 @@ def _steps(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: Placed, 
     steps = []
     for layout, after in itertools.pairwise(layouts):
         (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
-        step = change(value, layout, axis, after[axis], answer.decision.sizes, prices, bucket_bytes)
-        assert step is not None, "routes consist of legal steps"
-        steps.append(Step(collective=step.collective, axis=mesh.names[axis], predicted_us=step.cost_us,
-                          bytes=0 if step.collective == "slice" else max(round(step.bytes), 1)))
+        term = step_term(value, layout, axis, after[axis], LocalSizes(answer.decision.sizes), bucket_bytes)
+        steps.append(_step(term, mesh, prices, axis))
     return tuple(steps)
 
 

@@ -86,12 +86,17 @@ class OperationPlan(Record):
 
 class Step(Record):
     """One collective over one mesh axis. `bytes` is its payload on one device, the larger of what goes in and what
-    comes out; 0 marks a local step, such as the slice that makes R into S, which is no collective."""
+    comes out; 0 marks a local step, such as the slice that makes R into S, which is no collective.
+
+    What else it is priced by (`passes.costs.terms.Message`): `outer`, for each end that has to be packed or unpacked, the
+    number of elements before the dim that is split; `bucket_bytes`, of gradients, those that are reduced together."""
 
     collective: str
     axis: str
     bytes: Count
     predicted_us: Microseconds
+    outer: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    bucket_bytes: Annotated[float, Field(ge=0.0)] = 0.0
 
 
 class Redistribution(Record):

@@ -34,7 +34,7 @@ from passes import compat
 from passes.costs import OptimizerModel, RooflineCost
 from passes.costs.measured import OPTIMIZER, Measurements
 from passes.costs.measured_collectives import MeasuredCollectives
-from passes.costs.prices import KINDS, Measured
+from passes.costs.prices import Measured
 from passes.graph.annotated import Annotated
 from passes.graph.operation_key import operation_key
 from passes.graph.placement_graph import Operation, PlacementGraph
@@ -130,7 +130,7 @@ def _heaviest(annotated: Annotated, roofline: RooflineCost) -> dict[str, tuple[V
             continue
         key = operation_key(graph, op, ((),) * len(op.inputs), ((),) * len(op.outputs), ())
         values = [graph.values[v] for v in (*op.inputs, *op.outputs)]
-        nbytes, kind = float(sum(v.bytes for v in values)), KINDS.get(op.kind, op.kind)
+        nbytes, kind = float(sum(v.bytes for v in values)), op.kind
         us = roofline.compute_us(op.flops, nbytes, graph.values[op.outputs[0]].spec.dtype, kind)
         us -= roofline.device.launch_latency_us
         if nbytes <= LARGEST_BYTES and 0 < us <= LONGEST_US:

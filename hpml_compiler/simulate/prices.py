@@ -2,18 +2,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Protocol
 
 from hpml_compiler.plans.schema import GraphPlan, Redistribution, Step
-from hpml_compiler.simulate.local import LocalView, itemsize
-from passes.costs.base import BUCKET_BYTES, CostModel, OptimizerModel
+from hpml_compiler.plans.terms import kernel_of, message_of, update_of
+from hpml_compiler.simulate.local import LocalView
 from passes.costs.energy import link_j
-from passes.costs.prices import KINDS
-from passes.machine.mesh import Mesh
-from passes.schedule.buckets import REDUCING
-
-SLICE_US = 1e-3
-"""What a plan charges for a local step, which moves nothing over a link (`passes.partition.redistribution.SLICE_US`)."""
+from passes.costs.prices import MeshPrices
+from passes.costs.terms import Message, Slice, copy, price
 
 
 class PlanPrices(Protocol):
@@ -39,72 +36,46 @@ class PlanPrices(Protocol):
 
 
 class Repriced:
-    """Every operation from its kind, dtype, FLOPs and bytes, every collective from its kind, axis and bytes."""
+    """The terms of the plan (`hpml_compiler.plans.terms`) at the prices of a mesh, whatever the plan itself predicts."""
 
-    def __init__(self, graph: GraphPlan, mesh: Mesh, cost: CostModel):
-        self.graph, self.mesh, self.cost, self.view = graph, mesh, cost, LocalView(graph)
-        trained = sum(p.bytes_whole for p in graph.parameters.values() if p.trainable)
-        self.bucket_bytes = float(min(BUCKET_BYTES, trained))
+    def __init__(self, graph: GraphPlan, prices: MeshPrices):
+        self.graph, self.prices, self.view, self.axes = graph, prices, LocalView(graph), list(graph.mesh)
 
     def operation_us(self, name: str, part: float = 1.0) -> float:
         """The operations of a fused kernel are priced with the one that carries its bytes."""
-        operation = self.graph.operations[name]
-        if operation.kind == "view":
+        kernel = kernel_of(self.graph.operations[name])
+        if kernel is None:
             return 0.0
-        flops, moved = operation.flops, operation.bytes_moved
         if part != 1.0 and name not in self.view.fixed:
             fixed = self.view.fixed_bytes(name)
-            flops, moved = flops * part, fixed + (moved - fixed) * part
-        return self.cost.compute_us(flops, moved, operation.dtype, KINDS.get(operation.kind, operation.kind))
+            kernel = replace(kernel, flops=kernel.flops * part, bytes=fixed + (kernel.bytes - fixed) * part)
+        return price(kernel, self.prices)
 
     def step_us(self, move: Redistribution, step: Step, part: float = 1.0) -> float:
-        """As `passes.partition.redistribution.change` prices it: small gradients pay their part of a bucket; what is
-        split anywhere but in the outermost dim is packed before or unpacked after."""
-        if not step.bytes:
-            return SLICE_US
-        gradient = self.view.is_gradient(move)
-        moved, axis = self._moved(move, step, part), self.mesh.axis(step.axis)
-        if gradient and step.collective in REDUCING and moved < self.bucket_bytes:
-            whole = self.cost.collective_us(step.collective, axis, self.bucket_bytes) + 2 * self.copy_us(self.bucket_bytes)
-            return whole * moved / self.bucket_bytes
-        return self.cost.collective_us(step.collective, axis, moved) + self._packings(move, step) * self.copy_us(moved)
+        return price(self._message(move, step, part), self.prices)
 
     def link_j(self, move: Redistribution, step: Step, part: float = 1.0) -> float:
-        return link_j(step.collective, self.mesh.axis(step.axis), self._moved(move, step, part)) if step.bytes else 0.0
+        term = self._message(move, step, part)
+        return 0.0 if isinstance(term, Slice) else link_j(term.collective, self.prices.mesh.axes[term.axis], term.bytes)
 
-    def _moved(self, move: Redistribution, step: Step, part: float) -> float:
-        """Bytes of a step: of gradients and of what comes of parameters alone, always all."""
-        return step.bytes * (1.0 if self.view.is_gradient(move) or move.value in self.view.fixed else part)
-
-    def _packings(self, move: Redistribution, step: Step) -> int:
-        """How many ends of the step are split in a dim that is not the outermost one."""
-        if move.consumer == move.value:
-            return 0  # a sum where it is made
-        axis = list(self.graph.mesh).index(step.axis)
-        ends = {"all_gather": (move.source,), "reduce_scatter": (move.target,), "all_to_all": (move.source, move.target)}
-        return sum(not _outermost(move.shape, end[axis]) for end in ends.get(step.collective, ()))
-
-    def copy_us(self, nbytes: float) -> float:
-        return self.cost.compute_us(0.0, nbytes, "float32", "pointwise")
+    def _message(self, move: Redistribution, step: Step, part: float) -> Message[float] | Slice:
+        """Of gradients and of what comes of parameters alone, always all bytes."""
+        term = message_of(step, self.axes)
+        if part == 1.0 or isinstance(term, Slice) or self.view.is_gradient(move) or move.value in self.view.fixed:
+            return term
+        return replace(term, bytes=term.bytes * part)
 
     def optimizer_us(self) -> float:
-        """AdamW on every trained parameter in its own dtype. A cost model has one dtype; its time goes with the bytes
-        that the optimizer reads and writes, so another dtype counts as so many more or fewer elements."""
         if not self.graph.training:
             return 0.0
-        cpu = self.mesh.device.kind == "cpu"
-        traffic = getattr(self.cost, "optimizer", OptimizerModel()).traffic_bytes(cpu)
-        return math.fsum(
-            self.cost.optimizer_us(p.bytes_per_device / size * OptimizerModel.adamw(size).traffic_bytes(cpu) / traffic)
-            for p in self.graph.parameters.values() if p.trainable for size in (itemsize(p.dtype),)
-        )
+        return math.fsum(price(update_of(p), self.prices) for p in self.graph.parameters.values() if p.trainable)
 
     def call_us(self) -> float:
         return 0.0
 
     def accumulate_us(self) -> float:
         """Reads two and writes one."""
-        return self.copy_us(3.0 * self.graph.memory.gradients)
+        return copy(3.0 * self.graph.memory.gradients, self.prices)
 
 
 class AsPlanned:
@@ -144,12 +115,3 @@ class AsPlanned:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 1.0
-
-
-def _outermost(shape: tuple[int, ...], placement: str) -> bool:
-    """Whether the parts of a split lie one after another in memory; a later factor of a dim never counts as outermost,
-    since a plan does not say the sizes of the factors before it."""
-    if not placement.startswith("S"):
-        return True
-    dim, _, factor = placement[2:-1].partition(".")
-    return math.prod(shape[: int(dim)]) == 1 and factor in ("", "0")

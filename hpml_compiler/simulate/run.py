@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 from hpml_compiler.mixed.plan import MixedPlan
+from hpml_compiler.options import Options
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
 from hpml_compiler.simulate.step_graph import step_graph
-from passes.costs import CostModel, RooflineCost
+from passes.costs import CostModel
 from passes.costs.between_groups import sum_between_groups_j, sum_between_groups_us
 from passes.costs.energy import Power
+from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import Mesh, mesh_from_pin
@@ -132,9 +134,10 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
     graphs = plan.step_graphs
     if cost is not None and mesh is None:
         raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
+    states = Options.parse({name: plan.options[name] for name in ("optimizer",) if name in plan.options}).optimizer_states
     prices: list[PlanPrices] = []
     for graph in graphs:
-        model = Repriced(graph, mesh, cost or RooflineCost(mesh.device, mesh)) if mesh else None
+        model = Repriced(graph, MeshPrices(mesh, states, cost=cost)) if mesh else None
         prices.append(model if model and (anew or cost is not None) else AsPlanned(graph, model))
     return one_lane([step_graph(graph, each, 1.0 / microbatches) for graph, each in zip(graphs, prices)],
                     ranks=plan.world_size, device=mesh.device if mesh else None, microbatches=microbatches,

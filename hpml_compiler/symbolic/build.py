@@ -40,9 +40,9 @@ from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
+from passes.partition.bill import bill
 from passes.partition.place import Placed, place
 from passes.partition.state import StateModel
-from passes.partition.terms import bill
 from passes.presets import annotate
 from passes.solve.solvers import SolverOptions
 from passes.tracing.trace import trace

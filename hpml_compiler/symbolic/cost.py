@@ -1,6 +1,6 @@
 """The cost of a step as formulas: in sympy for people, and as numbers at any size without a new trace.
 
-A `SymbolicCost` is data: the terms of a plan (`passes.partition.terms`), the sizes they are in at the points that were
+A `SymbolicCost` is data: the terms of a plan (`passes.partition.bill`), the sizes they are in at the points that were
 traced, and the cluster. `formulas` makes one, `file` writes and reads it.
 """
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 import sympy
 
-from hpml_compiler.symbolic.term_expressions import TermExpressions, quantity_expression
-from hpml_compiler.symbolic.term_prices import TermPrices, quantities
-from passes.costs.prices import Measured
+from hpml_compiler.symbolic.expressions import TermExpressions, quantity_expression
+from passes.costs.prices import Measured, MeshPrices
 from passes.costs.roofline import RooflineCost
 from passes.costs.symbolic import SymbolicCosts, symbolic_axes
+from passes.costs.terms import Kernel, Message, Term, price, sized
 from passes.errors import BadInput
 from passes.graph.placement_graph import block_class
 from passes.machine.cluster import Cluster, NodeGroup
 from passes.machine.mesh import mesh_from_pin
-from passes.partition.terms import HELD, PARTS, Bill, Kernel, Message, Quantity, Term, whole
+from passes.partition.bill import HELD, PARTS, Bill, Quantity, whole
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class SymbolicCost:
         base = {self.symbols[n]: size for n, size in self.base.items()}
         return TermExpressions(
             tuple(self.symbols[n] for n in self.inputs), tuple(self.symbols[n] for n in self.axes),
-            SymbolicCosts(RooflineCost(mesh.device, mesh), axes, base), TermPrices(mesh, self.states, self.measured),
+            SymbolicCosts(RooflineCost(mesh.device, mesh), axes, base), MeshPrices(mesh, self.states, self.measured),
             None if self.measured is None else self._values_at(self.base))
 
     def formulas(self, name: str | None = None) -> Formulas:
@@ -191,7 +191,10 @@ class SymbolicCost:
     def _table(self) -> dict[Quantity, int]:
         """All quantities, numbered."""
         bills = [graph.bill for graph in self.graphs]
-        found = [q for bill in bills for charge in bill.charges for q in quantities(charge.term)]
+        found: list[Quantity] = []
+        for bill in bills:
+            for charge in bill.charges:
+                sized(charge.term, found.append)
         found += [each.bytes for bill in bills for each in bill.held]
         found += [q for bill in bills for q in bill.transients]
         found += [whole(limit.factor) for bill in bills for limit in bill.limits]
@@ -227,20 +230,20 @@ class SymbolicCost:
         value = self._values_at(at)
         if check:
             self._check(value, axes)
-        return self._sum(name, value, TermPrices(mesh, self.states, self.measured))
+        return self._sum(name, value, MeshPrices(mesh, self.states, self.measured))
 
-    def _sum(self, name: str | None, value: dict[Quantity, float], prices: TermPrices) -> StepCost:
+    def _sum(self, name: str | None, value: dict[Quantity, float], prices: MeshPrices) -> StepCost:
         us: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         held: dict[str, float] = dict.fromkeys(HELD, 0.0)
         flops = sent = transient = 0.0
-        known: dict[Term, float] = {}
+        known: dict[Term[Quantity], float] = {}
         for graph, weights in zip(self.graphs, self.select(name)):
             for charge in graph.bill.charges:
                 count, term = charge.count * weights.get(charge.entity, 0.0), charge.term
                 if not count:
                     continue
                 if term not in known:
-                    known[term] = prices.us(term, value)
+                    known[term] = price(sized(term, value.__getitem__), prices)
                 us[charge.part] += count * known[term]
                 flops += count * value[term.flops] if isinstance(term, Kernel) else 0.0
                 sent += count * value[term.bytes] if isinstance(term, Message) else 0.0

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from hpml_compiler.symbolic.cost import GraphBill, Part, SymbolicCost
+from passes.costs.terms import Kernel, Message, Slice, Term, Update
 from passes.errors import BadInput
 from passes.graph.polynomial import Polynomial
 from passes.machine.cluster import Cluster
-from passes.partition.terms import HELD, PARTS, Bill, Charge, Held, Kernel, Limit, Message, Quantity, Slice, Term, Update
+from passes.partition.bill import HELD, PARTS, Bill, Charge, Held, Limit, Quantity
 from passes.records import from_json, read_json, to_json, write_json
 
-FORMAT, VERSION = "hpml formulas", 1
+FORMAT, VERSION = "hpml formulas", 2
 _TERMS: dict[str, type] = {"kernel": Kernel, "message": Message, "slice": Slice, "update": Update}
 
 
@@ -83,7 +84,7 @@ def _graph(graph: GraphBill) -> dict[str, Any]:
     }
 
 
-def _term(term: Term, quantity: Callable[[Quantity], int]) -> dict[str, Any]:
+def _term(term: Term[Quantity], quantity: Callable[[Quantity], int]) -> dict[str, Any]:
     kind = next(name for name, cls in _TERMS.items() if type(term) is cls)
     found: dict[str, Any] = {"term": kind}
     for field in fields(term):
@@ -91,7 +92,7 @@ def _term(term: Term, quantity: Callable[[Quantity], int]) -> dict[str, Any]:
         if field.name in ("flops", "bytes", "elements"):
             value = quantity(value)
         elif field.name == "outer":
-            value = list(map(_polynomial, value))
+            value = list(map(quantity, value))
         found[field.name] = value
     return found
 
@@ -116,14 +117,14 @@ def _read_graph(data: dict[str, Any]) -> GraphBill:
     )
 
 
-def _read_term(data: dict[str, Any], quantities: list[Quantity]) -> Term:
+def _read_term(data: dict[str, Any], quantities: list[Quantity]) -> Term[Quantity]:
     values = dict(data)
     cls = _TERMS[values.pop("term")]
     for name in ("flops", "bytes", "elements"):
         if name in values:
             values[name] = quantities[values[name]]
     if "outer" in values:
-        values["outer"] = tuple(map(_read_polynomial, values["outer"]))
+        values["outer"] = tuple(quantities[k] for k in values["outer"])
     return cls(**values)
 
 

@@ -34,7 +34,7 @@ def kind_of(target: Any) -> str:
         return "attention"
     if "convolution" in name:
         return "convolution"
-    return "matmul" if "mm" in name else "lookup"
+    return "matmul" if "mm" in name else "embedding"
 
 
 class _Builder:

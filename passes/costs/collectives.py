@@ -1,7 +1,7 @@
 """α-β costs of collectives (Hockney 1994): a message of B bytes takes α + B·β.
 
 Every algorithm then takes (fixed µs) + nbytes · (µs per byte), a line, and a collective the cheapest of its lines.
-`collective_lines` returns the lines, for whoever wants them as a formula; `collective_us` the time. With n ranks, B as
+`lines_of` makes the lines, of numbers or of symbols; `collective_us` takes the cheapest. With n ranks, B as
 `CostModel.collective_us` defines nbytes, and β = slowdown / bandwidth, the algorithms are
 
     all_gather, reduce_scatter   ring        (n-1)·α + (n-1)/n·B·β
@@ -24,13 +24,24 @@ go inside.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
 
+from passes.costs.algebra import NUMBERS, Algebra
 from passes.costs.base import COLLECTIVE_KINDS
-from passes.machine.mesh import AxisLevel, MeshAxis
+from passes.machine.mesh import MeshAxis
 
-Line = tuple[float, float]
+Line = tuple[Any, Any]
 """(fixed µs, µs per byte)."""
+
+
+class Ring(NamedTuple):
+    """`size` devices (or nodes) in a ring: µs of a hop, and µs per byte of what each one sends."""
+
+    size: Any
+    alpha_us: Any
+    beta: Any
 
 
 def collective_us(kind: str, axis: MeshAxis, nbytes: float) -> float:
@@ -52,63 +63,50 @@ def collective_lines(kind: str, axis: MeshAxis) -> tuple[Line, ...]:
         raise ValueError(f"unknown collective {kind!r}; legal kinds: {', '.join(COLLECTIVE_KINDS)}")
     if axis.size == 1:
         return ((0.0, 0.0),)
-    whole = AxisLevel(axis.size, axis.latency_us, axis.bandwidth_bytes_per_s)
+    whole, *levels = (Ring(each.size, each.latency_us, 1e6 / each.bandwidth_bytes_per_s) for each in (axis, *axis.levels))
+    return tuple(lines_of(kind, whole, levels, axis.slowdown.get(kind, 1.0), NUMBERS))
+
+
+def lines_of(kind: str, whole: Ring, levels: Sequence[Ring], slowdown: Any, algebra: Algebra) -> list[Line]:
+    """The same, of rings whose sizes are numbers or expressions. levels: inside nodes and across them, or none."""
     if kind == "send_recv":
-        lines = [_send_recv(axis.levels[-1] if axis.levels else whole)]
+        last = levels[-1] if levels else whole
+        lines = [(last.alpha_us, last.beta)]
     elif kind == "all_to_all":
-        lines = _all_to_all(whole, axis.levels)
+        lines = _all_to_all(whole, levels, algebra)
     elif kind == "broadcast":
-        lines = _broadcast(whole)
+        steps = algebra.steps(whole.size)
+        lines = [((whole.size - 1) * whole.alpha_us, whole.beta), (steps * whole.alpha_us, steps * whole.beta)]
     else:
-        lines = _flat(kind, whole) + (_hierarchical(kind, *axis.levels) if axis.levels else [])
-    slowdown = axis.slowdown.get(kind, 1.0)
-    return tuple((fixed, per_byte * slowdown) for fixed, per_byte in lines)
+        lines = _flat(kind, whole, algebra) + (_hierarchical(kind, levels[0], levels[1], algebra) if levels else [])
+    return [(fixed, per_byte * slowdown) for fixed, per_byte in lines]
 
 
-def _steps(size: int) -> int:
-    """⌈log2 size⌉."""
-    return (size - 1).bit_length()
-
-
-def _beta(level: AxisLevel) -> float:
-    return 1e6 / level.bandwidth_bytes_per_s
-
-
-def _flat(kind: str, level: AxisLevel) -> list[Line]:
+def _flat(kind: str, ring: Ring, algebra: Algebra) -> list[Line]:
     """all_gather, reduce_scatter or all_reduce on links that are all alike."""
-    n, alpha, beta = level.size, level.latency_us, _beta(level)
-    ring = ((n - 1) * alpha, (n - 1) / n * beta)
+    n, alpha, beta = ring
+    fixed, per_byte = (n - 1) * alpha, (n - 1) / n * beta
     if kind != "all_reduce":
-        return [ring]
-    return [(2 * ring[0], 2 * ring[1]), (2 * _steps(n) * alpha, 2 * beta)]
+        return [(fixed, per_byte)]
+    return [(2 * fixed, 2 * per_byte), (2 * algebra.steps(n) * alpha, 2 * beta)]
 
 
-def _hierarchical(kind: str, inner: AxisLevel, outer: AxisLevel) -> list[Line]:
+def _hierarchical(kind: str, inner: Ring, outer: Ring, algebra: Algebra) -> list[Line]:
     """The same, inside nodes on all the bytes and across nodes on each device's part of them."""
     rounds = 2 if kind == "all_reduce" else 1
-    [(inner_fixed, inner_per_byte)] = _flat("all_gather", inner)
+    [(inner_fixed, inner_per_byte)] = _flat("all_gather", inner, algebra)
     return [
         (rounds * inner_fixed + fixed, rounds * inner_per_byte + per_byte / inner.size)
-        for fixed, per_byte in _flat(kind, outer)
+        for fixed, per_byte in _flat(kind, outer, algebra)
     ]
 
 
-def _all_to_all(whole: AxisLevel, levels: tuple[AxisLevel, ...]) -> list[Line]:
-    n = whole.size
+def _all_to_all(whole: Ring, levels: Sequence[Ring], algebra: Algebra) -> list[Line]:
+    n, slowest = whole.size, whole.beta
+    per_byte = (n - 1) / n * slowest
     if levels:
         inner, outer = levels
-        per_byte = max((inner.size - 1) / n * _beta(inner), (n - inner.size) / n * _beta(outer))
-        slowest = max(_beta(inner), _beta(outer))
-    else:
-        slowest = _beta(whole)
-        per_byte = (n - 1) / n * slowest
-    return [((n - 1) * whole.latency_us, per_byte), (_steps(n) * whole.latency_us, _steps(n) / 2 * slowest)]
-
-
-def _broadcast(level: AxisLevel) -> list[Line]:
-    n, alpha, beta = level.size, level.latency_us, _beta(level)
-    return [((n - 1) * alpha, beta), (_steps(n) * alpha, _steps(n) * beta)]
-
-
-def _send_recv(level: AxisLevel) -> Line:
-    return (level.latency_us, _beta(level))
+        per_byte = algebra.largest((inner.size - 1) / n * inner.beta, (n - inner.size) / n * outer.beta)
+        slowest = algebra.largest(inner.beta, outer.beta)
+    steps = algebra.steps(n)
+    return [((n - 1) * whole.alpha_us, per_byte), (steps * whole.alpha_us, steps / 2 * slowest)]

@@ -22,14 +22,12 @@ times the idle power. Drivers accept no caps that low (an H100: 200 to 700 W).
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from passes.costs.algebra import NUMBERS
 from passes.costs.base import COLLECTIVE_KINDS
+from passes.costs.terms import Prices
 from passes.errors import BadInput
-from passes.graph.layouts import Layout
-from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.machine.device import Device
 from passes.machine.mesh import Mesh, MeshAxis
@@ -123,48 +121,28 @@ def link_j(kind: str, axis: MeshAxis, nbytes: float) -> float:
     return sent_bytes(kind, axis.size, nbytes) * axis.energy_j_per_byte
 
 
-class TimePrices(Protocol):
-    """What energy is computed from; see `passes.partition.choices.Prices`."""
-
-    def compute_us(self, flops: float, nbytes: float, dtype: str, kind: str) -> float: ...
-
-    def operation_us(
-        self, graph: PlacementGraph, op: Operation, inputs: Sequence[Layout], made: Sequence[Layout],
-        sizes: tuple[int, ...], flops: float, nbytes: float,
-    ) -> float: ...
-
-    def copy_us(self, nbytes: float) -> float: ...
-
-    def collective_us(self, kind: str, axis: int, nbytes: float) -> float: ...
-
-    def optimizer_us(self, elements: float, dtype: str) -> float: ...
-
-
 class EnergyPrices:
-    """Prices whose sum is the energy of a step: the µJ of one device (W · µs) in place of µs.
+    """`passes.costs.terms.Prices` whose sum is the energy of a step: the µJ of one device (W · µs) in place of µs.
 
-    They have the names of `passes.partition.choices.Prices`, so that a problem built from them minimizes energy, and a
-    cost recomputed with them is one. All devices do the same: times their number, it is the energy of the mesh.
+    A problem built from them minimizes energy, and a cost recomputed with them is one. All devices do the same: times their
+    number, it is the energy of the mesh.
     """
 
-    def __init__(self, times: TimePrices, mesh: Mesh):
+    algebra = NUMBERS
+
+    def __init__(self, times: Prices, mesh: Mesh):
         self.times, self.mesh, self.power = times, mesh, Power.of(mesh.device)
 
-    def compute_us(self, flops: float, nbytes: float, dtype: str, kind: str) -> float:
-        return self.times.compute_us(flops, nbytes, dtype, kind) * self.power.kernel_w(kind)
+    @property
+    def keyed(self) -> bool:
+        return self.times.keyed
 
-    def operation_us(
-        self, graph: PlacementGraph, op: Operation, inputs: Sequence[Layout], made: Sequence[Layout],
-        sizes: tuple[int, ...], flops: float, nbytes: float,
-    ) -> float:
-        return self.times.operation_us(graph, op, inputs, made, sizes, flops, nbytes) * self.power.kernel_w(op.kind)
+    def kernel(self, flops: float, nbytes: float, dtype: str, kind: str, key: str = "") -> float:
+        return self.times.kernel(flops, nbytes, dtype, kind, key) * self.power.kernel_w(kind)
 
-    def copy_us(self, nbytes: float) -> float:
-        return self.times.copy_us(nbytes) * self.power.memory_w
-
-    def collective_us(self, kind: str, axis: int, nbytes: float) -> float:
-        time_us = self.times.collective_us(kind, axis, nbytes)
+    def collective(self, kind: str, axis: int, nbytes: float) -> float:
+        time_us = self.times.collective(kind, axis, nbytes)
         return time_us * self.power.communication_w + 1e6 * link_j(kind, self.mesh.axes[axis], nbytes)
 
-    def optimizer_us(self, elements: float, dtype: str) -> float:
-        return self.times.optimizer_us(elements, dtype) * self.power.memory_w
+    def update(self, elements: float, dtype: str) -> float:
+        return self.times.update(elements, dtype) * self.power.memory_w

@@ -8,26 +8,18 @@ measured is that of the roofline, `scaled` so that it equals the measurement at 
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import sympy
 
+from passes.costs.collectives import Ring, lines_of
 from passes.costs.efficiency import arithmetic, memory_segments
 from passes.costs.roofline import RooflineCost
 from passes.machine.mesh import Mesh
 
 _SAME = 1e-9
 _BRANCHES = (sympy.Max, sympy.Min, sympy.Piecewise)
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Devices in a ring, as `passes.machine.mesh.AxisLevel`, but in expressions; beta in µs per byte."""
-
-    size: sympy.Expr
-    alpha_us: sympy.Expr
-    beta: sympy.Expr
 
 
 @dataclass(frozen=True)
@@ -59,46 +51,9 @@ def symbolic_axes(mesh: Mesh, symbols: Sequence[sympy.Symbol], devices_per_node:
 
 def collective_expression(kind: str, axis: SymbolicAxis, nbytes: sympy.Expr) -> sympy.Expr:
     """µs of a collective; see `passes.costs.collectives`, whose formulas these are."""
-    n, alpha, beta = axis.whole.size, axis.whole.alpha_us, axis.whole.beta
     slow = sympy.Float(axis.slowdown[kind]) if kind in axis.slowdown else sympy.Integer(1)
-    if kind == "send_recv":
-        last = axis.levels[-1] if axis.levels else axis.whole
-        lines = [(last.alpha_us, last.beta)]
-    elif kind == "broadcast":
-        lines = [((n - 1) * alpha, beta), (_steps(n) * alpha, _steps(n) * beta)]
-    elif kind == "all_to_all":
-        per_byte, slowest = (n - 1) / n * beta, beta
-        if axis.levels:
-            inner, outer = axis.levels
-            per_byte = largest((inner.size - 1) / n * inner.beta, (n - inner.size) / n * outer.beta)
-            slowest = largest(inner.beta, outer.beta)
-        lines = [((n - 1) * alpha, per_byte), (_steps(n) * alpha, _steps(n) / 2 * slowest)]
-    else:
-        lines = _flat(kind, axis.whole)
-        if axis.levels:
-            inner, outer = axis.levels
-            [(fixed_inside, per_byte_inside)] = _flat("all_gather", inner)
-            rounds = 2 if kind == "all_reduce" else 1
-            lines += [(rounds * fixed_inside + fixed, rounds * per_byte_inside + per_byte / inner.size)
-                      for fixed, per_byte in _flat(kind, outer)]
-    return _least([fixed + nbytes * per_byte * slow for fixed, per_byte in lines])
-
-
-def _flat(kind: str, ring: Ring) -> list[tuple[sympy.Expr, sympy.Expr]]:
-    n = ring.size
-    fixed, per_byte = (n - 1) * ring.alpha_us, (n - 1) / n * ring.beta
-    if kind != "all_reduce":
-        return [(fixed, per_byte)]
-    return [(2 * fixed, 2 * per_byte), (2 * _steps(n) * ring.alpha_us, 2 * ring.beta)]
-
-
-def _steps(n: sympy.Expr) -> sympy.Expr:
-    """⌈log2 n⌉."""
-    return sympy.ceiling(sympy.log(n, 2))
-
-
-def _least(lines: Sequence[sympy.Expr]) -> sympy.Expr:
-    return lines[0] if len(lines) == 1 else sympy.Min(*lines, evaluate=False)
+    return SYMBOLS.least([fixed + nbytes * per_byte for fixed, per_byte in
+                          lines_of(kind, axis.whole, axis.levels, slow, SYMBOLS)])
 
 
 def largest(first: sympy.Expr, second: sympy.Expr) -> sympy.Expr:
@@ -110,6 +65,29 @@ def largest(first: sympy.Expr, second: sympy.Expr) -> sympy.Expr:
         if all(c <= 0 for c in terms):
             return second
     return sympy.Max(first, second, evaluate=False)
+
+
+class Symbols:
+    """The algebra of sympy expressions (see `passes.costs.algebra`)."""
+
+    def least(self, terms: Sequence[sympy.Expr]) -> sympy.Expr:
+        return terms[0] if len(terms) == 1 else sympy.Min(*terms, evaluate=False)
+
+    def largest(self, first: sympy.Expr, second: sympy.Expr) -> sympy.Expr:
+        return largest(first, second)
+
+    def steps(self, size: sympy.Expr) -> sympy.Expr:
+        return sympy.ceiling(sympy.log(size, 2))
+
+    def unless_one(self, size: sympy.Expr) -> sympy.Expr:
+        return sympy.Min(1, size - 1)
+
+    def below(self, amount: sympy.Expr, limit: float, then: Callable[[], sympy.Expr],
+              otherwise: Callable[[], sympy.Expr]) -> sympy.Expr:
+        return sympy.Piecewise((then(), amount < sympy.Float(limit)), (otherwise(), True))
+
+
+SYMBOLS = Symbols()
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Operation:
     name: str
     target: str
     kind: str
-    """"matmul", "attention", "convolution", "lookup" (worth a decision each), "view" or "pointwise"."""
+    """"matmul", "attention", "convolution", "embedding" (worth a decision each), "view" or "pointwise"."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     strategies: tuple[Strategy, ...]

@@ -3,9 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
+from passes.costs.terms import Prices
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
-from passes.partition.choices import AxisRule, GroupChoice, Prices
+from passes.partition.choices import AxisRule, GroupChoice
 from passes.partition.edges import Edges
 from passes.partition.entities import Entities, Pin
 from passes.partition.folding import classes_of

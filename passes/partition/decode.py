@@ -34,7 +34,7 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
             operations[index] = row
             for position, (v, wanted) in enumerate(zip(op.inputs, row.inputs)):
                 route = arrived[v] if v in arrived else Route(v, inside[v])
-                rest = slices(graph.values[v], route.target, wanted, built.sizes, built.prices)
+                rest = slices(graph.values[v], route.target, wanted, built.sizes)
                 assert rest is not None, (op.name, route.target, wanted)
                 hops = route.hops + tuple(Hop(layout, op.backward) for layout in rest)
                 routes[index, position] = Route(v, route.source, hops)

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from passes.costs.terms import Prices
 from passes.graph.layouts import format_layout
 from passes.graph.placement_graph import PlacementGraph, Value
-from passes.partition.choices import Prices
 from passes.partition.entities import Entities, Port
 from passes.partition.folding import value_signature
 from passes.partition.redistribution import changes_between
@@ -122,6 +122,6 @@ class Edges:
         key = (value.spec, value.factors, tuple(sorted(map(format_layout, ends))), bucket_bytes)
         if key not in self._arcs:
             self._arcs[key] = tuple(
-                Arc(format_layout(s.source), format_layout(s.target), s.cost_us)
+                Arc(format_layout(s.source), format_layout(s.target), s.cost)
                 for s in changes_between(value, ends, entities.sizes, self.prices, bucket_bytes))
         return self._arcs[key]

@@ -7,11 +7,13 @@ import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from passes.costs.terms import Prices, price
 from passes.errors import BadInput
 from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout, format_layout, legal, local_bytes
 from passes.graph.placement_graph import Value
-from passes.partition.choices import GroupChoice, Prices
+from passes.partition.charges import LocalSizes, update
+from passes.partition.choices import GroupChoice
 from passes.partition.folding import value_signature
 from passes.partition.groups import Group
 from passes.partition.state import StateModel
@@ -150,7 +152,7 @@ class Entities:
         rows = []
         for p in layouts:
             local = local_bytes(value, p, self.sizes)
-            cost = self.prices.optimizer_us(local / value.spec.itemsize, value.spec.dtype) if trained else 0.0
+            cost = price(update(value, p, LocalSizes(self.sizes)), self.prices) if trained else 0.0
             rows.append((p, cost, local * held))
         return rows
 

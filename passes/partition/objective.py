@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Literal
 
 from passes.costs.energy import EnergyPrices
+from passes.costs.terms import Prices
 from passes.machine.mesh import Mesh
-from passes.partition.choices import Prices
 from passes.partition.place import Placed
 
 

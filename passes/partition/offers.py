@@ -3,8 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from passes.costs.terms import Prices
 from passes.graph.placement_graph import PlacementGraph
-from passes.partition.choices import AxisRule, GroupChoice, Prices, group_choices
+from passes.partition.choices import AxisRule, GroupChoice, group_choices
 from passes.partition.folding import group_signature
 from passes.partition.groups import Group, groups_of
 from passes.rules.base import PARTIAL, PARTIAL_MAX

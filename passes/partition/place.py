@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from passes.costs.terms import Prices
 from passes.graph.decision import Decision
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
 from passes.partition.build import PlacementProblem
-from passes.partition.choices import Prices
 from passes.partition.decode import decode
 from passes.partition.depth import extrapolate, extrapolate_cost
 from passes.partition.entities import Pin

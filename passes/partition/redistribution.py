@@ -11,34 +11,13 @@ import heapq
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from passes.costs.base import BUCKET_BYTES
-from passes.graph.layouts import Layout, format_layout, legal, local_bytes
+from passes.costs.terms import Message, Prices, Slice, price
+from passes.graph.layouts import Layout, format_layout, legal
 from passes.graph.placement_graph import PlacementGraph, Value
-from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement
-
-SLICE_US = 1e-3
-"""A slice moves nothing over a link; its tiny cost only breaks ties in favor of fewer steps."""
-
-
-class CollectivePrices(Protocol):
-    def collective_us(self, kind: str, axis: int, nbytes: float) -> float: ...
-
-    def copy_us(self, nbytes: float) -> float: ...
-
-
-def collective(source: Placement, target: Placement) -> str | None:
-    """Name of the collective between two placements on one axis, or None if there is none."""
-    if source == PARTIAL:
-        return {True: "reduce_scatter"}.get(isinstance(target, tuple), "all_reduce" if target == REPLICATE else None)
-    if source == PARTIAL_MAX:
-        return "all_reduce" if target == REPLICATE else None
-    if target in (PARTIAL, PARTIAL_MAX):
-        return None
-    if source == REPLICATE:
-        return "slice"
-    return "all_gather" if target == REPLICATE else "all_to_all"
+from passes.partition.charges import LocalSizes, collective, step_term
+from passes.rules.base import REPLICATE, Placement
 
 
 @dataclass(frozen=True)
@@ -48,40 +27,37 @@ class Change:
     source: Layout
     target: Layout
     axis: int
-    collective: str
-    bytes: float
-    cost_us: float
+    term: Message[float] | Slice
+    cost: float
+
+    @property
+    def collective(self) -> str:
+        """"slice" for a local step."""
+        return self.term.collective if isinstance(self.term, Message) else "slice"
 
 
-def change(value: Value, layout: Layout, axis: int, target: Placement, sizes: tuple[int, ...],
-           prices: CollectivePrices, bucket_bytes: float = 0.0) -> Change | None:
-    """The step that takes `axis` of `layout` to `target`, or None if it is not legal.
-
-    bucket_bytes: for the gradient of a parameter, the bytes that are reduced together with it (`bucket_bytes_of`); it
-    then pays its part of one collective and of the copy into the bucket (read and write).
-    """
+def after_step(value: Value, layout: Layout, axis: int, target: Placement, sizes: tuple[int, ...]) -> Layout | None:
+    """The layout once `axis` of `layout` has gone to `target`, or None if no single collective does that."""
     source = layout[axis]
-    kind = collective(source, target)
-    if source == target or kind is None:
+    if source == target or collective(source, target) is None:
         return None
     if any(p in (source, target) and isinstance(p, tuple) for p in layout[axis + 1 :]):
         return None
     after = (*layout[:axis], target, *layout[axis + 1 :])
-    if not legal(value, after, sizes):
+    return after if legal(value, after, sizes) else None
+
+
+def change(value: Value, layout: Layout, axis: int, target: Placement, sizes: tuple[int, ...], prices: Prices,
+           bucket_bytes: float = 0.0) -> Change | None:
+    """The step that takes `axis` of `layout` to `target`, or None if it is not legal.
+
+    bucket_bytes: for the gradient of a parameter, the bytes that are reduced together with it (`bucket_bytes_of`).
+    """
+    after = after_step(value, layout, axis, target, sizes)
+    if after is None:
         return None
-    held = local_bytes(value, layout, sizes)
-    if kind == "slice":
-        return Change(layout, after, axis, kind, held, SLICE_US)
-    moved = held * sizes[axis] if kind == "all_gather" else held
-    if kind in ("all_reduce", "reduce_scatter") and moved < bucket_bytes:
-        whole = prices.collective_us(kind, axis, bucket_bytes) + 2 * prices.copy_us(bucket_bytes)
-        return Change(layout, after, axis, kind, moved, whole * moved / bucket_bytes)
-    cost = prices.collective_us(kind, axis, moved)
-    # Anything but the outermost dim has to be packed before or unpacked after the collective.
-    for p, is_source in ((source, True), (target, False)):
-        if isinstance(p, tuple) and not outermost(value, p, layout):
-            cost += prices.copy_us(moved if kind != "all_to_all" or is_source else held)
-    return Change(layout, after, axis, kind, moved, cost)
+    term = step_term(value, layout, axis, target, LocalSizes(sizes), bucket_bytes)
+    return Change(layout, after, axis, term, price(term, prices))
 
 
 def bucket_bytes_of(graph: PlacementGraph) -> float:
@@ -93,17 +69,6 @@ def bucket_bytes_of(graph: PlacementGraph) -> float:
     return float(min(BUCKET_BYTES, sum(graph.values[p].bytes for p in trained)))
 
 
-def outermost(value: Value, placement: tuple[int, int], layout: Layout) -> bool:
-    """Whether the parts of a split lie one after another in memory: every dim and factor before it is of local size 1."""
-    dim, factor = placement
-    outer = 1
-    for d in range(dim):
-        outer *= value.spec.shape[d]
-    for k in range(factor):
-        outer *= value.factors[dim][k]
-    return outer == 1
-
-
 def layouts_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...]) -> list[Layout]:
     """Layouts that a redistribution may pass through: on every axis what some end has there, or replicated."""
     ends = list(ends)
@@ -112,7 +77,7 @@ def layouts_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...]
 
 
 def changes_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...],
-                    prices: CollectivePrices, bucket_bytes: float = 0.0) -> list[Change]:
+                    prices: Prices, bucket_bytes: float = 0.0) -> list[Change]:
     """All single steps between the layouts that `ends` span; see `change`."""
     layouts = layouts_between(value, ends, sizes)
     known = set(layouts)
@@ -126,7 +91,7 @@ def changes_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...]
     return found
 
 
-def cheapest_route(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...], prices: CollectivePrices,
+def cheapest_route(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...], prices: Prices,
                    extra: Iterable[Layout] = ()) -> tuple[float, list[Change]] | None:
     """Dijkstra over all legal steps; the route of least cost from `source` to `target`, or None."""
     by_source: dict[Layout, list[Change]] = {}
@@ -146,7 +111,7 @@ def cheapest_route(value: Value, source: Layout, target: Layout, sizes: tuple[in
         if cost > best[layout]:
             continue
         for step in by_source.get(layout, ()):
-            reached = cost + step.cost_us
+            reached = cost + step.cost
             if reached < best.get(step.target, float("inf")):
                 best[step.target] = reached
                 came[step.target] = step

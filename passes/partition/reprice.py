@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from passes.costs.terms import SLICE, Prices, copy
 from passes.graph.decision import Decision, Way
 from passes.graph.layouts import Layout, local_bytes
+from passes.graph.operation_key import operation_key
 from passes.graph.placement_graph import PlacementGraph
-from passes.partition.choices import Prices
 from passes.partition.groups import Group
-from passes.partition.redistribution import SLICE_US, bucket_bytes_of
+from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.state import StateModel
 from passes.partition.ways import Ways
 from passes.rules.base import Placement
@@ -73,7 +74,8 @@ class _Walk:
         op, rows = self.graph.operations[index], self.decision.operations[index]
         moved = sum(self.local(v, p) for v, p in zip((*op.inputs, *op.outputs), rows.inputs + rows.made))
         flops = op.flops * self.share(rows.inputs + rows.made)
-        return self.prices.operation_us(self.graph, op, rows.inputs, rows.made, self.sizes, flops, moved)
+        key = operation_key(self.graph, op, rows.inputs, rows.made, self.sizes) if self.prices.keyed else ""
+        return self.prices.kernel(flops, moved, self.graph.values[op.outputs[0]].spec.dtype, op.kind, key)
 
     def group_us(self, c: Group) -> float:
         """Its heavy operations one by one, or its light ones as one kernel that reads and writes the boundary."""
@@ -82,12 +84,12 @@ class _Walk:
         if heavy or all(op.kind == "view" for op in operations):
             return sum(map(self.operation_us, heavy))
         moved = sum(self.local(v, p) for v, p in boundary(self.graph, c, self.decision))
-        return self.prices.compute_us(0.0, moved, "float32", "pointwise")
+        return self.prices.kernel(0.0, moved, "float32", "pointwise")
 
     def reductions_us(self, index: int) -> float:
         op, rows = self.graph.operations[index], self.decision.operations[index]
         return sum(
-            self.prices.collective_us("all_reduce", axis, self.local(v, made))
+            self.prices.collective("all_reduce", axis, self.local(v, made))
             for v, made, after in zip(op.outputs, rows.made, rows.outputs)
             for axis in range(len(self.sizes)) if made[axis] != after[axis]
         )
@@ -106,14 +108,14 @@ class _Walk:
         if kind is None or nested or not self.divides(v, after):
             raise VerificationError(f"{value.name} takes an illegal step from {layout} to {after}")
         if kind == "slice":
-            return SLICE_US
+            return SLICE
         moved = self.local(v, after if kind == "all_gather" else layout)
         if kind in ("all_reduce", "reduce_scatter") and gradient and moved < self.bucket_bytes:
-            bucket_us = prices.collective_us(kind, axis, self.bucket_bytes) + 2 * prices.copy_us(self.bucket_bytes)
+            bucket_us = prices.collective(kind, axis, self.bucket_bytes) + 2 * copy(self.bucket_bytes, prices)
             return bucket_us * moved / self.bucket_bytes
         # Parts that are no block of memory are packed before the collective, or unpacked after it.
         copies = sum(not self.in_one_block(v, *each) for each in (p, q) if not isinstance(each, str))
-        return prices.collective_us(kind, axis, moved) + copies * prices.copy_us(moved)
+        return prices.collective(kind, axis, moved) + copies * copy(moved, prices)
 
     def divides(self, v: int, layout: Layout) -> bool:
         factors = self.graph.values[v].factors
@@ -133,11 +135,6 @@ _COLLECTIVES = {
 
 def _letter(placement: Placement) -> str:
     return placement if isinstance(placement, str) else "S"
-
-
-def compute_us(graph: PlacementGraph, c: Group, decision: Decision, prices: Prices) -> float:
-    """Cost of the kernels of one group, without its collectives."""
-    return _Walk(graph, decision, prices, 0.0).group_us(c)
 
 
 def reprice(
@@ -165,5 +162,5 @@ def reprice(
         if v in trained:
             gradients += held * state.gradient
             optimizer_bytes += held * state.optimizer
-            optimizer += prices.optimizer_us(held / value.spec.itemsize, value.spec.dtype)
+            optimizer += prices.update(held / value.spec.itemsize, value.spec.dtype)
     return Cost(compute, communication, optimizer, parameters, gradients, optimizer_bytes, activations)

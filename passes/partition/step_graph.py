@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from passes.costs.terms import Message, Prices, price
 from passes.graph.decision import Decision, Route
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
-from passes.partition.choices import Prices
+from passes.partition.charges import LocalSizes, group_kernels
 from passes.partition.groups import Group
 from passes.partition.redistribution import bucket_bytes_of, change
-from passes.partition.reprice import Cost, compute_us
+from passes.partition.reprice import Cost, boundary
 from passes.partition.ways import Ways
 from passes.rules.view_names import VIEWS, view_name
 from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Hop, Leg, StepGraph, with_gradients
@@ -53,15 +54,18 @@ class _Maker:
         self.prices, self.axes, self.bucket_bytes = prices, axes, bucket_bytes
 
     def calls(self, blocks: Sequence[str]) -> tuple[Call, ...]:
-        """A group is priced as one; its heavy operations carry the cost, else the first."""
+        """Each kernel is carried by one call; those that are fused into it take no time."""
         found: dict[int, Call] = {}
         for group in self.groups:
             operations = [self.graph.operations[i] for i in group.operations]
-            carrying = [op.index for op in operations if op.heavy] or [operations[0].index]
-            us = compute_us(self.graph, group, self.decision, self.prices) / len(carrying)
+            edge = ((self.graph.values[v], p) for v, p in boundary(self.graph, group, self.decision))
+            kernels = group_kernels(self.graph, operations, self.decision.operations, edge, LocalSizes(self.decision.sizes),
+                                    self.prices.keyed)
             for op in operations:
-                kernel = op.kind if op.heavy else "view" if op.index not in carrying or not us else "pointwise"
-                found[op.index] = self._call(op, us if op.index in carrying else 0.0, kernel, group.index, blocks[op.index])
+                kernel = kernels.get(op.index)
+                us = price(kernel, self.prices) if kernel else 0.0
+                kind = op.kind if op.heavy else "pointwise" if us else "view"
+                found[op.index] = self._call(op, us, kind, group.index, blocks[op.index])
         return tuple(found[i] for i in sorted(found))
 
     def _call(self, op: Operation, us: float, kernel: str, fused: int, block: str) -> Call:
@@ -105,8 +109,8 @@ class _Maker:
             (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
             hop = change(value, layout, axis, after[axis], self.decision.sizes, self.prices, bucket_bytes)
             assert hop is not None, f"{value.name} takes an illegal hop from {layout} to {after}"
-            nbytes = 0.0 if hop.collective == "slice" else max(hop.bytes, 1.0)
-            hops.append(Hop(hop.collective, self.axes[axis], nbytes, hop.cost_us))
+            nbytes = max(hop.term.bytes, 1.0) if isinstance(hop.term, Message) else 0.0
+            hops.append(Hop(hop.collective, self.axes[axis], nbytes, hop.cost))
         return Leg(self._name(value.index), reader, layouts[0], layouts[-1], tuple(hops),
                     self._bytes(value.index, layouts[-1]), value.spec.dtype, gradient)
 

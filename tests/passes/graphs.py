@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from passes.analysis.operations import complete, kind_of
+from passes.costs.algebra import NUMBERS
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import Call, Operand, Rule
 from passes.rules.table import rule_of_call, spec_of
@@ -99,20 +100,16 @@ class Prices:
         self.latency, self.us_per_byte, self.us_per_flop = latency, us_per_byte, us_per_flop
         self.memory, self.launch, self.optimizer, self.light = memory, launch, optimizer, light
 
-    def compute_us(self, flops: float, nbytes: float, dtype: str, kind: str) -> float:
+    algebra, keyed = NUMBERS, False
+
+    def kernel(self, flops: float, nbytes: float, dtype: str, kind: str, key: str = "") -> float:
         if kind == "pointwise" and not self.light:
             return 0.0
         return max(flops * self.us_per_flop, nbytes * self.memory) + self.launch
 
-    def operation_us(self, graph, op, inputs, made, sizes, flops: float, nbytes: float) -> float:
-        return self.compute_us(flops, nbytes, graph.values[op.outputs[0]].spec.dtype, op.kind)
-
-    def copy_us(self, nbytes: float) -> float:
-        return nbytes * self.memory + self.launch
-
-    def collective_us(self, kind: str, axis: int, nbytes: float) -> float:
+    def collective(self, kind: str, axis: int, nbytes: float) -> float:
         rounds = 2 if kind == "all_reduce" else 1
         return rounds * (self.latency[axis] + nbytes * self.us_per_byte[axis])
 
-    def optimizer_us(self, elements: float, dtype: str) -> float:
+    def update(self, elements: float, dtype: str) -> float:
         return elements * self.optimizer

@@ -168,7 +168,7 @@ def is_residual(value: Value) -> bool:
 
 def data(model: Annotated, size: int) -> AxisRule:
     rule = axis_rule("dp", size, model.graph)
-    return lambda op, s: rule(op, s) and (op.kind != "lookup" or s.splits)
+    return lambda op, s: rule(op, s) and (op.kind != "embedding" or s.splits)
 
 
 def idle(model: Annotated, size: int) -> AxisRule:
@@ -182,7 +182,7 @@ def sequence(model: Annotated, size: int) -> AxisRule:
         if op.kind == "attention":
             return by_heads(op, s)
         split = [(v, p) for v, p in placed(op, s, graph) if isinstance(p, tuple)]
-        if op.kind in ("matmul", "lookup"):
+        if op.kind in ("matmul", "embedding"):
             return any(by_sequence(v, p) for v, p in split)
         return all(by_sequence(v, p) or len(v.spec.shape) > 3 and p[0] in (1, 2) for v, p in split)
 
@@ -204,7 +204,7 @@ def tensor(model: Annotated, size: int, *, sequence: bool = False, attention: bo
             return tensors[position][1] == placement
         if op.kind == "attention" and attention:
             return by_heads(op, s)
-        if op.kind == "lookup" and not op.backward:
+        if op.kind == "embedding" and not op.backward:
             return s.inputs[0] == (0, 0)
         if not sequence and any(by_sequence(v, p) for v, p in tensors):
             return False

@@ -10,6 +10,7 @@ from hpml_compiler.demo.train import GPT
 from hpml_compiler.plans.left_whole import left_whole
 from hpml_compiler.plans.listing import Listing, input_names
 from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.terms import priced
 from hpml_compiler.visualize.blocks import block_classes
 from hpml_compiler.visualize.sketch import sketch
 from passes.costs.prices import MeshPrices
@@ -103,12 +104,12 @@ def test_what_is_left_whole_names_the_factor_in_the_way(model, rows, name, reaso
     assert reason in found[name] if reason else name not in found
 
 
-def test_the_cost_of_operations_follows_from_what_they_are_priced_by(plan):
+def test_a_plan_holds_all_terms_of_its_cost(plan):
     (graph,) = plan.graphs
-    prices = MeshPrices(mesh_from_pin(plan.mesh, Cluster.parse("1x4:h100-80g")), 2)
-    total = sum(graph.runs(op) * prices.compute_us(op.flops, op.bytes_moved, op.dtype, op.kind)
-                for op in graph.operations.values() if op.kind != "view")
-    assert total == pytest.approx(graph.predicted.compute_us)
+    found = priced(graph, MeshPrices(mesh_from_pin(plan.mesh, Cluster.parse("1x4:h100-80g")), 2))
+    predicted = graph.predicted
+    assert (found["compute"], found["communication"], found["optimizer"]) == pytest.approx(
+        (predicted.compute_us, predicted.communication_us, predicted.optimizer_us), rel=1e-9)
     saved = sum(graph.runs(op) * size for op in graph.operations.values()
                 for size, kept in zip(op.result_bytes, op.saved, strict=True) if kept)
     assert 0 < saved == pytest.approx(graph.memory.activations, rel=0.2)

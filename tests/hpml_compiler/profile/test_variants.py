@@ -100,6 +100,6 @@ def test_prices_without_measurements_are_those_of_the_roofline():
     record = plan_graph(graph, Options.parse({"mesh": {"dp": 2}, "costs": "roofline"}), cluster).record
     prices = MeshPrices(mesh_from_pin({"dp": 2}, cluster), 2)
     assert record.predicted.compute_us == pytest.approx(sum(
-        prices.compute_us(op.flops, op.bytes_moved, op.dtype, op.kind)
+        prices.kernel(op.flops, op.bytes_moved, op.dtype, op.kind)
         for op in record.operations.values() if op.kind != "view"))
     assert record.predicted.overhead_us == 0.0

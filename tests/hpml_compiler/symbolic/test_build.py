@@ -1,7 +1,7 @@
 """Formulas of a plan against new traces at other sizes, priced by code that knows nothing of formulas."""
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -95,9 +95,9 @@ def repriced(model: nn.Module, batch: object, other: object, mesh: dict[str, int
     state = StateModel()
     answer = place(annotated(model, batch).graph, MESH, before)
     assert isinstance(answer, Placed)
-    answer.decision.sizes = tuple(mesh.values())
+    decision = replace(answer.decision, sizes=tuple(mesh.values()))
     problem, after = answer.problem, MeshPrices(mesh_from_pin(mesh, Cluster.parse(cluster)), 2)
-    return reprice(annotated(model, other).graph, problem.groups, problem.saved, answer.decision, after, state)
+    return reprice(annotated(model, other).graph, problem.groups, problem.saved, decision, after, state)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from passes.costs import RooflineCost
 from passes.costs.base import COLLECTIVE_KINDS
 from passes.costs.energy import EnergyPrices, Power, capped, capped_cluster, link_j, sent_bytes
+from passes.costs.terms import copy
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster, builtin_sheet
 from passes.machine.device import Device
@@ -142,9 +143,9 @@ def test_energy_is_time_by_power_and_bytes_by_link():
     mesh = Mesh((MeshAxis("x", 4, 1.0, 1e9, energy_j_per_byte=2e-6),), DEVICE)
     times = Prices()
     energy = EnergyPrices(times, mesh)
-    assert energy.compute_us(100.0, 1.0, "float32", "matmul") == times.compute_us(100.0, 1.0, "float32", "matmul") * 500
-    assert energy.compute_us(1.0, 9.0, "float32", "softmax") == times.compute_us(1.0, 9.0, "float32", "softmax") * 300
-    assert energy.copy_us(7.0) == times.copy_us(7.0) * 300
-    assert energy.optimizer_us(7.0, "float32") == times.optimizer_us(7.0, "float32") * 300
-    assert energy.collective_us("all_gather", 0, 8.0) == pytest.approx(
-        times.collective_us("all_gather", 0, 8.0) * 150 + 6.0 * 2.0)  # W·µs, and 6 B of 2 µJ
+    assert energy.kernel(100.0, 1.0, "float32", "matmul") == times.kernel(100.0, 1.0, "float32", "matmul") * 500
+    assert energy.kernel(1.0, 9.0, "float32", "softmax") == times.kernel(1.0, 9.0, "float32", "softmax") * 300
+    assert copy(7.0, energy) == copy(7.0, times) * 300
+    assert energy.update(7.0, "float32") == times.update(7.0, "float32") * 300
+    assert energy.collective("all_gather", 0, 8.0) == pytest.approx(
+        times.collective("all_gather", 0, 8.0) * 150 + 6.0 * 2.0)  # W·µs, and 6 B of 2 µJ

@@ -79,7 +79,7 @@ class Game:
                 if not any(op.heavy for op in operations) and any(op.kind != "view" for op in operations):
                     pairs = [*zip(group.inputs, ports[0]), *zip(group.outputs, ports[1])]
                     moved = sum(held(self.graph.values[v], p, self.sizes) for v, p in pairs)
-                    cost += self.prices.compute_us(0.0, moved, "float32", "pointwise")
+                    cost += self.prices.kernel(0.0, moved, "float32", "pointwise")
                 found[ports] = min(cost, found.get(ports, math.inf))
                 return
             op = operations[k]
@@ -111,11 +111,11 @@ class Game:
             pairs = [*zip(op.inputs, read), *zip(op.outputs, made)]
             moved = sum(held(self.graph.values[v], p, self.sizes) for v, p in pairs)
             flops = op.flops * share([*read, *made], self.sizes)
-            cost += self.prices.compute_us(flops, moved, self.graph.values[op.outputs[0]].spec.dtype, op.kind)
+            cost += self.prices.kernel(flops, moved, self.graph.values[op.outputs[0]].spec.dtype, op.kind)
         for v, p, q in zip(op.outputs, made, after):
             for axis in range(len(self.sizes)):
                 if p[axis] != q[axis]:
-                    cost += self.prices.collective_us("all_reduce", axis, held(self.graph.values[v], p, self.sizes))
+                    cost += self.prices.collective("all_reduce", axis, held(self.graph.values[v], p, self.sizes))
         return cost
 
     # --- values on their way ------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Game:
                     for target in (REPLICATE, *places):
                         step = change(value, p, axis, target, self.sizes, self.prices, bucket)
                         if step is not None:
-                            table[p, step.target] = step.cost_us
+                            table[p, step.target] = step.cost
             for m, p, q in itertools.product(layouts, repeat=3):
                 table[p, q] = min(table[p, q], table[p, m] + table[m, q])
             self.tables[v] = table
@@ -194,7 +194,7 @@ class Game:
                         made = ports[owner.index][1][owner.outputs.index(g)]
                         total += self.distances(g)[made, stored]
                         local = held(value, stored, self.sizes) / value.spec.itemsize
-                        total += self.prices.optimizer_us(local, value.spec.dtype)
+                        total += self.prices.update(local, value.spec.dtype)
                     best = min(best, total)
                 return best
             assert not owners or not (readers or returned), "a gradient that something else reads"

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.costs.terms import SLICE
 from passes.errors import BadInput
 from passes.graph.decision import Hop
 from passes.partition.build import PlacementProblem
+from passes.partition.charges import collective
 from passes.partition.decode import decode, pins
 from passes.partition.groups import groups_of
-from passes.partition.redistribution import SLICE_US, collective
 from passes.partition.state import StateModel
 from passes.partition.ways import Ways
 from passes.solve.search import solve
@@ -31,11 +32,11 @@ def problem(graph, sizes=(2,), prices=None, **options) -> PlacementProblem:
 
 def compare(graph, sizes, prices, merge):
     """The solver's optimum and that of trying everything are equal, but for slices: a choice that reads parts stands
-    in for one that reads the whole, and `SLICE_US` is not added for that."""
+    in for one that reads the whole, and `SLICE` is not added for that."""
     built = problem(graph, sizes, prices, merge=merge, fold=False)
     found = solve(built.problem, EXACT).cost
     best = Game(graph, sizes, prices, groups_of(graph, merge)).optimum_us()
-    slack = 2 * len(sizes) * len(built.problem.edges) * SLICE_US
+    slack = 2 * len(sizes) * len(built.problem.edges) * SLICE
     assert best * (1 - 1e-9) - 1e-9 <= found <= best * (1 + 1e-6) + slack
 
 
@@ -60,7 +61,7 @@ def test_grouping_never_beats_single_operations(graph, per_byte, latency):
     """With pointwise kernels for nothing, so that fusing them saves nothing."""
     prices = Prices(latency=(latency,), us_per_byte=(per_byte,), light=False)
     merged, single = (solve(problem(graph, prices=prices, merge=m, fold=False).problem, EXACT) for m in (True, False))
-    assert merged.cost >= single.cost * (1 - 1e-9) - SLICE_US * len(graph.operations)
+    assert merged.cost >= single.cost * (1 - 1e-9) - SLICE * len(graph.operations)
 
 
 def test_grouping_loses_nothing_where_one_split_suits_all_it_joins():

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.graph.decision import OperationLayouts
-from passes.partition.choices import group_choices, operation_share, slices
+from passes.partition.charges import operation_share
+from passes.partition.choices import group_choices, slices
 from passes.partition.groups import groups_of
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
@@ -121,4 +122,4 @@ def test_the_share_of_work_is_that_of_the_axes_that_split_anything():
 def test_parts_are_cut_out_from_the_outer_axis_in(source, target, way):
     b = Builder()
     graph = b.finish([b.call(aten.exp.default, V(b.input((8, 4))))])
-    assert slices(graph.values[0], source, target, (2, 2), Prices()) == way
+    assert slices(graph.values[0], source, target, (2, 2)) == way

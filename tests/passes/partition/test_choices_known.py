@@ -116,10 +116,10 @@ class TestWideMLPAndSmallBatch:
     def test_it_costs_what_the_hand_made_plan_costs(self):
         answer = self.answer()
         prices = answer.problem.prices
-        reduced = prices.collective_us("all_reduce", 0, self.rows * self.width * 4)
+        reduced = prices.collective("all_reduce", 0, self.rows * self.width * 4)
         assert answer.cost.communication_us == pytest.approx(3 * reduced)
         elements = 2 * 2 * self.width * self.hidden / 4
-        assert answer.cost.optimizer_us == pytest.approx(prices.optimizer_us(elements, "float32"))
+        assert answer.cost.optimizer_us == pytest.approx(prices.update(elements, "float32"))
         assert answer.cost.parameter_bytes == elements * 4
 
     def test_the_alternatives_are_dearer(self):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.costs.terms import SLICE
 from passes.errors import BadInput, Infeasible
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
@@ -12,7 +13,6 @@ from passes.partition.decode import pins
 from passes.partition.depth import NotLinear
 from passes.partition.groups import groups_of
 from passes.partition.place import Placed, place
-from passes.partition.redistribution import SLICE_US
 from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
@@ -91,7 +91,7 @@ def test_nothing_is_cheaper_than_what_is_placed(graph, size, per_byte, latency):
     prices = Prices(latency=(latency,), us_per_byte=(per_byte,))
     found = placed(graph, {"x": size}, prices, options=SolverOptions(gap=0.0))
     best = Game(graph, (size,), prices, found.problem.groups).optimum_us()
-    slack = 2 * len(found.problem.problem.edges) * SLICE_US
+    slack = 2 * len(found.problem.problem.edges) * SLICE
     assert best * (1 - 1e-9) - 1e-9 <= found.cost.step_us <= best * (1 + 1e-6) + slack
 
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.costs.energy import EnergyPrices
+from passes.costs.terms import SLICE
 from passes.machine.device import Device
 from passes.machine.mesh import Mesh, MeshAxis
 from passes.partition.place import Placed, place
-from passes.partition.redistribution import SLICE_US
 from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Prices
 from tests.passes.partition.exhaustive import Game
@@ -63,7 +63,7 @@ def test_nothing_takes_less_energy_than_what_is_placed(graph, size, per_byte, la
     prices = energies(Prices(latency=(latency,), us_per_byte=(per_byte,)), (size,), communication=communication, joules=joules)
     found = placed(graph, {"x": size}, prices, options=EXACT)
     best = Game(graph, (size,), prices, found.problem.groups).optimum_us()
-    slack = 2 * len(found.problem.problem.edges) * SLICE_US
+    slack = 2 * len(found.problem.problem.edges) * SLICE
     assert best * (1 - 1e-9) - 1e-9 <= found.cost.step_us <= best * (1 + 1e-6) + slack
 
 
@@ -73,7 +73,7 @@ def test_where_everything_draws_the_same_energy_is_time(graph, axes):
     times = Prices()
     energy = energies(times, tuple(axes.values()), idle=250.0, busy=250.0, memory=250.0, communication=250.0)
     answer = placed(graph, axes, energy, other_prices=times, options=EXACT)
-    slices = 10 * len(answer.problem.problem.edges) * SLICE_US
+    slices = 10 * len(answer.problem.problem.edges) * SLICE
     assert answer.cost.step_us == pytest.approx(250 * answer.other_cost.step_us, abs=250 * slices, rel=1e-9)
     fastest = placed(graph, axes, times, options=EXACT).cost.step_us
     assert fastest == pytest.approx(answer.other_cost.step_us, abs=slices, rel=1e-9)

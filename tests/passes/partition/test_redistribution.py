@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.costs.terms import SLICE, copy
 from passes.graph.layouts import format_layout, legal, local_bytes, parse_layout
 from passes.graph.placement_graph import Value
+from passes.partition.charges import LocalSizes, collective
 from passes.partition.redistribution import (
-    SLICE_US,
     bucket_bytes_of,
     change,
     changes_between,
     cheapest_route,
-    collective,
     layouts_between,
-    outermost,
 )
 from passes.rules.base import Spec
 from tests.passes.graphs import Builder, Prices, V, aten
@@ -84,7 +83,7 @@ def test_layouts_as_text(layout):
 
 @pytest.mark.parametrize(("layout", "axis", "target", "cost"), [
     # Prices(): 2 + 0.01 per byte on axis 0, twice that for all_reduce; a copy is 0.5 + 0.001 per byte
-    (("R",), 0, (0, 0), SLICE_US),
+    (("R",), 0, (0, 0), SLICE),
     (("P",), 0, "R", 2 * (2 + 5.12)),
     (("P",), 0, (0, 0), 2 + 5.12),
     (("P",), 0, (1, 0), 2 + 5.12 + 0.5 + 0.512),  # packed before
@@ -95,7 +94,7 @@ def test_layouts_as_text(layout):
 ])
 def test_costs(layout, axis, target, cost):
     step = change(COLUMNS, layout, axis, target, (2,), PRICES)
-    assert step is not None and step.cost_us == pytest.approx(cost, rel=1e-12)
+    assert step is not None and step.cost == pytest.approx(cost, rel=1e-12)
 
 
 @pytest.mark.parametrize(("target", "bucket", "cost"), [
@@ -105,7 +104,7 @@ def test_costs(layout, axis, target, cost):
 ])
 def test_a_gradient_pays_its_part_of_a_bucket(target, bucket, cost):
     step = change(COLUMNS, ("P",), 0, target, (2,), PRICES, bucket)
-    assert step is not None and step.bytes == 512 and step.cost_us == pytest.approx(cost, rel=1e-12)
+    assert step is not None and step.term.bytes == 512 and step.cost == pytest.approx(cost, rel=1e-12)
 
 
 def test_only_reductions_share_a_bucket():
@@ -119,8 +118,8 @@ def test_all_gradients_of_a_small_model_pay_one_latency():
     bucket = bucket_bytes_of(graph)
     assert bucket == 4 * (24 + 12)
     gradients = [change(value((r,), (c,)), ("P",), 0, "R", (2,), PRICES, bucket) for r, c in ((4, 6), (6, 2))]
-    together = sum(step.cost_us for step in gradients if step is not None)
-    assert together == pytest.approx(PRICES.collective_us("all_reduce", 0, bucket) + 2 * PRICES.copy_us(bucket))
+    together = sum(step.cost for step in gradients if step is not None)
+    assert together == pytest.approx(PRICES.collective("all_reduce", 0, bucket) + 2 * copy(bucket, PRICES))
 
 
 @pytest.mark.parametrize(("v", "place", "is_outermost"), [
@@ -128,7 +127,7 @@ def test_all_gradients_of_a_small_model_pay_one_latency():
     (value((2, 4), (3,)), (0, 0), True), (value((2, 4), (3,)), (0, 1), False),
 ])
 def test_parts_lie_one_after_another_only_along_the_outermost_factor(v, place, is_outermost):
-    assert outermost(v, place, ("R",)) == is_outermost
+    assert (LocalSizes((2,)).outer(v, place) == 1) == is_outermost
 
 
 PLACES = ("R", "P", (0, 0), (1, 0), (1, 1))
@@ -150,13 +149,13 @@ def test_the_cheapest_route_is_the_cheapest_of_all(sizes, data, latency, per_byt
                 for q in {x[axis] for x in between}:
                     step = change(v, p, axis, q, sizes, prices)
                     if step is not None and step.target in best:
-                        best[step.target] = min(best[step.target], best[p] + step.cost_us)
+                        best[step.target] = min(best[step.target], best[p] + step.cost)
     route = cheapest_route(v, source, target, sizes, prices, extra)
     if route is None:
         assert best[target] == float("inf")
         return
     cost, steps = route
-    assert cost == pytest.approx(best[target], rel=1e-12) == pytest.approx(sum(s.cost_us for s in steps), rel=1e-12)
+    assert cost == pytest.approx(best[target], rel=1e-12) == pytest.approx(sum(s.cost for s in steps), rel=1e-12)
     at = source
     for step in steps:
         assert step.source == at

@@ -4,6 +4,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from passes.costs.algebra import NUMBERS
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.layouts import Layout, legal
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
@@ -15,10 +16,15 @@ from passes.rules.base import REPLICATE, Strategy
 class Free:
     """Prices: all routes cost alike, so the shortest is taken."""
 
-    def collective_us(self, kind: str, axis: int, nbytes: float) -> float:
+    algebra, keyed = NUMBERS, False
+
+    def kernel(self, flops: float, nbytes: float, dtype: str, kind: str, key: str = "") -> float:
+        return 0.0
+
+    def collective(self, kind: str, axis: int, nbytes: float) -> float:
         return 1.0
 
-    def copy_us(self, nbytes: float) -> float:
+    def update(self, elements: float, dtype: str) -> float:
         return 0.0
 
 

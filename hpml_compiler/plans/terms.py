@@ -1,0 +1,57 @@
+"""The terms of a plan (`passes.costs.terms`): all that its cost is made of, so that it is priced anew without a solver."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from hpml_compiler.plans.schema import GraphPlan, OperationPlan, ParameterPlan, Step
+from passes.costs.efficiency import ITEM_BYTES
+from passes.costs.terms import Kernel, Message, Prices, Slice, Term, Update, price
+
+Part = Literal["compute", "communication", "optimizer"]
+
+
+def kernel_of(operation: OperationPlan) -> Kernel[float] | None:
+    """The kernel that an operation stands for; None for a view, and within a fused kernel for all but one."""
+    if operation.kind == "view":
+        return None
+    return Kernel(operation.flops, operation.bytes_moved, operation.dtype, operation.kind)
+
+
+def message_of(step: Step, axes: Sequence[str]) -> Message[float] | Slice:
+    """A step of a redistribution; `axes`: names of the mesh axes, in order."""
+    if not step.bytes:
+        return Slice()
+    return Message(step.collective, axes.index(step.axis), float(step.bytes), tuple(map(float, step.outer)),
+                   step.bucket_bytes)
+
+
+def update_of(parameter: ParameterPlan) -> Update[float]:
+    """The optimizer's step over a parameter."""
+    return Update(parameter.bytes_per_device / ITEM_BYTES.get(parameter.dtype, 1), parameter.dtype)
+
+
+def terms_of(graph: GraphPlan) -> Iterator[tuple[Part, Term[float], int]]:
+    """(part of the step, term, how often a step has it), equal ones together. Parameters that are listed once for several
+    layers are all listed, so each counts once."""
+    counts: Counter[tuple[Part, Term[float]]] = Counter()
+    for operation in graph.operations.values():
+        kernel = kernel_of(operation)
+        if kernel is not None:
+            counts["compute", kernel] += graph.runs(operation)
+    axes = list(graph.mesh)
+    for move in graph.redistributions:
+        for step in move.steps:
+            counts["communication", message_of(step, axes)] += move.multiplicity
+    if graph.training:
+        counts.update(("optimizer", update_of(p)) for p in graph.parameters.values() if p.trainable)
+    return ((part, term, count) for (part, term), count in counts.items())
+
+
+def priced(graph: GraphPlan, prices: Prices) -> dict[Part, float]:
+    """What each part of a step costs by these prices."""
+    total: dict[Part, float] = {"compute": 0.0, "communication": 0.0, "optimizer": 0.0}
+    for part, term, count in terms_of(graph):
+        total[part] += count * price(term, prices)
+    return total

@@ -1,0 +1,154 @@
+"""Which terms (`passes.costs.terms`) the parts of a decision cause: operations, groups of them, redistributions, parameters.
+
+The only place that says so. `Sizes` says how much of each value a device has: in numbers (`LocalSizes`), of which the
+planner's coefficients and a plan's table are made, or as polynomials of input and axis sizes (`passes.partition.bill`).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from passes.costs.terms import REDUCING, Kernel, Message, Slice, Term, Update
+from passes.graph.decision import OperationLayouts
+from passes.graph.layouts import Layout, local_bytes
+from passes.graph.operation_key import operation_key
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement
+
+N = TypeVar("N")
+Size = TypeVar("Size", covariant=True)
+
+
+class Sizes(Protocol[Size]):
+    """Sizes on one device."""
+
+    def bytes(self, parts: Iterable[tuple[Value, Layout]]) -> Size:
+        """Bytes of values together."""
+        ...
+
+    def elements(self, value: Value, layout: Layout) -> Size: ...
+
+    def flops(self, op: Operation, rows: OperationLayouts) -> Size: ...
+
+    def outer(self, value: Value, placement: tuple[int, int]) -> Size:
+        """Elements before a factor of a dim."""
+        ...
+
+
+class LocalSizes:
+    """Sizes as numbers, on a mesh with axes of `sizes`."""
+
+    def __init__(self, sizes: tuple[int, ...]):
+        self.sizes = sizes
+
+    def bytes(self, parts: Iterable[tuple[Value, Layout]]) -> float:
+        return sum(local_bytes(value, layout, self.sizes) for value, layout in parts)
+
+    def elements(self, value: Value, layout: Layout) -> float:
+        return local_bytes(value, layout, self.sizes) / value.spec.itemsize
+
+    def flops(self, op: Operation, rows: OperationLayouts) -> float:
+        return op.flops * operation_share(rows, self.sizes)
+
+    def outer(self, value: Value, placement: tuple[int, int]) -> float:
+        dim, factor = placement
+        outer = 1
+        for d in range(dim):
+            outer *= value.spec.shape[d]
+        for k in range(factor):
+            outer *= value.factors[dim][k]
+        return outer
+
+
+def operation_share(row: OperationLayouts, sizes: tuple[int, ...]) -> float:
+    """Fraction of the whole operation's work that one device does."""
+    share = 1.0
+    for axis, n in enumerate(sizes):
+        if any(isinstance(layout[axis], tuple) for layout in (*row.inputs, *row.made)):
+            share /= n
+    return share
+
+
+def collective(source: Placement, target: Placement) -> str | None:
+    """Name of the collective between two placements on one axis, or None if there is none."""
+    if source == PARTIAL:
+        return {True: "reduce_scatter"}.get(isinstance(target, tuple), "all_reduce" if target == REPLICATE else None)
+    if source == PARTIAL_MAX:
+        return "all_reduce" if target == REPLICATE else None
+    if target in (PARTIAL, PARTIAL_MAX):
+        return None
+    if source == REPLICATE:
+        return "slice"
+    return "all_gather" if target == REPLICATE else "all_to_all"
+
+
+def operation_kernel(graph: PlacementGraph, op: Operation, rows: OperationLayouts, sizes: Sizes[N], key: str = "",
+                     ) -> Kernel[N]:
+    """A heavy operation, which is a kernel by itself."""
+    values = graph.values
+    parts = [(values[v], p) for v, p in zip((*op.inputs, *op.outputs), rows.inputs + rows.made)]
+    return Kernel(sizes.flops(op, rows), sizes.bytes(parts), values[op.outputs[0]].spec.dtype, op.kind, key)
+
+
+def group_kernels(graph: PlacementGraph, operations: Sequence[Operation], layouts: Mapping[int, OperationLayouts],
+                  boundary: Iterable[tuple[Value, Layout]], sizes: LocalSizes, keyed: bool = False,
+                  ) -> dict[int, Kernel[float]]:
+    """The kernels of a group, by the operation that stands for each: its heavy ones one by one; or light ones, fused into
+    one that reads and writes `boundary` once, by the first. keyed: with their names."""
+    if is_fused_kernel(operations):
+        return {operations[0].index: fused_kernel(boundary, sizes)}
+    found = {}
+    for op in operations:
+        if op.heavy:
+            rows = layouts[op.index]
+            key = operation_key(graph, op, rows.inputs, rows.made, sizes.sizes) if keyed else ""
+            found[op.index] = operation_kernel(graph, op, rows, sizes, key)
+    return found
+
+
+def fused_kernel(parts: Iterable[tuple[Value, Layout]], sizes: Sizes[N]) -> Kernel[N]:
+    """Light operations in one kernel."""
+    moved = list(parts)
+    return Kernel(sizes.bytes(()), sizes.bytes(moved), "float32", "pointwise")
+
+
+def is_fused_kernel(operations: Sequence[Operation]) -> bool:
+    """Whether a group is one fused kernel: it is nothing where it only has views."""
+    return not any(op.heavy for op in operations) and any(op.kind != "view" for op in operations)
+
+
+def reduction_messages(graph: PlacementGraph, op: Operation, rows: OperationLayouts, sizes: Sizes[N],
+                       ) -> Iterator[tuple[int, Message[N]]]:
+    """(value, message) for small partial results that are reduced right where they are made."""
+    for v, made, after in zip(op.outputs, rows.made, rows.outputs):
+        for axis in range(len(made)):
+            if made[axis] != after[axis]:
+                yield v, Message("all_reduce", axis, sizes.bytes([(graph.values[v], made)]))
+
+
+def step_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: Sizes[N], bucket_bytes: float = 0.0,
+              ) -> Message[N] | Slice:
+    """A step of a redistribution, of which `passes.partition.redistribution.change` says whether it is legal."""
+    source, kind = layout[axis], collective(layout[axis], target)
+    assert kind is not None, f"there is no collective from {source} to {target}"
+    if kind == "slice":
+        return Slice()
+    # What a gather makes is what its devices hold together: whole on this axis.
+    gathered = (*layout[:axis], REPLICATE, *layout[axis + 1 :]) if kind == "all_gather" else layout
+    outer = (sizes.outer(value, p) for p in (source, target) if isinstance(p, tuple))
+    return Message(kind, axis, sizes.bytes([(value, gathered)]), tuple(each for each in outer if each != 1),
+                   bucket_bytes if kind in REDUCING else 0.0)
+
+
+def update(value: Value, layout: Layout, sizes: Sizes[N]) -> Update[N]:
+    """The optimizer's step over a parameter."""
+    return Update(sizes.elements(value, layout), value.spec.dtype)
+
+
+def group_terms(graph: PlacementGraph, operations: Sequence[Operation], layouts: Mapping[int, OperationLayouts],
+                boundary: Iterable[tuple[Value, Layout]], sizes: LocalSizes, keyed: bool = False) -> Iterator[Term[float]]:
+    """All terms of a group of operations; see `group_kernels`."""
+    yield from group_kernels(graph, operations, layouts, boundary, sizes, keyed).values()
+    for op in operations:
+        for _, message in reduction_messages(graph, op, layouts[op.index], sizes):
+            yield message
