@@ -20,12 +20,12 @@ from hpml_compiler.simulate.prices import Repriced
 from hpml_compiler.simulate.step_graph import step_graph
 from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
+from passes.graph.phase import FORWARD
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.schedule.events import run
 from passes.schedule.lanes import CONTENTION
 from passes.schedule.orders import Stage, pipeline
-from passes.schedule.step_graph import FORWARD
 from passes.schedule.walk import program
 
 ADAM_STATES = 2

@@ -24,6 +24,7 @@ from passes.costs.terms import Kernel, Message, Slice, price
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Route
 from passes.graph.layouts import Layout, local_bytes, parse_layout
+from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.mesh import Mesh
 from passes.partition.charges import LocalSizes, group_kernels, reduction_messages, step_term
@@ -138,7 +139,7 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshP
             for i in c.operations:
                 op, rows = graph.operations[i], answer.decision.operations[i]
                 found[i] = OperationPlan(
-                    op=op.target, block=listed.blocks[i], backward=op.backward, class_id=entity.name,
+                    op=op.target, block=listed.blocks[i], backward=op.phase == BACKWARD, class_id=entity.name,
                     inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
                     predicted_us=price(kernels[i], prices) if i in kernels else 0.0,
                     sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, op, kernels.get(i)),

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from hpml_compiler.plans.schema import GraphPlan, Redistribution, Shape
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.rules.view_names import VIEWS, view_name
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, returned_gradients, with_gradients
+from passes.schedule.step_graph import Call, returned_gradients, with_gradients
 
 
 def itemsize(dtype: str) -> int:

@@ -6,6 +6,7 @@ own, is not what computing the whole batch is.
 """
 from __future__ import annotations
 
+from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import PlacementGraph
 
 
@@ -18,7 +19,7 @@ def mixing_operations(graph: PlacementGraph) -> list[str]:
     from_rows = {value.index for value in graph.values if value.kind == "batch" and value.batch}
     found = []
     for op in graph.operations:
-        if op.backward:
+        if op.phase == BACKWARD:
             continue
         read = from_rows.intersection(op.inputs)
         if read:

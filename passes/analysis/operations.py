@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from passes.analysis.batch import batch_factors
 from passes.analysis.blocks import assign_blocks, is_backward
 from passes.analysis.factors import RuledCall, factorize
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.records import FrozenMap
 from passes.rules.base import REPLICATE, Rule, Spec, Strategy, strategies
@@ -81,8 +82,8 @@ class _Builder:
         self.rules.append(rule)
         self.operations.append(Operation(
             index=len(self.operations), name=node.name, target=str(node.target), kind=kind_of(node.target),
-            inputs=inputs, outputs=outputs, strategies=(), flops=float(self.flops(node)), backward=is_backward(node),
-            block=self.blocks[node], ruled=rule is not None,
+            inputs=inputs, outputs=outputs, strategies=(), flops=float(self.flops(node)),
+            phase=BACKWARD if is_backward(node) else FORWARD, block=self.blocks[node], ruled=rule is not None,
             linear=rule is not None and any(0 in group for group in rule.linear),
         ))
 

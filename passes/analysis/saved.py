@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from torch import fx
 
 from passes import compat
+from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import PlacementGraph, block_class
 from passes.rules.opaque import port_of
 from passes.rules.table import is_random
@@ -62,7 +63,7 @@ def _alike_in_repeated_blocks(graph: PlacementGraph, found: Iterable[int], numbe
     found, position = set(found), defaultdict(int)
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for op in graph.operations:
-        if op.backward:
+        if op.phase == BACKWARD:
             continue
         position[op.block] += 1
         for port, value in enumerate(op.outputs):
@@ -79,14 +80,14 @@ def _alike_in_repeated_blocks(graph: PlacementGraph, found: Iterable[int], numbe
 def _where_backward_reads(graph: PlacementGraph, found: Iterable[int], numbers: Sequence[Hashable]) -> set[int]:
     """Backward may compute once more what forward has computed: the partitioner, which removes such calls, saves forward's
     value. In a graph that still has them, it is backward's value that is held, if nothing there reads the other."""
-    again = {numbers[v]: v for op in graph.operations if op.backward for v in op.outputs}
+    again = {numbers[v]: v for op in graph.operations if op.phase == BACKWARD for v in op.outputs}
     return {v if _has_backward_reader(graph, v) else again.get(numbers[v], v) for v in found}
 
 
 def _has_backward_reader(graph: PlacementGraph, index: int) -> bool:
     """Directly, or through views."""
     return any(
-        op.backward or (op.kind == "view" and any(_has_backward_reader(graph, v) for v in op.outputs))
+        op.phase == BACKWARD or (op.kind == "view" and any(_has_backward_reader(graph, v) for v in op.outputs))
         for op in (graph.operations[i] for i in graph.values[index].users))
 
 

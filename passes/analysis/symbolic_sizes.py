@@ -162,8 +162,8 @@ class SymbolicSizes:
 def difference(base: PlacementGraph, other: PlacementGraph) -> str | None:
     """The first place where two traces of one model are not the same calls on the same values; None if they are."""
     for mine, theirs in zip(base.operations, other.operations):
-        if (mine.target, mine.inputs, mine.outputs, mine.backward, mine.block) != (
-            theirs.target, theirs.inputs, theirs.outputs, theirs.backward, theirs.block
+        if (mine.target, mine.inputs, mine.outputs, mine.phase, mine.block) != (
+            theirs.target, theirs.inputs, theirs.outputs, theirs.phase, theirs.block
         ):
             return f"{mine.name} ({mine.target}) is {theirs.name} ({theirs.target})"
     if len(base.operations) != len(other.operations):

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from passes.graph.layouts import Layout
+from passes.graph.phase import Phase
 from passes.records import FrozenMap
 
 
@@ -18,10 +19,10 @@ class OperationLayouts:
 
 @dataclass(frozen=True)
 class Hop:
-    """One redistribution step of a value, done in the forward or the backward part of the step."""
+    """One redistribution step of a value, and when it is done."""
 
     layout: Layout
-    backward: bool
+    phase: Phase
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Decision:
     """(operation, operand position) -> route."""
     outputs: tuple[Route, ...]
     """Route of every output of the graph, in order."""
-    copies: FrozenMap[tuple[int, bool], Layout] = field(default_factory=FrozenMap)
-    """(value, whether in backward) -> layout of the copy of which several readers make theirs."""
+    copies: FrozenMap[tuple[int, Phase], Layout] = field(default_factory=FrozenMap)
+    """(value, phase) -> layout of the copy of which several readers make theirs."""
 
     def __repr__(self) -> str:
         return f"Decision(sizes={self.sizes}, {len(self.operations)} operations)"

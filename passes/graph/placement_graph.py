@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from passes.graph.phase import Phase
 from passes.records import FrozenMap
 from passes.rules.base import Factors, Spec, Strategy
 
@@ -50,7 +51,7 @@ class Operation:
     outputs: tuple[int, ...]
     strategies: tuple[Strategy, ...]
     flops: float
-    backward: bool
+    phase: Phase
     block: str
     """Module path with list indices, e.g. `transformer.h.3`; "" outside of repeated modules."""
     ruled: bool = True

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.layouts import Layout, parse_layout
+from passes.graph.phase import Phase
 from passes.partition.build import PlacementProblem
 from passes.partition.choices import slices
 from passes.partition.edges import Chain
@@ -36,7 +37,7 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
                 route = arrived[v] if v in arrived else Route(v, inside[v])
                 rest = slices(graph.values[v], route.target, wanted, built.sizes)
                 assert rest is not None, (op.name, route.target, wanted)
-                hops = route.hops + tuple(Hop(layout, op.backward) for layout in rest)
+                hops = route.hops + tuple(Hop(layout, op.phase) for layout in rest)
                 routes[index, position] = Route(v, route.source, hops)
             inside.update(zip(op.outputs, row.outputs))
     inputs = {v: _supplied(built, (number, 0), solution) for v, number in entities.of_input.items()}
@@ -45,12 +46,12 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
                     FrozenMap(_copies(built, solution)))
 
 
-def _copies(built: PlacementProblem, solution: Solution) -> dict[tuple[int, bool], Layout]:
+def _copies(built: PlacementProblem, solution: Solution) -> dict[tuple[int, Phase], Layout]:
     chains = [(v, chain) for (_, v), chain in built.edges.reads.items()]
     chains += [(v, built.edges.outputs[k]) for k, (v, _) in enumerate(built.graph.outputs)]
     return {
-        (v, backward): _supplied(built, (built.problem.edges[edge].target, 0), solution)
-        for v, chain in chains for edge, backward in chain[:-1]  # the last edge of a chain is the reader's own
+        (v, phase): _supplied(built, (built.problem.edges[edge].target, 0), solution)
+        for v, chain in chains for edge, phase in chain[:-1]  # the last edge of a chain is the reader's own
     }
 
 
@@ -60,5 +61,5 @@ def _supplied(built: PlacementProblem, port: Port, solution: Solution) -> Layout
 
 
 def _route(v: int, source: Layout, chain: Chain, solution: Solution) -> Route:
-    hops = [Hop(parse_layout(arc.target), backward) for edge, backward in chain for arc in solution.paths[edge]]
+    hops = [Hop(parse_layout(arc.target), phase) for edge, phase in chain for arc in solution.paths[edge]]
     return Route(v, source, tuple(hops))

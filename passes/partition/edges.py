@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 from passes.costs.terms import Prices
 from passes.graph.layouts import format_layout
+from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.graph.placement_graph import PlacementGraph, Value
 from passes.partition.entities import Entities, Port
 from passes.partition.folding import value_signature
 from passes.partition.redistribution import changes_between
 from passes.solve.problem import Arc, Edge
 
-Chain = tuple[tuple[int, bool], ...]
-"""Numbers of edges, each with whether it runs in backward."""
+Chain = tuple[tuple[int, Phase], ...]
+"""Numbers of edges, each with the phase in which it runs."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class _End:
     """One reader of a value: (group, value), or the number of an output of the graph."""
 
     port: Port
-    backward: bool
+    phase: Phase
     reader: tuple[int, int] | int
 
 
@@ -59,32 +60,33 @@ class Edges:
         v, entities = value.index, self.entities
         maker = entities.wiring.maker(v)
         if maker is None:
-            source, made_backward = (entities.of_input[v], 0), value.kind == "tangent"
+            source = (entities.of_input[v], 0)
         elif v in maker.outputs:
-            source, made_backward = (entities.of_group[maker.index], maker.outputs.index(v)), maker.backward
+            source = (entities.of_group[maker.index], maker.outputs.index(v))
         else:
             return
+        made = maker.phase if maker is not None else BACKWARD if value.kind == "tangent" else FORWARD
         self.sources[v] = source
-        ends = [_End((entities.of_group[group.index], port), group.backward, (group.index, v))
+        ends = [_End((entities.of_group[group.index], port), group.phase, (group.index, v))
                 for group, port in entities.wiring.readers[v]]
         for k in outputs:
             parameter = self.graph.outputs[k][1]
             number = entities.add_output(k, value) if parameter is None else entities.of_input[parameter]
-            ends.append(_End((number, 0), made_backward, k))  # a value that forward makes is returned by forward
-        self._fan_out(value, source, made_backward, ends)
+            ends.append(_End((number, 0), made, k))  # a value that forward makes is returned by forward
+        self._fan_out(value, source, made, ends)
 
-    def _fan_out(self, value: Value, source: Port, made_backward: bool, ends: Sequence[_End]) -> None:
-        forward = [end for end in ends if not end.backward]
-        backward = [end for end in ends if end.backward]
+    def _fan_out(self, value: Value, source: Port, made: Phase, ends: Sequence[_End]) -> None:
+        forward = [end for end in ends if end.phase == FORWARD]
+        backward = [end for end in ends if end.phase == BACKWARD]
         prefix: Chain = ()
         # What forward computes and backward reads is saved once, in the layout of the forward copy; so is what forward
         # gathers of a batch that came in rows. Parameters and whole inputs are there anyway.
         computed = value.producer is not None or value.name in self.rows
-        kept = computed and not made_backward and bool(backward)
+        kept = computed and made == FORWARD and bool(backward)
         if kept or len(forward) > 1:
             copy = (self.entities.add_copy("kept" if kept else "shared", source, [e.port for e in forward or backward],
                                            value, kept and value.index in self.saved), 0)
-            way: Chain = ((self._edge(source, copy, value), made_backward),)
+            way: Chain = ((self._edge(source, copy, value), made),)
             self._arrive(value, copy, way, forward)
             if kept:
                 source, prefix = copy, way
@@ -92,13 +94,14 @@ class Edges:
             self._arrive(value, source, prefix, forward)
         if len(backward) > 1:
             copy = (self.entities.add_copy("shared", source, [e.port for e in backward], value, False), 0)
-            prefix = (*prefix, (self._edge(source, copy, value), True))
+            last: tuple[int, Phase] = (self._edge(source, copy, value), BACKWARD)
+            prefix = (*prefix, last)
             source = copy
         self._arrive(value, source, prefix, backward)
 
     def _arrive(self, value: Value, source: Port, prefix: Chain, ends: Sequence[_End]) -> None:
         for end in ends:
-            chain = (*prefix, (self._edge(source, end.port, value), end.backward))
+            chain: Chain = (*prefix, (self._edge(source, end.port, value), end.phase))
             if isinstance(end.reader, int):
                 self.outputs[end.reader] = chain
             else:

@@ -28,7 +28,7 @@ def group_signature(group: Group, graph: PlacementGraph) -> Hashable:
             inside[v] = ("op", k, port)
     shapes = tuple(value_signature(graph.values[v]) for i in group.operations for v in graph.operations[i].outputs)
     return (
-        group.backward, tuple(rows), shapes, tuple(value_signature(graph.values[v]) for v in group.inputs),
+        group.phase, tuple(rows), shapes, tuple(value_signature(graph.values[v]) for v in group.inputs),
         tuple(inside[v] for v in group.outputs),
     )
 

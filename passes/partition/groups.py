@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
+from passes.graph.phase import Phase
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import PARTIAL
 
@@ -25,7 +26,7 @@ class Group:
     """Values read from outside, in order of first use."""
     outputs: tuple[int, ...]
     """Values that others read or the graph returns, in order."""
-    backward: bool
+    phase: Phase
     block: str
 
     def heavy(self, graph: PlacementGraph) -> list[Operation]:
@@ -94,7 +95,7 @@ class _Grouping:
             if v.producer is None or v.producer in views:
                 return False
             p = operations[v.producer]
-            return p.backward == op.backward and p.block == op.block and p.ruled
+            return p.phase == op.phase and p.block == op.block and p.ruled
 
         sources = [v for v in big if near(v)] or [v for v in operands if near(v)]
         if not sources:
@@ -118,7 +119,7 @@ class _Grouping:
                     self.join(op.index, maker)
             return
         same_phase_users = [
-            u for v in op.outputs for u in values[v].users if operations[u].backward == op.backward
+            u for v in op.outputs for u in values[v].users if operations[u].phase == op.phase
         ]
         if summing and len(same_phase_users) > 1:
             return
@@ -152,5 +153,5 @@ def groups_of(graph: PlacementGraph, merge: bool = True, apart: Container[int] =
                 if v in returned or any(owner[u] != root for u in graph.values[v].users):
                     outputs.append(v)
         lead = next((graph.operations[i] for i in ops if graph.operations[i].heavy), graph.operations[ops[0]])
-        found.append(Group(len(found), tuple(ops), tuple(inputs), tuple(outputs), lead.backward, lead.block))
+        found.append(Group(len(found), tuple(ops), tuple(inputs), tuple(outputs), lead.phase, lead.block))
     return found

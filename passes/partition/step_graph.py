@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from passes.costs.terms import Message, Prices, price
 from passes.graph.decision import Decision, Route
 from passes.graph.layouts import Layout, local_bytes
+from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.charges import LocalSizes, group_kernels
 from passes.partition.groups import Group
@@ -18,7 +19,7 @@ from passes.partition.redistribution import bucket_bytes_of, change
 from passes.partition.reprice import Cost, boundary
 from passes.partition.ways import Ways
 from passes.rules.view_names import VIEWS, view_name
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Hop, Leg, StepGraph, with_gradients
+from passes.schedule.step_graph import Call, Hop, Leg, StepGraph, with_gradients
 
 
 def step_graph(
@@ -30,7 +31,7 @@ def step_graph(
     blocks: where each operation is from (None: its repeated block). call_us: of entering forward, or backward."""
     made = _Maker(graph, groups, held, decision, prices, axes, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
     calls = made.calls(blocks or [op.block for op in graph.operations])
-    training = any(op.backward for op in graph.operations)
+    training = any(op.phase == BACKWARD for op in graph.operations)
     return StepGraph(
         name=name,
         training=training,
@@ -72,7 +73,7 @@ class _Maker:
         layouts = self.decision.operations[op.index]
         return Call(
             name=op.name,
-            phase=BACKWARD if op.backward else FORWARD,
+            phase=op.phase,
             block=block,
             us=us,
             reads=tuple((self._name(v), layout) for v, layout in zip(op.inputs, layouts.inputs)),
@@ -88,7 +89,7 @@ class _Maker:
         for way in Ways(self.graph, self.groups, self.held, self.decision).ways:
             value, layouts = self.graph.values[way.route.value], [way.route.layout(k) for k in range(way.start, way.stop + 1)]
             reader = readers.get((value.index, way.route), "")
-            made_backward = value.producer is not None and self.graph.operations[value.producer].backward
+            made_backward = value.producer is not None and self.graph.operations[value.producer].phase == BACKWARD
             yield self._leg(value, reader, layouts, made_backward and not reader,
                              self.bucket_bytes if way.gradient else 0.0)
 

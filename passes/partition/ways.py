@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from passes.graph.decision import Decision, Hop, Route, Way
 from passes.graph.layouts import Layout
+from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.graph.placement_graph import PlacementGraph, Value
 from passes.partition.groups import Group
 from passes.rules.base import REPLICATE
@@ -31,7 +32,7 @@ from passes.solve.verify import VerificationError
 @dataclass(frozen=True)
 class _Reader:
     route: Route
-    backward: bool
+    phase: Phase
     gradient: bool = False
 
 
@@ -44,12 +45,13 @@ class Ways:
         self.ways: list[Way] = []
         self.saved: dict[int, Layout] = {}
         self._made: dict[int, Layout] = dict(decision.inputs)
-        self._in_backward = {v.index: v.kind == "tangent" for v in graph.values if v.producer is None}
+        self._made_in: dict[int, Phase] = {
+            v.index: BACKWARD if v.kind == "tangent" else FORWARD for v in graph.values if v.producer is None}
         self._readers: dict[int, list[_Reader]] = defaultdict(list)
         for group in groups:
             for i in group.operations:
                 self._made.update(zip(graph.operations[i].outputs, decision.operations[i].outputs))
-                self._in_backward.update(dict.fromkeys(graph.operations[i].outputs, group.backward))
+                self._made_in.update(dict.fromkeys(graph.operations[i].outputs, group.phase))
         for group in groups:
             self._group(group)
         self._outputs()
@@ -70,17 +72,14 @@ class Ways:
                     _is_slice(route.layout(k), route.layout(k + 1)) for k in range(done, len(route.hops))
                 ):
                     raise VerificationError(f"{self._name(v)} is redistributed inside a group: {route}")
-        self._add(arrived, group.backward)
-
-    def _add(self, arrived: dict[int, Route], backward: bool) -> None:
         for v, route in arrived.items():
-            self._readers[v].append(_Reader(route, backward))
+            self._readers[v].append(_Reader(route, group.phase))
 
     def _outputs(self) -> None:
         for (v, parameter), route in zip(self.graph.outputs, self.decision.outputs, strict=True):
             whole = (REPLICATE,) * len(self.decision.sizes)
             self._check(route, v, whole if parameter is None else self.decision.inputs[parameter])
-            self._readers[v].append(_Reader(route, self._in_backward[v], parameter is not None))
+            self._readers[v].append(_Reader(route, self._made_in[v], parameter is not None))
 
     def _check(self, route: Route, v: int, wanted: Layout) -> None:
         if (route.value, route.source, route.target) != (v, self._made[v], wanted):
@@ -89,48 +88,48 @@ class Ways:
 
     def _of(self, value: Value) -> Iterator[Way]:
         v, start = value.index, 0
-        forward = [r for r in self._readers[v] if not r.backward]
-        backward = [r for r in self._readers[v] if r.backward]
+        forward = [r for r in self._readers[v] if r.phase == FORWARD]
+        backward = [r for r in self._readers[v] if r.phase == BACKWARD]
         there_anyway = value.producer is None and v not in self.held
-        kept = bool(backward) and not self._in_backward[v] and not there_anyway
+        kept = bool(backward) and self._made_in[v] == FORWARD and not there_anyway
         if v in self.held and (kept or value.producer is not None):
-            self.saved[v] = self._copy(v, False) if kept else self._made[v]
+            self.saved[v] = self._copy(v, FORWARD) if kept else self._made[v]
         if kept or len(forward) > 1:
-            stop = self._shared(v, forward + backward * kept, 0, False)
+            stop = self._shared(v, forward + backward * kept, 0, FORWARD)
             yield Way(_part((forward or backward)[0].route, stop), 0, stop)
-            yield from self._own(forward, stop, False)
+            yield from self._own(forward, stop, FORWARD)
             start = stop if kept else 0
         else:
-            yield from self._own(forward, 0, False)
+            yield from self._own(forward, 0, FORWARD)
         if len(backward) > 1:
-            stop = self._shared(v, backward, start, True)
+            stop = self._shared(v, backward, start, BACKWARD)
             yield Way(_part(backward[0].route, stop), start, stop)
             start = stop
-        yield from self._own(backward, start, True)
+        yield from self._own(backward, start, BACKWARD)
 
-    def _copy(self, v: int, backward: bool) -> Layout:
-        if (v, backward) not in self.decision.copies:
-            raise VerificationError(f"several read {self._name(v)} in {_phase(backward)}, but share no copy of it")
-        return self.decision.copies[v, backward]
+    def _copy(self, v: int, phase: Phase) -> Layout:
+        if (v, phase) not in self.decision.copies:
+            raise VerificationError(f"several read {self._name(v)} in {phase}, but share no copy of it")
+        return self.decision.copies[v, phase]
 
-    def _shared(self, v: int, readers: Sequence[_Reader], start: int, backward: bool) -> int:
+    def _shared(self, v: int, readers: Sequence[_Reader], start: int, phase: Phase) -> int:
         """After how many hops all of them have come to the copy, on one way from hop `start` on."""
-        layout, hops = self._copy(v, backward), readers[0].route.hops
+        layout, hops = self._copy(v, phase), readers[0].route.hops
         found = (k for k in range(start, len(hops) + 1) if readers[0].route.layout(k) == layout)
         stop = next(found, None)
         if stop is None or any(r.route.hops[:stop] != hops[:stop] for r in readers):
-            raise VerificationError(f"readers of {self._name(v)} in {_phase(backward)} do not meet at its copy in {layout}")
-        self._check_phase(v, hops[start:stop], backward)
+            raise VerificationError(f"readers of {self._name(v)} in {phase} do not meet at its copy in {layout}")
+        self._check_phase(v, hops[start:stop], phase)
         return stop
 
-    def _own(self, readers: Sequence[_Reader], start: int, backward: bool) -> Iterator[Way]:
+    def _own(self, readers: Sequence[_Reader], start: int, phase: Phase) -> Iterator[Way]:
         for r in readers:
-            self._check_phase(r.route.value, r.route.hops[start:], backward)
+            self._check_phase(r.route.value, r.route.hops[start:], phase)
             yield Way(r.route, start, len(r.route.hops), r.gradient)
 
-    def _check_phase(self, v: int, hops: Sequence[Hop], backward: bool) -> None:
-        if any(hop.backward != backward for hop in hops):
-            raise VerificationError(f"{self._name(v)} moves in the other phase than {_phase(backward)}: {hops}")
+    def _check_phase(self, v: int, hops: Sequence[Hop], phase: Phase) -> None:
+        if any(hop.phase != phase for hop in hops):
+            raise VerificationError(f"{self._name(v)} moves in another phase than {phase}: {hops}")
 
     def _name(self, v: int) -> str:
         return self.graph.values[v].name
@@ -142,7 +141,3 @@ def _part(route: Route, stop: int) -> Route:
 
 def _is_slice(layout: Layout, after: Layout) -> bool:
     return all(p == q or (p == REPLICATE and isinstance(q, tuple)) for p, q in zip(layout, after))
-
-
-def _phase(backward: bool) -> str:
-    return "backward" if backward else "forward"

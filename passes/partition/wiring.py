@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.groups import Group
 
@@ -29,5 +30,5 @@ class Wiring:
         return tuple(
             (k, port) for k, i in enumerate(group.operations)
             for port, v in enumerate(self.graph.operations[i].outputs)
-            if v in saved and (group.backward or not any(reader.backward for reader, _ in self.readers[v]))
+            if v in saved and (group.phase == BACKWARD or all(reader.phase == FORWARD for reader, _ in self.readers[v]))
         )

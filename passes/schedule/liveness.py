@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Leg, StepGraph, storage_of
+from passes.graph.phase import BACKWARD, FORWARD
+from passes.schedule.step_graph import Call, Leg, StepGraph, storage_of
 from passes.schedule.unroll import OUTSIDE, Group, Instance, carried
 
 RECOMPUTE = "recompute"

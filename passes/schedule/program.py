@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.schedule.events import COMMUNICATION, COMPUTE, Task
 from passes.schedule.liveness import RECOMPUTE, Ledger
-from passes.schedule.step_graph import BACKWARD, FORWARD
 
 OPTIMIZER = "optimizer"
 

@@ -9,10 +9,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
-FORWARD, BACKWARD = "forward", "backward"
-Phase = Literal["forward", "backward"]
+from passes.graph.phase import BACKWARD, Phase
 
 
 @dataclass(frozen=True, slots=True)

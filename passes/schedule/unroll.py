@@ -10,8 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.graph.placement_graph import block_class
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Phase, StepGraph
+from passes.schedule.step_graph import Call, StepGraph
 
 Group = tuple[str, int]
 """(class of repeated blocks, layer); ("", 0) for what is in no repeated block."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.schedule.buckets import Buckets
 from passes.schedule.legs import Legs
 from passes.schedule.liveness import RECOMPUTE, GraphLedger
 from passes.schedule.program import Program
-from passes.schedule.step_graph import BACKWARD, FORWARD, Hop, Leg, Phase, StepGraph
+from passes.schedule.step_graph import Hop, Leg, StepGraph
 from passes.schedule.unroll import OUTSIDE, Group, Instance, unroll
 
 

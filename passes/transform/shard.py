@@ -24,6 +24,7 @@ from passes.compat import fake_mode_of, pytree
 from passes.graph.decision import Decision, OperationLayouts, Route
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
 from passes.graph.layouts import Layout, local_shape
+from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
 from passes.registry import register
 from passes.result import attribute_of
@@ -167,7 +168,7 @@ class Sharder:
             if key not in self.moved:
                 # A gradient's own phase is backward; a forward value (or an input) is moved there on purpose.
                 made_backward = node.meta.get("partitioner_tag") == "is_backward"
-                tag = "is_forward" if not hop.backward else "is_backward" if made_backward else BACKWARD_ON_PURPOSE
+                tag = "is_forward" if hop.phase == FORWARD else "is_backward" if made_backward else BACKWARD_ON_PURPOSE
                 self.moved[key] = self.redistributor.step(
                     _Appender(self.new, reader, self.fake_mode, tag), node, value, layout, hop.layout
                 )

@@ -10,6 +10,7 @@ import torch
 
 from passes.analysis.operations import complete, kind_of
 from passes.costs.algebra import NUMBERS
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.rules.base import Call, Operand, Rule
 from passes.rules.table import rule_of_call, spec_of
@@ -54,8 +55,9 @@ class Builder:
         number, out = len(self.operations), len(self.values)
         self.values.append(Value(out, f"value_{out}", result, (), number))
         self.operations.append(Operation(
-            number, f"op_{number}", str(target), kind, tuple(operands), (out,), (), flops, self.backward, self.block,
-            ruled, rule is not None and any(0 in group for group in rule.linear),
+            number, f"op_{number}", str(target), kind, tuple(operands), (out,), (), flops,
+            BACKWARD if self.backward else FORWARD, self.block, ruled,
+            rule is not None and any(0 in group for group in rule.linear),
         ))
         self.rules.append(rule)
         return out
@@ -70,11 +72,11 @@ class Builder:
 def _saved(graph: PlacementGraph) -> set[int]:
     """What backward needs of forward, where it computes pointwise operations and views again."""
     kept, seen = set(), set()
-    left = [v for op in graph.operations if op.backward for v in op.inputs]
+    left = [v for op in graph.operations if op.phase == BACKWARD for v in op.inputs]
     while left:
         v = left.pop()
         producer = graph.values[v].producer
-        if v in seen or producer is None or graph.operations[producer].backward:
+        if v in seen or producer is None or graph.operations[producer].phase == BACKWARD:
             continue
         seen.add(v)
         op = graph.operations[producer]

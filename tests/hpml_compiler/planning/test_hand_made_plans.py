@@ -54,6 +54,7 @@ from passes.errors import Infeasible
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.layouts import Layout, legal
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
@@ -204,7 +205,7 @@ def tensor(model: Annotated, size: int, *, sequence: bool = False, attention: bo
             return tensors[position][1] == placement
         if op.kind == "attention" and attention:
             return by_heads(op, s)
-        if op.kind == "embedding" and not op.backward:
+        if op.kind == "embedding" and op.phase == FORWARD:
             return s.inputs[0] == (0, 0)
         if not sequence and any(by_sequence(v, p) for v, p in tensors):
             return False
@@ -397,7 +398,7 @@ def forward_and_backward(hand: HandMade, axis: int) -> tuple[Counter, Counter]:
     for op in hand.graph.operations:
         if op.kind == "matmul":
             rows = hand.decision.operations[op.index]
-            found[op.backward][(*(p[axis] for p in rows.inputs), rows.made[0][axis])] += 1
+            found[op.phase == BACKWARD][(*(p[axis] for p in rows.inputs), rows.made[0][axis])] += 1
     return found
 
 
@@ -435,7 +436,7 @@ def test_the_residual_stream_is_split_by_sequence_or_not_at_all(pair):
     for axis, kind in enumerate(scheme.axes):
         if kind in (data, sequence):
             continue
-        sums = [op for op in hand.graph.operations if "add.Tensor" in op.target and not op.backward
+        sums = [op for op in hand.graph.operations if "add.Tensor" in op.target and op.phase == FORWARD
                 and op.block and is_residual(hand.graph.values[op.outputs[0]])]
         assert len(sums) == 2 * traced_layers(hand)
         between = {hand.decision.operations[op.index].outputs[0][axis] for op in sums}

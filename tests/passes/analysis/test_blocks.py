@@ -6,6 +6,7 @@ import torch
 from torch import fx, nn
 
 from passes.analysis.blocks import assign_blocks, assign_modules, block_of, clean_path
+from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import block_class
 from tests.passes.traced import annotated_joint
 
@@ -132,9 +133,9 @@ class Layers(nn.Module):
 
 def test_every_heavy_operation_of_a_real_model_is_in_its_layer():
     graph = annotated_joint(Layers(), torch.randn(2, 4, 8)).graph
-    counts = {name: sum(op.block == name for op in graph.operations if op.backward)
+    counts = {name: sum(op.block == name for op in graph.operations if op.phase == BACKWARD)
               for name in ("layers.0", "layers.1", "layers.2")}
     assert counts["layers.1"] == counts["layers.2"] >= counts["layers.0"] > 10  # nobody asks for the input's gradient
     assert all(op.block for op in graph.operations if op.heavy)
-    views = [op for op in graph.operations if op.kind == "view" and op.backward]
+    views = [op for op in graph.operations if op.kind == "view" and op.phase == BACKWARD]
     assert all(op.block for op in views if "permute" in op.target)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from passes.analysis.operations import build_placement_graph, kind_of
+from passes.graph.phase import BACKWARD
 from tests.passes.traced import annotated_joint, mlp
 
 aten = torch.ops.aten
@@ -37,7 +38,7 @@ def test_every_call_is_an_operation_in_order_and_every_tensor_a_value(annotated)
         assert [graph.values[v].name for v in op.inputs] == [
             x.name for x in node.args if isinstance(x, torch.fx.Node)]
         assert graph.values[op.outputs[0]].spec.shape == tuple(node.meta["val"].shape)
-        assert op.backward == (node.meta["partitioner_tag"] == "is_backward")
+        assert (op.phase == BACKWARD) == (node.meta["partitioner_tag"] == "is_backward")
         assert all(len(s.inputs) == len(op.inputs) and len(s.outputs) == len(op.outputs) for s in op.strategies)
         assert not op.strategies[0].splits, "the replicated strategy comes first"
     for value in graph.values:
@@ -56,7 +57,7 @@ def test_inputs_and_gradients_are_named_by_what_they_are(annotated):
     assert gradients == [((16, 8), (16, 8)), ((8, 16), (8, 16))]
     assert [p for _, p in graph.outputs].count(None) == 1  # the loss
     forward, backward = (
-        sum(op.flops for op in graph.operations if op.heavy and op.backward is b) for b in (False, True))
+        sum(op.flops for op in graph.operations if op.heavy and (op.phase == BACKWARD) is b) for b in (False, True))
     assert (forward, backward) == (2 * 2 * 4 * 8 * 16, 3 * 2 * 4 * 8 * 16)  # no gradient of the first input
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
 from passes.presets import annotate
 from passes.tracing.trace import trace
@@ -74,7 +75,7 @@ def test_repeated_blocks_keep_the_same():
     per_block: dict[str, list[str]] = {}
     for op in graph.operations:
         names = [op.target for v in op.outputs if v in graph.saved]
-        if op.block.startswith("blocks") and not op.backward:
+        if op.block.startswith("blocks") and op.phase == FORWARD:
             per_block.setdefault(op.block, []).extend(names)
     assert len(per_block) == 5 and len({tuple(names) for names in per_block.values()}) == 1
     assert all(per_block.values())

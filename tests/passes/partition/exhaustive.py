@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.groups import SMALL_FRACTION, Group
 from passes.partition.redistribution import change
@@ -166,12 +167,12 @@ class Game:
         """A function of the ports of the groups that make and read the value, as (group -> ports)."""
         graph, value = self.graph, self.graph.values[v]
         made_by = None if value.producer is None else self.owner[value.producer]
-        made_backward = value.kind == "tangent" if made_by is None else self.groups[made_by].backward
+        made_backward = value.kind == "tangent" if made_by is None else self.groups[made_by].phase == BACKWARD
         readers = [c for c in self.groups if v in c.inputs]
         owners = [p for o, p in graph.outputs if o == v and p is not None]
         returned = sum(o == v and p is None for o, p in graph.outputs)
-        forward = [c for c in readers if not c.backward]
-        backward = [c for c in readers if c.backward]
+        forward = [c for c in readers if c.phase == FORWARD]
+        backward = [c for c in readers if c.phase == BACKWARD]
         places = [(d, 0) for d, row in enumerate(value.factors) if row]
         storages = [p for p in itertools.product((REPLICATE, *places), repeat=len(self.sizes))
                     if possible(value, p, self.sizes)]

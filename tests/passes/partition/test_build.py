@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from passes.costs.terms import SLICE
 from passes.errors import BadInput
 from passes.graph.decision import Hop
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.partition.build import PlacementProblem
 from passes.partition.charges import collective
 from passes.partition.decode import decode, pins
@@ -162,7 +163,7 @@ def test_rows_that_forward_gathers_are_there_in_backward():
     solution = solve(built.problem, EXACT)
     decision = decode(built, solution)
     routes = {r for (_, _), r in decision.routes.items() if r.value == values["x"]}
-    assert {r.hops[0] for r in routes if r.hops} == {Hop(("R",), backward=False)}
+    assert {r.hops[0] for r in routes if r.hops} == {Hop(("R",), FORWARD)}
     found = Ways(graph, built.groups, built.saved, decision)
     (way,) = [way for way in found.ways if way.route.value == values["x"]]
     assert way.route.target == found.saved[values["x"]] == ("R",)
@@ -187,7 +188,7 @@ def test_the_decision_is_consistent(prices, sizes):
             route = decision.routes[op.index, position]
             assert route.value == v and route.source == made[v]
             assert route.target == decision.operations[op.index].inputs[position]
-            assert op.backward or not any(hop.backward for hop in route.hops), "forward cannot wait for backward"
+            assert op.phase == BACKWARD or all(hop.phase == FORWARD for hop in route.hops), "forward cannot wait for backward"
             _check_steps(route)
     for (v, parameter), route in zip(graph.outputs, decision.outputs):
         assert route.source == made[v]

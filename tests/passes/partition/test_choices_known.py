@@ -9,6 +9,7 @@ import torch
 
 from passes.costs.prices import MeshPrices
 from passes.graph.annotated import Annotated
+from passes.graph.phase import BACKWARD
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import enumerate_meshes, mesh_from_pin
 from passes.partition.place import Placed, place
@@ -48,7 +49,7 @@ def products(answer: Placed, backward: bool, axis: int = 0) -> list[tuple]:
     found = []
     for index, rows in answer.decision.operations.items():
         op = answer.problem.graph.operations[index]
-        if op.kind == "matmul" and op.backward == backward:
+        if op.kind == "matmul" and (op.phase == BACKWARD) == backward:
             made = rows.made[0][axis]
             found.append((rows.inputs[0][axis], rows.inputs[1][axis], made,
                           made in answer.problem.graph.values[op.outputs[0]].batch))
@@ -65,7 +66,7 @@ def collectives(answer: Placed) -> Counter:
             (axis,) = [a for a, (p, q) in enumerate(zip(layout, hop.layout)) if p != q]
             kind = collective(layout[axis], hop.layout[axis])
             if kind != "slice":
-                found[kind, axis, hop.backward, answer.problem.graph.values[way.route.value].spec.shape] += 1
+                found[kind, axis, hop.phase == BACKWARD, answer.problem.graph.values[way.route.value].spec.shape] += 1
             layout = hop.layout
     return found
 

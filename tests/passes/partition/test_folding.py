@@ -1,6 +1,8 @@
 """Repeated blocks before -> classes that choose alike, and an ILP whose size does not grow, after."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,7 +99,7 @@ def test_the_kind_of_what_is_read_and_the_phase_count():
             if change == "backward":
                 b.backward = k == 1
             w = b.input((4, 4), "buffer" if change == "kind" and k else "parameter")
-            b.values[w].trainable = change != "trainable" or k == 0
+            b.values[w] = replace(b.values[w], trainable=change != "trainable" or k == 0)
             b.call(aten.mm.default, V(b.input((8, 4))), V(w))
         numbers, _ = classes_of(groups_of(graph := b.finish([])), graph)
         assert numbers == [0, 1], change

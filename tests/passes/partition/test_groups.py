@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.graph.phase import BACKWARD
 from passes.partition.groups import groups_of
 from tests.passes.graphs import Builder, V, aten
 from tests.passes.partition.random_graphs import graphs
@@ -109,7 +110,7 @@ def test_a_forward_view_that_only_a_backward_product_reads_is_done_there():
     b.backward = True
     y = b.call(aten.mm.default, V(t), V(b.input((64, 4), "tangent")))
     (c,) = groups_of(b.finish([y]))
-    assert c.operations == (0, 1) and c.backward
+    assert c.operations == (0, 1) and c.phase == BACKWARD
 
 
 def test_a_view_whose_result_is_returned_is_no_part_of_the_product():
@@ -131,7 +132,7 @@ def test_every_operation_is_in_one_group_and_ports_are_what_crosses_its_border(g
     for c in groups:
         assert list(c.operations) == sorted(c.operations)
         own = [graph.operations[i] for i in c.operations]
-        assert {(op.backward, op.block) for op in own if op.kind != "view"} <= {(c.backward, c.block)}
+        assert {(op.phase, op.block) for op in own if op.kind != "view"} <= {(c.phase, c.block)}
         assert sum(op.heavy for op in own) <= 1 and (merge or len(own) == 1)
         made = {v for op in own for v in op.outputs}
         assert set(c.inputs) == {v for op in own for v in op.inputs} - made

@@ -1,6 +1,7 @@
 """Strategies of single operations before -> those of a whole group on one axis after."""
 from __future__ import annotations
 
+from passes.graph.phase import FORWARD
 from passes.partition.groups import Group, groups_of
 from passes.partition.joint import MAX_STATES, Joint, join
 from tests.passes.graphs import Builder, V, aten
@@ -18,7 +19,7 @@ def whole(graph, groups) -> Group:
     """All operations in one group, whatever grouping thinks."""
     made = {v for op in graph.operations for v in op.outputs}
     inputs = tuple(dict.fromkeys(v for op in graph.operations for v in op.inputs if v not in made))
-    return Group(0, tuple(range(len(graph.operations))), inputs, tuple(v for v, _ in graph.outputs), False, "")
+    return Group(0, tuple(range(len(graph.operations))), inputs, tuple(v for v, _ in graph.outputs), FORWARD, "")
 
 
 def ports(found: list[Joint]) -> set[tuple]:

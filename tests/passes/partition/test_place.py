@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from passes.costs.terms import SLICE
 from passes.errors import BadInput, Infeasible
+from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
 from passes.partition.decode import pins
@@ -168,13 +169,13 @@ def test_tp_splits_weights_and_their_gradients_even_where_sequences_would_be_che
     by_name = placed(graph, {"tp": 2})
     for index, rows in by_name.decision.operations.items():
         op = graph.operations[index]
-        if op.kind == "matmul" and not op.backward:
+        if op.kind == "matmul" and op.phase == FORWARD:
             assert isinstance(rows.inputs[1][0], tuple)
         elif op.kind == "matmul":
             assert isinstance(rows.made[0][0], tuple)
     free = placed(graph, {"x": 2})
     assert {rows.inputs[1] for i, rows in free.decision.operations.items()
-            if graph.operations[i].kind == "matmul" and not graph.operations[i].backward} == {("R",)}
+            if graph.operations[i].kind == "matmul" and graph.operations[i].phase == FORWARD} == {("R",)}
 
 
 def gram() -> tuple[Builder, int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from passes.graph.decision import Decision, Hop, OperationLayouts
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.partition import place as placing
 from passes.partition.build import PlacementProblem
 from passes.partition.decode import decode
@@ -88,7 +89,7 @@ def test_an_illegal_step_is_refused():
     placed = place(graph, {"x": 2}, SPLIT)
     for key, route in placed.decision.routes.items():
         if len(route.hops) == 1:
-            around = replace(route, hops=(Hop(("P",), route.hops[0].backward), *route.hops))
+            around = replace(route, hops=(Hop(("P",), route.hops[0].phase), *route.hops))
             with pytest.raises(VerificationError):
                 cost_of(placed, graph, replace(placed.decision, routes=FrozenMap({**placed.decision.routes, key: around})))
 
@@ -238,18 +239,18 @@ def every_copy_takes_bytes(self, role, source, readers, value, held):
     return COPY(self, role, source, readers, value, True)
 
 
-def nobody_shares(self, value, source, made_backward, ends):
+def nobody_shares(self, value, source, made, ends):
     self._arrive(value, source, (), ends)
 
 
-def backward_starts_where_forward_did(self, value, source, made_backward, ends):
-    FAN_OUT(self, value, source, made_backward, [end for end in ends if not end.backward])
-    FAN_OUT(self, value, source, True, [end for end in ends if end.backward])
+def backward_starts_where_forward_did(self, value, source, made, ends):
+    FAN_OUT(self, value, source, made, [end for end in ends if end.phase == FORWARD])
+    FAN_OUT(self, value, source, BACKWARD, [end for end in ends if end.phase == BACKWARD])
 
 
-def parameters_are_kept_whole(self, value, source, made_backward, ends):
+def parameters_are_kept_whole(self, value, source, made, ends):
     rows, self.rows = self.rows, self.rows | {value.name}
-    FAN_OUT(self, value, source, made_backward, ends)
+    FAN_OUT(self, value, source, made, ends)
     self.rows = rows
 
 

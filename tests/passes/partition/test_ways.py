@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
+from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.partition.groups import groups_of
 from passes.partition.ways import Ways
 from passes.records import FrozenMap
@@ -15,8 +16,8 @@ from tests.passes.graphs import Builder, V, aten
 R, P, ROWS, COLUMNS = ("R",), ("P",), ((0, 0),), ((1, 0),)
 
 
-def hops(*layouts, backward: bool = False) -> tuple[Hop, ...]:
-    return tuple(Hop(layout, backward) for layout in layouts)
+def hops(*layouts, phase: Phase = FORWARD) -> tuple[Hop, ...]:
+    return tuple(Hop(layout, phase) for layout in layouts)
 
 
 def step():
@@ -36,7 +37,7 @@ def decided(graph, e, w) -> Decision:
     """exp comes in columns and is gathered for all; backward scatters it again, which both there start from; one of them
     reads it in rows. w is stored in rows and gathered by each phase."""
     gathered = hops(R)
-    there = gathered + hops(COLUMNS, backward=True)
+    there = gathered + hops(COLUMNS, phase=BACKWARD)
     whole = OperationLayouts((R, R), (R,), (R,))
     tangent = next(v.index for v in graph.values if v.kind == "tangent")
     first, second, gradient, other = (graph.operations[k].outputs[0] for k in (1, 2, 3, 4))
@@ -51,12 +52,12 @@ def decided(graph, e, w) -> Decision:
             (0, 0): Route(0, COLUMNS),
             (1, 0): Route(e, COLUMNS, gathered), (1, 1): Route(w, ROWS, hops(R)),
             (2, 0): Route(e, COLUMNS, gathered), (2, 1): Route(w, ROWS, hops(R)),
-            (3, 0): Route(e, COLUMNS, there), (3, 1): Route(tangent, R, hops(ROWS, backward=True)),
-            (4, 0): Route(e, COLUMNS, there + hops(ROWS, backward=True)), (4, 1): Route(w, ROWS, hops(R, backward=True)),
+            (3, 0): Route(e, COLUMNS, there), (3, 1): Route(tangent, R, hops(ROWS, phase=BACKWARD)),
+            (4, 0): Route(e, COLUMNS, there + hops(ROWS, phase=BACKWARD)), (4, 1): Route(w, ROWS, hops(R, phase=BACKWARD)),
         }),
-        (Route(first, R), Route(second, R), Route(gradient, P, hops(ROWS, backward=True)),
-         Route(other, ROWS, hops(R, backward=True))),
-        FrozenMap({(e, False): R, (e, True): COLUMNS, (w, False): R}),
+        (Route(first, R), Route(second, R), Route(gradient, P, hops(ROWS, phase=BACKWARD)),
+         Route(other, ROWS, hops(R, phase=BACKWARD))),
+        FrozenMap({(e, FORWARD): R, (e, BACKWARD): COLUMNS, (w, FORWARD): R}),
     )
 
 
@@ -89,11 +90,11 @@ def test_what_forward_does_not_share_is_saved_as_it_is_made():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda d, e, w: with_copies(d, {(w, False): R, (e, True): COLUMNS}), "share no copy"),
-    (lambda d, e, w: with_copies(d, {(w, False): R, (e, False): R}), "in backward, but share no copy"),
-    (lambda d, e, w: with_copies(d, {**d.copies, (e, True): P}), "do not meet"),
+    (lambda d, e, w: with_copies(d, {(w, FORWARD): R, (e, BACKWARD): COLUMNS}), "share no copy"),
+    (lambda d, e, w: with_copies(d, {(w, FORWARD): R, (e, FORWARD): R}), "in backward, but share no copy"),
+    (lambda d, e, w: with_copies(d, {**d.copies, (e, BACKWARD): P}), "do not meet"),
     (lambda d, e, w: with_route(d, (3, 0), Route(e, COLUMNS)), "do not meet"),
-    (lambda d, e, w: with_route(d, (4, 1), Route(w, ROWS, hops(R))), "moves in the other phase"),
+    (lambda d, e, w: with_route(d, (4, 1), Route(w, ROWS, hops(R))), "moves in another phase"),
     (lambda d, e, w: with_route(d, (4, 1), Route(w, R)), "does not lead to"),
     (lambda d, e, w: replace(d, outputs=(*d.outputs[:2], replace(d.outputs[2], hops=()), d.outputs[3])), "does not lead to"),
 ])
@@ -110,7 +111,7 @@ def test_inside_a_group_a_slice_is_free_and_nothing_else_is_allowed():
     b.call(aten.relu.default, V(mask))
     graph = b.finish([2])
     (group,) = groups_of(graph, merge=False)[:1]
-    both = type(group)(0, (0, 1), (x,), (2,), group.backward, group.block)
+    both = type(group)(0, (0, 1), (x,), (2,), group.phase, group.block)
     rows = {0: OperationLayouts((R,), (R,), (R,)), 1: OperationLayouts((ROWS,), (ROWS,), (ROWS,))}
     routes = {(0, 0): Route(x, R), (1, 0): Route(mask, R, hops(ROWS))}
     decision = Decision((2,), FrozenMap({0: R}), FrozenMap(rows), FrozenMap(routes), (Route(2, ROWS, hops(R)),))

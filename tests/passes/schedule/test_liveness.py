@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from passes.graph.phase import BACKWARD, FORWARD
 from passes.schedule.lanes import one_lane, peak_bytes
-from passes.schedule.step_graph import BACKWARD, FORWARD, Call, Hop, Leg, StepGraph
+from passes.schedule.step_graph import Call, Hop, Leg, StepGraph
 
 ENTER_US = 1.0  # entering forward, and backward
 

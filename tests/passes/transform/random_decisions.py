@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from passes.costs.algebra import NUMBERS
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.layouts import Layout, legal
+from passes.graph.phase import BACKWARD, Phase
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.redistribution import cheapest_route
 from passes.records import FrozenMap
@@ -28,9 +29,9 @@ class Free:
         return 0.0
 
 
-def route(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...], backward: bool) -> Route | None:
+def route(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...], phase: Phase) -> Route | None:
     found = cheapest_route(value, source, target, sizes, Free())
-    return None if found is None else Route(value.index, source, tuple(Hop(step.target, backward) for step in found[1]))
+    return None if found is None else Route(value.index, source, tuple(Hop(step.target, phase) for step in found[1]))
 
 
 def decide(graph: PlacementGraph, sizes: tuple[int, ...], rng: random.Random, tries: int = 12) -> Decision:
@@ -51,8 +52,8 @@ def decide(graph: PlacementGraph, sizes: tuple[int, ...], rng: random.Random, tr
     outputs = []
     for v, _ in graph.outputs:
         value = graph.values[v]
-        way = route(value, placed[v], _split(value, sizes, rng), sizes, True)
-        way = way or route(value, placed[v], (REPLICATE,) * len(sizes), sizes, True)
+        way = route(value, placed[v], _split(value, sizes, rng), sizes, BACKWARD)
+        way = way or route(value, placed[v], (REPLICATE,) * len(sizes), sizes, BACKWARD)
         assert way is not None
         outputs.append(way)
     return Decision(sizes, inputs, FrozenMap(operations), FrozenMap(routes), tuple(outputs))
@@ -78,7 +79,7 @@ def _feed(graph: PlacementGraph, op: Operation, strategies: list[Strategy], plac
     ports = [*zip(op.inputs, inputs), *zip(op.outputs, made)]
     if not all(legal(graph.values[v], layout, sizes) for v, layout in ports):
         return None
-    ways = [route(graph.values[v], placed[v], layout, sizes, op.backward) for v, layout in zip(op.inputs, inputs)]
+    ways = [route(graph.values[v], placed[v], layout, sizes, op.phase) for v, layout in zip(op.inputs, inputs)]
     found = [way for way in ways if way is not None]
     if len(found) < len(ways):
         return None
