@@ -44,9 +44,6 @@ LONG = {
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 300, 60
 
-TO_BE_MENDED = ("hpml_compiler.symbolic", "hpml_compiler.visualize.growth", "passes.partition.place")
-"""Modules that are being written anew: they may still break the rules below."""
-
 
 def private_torch(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every use of functorch or of a private name in a torch module, by import or attribute."""
@@ -141,13 +138,8 @@ def test_solving_is_numbers_alone():
     assert not wrong, "\n".join(wrong)
 
 
-def _to_be_mended(module: str) -> bool:
-    return module.startswith(TO_BE_MENDED)
-
-
 def test_no_import_circle():
-    circles = [sorted(each) for each in networkx.strongly_connected_components(import_graph())
-               if len(each) > 1 and not all(map(_to_be_mended, each))]
+    circles = [sorted(each) for each in networkx.strongly_connected_components(import_graph()) if len(each) > 1]
     assert not circles, "imports in functions and for type checkers count: they tie modules together as others do"
 
 
@@ -157,7 +149,7 @@ def _late(names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("package", ["passes", "hpml_compiler"])
 def test_imports_inside_functions_have_a_reason(package):
-    wrong = [place for module, place, each in _found(package) if each.inside and not _to_be_mended(module)
+    wrong = [place for module, place, each in _found(package) if each.inside
              if not _late(set(loads(own)) if (own := own_module(each.name)) else {each.name}) - _late(set(loads(module)))]
     assert not wrong, "these belong at the top of the file: they bring in nothing of LATE that is not there already:\n" + \
         "\n".join(wrong)
@@ -174,10 +166,8 @@ def test_private_torch_modules_only_in_compat(package):
 
 def test_files_and_functions_are_short():
     wrong = []
-    for module, (file, _) in sources().items():
+    for file, _ in sources().values():
         text, name = file.read_text(), file.relative_to(ROOT).as_posix()
-        if _to_be_mended(module):
-            continue
         if (lines := text.count("\n")) > MOST_LINES and name not in LONG:
             wrong.append(f"{name}: {lines} lines")
         for node in ast.walk(ast.parse(text)):

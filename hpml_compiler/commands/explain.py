@@ -56,9 +56,10 @@ def explain(
         from hpml_compiler.symbolic.file import save as write
 
         write(cost, save)
+    from hpml_compiler.visualize.growth import growth, what_if
     from hpml_compiler.visualize.terminal import wrapped
 
-    texts = ([cost.growth(name)] if grow or not (sizes or save) else []) + ([cost.what_if(name, **sizes)] if sizes else [])
+    texts = ([growth(cost, name)] if grow or not (sizes or save) else []) + ([what_if(cost, name, **sizes)] if sizes else [])
     print(wrapped("\n\n".join(texts)), end="\n" if texts else "")
 
 

@@ -1,7 +1,7 @@
 """Formulas of a plan over batch, sequence and axis sizes: trace the model at a few sizes, interpolate, keep the placements.
 
     cost = hpml_compiler.symbolic.formulas(model, batch, cluster="1x4:cpu", mesh={"dp": 2, "tp": 2})
-    print(cost.growth())
+    print(hpml_compiler.visualize.growth.growth(cost))
     cost.evaluate(batch=64, dp=4).step_time_us       # no new trace
 """
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hpml_compiler.planning.traces import Traces, plan_traces
 from hpml_compiler.plans.plan import Plan, PlanMismatch
 from hpml_compiler.plans.record import SHORTENED
 from hpml_compiler.plans.schema import GraphPlan
-from hpml_compiler.symbolic.cost import GraphBill, SymbolicCost
+from hpml_compiler.symbolic.cost import SymbolicCost
 from hpml_compiler.symbolic.inputs import VariedInputs, varied_inputs
-from hpml_compiler.symbolic.parts import parts_of
+from hpml_compiler.symbolic.parts import GraphBill, parts_of
 from passes.analysis.symbolic_sizes import (
     LINEAR,
     Interpolation,

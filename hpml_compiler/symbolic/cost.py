@@ -9,43 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from pathlib import Path
-from typing import Any
 
 import sympy
 
 from hpml_compiler.symbolic.expressions import TermExpressions, quantity_expression
+from hpml_compiler.symbolic.parts import GraphBill, in_block, one_with
 from passes.costs.prices import Measured, MeshPrices
 from passes.costs.roofline import RooflineCost
 from passes.costs.symbolic import SymbolicCosts, symbolic_axes
 from passes.costs.terms import Kernel, Message, Term, price, sized
 from passes.errors import BadInput
-from passes.graph.placement_graph import block_class
 from passes.machine.cluster import Cluster, NodeGroup
 from passes.machine.mesh import mesh_from_pin
-from passes.partition.bill import HELD, PARTS, Bill, Quantity, whole
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one class of equal pieces of the graph is: `count` clusters of operations, parameters or copies, of one block.
-
-    block: path with list indices starred (`blocks.*`). names: the nodes and parameters that belong to it."""
-
-    name: str
-    block: str
-    count: int
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class GraphBill:
-    """The terms of one graph; `parts` by the number of an entity. overhead_us: of calling it, besides its kernels."""
-
-    name: str
-    parts: tuple[Part, ...]
-    bill: Bill
-    overhead_us: float = 0.0
+from passes.partition.bill import HELD, PARTS, Quantity, whole
 
 
 @dataclass(frozen=True)
@@ -179,7 +155,7 @@ class SymbolicCost:
         """Per graph: entity -> the fraction of its instances that `name` means."""
         if name is None:
             return [dict.fromkeys(range(len(graph.parts)), 1.0) for graph in self.graphs]
-        found = [_block(graph, name) or _one(graph, name) for graph in self.graphs]
+        found = [in_block(graph, name) or one_with(graph, name) for graph in self.graphs]
         if not any(found):
             raise BadInput(f"the model has no block, node or parameter {name!r}", "formulas",
                            f"the blocks are {', '.join(self.blocks)}")
@@ -278,26 +254,6 @@ class SymbolicCost:
         rest = {k: v for k, v in vars(group).items() if k not in ("nodes", "devices_per_node")}
         return Cluster((NodeGroup(nodes, devices, **rest),))
 
-    # --- for people -----------------------------------------------------------------------------------------------
-
-    def growth(self, name: str | None = None) -> str:
-        """How time and bytes grow, as text; name: as in `formulas`."""
-        from hpml_compiler.visualize.growth import growth
-
-        return growth(self, name)
-
-    def what_if(self, name: str | None = None, **options: Any) -> str:
-        """The step now and at other sizes, side by side, as text; options: those of `evaluate`."""
-        from hpml_compiler.visualize.growth import what_if
-
-        return what_if(self, name, **options)
-
-    def save(self, path: str | Path) -> None:
-        """Write the formulas; `symbolic_file.load` reads them."""
-        from hpml_compiler.symbolic.file import save
-
-        save(self, path)
-
 
 def parsed(cluster: Cluster | str) -> Cluster:
     """A cluster, or the text of one."""
@@ -306,21 +262,6 @@ def parsed(cluster: Cluster | str) -> Cluster:
 
 def _number(count: float) -> sympy.Expr:
     return sympy.Integer(int(count)) if count == int(count) else sympy.nsimplify(count, rational=True)
-
-
-def _block(graph: GraphBill, name: str) -> dict[int, float]:
-    """Entities in the blocks below `name`; of a repetition (`blocks.3`), the mean over all of them."""
-    starred = block_class(name)
-    found = {k: part for k, part in enumerate(graph.parts) if part.block == starred or part.block.startswith(f"{starred}.")}
-    if not found or starred == name:
-        return dict.fromkeys(found, 1.0)
-    count = max((part.count for part in found.values() if part.names), default=1)
-    return dict.fromkeys(found, 1.0 / count)
-
-
-def _one(graph: GraphBill, name: str) -> dict[int, float]:
-    """The one instance that the node or parameter `name` is in."""
-    return {k: 1.0 / part.count for k, part in enumerate(graph.parts) if name in part.names}
 
 
 def _undominated(quantities: Sequence[Quantity]) -> list[Quantity]:

@@ -10,7 +10,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from hpml_compiler.symbolic.cost import GraphBill, Part, SymbolicCost
+from hpml_compiler.symbolic.cost import SymbolicCost
+from hpml_compiler.symbolic.parts import GraphBill, Part
 from passes.costs.terms import Kernel, Message, Slice, Term, Update
 from passes.errors import BadInput
 from passes.graph.polynomial import Polynomial

@@ -2,14 +2,37 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from hpml_compiler.plans.listing import listing
 from hpml_compiler.plans.schema import ROOT
-from hpml_compiler.symbolic.cost import Part
 from hpml_compiler.visualize.blocks import block_path, owner_path
 from passes.graph.annotated import Annotated
 from passes.graph.placement_graph import block_class
+from passes.partition.bill import Bill
 from passes.partition.place import Placed
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one class of equal pieces of the graph is: `count` clusters of operations, parameters or copies, of one block.
+
+    block: path with list indices starred (`blocks.*`). names: the nodes and parameters that belong to it."""
+
+    name: str
+    block: str
+    count: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GraphBill:
+    """The terms of one graph; `parts` by the number of an entity. overhead_us: of calling it, besides its kernels."""
+
+    name: str
+    parts: tuple[Part, ...]
+    bill: Bill
+    overhead_us: float = 0.0
 
 
 def parts_of(annotated: Annotated, placed: Placed) -> tuple[Part, ...]:
@@ -38,3 +61,18 @@ def parts_of(annotated: Annotated, placed: Placed) -> tuple[Part, ...]:
         Part(entity.name, block_class(block_path(block.get(k, ROOT))) or ROOT, entity.multiplicity, tuple(names[k]))
         for k, entity in enumerate(placed.solved.entities)
     )
+
+
+def in_block(graph: GraphBill, name: str) -> dict[int, float]:
+    """Entities in the blocks below `name`; of a repetition (`blocks.3`), the mean over all of them."""
+    starred = block_class(name)
+    found = {k: part for k, part in enumerate(graph.parts) if part.block == starred or part.block.startswith(f"{starred}.")}
+    if not found or starred == name:
+        return dict.fromkeys(found, 1.0)
+    count = max((part.count for part in found.values() if part.names), default=1)
+    return dict.fromkeys(found, 1.0 / count)
+
+
+def one_with(graph: GraphBill, name: str) -> dict[int, float]:
+    """The one instance that the node or parameter `name` is in."""
+    return {k: 1.0 / part.count for k, part in enumerate(graph.parts) if name in part.names}

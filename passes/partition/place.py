@@ -65,10 +65,8 @@ def place(
     too. Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
     """
     state = state or StateModel()
-    sizes = tuple(axes.values())
-
+    sizes, bucket_bytes = tuple(axes.values()), bucket_bytes_of(graph)
     memo: dict = {}
-    bucket_bytes = bucket_bytes_of(graph)
 
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(
@@ -96,9 +94,7 @@ def place(
 
     cost = whole_cost(prices)
     [held_bytes] = solution.held_bytes
-    for name, ours, theirs in (
-        ("objective", cost.step_us, solution.cost), ("held bytes", cost.held_bytes, held_bytes)
-    ):
+    for name, ours, theirs in (("objective", cost.step_us, solution.cost), ("held bytes", cost.held_bytes, held_bytes)):
         if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")
     other_cost = None if other_prices is None else whole_cost(other_prices)

@@ -12,8 +12,9 @@ import hpml_compiler
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.symbolic.build import formulas
-from hpml_compiler.symbolic.file import load
+from hpml_compiler.symbolic.file import load, save
 from hpml_compiler.symbolic.inputs import varied_inputs
+from hpml_compiler.visualize.growth import growth
 from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
@@ -193,7 +194,7 @@ def test_pictures_have_a_batch_and_no_sequence():
 def test_a_length_that_the_model_fixes_is_no_symbol_and_a_note_says_why():
     cost = formulas(Fixed(), torch.zeros(4, 16, dtype=torch.long), cluster="1x2:cpu", mesh={"dp": 2})
     assert list(cost.inputs) == ["batch"]
-    assert cost.notes[0].startswith("sequence is no symbol") and "note: " in cost.growth()
+    assert cost.notes[0].startswith("sequence is no symbol") and "note: " in growth(cost)
 
 
 def test_an_axis_that_does_not_divide_is_refused(of_gpt):
@@ -217,7 +218,7 @@ def test_a_plan_for_other_devices_is_refused():
 
 
 def test_a_file_holds_everything(of_gpt, tmp_path):
-    of_gpt.save(tmp_path / "formulas.json")
+    save(of_gpt, tmp_path / "formulas.json")
     again = load(tmp_path / "formulas.json")
     assert again.graphs == of_gpt.graphs and again.cluster == of_gpt.cluster
     assert asdict(again.evaluate(batch=8, dp=4)) == asdict(of_gpt.evaluate(batch=8, dp=4))
