@@ -6,17 +6,7 @@ from typing import Protocol
 
 from passes.machine.mesh import MeshAxis
 
-COMPUTE_KINDS = (
-    "matmul",
-    "attention",
-    "convolution",
-    "pointwise",
-    "reduction",
-    "embedding",
-    "routing",
-    "view",
-    "other",
-)
+COMPUTE_KINDS = ("matmul", "attention", "convolution", "pointwise", "embedding", "view")
 """Sorts of kernels. `view` moves nothing and costs nothing."""
 
 BUCKET_BYTES = 4 * 2**20
@@ -71,11 +61,6 @@ class OptimizerModel:
     def adamw(itemsize: float, *, fused: bool = False) -> OptimizerModel:
         """AdamW on parameters of `itemsize` bytes per element, gradients and states of the same dtype."""
         return OptimizerModel(itemsize, itemsize, 2 * itemsize, fused)
-
-    @property
-    def resident_bytes(self) -> float:
-        """Memory per parameter element: parameter, gradient and states."""
-        return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
     def traffic_bytes(self, temporaries_in_cache: bool) -> float:
         """Memory traffic of a step per parameter element.

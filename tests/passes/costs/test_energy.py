@@ -40,7 +40,7 @@ def test_powers_are_those_of_the_device_or_shares_of_its_busy_power():
     assert Power.of(DEVICE) == Power(500.0, 300.0, 150.0, 100.0)
     silent = Power.of(replace(DEVICE, memory_power_w=None, communication_power_w=None))
     assert 100 < silent.communication_w < silent.memory_w < silent.arithmetic_w == 500
-    assert silent.kernel_w("attention") == 500 and silent.kernel_w("reduction") == silent.memory_w
+    assert silent.kernel_w("attention") == 500 and silent.kernel_w("embedding") == silent.memory_w
 
 
 @pytest.mark.parametrize("watts", [99.0, 501.0, -1.0])
