@@ -29,9 +29,9 @@ from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.mesh import Mesh
 from passes.partition.charges import LocalSizes, group_kernels, reduction_messages, step_term
 from passes.partition.decode import pins
+from passes.partition.legs import Legs
 from passes.partition.place import Placed
 from passes.partition.reprice import boundary
-from passes.partition.ways import Ways
 from passes.rules.base import format_placement
 from passes.solve.problem import Edge
 
@@ -166,13 +166,13 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
     readers = _readers(graph, answer)
     found = []
     problem = answer.problem
-    for way in Ways(graph, problem.groups, problem.saved, answer.decision).ways:
-        route, value = way.route, graph.values[way.route.value]
-        layouts = [route.layout(k) for k in range(way.start, way.stop + 1)]
+    for leg in Legs(graph, problem.groups, problem.saved, answer.decision).legs:
+        route, value = leg.route, graph.values[leg.route.value]
+        layouts = [route.layout(k) for k in range(leg.start, leg.stop + 1)]
         found.append(Redistribution(
             value=listed.values[route.value], shape=value.spec.shape, dtype=value.spec.dtype,
             consumer=readers.get((route.value, route), ""), source=placements(layouts[0]),
-            target=placements(layouts[-1]), steps=_steps(value, layouts, mesh, answer, prices, way.gradient),
+            target=placements(layouts[-1]), steps=_steps(value, layouts, mesh, answer, prices, leg.gradient),
         ))
     return found
 

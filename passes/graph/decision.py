@@ -43,8 +43,8 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A part of a route that is paid for by itself: the hops from `start` up to `stop`, which is where the route ends.
+class Leg:
+    """The part of a route that is paid for by itself: the hops from `start` up to `stop`, which is where the route ends.
 
     gradient: its end is the gradient that the optimizer takes, so that its reductions go into buckets.
     """

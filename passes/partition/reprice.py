@@ -1,7 +1,7 @@
 """The oracle: the cost and the bytes of a decision, recomputed on the unfolded graph.
 
 Walks the layouts that the rewrite will obey, operation by operation and hop by hop, with the prices of single kernels
-and collectives and formulas of its own. Who pays for which hops is its own rule as well (`passes.partition.ways`). It knows
+and collectives and formulas of its own. Who pays for which hops is its own rule as well (`passes.partition.legs`). It knows
 nothing of classes, multiplicities, choices, entities, edges or the solver: agreement with the solver's objective says
 that folding, building and decoding are sound. Checked on every solve.
 """
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.costs.terms import SLICE, Prices, copy
-from passes.graph.decision import Decision, Way
+from passes.graph.decision import Decision, Leg
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.operation_key import operation_key
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.groups import Group
+from passes.partition.legs import Legs
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.state import StateModel
-from passes.partition.ways import Ways
 from passes.rules.base import Placement
 from passes.solve.verify import VerificationError
 
@@ -94,10 +94,10 @@ class _Walk:
             for axis in range(len(self.sizes)) if made[axis] != after[axis]
         )
 
-    def way_us(self, way: Way) -> float:
-        route = way.route
-        return sum(self.hop_us(route.value, route.layout(k), route.layout(k + 1), way.gradient)
-                   for k in range(way.start, way.stop))
+    def way_us(self, leg: Leg) -> float:
+        route = leg.route
+        return sum(self.hop_us(route.value, route.layout(k), route.layout(k + 1), leg.gradient)
+                   for k in range(leg.start, leg.stop))
 
     def hop_us(self, v: int, layout: Layout, after: Layout, gradient: bool) -> float:
         """One collective on one axis; the reductions of gradients that are small share one with others."""
@@ -146,10 +146,10 @@ def reprice(
     Raises VerificationError where layouts and routes do not go together.
     """
     walk = _Walk(graph, decision, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
-    found = Ways(graph, groups, saved, decision)
+    found = Legs(graph, groups, saved, decision)
     compute = sum(map(walk.group_us, groups))
     communication = sum(walk.reductions_us(i) for group in groups for i in group.operations)
-    communication += sum(map(walk.way_us, found.ways))
+    communication += sum(map(walk.way_us, found.legs))
     activations = sum(walk.local(v, layout) for v, layout in found.saved.items())
     parameters = gradients = optimizer_bytes = optimizer = 0.0
     trained = {p for _, p in graph.outputs if p is not None}

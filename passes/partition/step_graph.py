@@ -15,9 +15,9 @@ from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.charges import LocalSizes, group_kernels
 from passes.partition.groups import Group
+from passes.partition.legs import Legs
 from passes.partition.redistribution import bucket_bytes_of, change
 from passes.partition.reprice import Cost, boundary
-from passes.partition.ways import Ways
 from passes.rules.view_names import VIEWS, view_name
 from passes.schedule.step_graph import Call, Hop, Leg, StepGraph, with_gradients
 
@@ -86,12 +86,12 @@ class _Maker:
 
     def legs(self) -> Iterator[Leg]:
         readers = self._readers()
-        for way in Ways(self.graph, self.groups, self.held, self.decision).ways:
-            value, layouts = self.graph.values[way.route.value], [way.route.layout(k) for k in range(way.start, way.stop + 1)]
-            reader = readers.get((value.index, way.route), "")
+        for leg in Legs(self.graph, self.groups, self.held, self.decision).legs:
+            value, layouts = self.graph.values[leg.route.value], [leg.route.layout(k) for k in range(leg.start, leg.stop + 1)]
+            reader = readers.get((value.index, leg.route), "")
             made_backward = value.producer is not None and self.graph.operations[value.producer].phase == BACKWARD
             yield self._leg(value, reader, layouts, made_backward and not reader,
-                             self.bucket_bytes if way.gradient else 0.0)
+                             self.bucket_bytes if leg.gradient else 0.0)
 
     def reductions(self) -> Iterator[Leg]:
         """Small partial sums that operations reduce right where they make them."""

@@ -15,8 +15,8 @@ from passes.partition.build import PlacementProblem
 from passes.partition.charges import collective
 from passes.partition.decode import decode, pins
 from passes.partition.groups import groups_of
+from passes.partition.legs import Legs
 from passes.partition.state import StateModel
-from passes.partition.ways import Ways
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
@@ -164,9 +164,9 @@ def test_rows_that_forward_gathers_are_there_in_backward():
     decision = decode(built, solution)
     routes = {r for (_, _), r in decision.routes.items() if r.value == values["x"]}
     assert {r.hops[0] for r in routes if r.hops} == {Hop(("R",), FORWARD)}
-    found = Ways(graph, built.groups, built.saved, decision)
-    (way,) = [way for way in found.ways if way.route.value == values["x"]]
-    assert way.route.target == found.saved[values["x"]] == ("R",)
+    found = Legs(graph, built.groups, built.saved, decision)
+    (leg,) = [leg for leg in found.legs if leg.route.value == values["x"]]
+    assert leg.route.target == found.saved[values["x"]] == ("R",)
     assert built.problem.held_bytes(solution.chosen)[0] >= 8 * 4 * 4, "the copy takes memory"
 
 

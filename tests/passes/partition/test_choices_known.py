@@ -12,9 +12,9 @@ from passes.graph.annotated import Annotated
 from passes.graph.phase import BACKWARD
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import enumerate_meshes, mesh_from_pin
+from passes.partition.legs import Legs
 from passes.partition.place import Placed, place
 from passes.partition.redistribution import collective
-from passes.partition.ways import Ways
 from passes.solve.solvers import SolverOptions
 from tests.passes.traced import annotated_joint, fake, mlp, transformer
 
@@ -60,13 +60,13 @@ def collectives(answer: Placed) -> Counter:
     """(collective, axis, in backward, shape of the value) -> how often; each shared way counts once."""
     found: Counter = Counter()
     problem = answer.problem
-    for way in Ways(problem.graph, problem.groups, problem.saved, answer.decision).ways:
-        layout = way.route.layout(way.start)
-        for hop in way.route.hops[way.start:way.stop]:
+    for leg in Legs(problem.graph, problem.groups, problem.saved, answer.decision).legs:
+        layout = leg.route.layout(leg.start)
+        for hop in leg.route.hops[leg.start:leg.stop]:
             (axis,) = [a for a, (p, q) in enumerate(zip(layout, hop.layout)) if p != q]
             kind = collective(layout[axis], hop.layout[axis])
             if kind != "slice":
-                found[kind, axis, hop.phase == BACKWARD, answer.problem.graph.values[way.route.value].spec.shape] += 1
+                found[kind, axis, hop.phase == BACKWARD, answer.problem.graph.values[leg.route.value].spec.shape] += 1
             layout = hop.layout
     return found
 
@@ -156,7 +156,7 @@ class TestSmallModelAndBigBatch:
 
     def test_every_gradient_is_reduced_once_and_no_activation_moves(self):
         answer = self.answer()
-        assert all(way in (("all_reduce",), ("reduce_scatter",)) for way in gradients(answer))
+        assert all(leg in (("all_reduce",), ("reduce_scatter",)) for leg in gradients(answer))
         moved = {shape for _, _, _, shape in collectives(answer)}
         assert moved <= {(2048, 512), (512, 2048), ()}  # weights and the loss
 

@@ -8,7 +8,7 @@ import pytest
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.partition.groups import groups_of
-from passes.partition.ways import Ways
+from passes.partition.legs import Legs
 from passes.records import FrozenMap
 from passes.solve.verify import VerificationError
 from tests.passes.graphs import Builder, V, aten
@@ -69,18 +69,18 @@ def with_copies(decision: Decision, copies) -> Decision:
     return replace(decision, copies=FrozenMap(copies))
 
 
-def found(graph, held, decision) -> Ways:
-    return Ways(graph, groups_of(graph, merge=False), held, decision)
+def found(graph, held, decision) -> Legs:
+    return Legs(graph, groups_of(graph, merge=False), held, decision)
 
 
 def test_a_shared_copy_is_paid_once_and_backward_starts_from_it():
     graph, e, w = step()
-    ways = found(graph, frozenset({e}), decided(graph, e, w))
-    by_value = {v: [(way.start, way.stop, way.gradient) for way in ways.ways if way.route.value == v] for v in (e, w)}
+    legs = found(graph, frozenset({e}), decided(graph, e, w))
+    by_value = {v: [(leg.start, leg.stop, leg.gradient) for leg in legs.legs if leg.route.value == v] for v in (e, w)}
     assert by_value[e] == [(0, 1, False), (1, 2, False), (2, 3, False)]  # to the copy, to backward's, one reader's own
     assert by_value[w] == [(0, 1, False), (0, 1, False)]  # forward's copy, and backward's only reader from where it is stored
-    assert ways.saved == {e: R}
-    assert [way.start for way in ways.ways if way.gradient] == [0]
+    assert legs.saved == {e: R}
+    assert [leg.start for leg in legs.legs if leg.gradient] == [0]
 
 
 def test_what_forward_does_not_share_is_saved_as_it_is_made():
@@ -115,8 +115,8 @@ def test_inside_a_group_a_slice_is_free_and_nothing_else_is_allowed():
     rows = {0: OperationLayouts((R,), (R,), (R,)), 1: OperationLayouts((ROWS,), (ROWS,), (ROWS,))}
     routes = {(0, 0): Route(x, R), (1, 0): Route(mask, R, hops(ROWS))}
     decision = Decision((2,), FrozenMap({0: R}), FrozenMap(rows), FrozenMap(routes), (Route(2, ROWS, hops(R)),))
-    ways = Ways(graph, [both], frozenset(), decision)
-    assert [(way.route.value, way.start, way.stop) for way in ways.ways] == [(2, 0, 1)]
+    legs = Legs(graph, [both], frozenset(), decision)
+    assert [(leg.route.value, leg.start, leg.stop) for leg in legs.legs] == [(2, 0, 1)]
     rows[0], routes[1, 0] = OperationLayouts((R,), (COLUMNS,), (COLUMNS,)), Route(mask, COLUMNS, hops(R, ROWS))
     with pytest.raises(VerificationError, match="inside a group"):
-        Ways(graph, [both], frozenset(), replace(decision, operations=FrozenMap(rows), routes=FrozenMap(routes)))
+        Legs(graph, [both], frozenset(), replace(decision, operations=FrozenMap(rows), routes=FrozenMap(routes)))

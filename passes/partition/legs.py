@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from passes.graph.decision import Decision, Hop, Route, Way
+from passes.graph.decision import Decision, Hop, Leg, Route
 from passes.graph.layouts import Layout
 from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.graph.placement_graph import PlacementGraph, Value
@@ -36,13 +36,13 @@ class _Reader:
     gradient: bool = False
 
 
-class Ways:
+class Legs:
     """ways: all that are paid, but for those without a hop. saved: bytes that backward finds are those of a value in this
     layout. `held`: the values that forward keeps for backward, inputs that come in rows among them."""
 
     def __init__(self, graph: PlacementGraph, groups: Sequence[Group], held: frozenset[int], decision: Decision):
         self.graph, self.decision, self.held = graph, decision, held
-        self.ways: list[Way] = []
+        self.legs: list[Leg] = []
         self.saved: dict[int, Layout] = {}
         self._made: dict[int, Layout] = dict(decision.inputs)
         self._made_in: dict[int, Phase] = {
@@ -56,7 +56,7 @@ class Ways:
             self._group(group)
         self._outputs()
         for value in graph.values:
-            self.ways += (way for way in self._of(value) if way.start < way.stop)
+            self.legs += (leg for leg in self._of(value) if leg.start < leg.stop)
 
     def _group(self, group: Group) -> None:
         """What the group brings in; its operations may only slice that, and what others of them make."""
@@ -86,7 +86,7 @@ class Ways:
             raise VerificationError(
                 f"{self._name(v)} is made as {self._made[v]} and read as {wanted}, which this does not lead to: {route}")
 
-    def _of(self, value: Value) -> Iterator[Way]:
+    def _of(self, value: Value) -> Iterator[Leg]:
         v, start = value.index, 0
         forward = [r for r in self._readers[v] if r.phase == FORWARD]
         backward = [r for r in self._readers[v] if r.phase == BACKWARD]
@@ -96,14 +96,14 @@ class Ways:
             self.saved[v] = self._copy(v, FORWARD) if kept else self._made[v]
         if kept or len(forward) > 1:
             stop = self._shared(v, forward + backward * kept, 0, FORWARD)
-            yield Way(_part((forward or backward)[0].route, stop), 0, stop)
+            yield Leg(_part((forward or backward)[0].route, stop), 0, stop)
             yield from self._own(forward, stop, FORWARD)
             start = stop if kept else 0
         else:
             yield from self._own(forward, 0, FORWARD)
         if len(backward) > 1:
             stop = self._shared(v, backward, start, BACKWARD)
-            yield Way(_part(backward[0].route, stop), start, stop)
+            yield Leg(_part(backward[0].route, stop), start, stop)
             start = stop
         yield from self._own(backward, start, BACKWARD)
 
@@ -122,10 +122,10 @@ class Ways:
         self._check_phase(v, hops[start:stop], phase)
         return stop
 
-    def _own(self, readers: Sequence[_Reader], start: int, phase: Phase) -> Iterator[Way]:
+    def _own(self, readers: Sequence[_Reader], start: int, phase: Phase) -> Iterator[Leg]:
         for r in readers:
             self._check_phase(r.route.value, r.route.hops[start:], phase)
-            yield Way(r.route, start, len(r.route.hops), r.gradient)
+            yield Leg(r.route, start, len(r.route.hops), r.gradient)
 
     def _check_phase(self, v: int, hops: Sequence[Hop], phase: Phase) -> None:
         if any(hop.phase != phase for hop in hops):
