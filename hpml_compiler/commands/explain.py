@@ -56,10 +56,11 @@ def explain(
         from hpml_compiler.symbolic.file import save as write
 
         write(cost, save)
-    from hpml_compiler.visualize.growth import growth, what_if
+    from hpml_compiler.visualize import growth
     from hpml_compiler.visualize.terminal import wrapped
 
-    texts = ([growth(cost, name)] if grow or not (sizes or save) else []) + ([what_if(cost, name, **sizes)] if sizes else [])
+    texts = [growth.growth(cost, name)] if grow or not (sizes or save) else []
+    texts += [growth.what_if(cost, name, **sizes)] if sizes else []
     print(wrapped("\n\n".join(texts)), end="\n" if texts else "")
 
 

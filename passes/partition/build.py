@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from passes.costs.terms import Prices
 from passes.graph.layouts import Layout
@@ -14,7 +15,15 @@ from passes.partition.offers import Offers
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.state import StateModel
 from passes.partition.wiring import Wiring
-from passes.solve.problem import Problem
+from passes.solve.problem import Arc, Problem
+
+
+@dataclass
+class Memo:
+    """What problems of one mesh have in common."""
+
+    choices: dict[Hashable, list[GroupChoice]] = field(default_factory=dict)
+    arcs: dict[Hashable, tuple[Arc, ...]] = field(default_factory=dict)
 
 
 class PlacementProblem:
@@ -22,8 +31,8 @@ class PlacementProblem:
 
     `pinned`: entity name -> (input labels, output labels) that its choice must have, as a saved plan states them;
     `stored`: parameter name -> layout that it has already; `rows`: graph inputs handed in split by rows on all axes;
-    `memo`: choices by what they follow from, to share between problems of one mesh; `bucket_bytes`: of gradients that are
-    reduced together (None: as the graph says).
+    `memo`: choices and arcs by what they follow from, to share between problems of one mesh; `bucket_bytes`: of gradients
+    that are reduced together (None: as the graph says).
     """
 
     def __init__(
@@ -38,14 +47,15 @@ class PlacementProblem:
         stored: Mapping[str, Layout] | None = None,
         rows: frozenset[str] = frozenset(),
         pinned: Mapping[str, Pin] | None = None,
-        memo: dict[Hashable, list[GroupChoice]] | None = None,
+        memo: Memo | None = None,
         fold: bool = True,
         merge: bool = True,
         bucket_bytes: float | None = None,
     ):
         self.graph, self.sizes, self.prices, self.state = graph, sizes, prices, state or StateModel()
         self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
-        offers = Offers(graph, sizes, prices, axis_rules, memo)
+        memo = memo or Memo()
+        offers = Offers(graph, sizes, prices, axis_rules, memo.choices)
         self.groups = offers.groups(merge)
         self.saved = graph.saved | {v.index for v in graph.values if v.producer is None and v.name in rows}
         wiring = Wiring(graph, self.groups)
@@ -55,7 +65,7 @@ class PlacementProblem:
         self.entities = Entities(wiring, sizes, prices)
         self.entities.add_groups(names, classes, offers.choices, self.held_inside)
         self.entities.add_inputs(self.state, stored or {}, rows)
-        self.edges = Edges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes)
+        self.edges = Edges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs)
         self.entities.name_apart()
         self.entities.pin(pinned or {})
         self.problem = Problem(

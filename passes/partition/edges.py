@@ -33,10 +33,11 @@ class _End:
 
 class Edges:
     """All edges of a problem. sources: value -> the port that supplies it. reads: (group, value) -> chain to that group.
-    outputs: number of an output of the graph -> chain to it. Copies and outputs are added to `entities`."""
+    outputs: number of an output of the graph -> chain to it. Copies and outputs are added to `entities`. memo: arcs by
+    what they follow from, to share between problems of one mesh."""
 
     def __init__(self, graph: PlacementGraph, entities: Entities, saved: frozenset[int], rows: frozenset[str],
-                 prices: Prices, bucket_bytes: float):
+                 prices: Prices, bucket_bytes: float, memo: dict[Hashable, tuple[Arc, ...]] | None = None):
         self.graph, self.entities, self.saved, self.rows = graph, entities, saved, rows
         self.prices, self.bucket_bytes = prices, bucket_bytes
         self.sources: dict[int, Port] = {}
@@ -45,7 +46,7 @@ class Edges:
         self._numbers: dict[Hashable, int] = {}
         self._found: list[tuple[Port, Port, tuple[Arc, ...], str]] = []
         self._counts: list[int] = []
-        self._arcs: dict[Hashable, tuple[Arc, ...]] = {}
+        self._arcs = {} if memo is None else memo
         outputs_of: dict[int, list[int]] = defaultdict(list)
         for k, (v, _) in enumerate(graph.outputs):
             outputs_of[v].append(k)

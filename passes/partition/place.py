@@ -10,7 +10,7 @@ from passes.graph.decision import Decision
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.axes import axis_rule
-from passes.partition.build import PlacementProblem
+from passes.partition.build import Memo, PlacementProblem
 from passes.partition.decode import decode
 from passes.partition.depth import extrapolate, extrapolate_cost
 from passes.partition.entities import Pin
@@ -66,7 +66,7 @@ def place(
     """
     state = state or StateModel()
     sizes, bucket_bytes = tuple(axes.values()), bucket_bytes_of(graph)
-    memo: dict = {}
+    memo = Memo()
 
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(

@@ -84,7 +84,7 @@ def changes_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...]
     found = []
     for layout in layouts:
         for axis in range(len(sizes)):
-            for target in {x[axis] for x in layouts}:
+            for target in dict.fromkeys(x[axis] for x in layouts):  # in an order that no hash seed changes
                 step = change(value, layout, axis, target, sizes, prices, bucket_bytes)
                 if step is not None and step.target in known:
                     found.append(step)

@@ -30,7 +30,7 @@ class Problem:
 @pytest.mark.parametrize("value", [
     1, "a", None, int, len, (1, ("a", None)), frozenset({1}), FrozenMap({"a": (1, 2)}), Holder(FrozenMap({1: Holder("x")})),
     Holder(Problem()),
-], ids=str)
+], ids=["int", "str", "none", "type", "function", "tuple", "frozenset", "map", "dataclass", "by contract"])
 def test_what_cannot_change_is_frozen(value):
     assert changeable(value) is None
 
