@@ -49,7 +49,9 @@ def test_a_full_disk_under_stdout(folder):
 
 def test_ctrl_c(folder):
     (folder / "endless.py").write_text("import time\nprint('started', flush=True)\ndef f(): time.sleep(60)\n")
-    process = start(folder, "plan", "endless.py:f", stdout=subprocess.PIPE)
+    # A shell has what it starts in the background ignore Ctrl-C, and so everything that these tests start.
+    process = start(folder, "plan", "endless.py:f", stdout=subprocess.PIPE,
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert process.stderr is not None and "started" in process.stderr.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)

@@ -117,10 +117,10 @@ def test_factorize_does_not_depend_on_the_order_of_calls():
     flat = b.call(aten.view.default, V(x), [24, 8])
     y = b.call(aten.mm.default, V(flat), V(w))
     b.call(aten.view.default, V(y), [4, 6, 2, 12])
-    b.finish([])
+    values = b.finish([]).values
     calls = [RuledCall(r, op.inputs, op.outputs) for r, op in zip(b.rules, b.operations)]
-    shapes = [v.spec.shape for v in b.values]
-    assert factorize(shapes, calls) == factorize(shapes, calls[::-1]) == [v.factors for v in b.values]
-    assert b.values[w].factors == ((8,), (2, 12))
+    shapes = [v.spec.shape for v in values]
+    assert factorize(shapes, calls) == factorize(shapes, calls[::-1]) == [v.factors for v in values]
+    assert values[w].factors == ((8,), (2, 12))
     strides = {(place, stride) for letter, place, stride in places_of(calls[0])}
     assert ((flat, 0), 6) in strides and ((flat, 0), 1) in strides  # 24 rows are 4 of 6

@@ -21,7 +21,7 @@ def annotated():
 
 @pytest.mark.parametrize(("target", "kind"), [
     (aten.mm.default, "matmul"), (aten.bmm.default, "matmul"), (aten.convolution.default, "convolution"),
-    (aten._scaled_dot_product_flash_attention_for_cpu.default, "attention"), (aten.embedding.default, "lookup"),
+    (aten._scaled_dot_product_flash_attention_for_cpu.default, "attention"), (aten.embedding.default, "embedding"),
     (aten.permute.default, "view"), (aten.view.default, "view"), (operator.getitem, "view"),
     (aten.gelu.default, "pointwise"), (aten.sum.dim_IntList, "pointwise"),
 ])

@@ -35,9 +35,10 @@ def live_shapes(builder: Builder, live: list[int]) -> list[tuple[int, ...]]:
 
 
 def finish(builder: Builder, owned: list[tuple[int, int]]) -> PlacementGraph:
-    gradients = {g for g, _ in owned}
-    loose = [v.index for v in builder.values if v.producer is not None and not v.users and v.index not in gradients]
-    return builder.finish([*loose, *[(g, p) for g, p in owned if not builder.values[g].users]])
+    inside = {g for g, _ in owned}.union(*(op.inputs for op in builder.operations))
+    loose = [v.index for v in builder.values if v.producer is not None and v.index not in inside]
+    read = {v for op in builder.operations for v in op.inputs}
+    return builder.finish([*loose, *[(g, p) for g, p in owned if g not in read]])
 
 
 def _call(draw, builder: Builder, live: list[int], x: int, owned: list[tuple[int, int]]) -> int:
