@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from passes.costs.base import BUCKET_BYTES
+from passes.costs.terms import REDUCING
 from passes.schedule.program import Program
 from passes.schedule.step_graph import Hop, Leg
 
-REDUCING = ("all_reduce", "reduce_scatter")
 Reduced = Callable[[Leg, int, int, int, str], None]
 """(leg, number of its hop, entry that has reduced it, layer, label)."""
 
