@@ -18,6 +18,7 @@ from passes.costs.prices import Measured
 from passes.errors import BadInput, Infeasible
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
+from passes.graph.placement_graph import PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.partition.decide import ANSWER
 from passes.partition.meshes import Conditions
@@ -42,7 +43,7 @@ class Planned:
 def plan_graph(
     annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
-    shorter: Annotated | None = None, further: int = 0, like: GraphPlan | None = None,
+    shorter: PlacementGraph | None = None, further: int = 0, like: GraphPlan | None = None,
     quick: Measured | None = None,
 ) -> Planned:
     """Try every candidate mesh and keep the cheapest answer.
@@ -56,7 +57,7 @@ def plan_graph(
         capped, options.objective, options.memory_budget, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
         solver=SolverOptions(options.solver, options.time_limit, options.gap, extra=FrozenMap(options.solver_options)),
-        rows=rows, shorter=shorter.graph if shorter else None, further=further,
+        rows=rows, shorter=shorter, further=further,
     )
 
     def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> Planned:

@@ -1,8 +1,9 @@
 """Trace fewer layers than a deep model has: three and four of them tell what each further one adds.
 
-A `ModuleList` of equal modules is cut to its first entries while tracing. Whether the model really repeats itself is
-not taken on trust: the partition problems of both depths must correspond entity by entity and edge by edge
-(`passes.partition.depth`), else the whole model is traced.
+A `ModuleList` of equal modules is cut to its first entries while tracing. Where the middle two of four layers do the same,
+the graph of three is that of four without one of them (`passes.partition.splice`); else three are traced as well. Whether
+the model really repeats itself is not taken on trust: the partition problems of both depths must correspond entity by
+entity and edge by edge (`passes.partition.depth`), else the whole model is traced.
 """
 from __future__ import annotations
 
@@ -39,6 +40,17 @@ def depth(model: nn.Module) -> int | None:
     """Length that all repeated lists share, or None if there are none or they differ."""
     lengths = {len(modules) for _, _, modules in repeated_lists(model)}
     return lengths.pop() if len(lengths) == 1 else None
+
+
+def repeated_paths(model: nn.Module) -> list[str]:
+    """Where the repeated lists are in the model."""
+    paths = {module: path for path, module in model.named_modules()}
+    return [f"{paths[parent]}.{name}".lstrip(".") for parent, name, _ in repeated_lists(model)]
+
+
+def neighbors(model: nn.Module) -> dict[str, str]:
+    """Of every repeated list, the path of the last but one of the layers that are traced, and that of the one before it."""
+    return {f"{path}.{LONG - 2}": f"{path}.{LONG - 3}" for path in repeated_paths(model)}
 
 
 @contextlib.contextmanager

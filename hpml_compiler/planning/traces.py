@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -11,11 +12,13 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
-from hpml_compiler.planning.shorten import LONG, SHORT, depth, repeated_lists, shortened
+from hpml_compiler.planning.shorten import LONG, SHORT, depth, neighbors, repeated_paths, shortened
 from hpml_compiler.plans.plan import Plan
 from passes.graph.annotated import Annotated
+from passes.graph.placement_graph import PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.partition.depth import NotLinear
+from passes.partition.splice import without
 from passes.presets import annotate
 from passes.tracing.trace import Traced, trace
 
@@ -34,21 +37,28 @@ class Traces:
         return [_annotate(traced) for traced in trace(self.model, self.batch, self.options.compiler)]
 
     @cached_property
-    def shortened(self) -> tuple[Annotated, Annotated, int] | None:
+    def shortened(self) -> tuple[PlacementGraph, Annotated, int] | None:
         """Three and four layers of a deep model, and its number of layers; None if that is not worth it."""
         layers = depth(self.model)
         if layers is None or self.options.trace_all_layers or self.options.plan is not None:
             return None
-        traces = []
-        for count in (SHORT, LONG):
-            with shortened(self.model, count):
-                found = trace(self.model, self.batch, self.options.compiler)
-            if len(found) != 1:
+        long = self._cut(LONG)
+        if long is None:
+            return None
+        short = without(long.graph, neighbors(self.model))
+        if short is None:
+            log.info("the layers of the model are not that much alike that one could be left out: tracing fewer, too")
+            traced = self._cut(SHORT)
+            if traced is None:
                 return None
-            traces.append(_annotate(found[0]))
-        short, long = traces
-        long.seconds = {k: long.seconds[k] + short.seconds[k] for k in long.seconds}
+            short, long.seconds = traced.graph, {k: long.seconds[k] + traced.seconds[k] for k in long.seconds}
         return short, long, layers
+
+    def _cut(self, layers: int) -> Annotated | None:
+        """The model with so many layers; None if that is no single graph."""
+        with shortened(self.model, layers):
+            found = trace(self.model, self.batch, self.options.compiler)
+        return _annotate(found[0]) if len(found) == 1 else None
 
 
 def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
@@ -96,22 +106,21 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
 def _with_all_parameters(planned: Planned, model: nn.Module) -> Planned:
     """Parameters of the layers that were not traced are stored as those of the last one that was."""
     known = planned.record.parameters
+    lists = repeated_paths(model)
     complete = {}
     for name, _ in model.named_parameters():
-        template = name if name in known else _of_layer(name, model)
+        template = name if name in known else _of_traced_layer(name, lists)
         if template in known:
             complete[name] = known[template]
     return replace(planned, record=planned.record.model_copy(update={"parameters": {**known, **complete}}))
 
 
-def _of_layer(name: str, model: nn.Module) -> str:
-    for parent, child, modules in repeated_lists(model):
-        for path, module in model.named_modules():
-            if module is parent:
-                prefix = f"{path}.{child}." if path else f"{child}."
-                if name.startswith(prefix):
-                    _, _, rest = name.removeprefix(prefix).partition(".")
-                    return f"{prefix}{min(LONG, len(modules)) - 1}.{rest}"
+def _of_traced_layer(name: str, lists: Sequence[str]) -> str:
+    """The parameter of the last layer that is traced, for one of a layer in one of these lists."""
+    for path in lists:
+        if name.startswith(f"{path}."):
+            _, _, rest = name.removeprefix(f"{path}.").partition(".")
+            return f"{path}.{LONG - 1}.{rest}"
     return name
 
 

@@ -38,6 +38,7 @@ from passes.costs.energy import capped_cluster
 from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
+from passes.graph.placement_graph import PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.bill import bill
@@ -138,14 +139,14 @@ class _Source:
 
 
 def _place(annotated: Annotated, graph: GraphPlan, plan: Plan, prices: MeshPrices, options: Options,
-           shorter: Sequence[Annotated] | None, further: int) -> Placed:
+           shorter: Sequence[PlacementGraph] | None, further: int) -> Placed:
     """The answer that the plan writes down: its decisions pinned, or where it lists a few layers for all, solved again."""
     answer = place(
         annotated.graph, plan.mesh, prices, options=SolverOptions(options.solver, options.time_limit, options.gap),
         state=StateModel(optimizer=float(options.optimizer_states)), stored=annotated.interface.stored,
         budget_bytes=None if shorter is None else options.memory_budget or prices.mesh.device.memory_bytes,
         pinned=None if shorter else {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in graph.decisions.items()},
-        shorter=shorter[0].graph if shorter else None, further=further,
+        shorter=shorter[0] if shorter else None, further=further,
     )
     expected = graph.predicted.step_time_us - graph.predicted.overhead_us
     if not isinstance(answer, Placed) or abs(answer.cost.step_us - expected) > _SAME_PRICE * expected:

@@ -34,6 +34,7 @@ compared without the budget. The others are compared both within the budget and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 from collections import Counter
@@ -143,7 +144,9 @@ def planned(rows: int, logits: bool) -> Model:
         patch.setattr(traces, "plan_graph", listen)
         plan = api.plan(*llama_8b(rows, logits), "8x8:h100-80g", gap=GAP)
     (graph,) = plan.graphs
-    return Model(seen["long"], seen["shorter"], seen["further"], graph)
+    short = copy.copy(seen["long"])
+    short.graph = seen["shorter"]
+    return Model(seen["long"], short, seen["further"], graph)
 
 
 # --- what the schemes fix ---------------------------------------------------------------------------------------------
