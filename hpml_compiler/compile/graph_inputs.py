@@ -17,6 +17,7 @@ from passes import compat
 from passes.graph.annotated import Annotated
 from passes.graph.interface import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
 from passes.graph.layouts import legal
+from passes.machine.axis import device_axes
 from passes.presets import annotate
 
 
@@ -84,14 +85,14 @@ class GraphInputs:
 
     def _viewed_in_other_parts(self, annotated: Annotated) -> list[int]:
         """Positions of placed inputs whose parts this graph cannot use: 18 rows in 2 parts, seen as 3 times 6."""
-        interface, sizes, world = annotated.interface, tuple((self.mesh or {}).values()), dist.get_world_size()
-        found = []
+        interface, found = annotated.interface, []
+        mesh, world = device_axes(self.mesh or {}), device_axes({"world": dist.get_world_size()})
         for value in annotated.graph.values:
             if value.producer is not None or value.name not in interface.positions:
                 continue
             position = interface.positions[value.name]
             rows = position in self.rows
-            layout, axes = (((0, 0),), (world,)) if rows else (interface.stored.get(value.name), sizes)
+            layout, axes = (((0, 0),), world) if rows else (interface.stored.get(value.name), mesh)
             if layout is not None and not legal(value, layout, axes):
                 found.append(position)
         return found

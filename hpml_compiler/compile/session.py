@@ -21,6 +21,7 @@ from passes import compat
 from passes.costs.prices import Measured
 from passes.errors import BadInput
 from passes.graph.layouts import Layout
+from passes.machine.axis import device_axes
 from passes.rules.base import REPLICATE
 from passes.transform.collectives import MeshGroups
 
@@ -71,7 +72,7 @@ class Session:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "every rank is in the mesh"
         return MeshGroups(
-            tuple(axes.values()), tuple(coordinate), tuple(mesh.get_group(name).group_name for name in axes)
+            device_axes(axes), tuple(coordinate), tuple(mesh.get_group(name).group_name for name in axes)
         )
 
 

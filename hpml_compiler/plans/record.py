@@ -107,7 +107,7 @@ def _largest_transient(graph: PlacementGraph, answer: Placed) -> float:
         rows = answer.decision.operations[op.index]
         pairs = [*zip(op.inputs, rows.inputs), *zip(op.outputs, rows.made)]
         largest = max(largest, sum(
-            local_bytes(graph.values[v], p, answer.decision.sizes) for v, p in pairs if v not in answer.problem.saved))
+            local_bytes(graph.values[v], p, answer.decision.axes) for v, p in pairs if v not in answer.problem.saved))
     return largest
 
 
@@ -121,7 +121,7 @@ def _parameters(annotated: Annotated, answer: Placed, listed: Listing) -> dict[s
             found[annotated.interface.names[value.name]] = ParameterPlan(
                 shape=value.spec.shape, dtype=value.spec.dtype, placements=placements(layout),
                 trainable=value.trainable, bytes_whole=value.bytes,
-                bytes_per_device=round(local_bytes(value, layout, answer.decision.sizes)),
+                bytes_per_device=round(local_bytes(value, layout, answer.decision.axes)),
                 gradient=gradients.get(value.name, "") if value.trainable else "",
             )
     return found
@@ -135,7 +135,7 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshP
         for c in groups:
             edge = ((graph.values[v], p) for v, p in boundary(graph, c, answer.decision))
             kernels = group_kernels(graph, [graph.operations[i] for i in c.operations], answer.decision.operations, edge,
-                                    LocalSizes(answer.decision.sizes), prices.keyed)
+                                    LocalSizes(answer.decision.axes), prices.keyed)
             for i in c.operations:
                 op, rows = graph.operations[i], answer.decision.operations[i]
                 found[i] = OperationPlan(
@@ -155,7 +155,7 @@ def _priced_by(graph: PlacementGraph, answer: Placed, op: Operation, kernel: Ker
         "kind": kernel.kind if kernel and kernel.bytes else op.kind if op.heavy else "view",
         "dtype": first.spec.dtype if first else "float32", "flops": kernel.flops if kernel else 0.0,
         "bytes_moved": kernel.bytes if kernel else 0.0,
-        "result_bytes": tuple(round(local_bytes(graph.values[v], p, answer.decision.sizes))
+        "result_bytes": tuple(round(local_bytes(graph.values[v], p, answer.decision.axes))
                               for v, p in zip(op.outputs, at.outputs)),
         "saved": tuple(v in answer.problem.saved for v in op.outputs),
     }
@@ -184,7 +184,7 @@ def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPric
     for i in operations:
         op, rows = graph.operations[i], answer.decision.operations[i]
         steps: dict[int, list[Step]] = {}
-        for v, message in reduction_messages(graph, op, rows, LocalSizes(answer.decision.sizes)):
+        for v, message in reduction_messages(graph, op, rows, LocalSizes(answer.decision.axes)):
             steps.setdefault(v, []).append(_step(message, mesh, prices))
         for v, made, after in zip(op.outputs, rows.made, rows.outputs):
             if v in steps:
@@ -259,7 +259,7 @@ def _steps(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: Placed, 
     steps = []
     for layout, after in itertools.pairwise(layouts):
         (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
-        term = step_term(value, layout, axis, after[axis], LocalSizes(answer.decision.sizes), bucket_bytes)
+        term = step_term(value, layout, axis, after[axis], LocalSizes(answer.decision.axes), bucket_bytes)
         steps.append(_step(term, mesh, prices, axis))
     return tuple(steps)
 

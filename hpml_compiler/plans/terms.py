@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from hpml_compiler.plans.schema import GraphPlan, OperationPlan, ParameterPlan, Step
 from passes.costs.efficiency import ITEM_BYTES
 from passes.costs.terms import Kernel, Message, Prices, Slice, Term, Update, price
+from passes.machine.axis import Axes, device_axes
 
 Part = Literal["compute", "communication", "optimizer"]
 
@@ -19,11 +20,12 @@ def kernel_of(operation: OperationPlan) -> Kernel[float] | None:
     return Kernel(operation.flops, operation.bytes_moved, operation.dtype, operation.kind)
 
 
-def message_of(step: Step, axes: Sequence[str]) -> Message[float] | Slice:
-    """A step of a redistribution; `axes`: names of the mesh axes, in order."""
+def message_of(step: Step, axes: Axes) -> Message[float] | Slice:
+    """A step of a redistribution."""
     if not step.bytes:
         return Slice()
-    return Message(step.collective, axes.index(step.axis), float(step.bytes), tuple(map(float, step.outer)),
+    [number] = [k for k, axis in enumerate(axes) if axis.name == step.axis]
+    return Message(step.collective, number, float(step.bytes), tuple(map(float, step.outer)),
                    step.bucket_bytes)
 
 
@@ -40,7 +42,7 @@ def terms_of(graph: GraphPlan) -> Iterator[tuple[Part, Term[float], int]]:
         kernel = kernel_of(operation)
         if kernel is not None:
             counts["compute", kernel] += graph.runs(operation)
-    axes = list(graph.mesh)
+    axes = device_axes(graph.mesh)
     for move in graph.redistributions:
         for step in move.steps:
             counts["communication", message_of(step, axes)] += move.multiplicity

@@ -11,6 +11,8 @@ from torch.fx import GraphModule
 from passes.graph.layouts import Layout, legal, local_shape
 from passes.graph.operation_key import operation_key
 from passes.graph.placement_graph import Operation, PlacementGraph
+from passes.machine.axis import Axes, Axis
+from passes.machine.mesh import AXIS_NAMES, factorizations
 from passes.rules.base import REPLICATE
 
 MOST_STRATEGIES = 64
@@ -27,11 +29,12 @@ class Variant:
     outputs: tuple[tuple[int, ...], ...]
 
 
-def mesh_sizes(ranks: int) -> list[tuple[int, ...]]:
-    """Sizes of the meshes of one and two axes over that many ranks; no axis for one rank."""
+def mesh_axes(ranks: int) -> list[Axes]:
+    """Those of the meshes of one and two axes over that many ranks; no axis for one rank."""
     if ranks == 1:
         return [()]
-    return [(ranks,), *((a, ranks // a) for a in range(2, ranks) if ranks % a == 0)]
+    shapes = [shape for count in (1, 2) for shape in factorizations(ranks, count)]
+    return [tuple(map(Axis, AXIS_NAMES, shape)) for shape in shapes]
 
 
 def variants(gm: GraphModule, graph: PlacementGraph, ranks: int) -> dict[str, Variant]:
@@ -41,30 +44,30 @@ def variants(gm: GraphModule, graph: PlacementGraph, ranks: int) -> dict[str, Va
     for op in graph.operations:
         if not op.heavy or not op.outputs:
             continue
-        for sizes in mesh_sizes(ranks):
-            for inputs, made in _layouts(op, graph, sizes):
-                key = operation_key(graph, op, inputs, made, sizes)
+        for axes in mesh_axes(ranks):
+            for inputs, made in _layouts(op, graph, axes):
+                key = operation_key(graph, op, inputs, made, axes)
                 if key not in found:
-                    found[key] = _variant(key, nodes[op.name], op, graph, inputs, made, sizes)
+                    found[key] = _variant(key, nodes[op.name], op, graph, inputs, made, axes)
     return found
 
 
-def _layouts(op: Operation, graph: PlacementGraph, sizes: Sequence[int],
+def _layouts(op: Operation, graph: PlacementGraph, axes: Axes,
              ) -> Iterator[tuple[tuple[Layout, ...], tuple[Layout, ...]]]:
-    whole = (REPLICATE,) * len(sizes)
+    whole = (REPLICATE,) * len(axes)
     yield (whole,) * len(op.inputs), (whole,) * len(op.outputs)
-    for combination in itertools.islice(itertools.product(op.strategies, repeat=len(sizes)), MOST_STRATEGIES):
+    for combination in itertools.islice(itertools.product(op.strategies, repeat=len(axes)), MOST_STRATEGIES):
         if not combination:
             continue
         inputs = tuple(zip(*(s.inputs for s in combination)))
         made = tuple(zip(*(s.outputs for s in combination)))
-        if all(legal(graph.values[v], p, tuple(sizes)) for v, p in zip((*op.inputs, *op.outputs), inputs + made)):
+        if all(legal(graph.values[v], p, axes) for v, p in zip((*op.inputs, *op.outputs), inputs + made)):
             yield inputs, made
 
 
 def _variant(key: str, node: fx.Node, op: Operation, graph: PlacementGraph, inputs: Sequence[Layout],
-             made: Sequence[Layout], sizes: Sequence[int]) -> Variant:
+             made: Sequence[Layout], axes: Axes) -> Variant:
     def shapes(values: Sequence[int], layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
-        return tuple(local_shape(graph.values[v], p, sizes) for v, p in zip(values, layouts))
+        return tuple(local_shape(graph.values[v], p, axes) for v, p in zip(values, layouts))
 
     return Variant(key, node, shapes(op.inputs, inputs), shapes(op.outputs, made))

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from hpml_compiler.plans.schema import GraphPlan, Redistribution, Shape
 from passes.graph.phase import BACKWARD, FORWARD
+from passes.machine.axis import Axes, device_axes
 from passes.rules.view_names import VIEWS, view_name
 from passes.schedule.step_graph import Call, returned_gradients, with_gradients
 
@@ -19,9 +20,9 @@ def itemsize(dtype: str) -> int:
     return int(digits) // 8 if digits else 4
 
 
-def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], mesh: dict[str, int]) -> float:
+def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], axes: Axes) -> float:
     """Bytes on one rank of a value of that whole shape."""
-    shards = math.prod(size for size, place in zip(mesh.values(), placements) if place.startswith("S"))
+    shards = math.prod(axis.size for axis, place in zip(axes, placements) if place.startswith("S"))
     return math.prod(shape) * itemsize(dtype) / shards
 
 
@@ -29,7 +30,7 @@ class LocalView:
     """Look-ups in the plan of one graph."""
 
     def __init__(self, graph: GraphPlan):
-        self.graph = graph
+        self.graph, self.axes = graph, device_axes(graph.mesh)
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
@@ -71,7 +72,7 @@ class LocalView:
         """Bytes of a parameter or of an operation's results on one rank; 0 for other arguments."""
         if name in self.graph.parameters:
             parameter = self.graph.parameters[name]
-            return placed_bytes(parameter.shape, parameter.dtype, placements, self.graph.mesh)
+            return placed_bytes(parameter.shape, parameter.dtype, placements, self.axes)
         operation = self.graph.operations.get(name)
         return float(sum(operation.result_bytes)) if operation else 0.0
 

@@ -39,7 +39,7 @@ class Repriced:
     """The terms of the plan (`hpml_compiler.plans.terms`) at the prices of a mesh, whatever the plan itself predicts."""
 
     def __init__(self, graph: GraphPlan, prices: MeshPrices):
-        self.graph, self.prices, self.view, self.axes = graph, prices, LocalView(graph), list(graph.mesh)
+        self.graph, self.prices, self.view = graph, prices, LocalView(graph)
 
     def operation_us(self, name: str, part: float = 1.0) -> float:
         """The operations of a fused kernel are priced with the one that carries its bytes."""
@@ -60,7 +60,7 @@ class Repriced:
 
     def _message(self, move: Redistribution, step: Step, part: float) -> Message[float] | Slice:
         """Of gradients and of what comes of parameters alone, always all bytes."""
-        term = message_of(step, self.axes)
+        term = message_of(step, self.view.axes)
         if part == 1.0 or isinstance(term, Slice) or self.view.is_gradient(move) or move.value in self.view.fixed:
             return term
         return replace(term, bytes=term.bytes * part)

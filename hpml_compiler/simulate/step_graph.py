@@ -44,7 +44,7 @@ def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float)
         target=move.target,
         hops=tuple(Hop(step.collective, step.axis, step.bytes, prices.step_us(move, step, part),
                        prices.link_j(move, step, part)) for step in move.steps),
-        result_bytes=placed_bytes(move.shape, move.dtype, move.target, view.graph.mesh) * share,
+        result_bytes=placed_bytes(move.shape, move.dtype, move.target, view.axes) * share,
         dtype=move.dtype,
         gradient=gradient,
         multiplicity=move.multiplicity,

@@ -142,7 +142,8 @@ def _place(annotated: Annotated, graph: GraphPlan, plan: Plan, prices: MeshPrice
            shorter: Sequence[PlacementGraph] | None, further: int) -> Placed:
     """The answer that the plan writes down: its decisions pinned, or where it lists a few layers for all, solved again."""
     answer = place(
-        annotated.graph, plan.mesh, prices, options=SolverOptions(options.solver, options.time_limit, options.gap),
+        annotated.graph, prices.mesh.layout_axes, prices,
+        options=SolverOptions(options.solver, options.time_limit, options.gap),
         state=StateModel(optimizer=float(options.optimizer_states)), stored=annotated.interface.stored,
         budget_bytes=None if shorter is None else options.memory_budget or prices.mesh.device.memory_bytes,
         pinned=None if shorter else {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in graph.decisions.items()},

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from passes.graph.layouts import Layout
 from passes.graph.phase import Phase
+from passes.machine.axis import Axes
 from passes.records import FrozenMap
 
 
@@ -57,9 +58,9 @@ class Leg:
 
 @dataclass(frozen=True, repr=False)
 class Decision:
-    """`sizes`: of the mesh axes. Keys are indices into the `PlacementGraph`."""
+    """`axes`: those that layouts are over. Keys are indices into the `PlacementGraph`."""
 
-    sizes: tuple[int, ...]
+    axes: Axes
     inputs: FrozenMap[int, Layout]
     """Graph input -> layout in which the runtime hands it in."""
     operations: FrozenMap[int, OperationLayouts]
@@ -71,4 +72,4 @@ class Decision:
     """(value, phase) -> layout of the copy of which several readers make theirs."""
 
     def __repr__(self) -> str:
-        return f"Decision(sizes={self.sizes}, {len(self.operations)} operations)"
+        return f"Decision({dict((axis.name, axis.size) for axis in self.axes)}, {len(self.operations)} operations)"

@@ -1,13 +1,12 @@
-"""Layouts: the placement of a value on every mesh axis, and what one rank then holds."""
+"""Layouts: the placement of a value on every axis, and what one rank then holds."""
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from passes.graph.placement_graph import Value
+from passes.machine.axis import Axes
 from passes.rules.base import Placement, format_placement, parse_placement
 
 Layout = tuple[Placement, ...]
-"""One placement per mesh axis. Where several axes split one factor, earlier axes are the outer ones, as in DTensor."""
+"""One placement per axis. Where several axes split one factor, earlier axes are the outer ones, as in DTensor."""
 
 
 def format_layout(layout: Layout) -> str:
@@ -19,28 +18,28 @@ def parse_layout(text: str) -> Layout:
     return tuple(parse_placement(t) for t in text.split(",")) if text else ()
 
 
-def legal(value: Value, layout: Layout, sizes: tuple[int, ...]) -> bool:
+def legal(value: Value, layout: Layout, axes: Axes) -> bool:
     """Whether every split factor divides by the axes that split it."""
     split: dict[tuple[int, int], int] = {}
-    for p, n in zip(layout, sizes):
+    for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
-            split[p] = split.get(p, 1) * n
+            split[p] = split.get(p, 1) * axis.size
     return all(value.factors[d][k] % n == 0 for (d, k), n in split.items())
 
 
-def local_shape(value: Value, layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
+def local_shape(value: Value, layout: Layout, axes: Axes) -> tuple[int, ...]:
     """Shape of the part of a value that one rank holds, in a layout that is `legal`."""
     shape = list(value.spec.shape)
-    for p, n in zip(layout, sizes):
+    for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
-            shape[p[0]] //= n
+            shape[p[0]] //= axis.size
     return tuple(shape)
 
 
-def local_bytes(value: Value, layout: Layout, sizes: tuple[int, ...]) -> float:
+def local_bytes(value: Value, layout: Layout, axes: Axes) -> float:
     """Bytes that one rank holds."""
     share = 1
-    for p, n in zip(layout, sizes):
+    for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
-            share *= n
+            share *= axis.size
     return value.bytes / share

@@ -8,6 +8,7 @@ from itertools import islice
 from math import prod
 
 from passes.errors import BadInput
+from passes.machine.axis import Axes, Axis
 from passes.machine.cluster import Cluster
 from passes.machine.device import Device, Link
 from passes.machine.link import BOARD_J_PER_BYTE, SYSTEM_J_PER_BYTE
@@ -81,6 +82,11 @@ class Mesh:
     def size(self) -> int:
         """Devices in all; 1 for a mesh without axes."""
         return prod(self.shape)
+
+    @property
+    def layout_axes(self) -> Axes:
+        """The axes as layouts are over them, whatever they cost."""
+        return tuple(Axis(axis.name, axis.size) for axis in self.axes)
 
     def axis(self, name: str) -> MeshAxis:
         """The axis of that name; raises KeyError."""

@@ -7,17 +7,18 @@ is by their weights where they have any (Shoeybi et al., "Megatron-LM", 2019); s
 from __future__ import annotations
 
 from passes.graph.placement_graph import Operation, PlacementGraph
+from passes.machine.axis import Axis
 from passes.partition.choices import AxisRule
 from passes.rules.base import Strategy
 
 FORCED = ("matmul", "attention", "convolution")
 
 
-def axis_rule(name: str, size: int, graph: PlacementGraph) -> AxisRule:
+def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
     """Which strategies of an operation an axis allows."""
-    if name not in ("dp", "tp"):
+    if axis.name not in ("dp", "tp"):
         return lambda op, strategy: True
-    wanted = name == "dp"
+    wanted = axis.name == "dp"
     weights = set() if wanted else _weights(graph) | _gradients(graph)
 
     def fits(op: Operation, strategy: Strategy) -> bool:
@@ -29,7 +30,7 @@ def axis_rule(name: str, size: int, graph: PlacementGraph) -> AxisRule:
 
     def divides(op: Operation, strategy: Strategy) -> bool:
         return all(
-            graph.values[v].factors[placement[0]][placement[1]] % size == 0
+            graph.values[v].factors[placement[0]][placement[1]] % axis.size == 0
             for v, placement in zip((*op.inputs, *op.outputs), strategy.inputs + strategy.outputs)
             if isinstance(placement, tuple)
         )

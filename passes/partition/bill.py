@@ -33,9 +33,9 @@ from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.reprice import boundary
 from passes.partition.state import StateModel
 
-Axes = tuple[int, ...]
+AxisNumbers = tuple[int, ...]
 """Numbers of the mesh axes that divide a size, ascending."""
-Quantity = tuple[tuple[tuple[Axes, Powers], Fraction], ...]
+Quantity = tuple[tuple[tuple[AxisNumbers, Powers], Fraction], ...]
 """Coefficients of the products of powers of input sizes, over the product of axes."""
 PARTS = ("compute", "communication", "optimizer")
 HELD = ("parameters", "gradients", "optimizer", "activations")
@@ -66,7 +66,7 @@ class Limit:
     """The size `factor` must divide by the product of `axes`: it is a factor of a dim of the value `name`."""
 
     factor: Polynomial
-    axes: Axes
+    axes: AxisNumbers
     name: str
 
 
@@ -145,9 +145,9 @@ class _Walk:
 
     def kernel(self, op: Operation) -> Kernel[Quantity]:
         """A heavy operation; where it was measured, its factor is what that was over the model's price."""
-        rows, sizes = self.decision.operations[op.index], self.decision.sizes
-        key = operation_key(self.graph, op, rows.inputs, rows.made, sizes) if self.prices.keyed else ""
-        keyed = operation_kernel(self.graph, op, rows, LocalSizes(sizes), key)
+        rows, axes = self.decision.operations[op.index], self.decision.axes
+        key = operation_key(self.graph, op, rows.inputs, rows.made, axes) if self.prices.keyed else ""
+        keyed = operation_kernel(self.graph, op, rows, LocalSizes(axes), key)
         modeled = price(replace(keyed, key=""), self.prices)
         factor = price(keyed, self.prices) / modeled if modeled else 1.0
         return replace(operation_kernel(self.graph, op, rows, self.sizes), factor=factor)
@@ -210,8 +210,8 @@ class _Walk:
                 self.charges[entity, "optimizer", update(value, layout, self.sizes)] += weight
 
 
-def _total(parts: Iterable[tuple[Axes, Polynomial]]) -> Quantity:
-    sums: dict[tuple[Axes, Powers], Fraction] = {}
+def _total(parts: Iterable[tuple[AxisNumbers, Polynomial]]) -> Quantity:
+    sums: dict[tuple[AxisNumbers, Powers], Fraction] = {}
     for axes, size in parts:
         for powers, factor in size:
             sums[axes, powers] = sums.get((axes, powers), Fraction(0)) + factor

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from passes.costs.terms import Prices
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
+from passes.machine.axis import Axes
+from passes.partition.axes import axis_rule
 from passes.partition.choices import AxisRule, GroupChoice
 from passes.partition.edges import Edges
 from passes.partition.entities import Entities, Pin
@@ -29,19 +31,19 @@ class Memo:
 class PlacementProblem:
     """Builds `problem` on construction; `decode` turns its solution into a decision.
 
-    `pinned`: entity name -> (input labels, output labels) that its choice must have, as a saved plan states them;
-    `stored`: parameter name -> layout that it has already; `rows`: graph inputs handed in split by rows on all axes;
-    `memo`: choices and arcs by what they follow from, to share between problems of one mesh; `bucket_bytes`: of gradients
-    that are reduced together (None: as the graph says).
+    `rules`: what each axis allows (None: what its name says); `pinned`: entity name -> (input labels, output labels) that
+    its choice must have, as a saved plan states them; `stored`: parameter name -> layout that it has already; `rows`: graph
+    inputs handed in split by rows on all axes; `memo`: choices and arcs by what they follow from, to share between problems
+    of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says).
     """
 
     def __init__(
         self,
         graph: PlacementGraph,
-        sizes: tuple[int, ...],
+        axes: Axes,
         prices: Prices,
-        axis_rules: Sequence[AxisRule],
         *,
+        rules: Sequence[AxisRule] | None = None,
         state: StateModel | None = None,
         budget_bytes: float | None = None,
         stored: Mapping[str, Layout] | None = None,
@@ -52,17 +54,18 @@ class PlacementProblem:
         merge: bool = True,
         bucket_bytes: float | None = None,
     ):
-        self.graph, self.sizes, self.prices, self.state = graph, sizes, prices, state or StateModel()
+        self.graph, self.axes, self.prices, self.state = graph, axes, prices, state or StateModel()
         self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
         memo = memo or Memo()
-        offers = Offers(graph, sizes, prices, axis_rules, memo.choices)
+        rules = [axis_rule(axis, graph) for axis in axes] if rules is None else rules
+        offers = Offers(graph, axes, prices, rules, memo.choices)
         self.groups = offers.groups(merge)
         self.saved = graph.saved | {v.index for v in graph.values if v.producer is None and v.name in rows}
         wiring = Wiring(graph, self.groups)
         self.held_inside = [wiring.held_inside(group, self.saved) for group in self.groups]
         marks = [(held, offers.allowed(group)) for group, held in zip(self.groups, self.held_inside)]
         classes, names = classes_of(self.groups, graph, fold, marks)
-        self.entities = Entities(wiring, sizes, prices)
+        self.entities = Entities(wiring, axes, prices)
         self.entities.add_groups(names, classes, offers.choices, self.held_inside)
         self.entities.add_inputs(self.state, stored or {}, rows)
         self.edges = Edges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs)

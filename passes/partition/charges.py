@@ -13,6 +13,7 @@ from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.operation_key import operation_key
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.machine.axis import Axes
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement
 
 N = TypeVar("N")
@@ -36,19 +37,19 @@ class Sizes(Protocol[Size]):
 
 
 class LocalSizes:
-    """Sizes as numbers, on a mesh with axes of `sizes`."""
+    """Sizes as numbers, on these axes."""
 
-    def __init__(self, sizes: tuple[int, ...]):
-        self.sizes = sizes
+    def __init__(self, axes: Axes):
+        self.axes = axes
 
     def bytes(self, parts: Iterable[tuple[Value, Layout]]) -> float:
-        return sum(local_bytes(value, layout, self.sizes) for value, layout in parts)
+        return sum(local_bytes(value, layout, self.axes) for value, layout in parts)
 
     def elements(self, value: Value, layout: Layout) -> float:
-        return local_bytes(value, layout, self.sizes) / value.spec.itemsize
+        return local_bytes(value, layout, self.axes) / value.spec.itemsize
 
     def flops(self, op: Operation, rows: OperationLayouts) -> float:
-        return op.flops * operation_share(rows, self.sizes)
+        return op.flops * operation_share(rows, self.axes)
 
     def outer(self, value: Value, placement: tuple[int, int]) -> float:
         dim, factor = placement
@@ -60,12 +61,12 @@ class LocalSizes:
         return outer
 
 
-def operation_share(row: OperationLayouts, sizes: tuple[int, ...]) -> float:
+def operation_share(row: OperationLayouts, axes: Axes) -> float:
     """Fraction of the whole operation's work that one device does."""
     share = 1.0
-    for axis, n in enumerate(sizes):
-        if any(isinstance(layout[axis], tuple) for layout in (*row.inputs, *row.made)):
-            share /= n
+    for k, axis in enumerate(axes):
+        if any(isinstance(layout[k], tuple) for layout in (*row.inputs, *row.made)):
+            share /= axis.size
     return share
 
 
@@ -101,7 +102,7 @@ def group_kernels(graph: PlacementGraph, operations: Sequence[Operation], layout
     for op in operations:
         if op.heavy:
             rows = layouts[op.index]
-            key = operation_key(graph, op, rows.inputs, rows.made, sizes.sizes) if keyed else ""
+            key = operation_key(graph, op, rows.inputs, rows.made, sizes.axes) if keyed else ""
             found[op.index] = operation_kernel(graph, op, rows, sizes, key)
     return found
 

@@ -9,6 +9,7 @@ from passes.costs.terms import Prices, copy, price
 from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.machine.axis import Axes
 from passes.partition.charges import LocalSizes, group_terms
 from passes.partition.groups import Group
 from passes.partition.joint import Joint, join
@@ -28,23 +29,22 @@ AxisRule = Callable[[Operation, Strategy], bool]
 
 
 def group_choices(
-    group: Group, graph: PlacementGraph, sizes: tuple[int, ...], prices: Prices, rules: Sequence[AxisRule]
+    group: Group, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule]
 ) -> list[GroupChoice]:
-    """All choices on a mesh of `sizes`, the cheapest for each boundary, in a fixed order."""
+    """All choices on these axes, the cheapest for each boundary, in a fixed order."""
     us_per_byte = copy(1e9, prices) / 1e9
     us_per_flop = prices.kernel(1e12, 0.0, "float32", "matmul") / 1e12
     joints: list[list[Joint]] = []
-    for axis, size in enumerate(sizes):
+    for k, axis in enumerate(axes):
         joints.append(join(
-            group, graph, size, lambda b, axis=axis: prices.collective("all_reduce", axis, b),
-            us_per_byte, us_per_flop, rules[axis],
+            group, graph, axis.size, lambda b, k=k: prices.collective("all_reduce", k, b), us_per_byte, us_per_flop, rules[k],
         ))
     operations = [graph.operations[i] for i in group.operations]
-    local = LocalSizes(sizes)
+    local = LocalSizes(axes)
     best: dict[tuple, GroupChoice] = {}
     for combination in itertools.product(*joints):
         layouts = _layouts(operations, combination)
-        if not _fits(operations, layouts, graph, sizes):
+        if not _fits(operations, layouts, graph, axes):
             continue
         inputs = tuple(tuple(j.inputs[k] for j in combination) for k in range(len(group.inputs)))
         outputs = tuple(tuple(j.outputs[k] for j in combination) for k in range(len(group.outputs)))
@@ -72,12 +72,12 @@ def _layouts(operations: Sequence[Operation], combination: Sequence[Joint]) -> t
     return tuple(rows)
 
 
-def slices(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...]) -> list[Layout] | None:
+def slices(value: Value, source: Layout, target: Layout, axes: Axes) -> list[Layout] | None:
     """Layouts on the way from `source` to `target` where only replicated axes get split, outer axes first."""
     way, layout = [], source
-    for axis in range(len(sizes)):
+    for axis in range(len(axes)):
         if layout[axis] != target[axis]:
-            after = after_step(value, layout, axis, target[axis], sizes) if layout[axis] == REPLICATE else None
+            after = after_step(value, layout, axis, target[axis], axes) if layout[axis] == REPLICATE else None
             if after is None:
                 return None
             layout = after
@@ -85,30 +85,30 @@ def slices(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...])
     return way
 
 
-def _fits(operations, layouts, graph, sizes) -> bool:
-    if len(sizes) < 2:
+def _fits(operations, layouts, graph, axes) -> bool:
+    if len(axes) < 2:
         return True
     known: dict[int, Layout] = {}
     for op, row in zip(operations, layouts):
         for v, wanted in zip(op.inputs, row.inputs):
-            if not _divisible(graph.values[v], wanted, sizes):
+            if not _divisible(graph.values[v], wanted, axes):
                 return False
             have = known.setdefault(v, wanted)
-            if have != wanted and slices(graph.values[v], have, wanted, sizes) is None:
+            if have != wanted and slices(graph.values[v], have, wanted, axes) is None:
                 return False
         for v, made, after in zip(op.outputs, row.made, row.outputs):
-            if not _divisible(graph.values[v], made, sizes):
+            if not _divisible(graph.values[v], made, axes):
                 return False
             known[v] = after
     return True
 
 
-def _divisible(value, layout: Layout, sizes: tuple[int, ...]) -> bool:
+def _divisible(value, layout: Layout, axes: Axes) -> bool:
     first = layout[0]
     if not isinstance(first, tuple) or first not in layout[1:]:
         return True  # one axis alone was checked when joining
     total = 1
-    for p, n in zip(layout, sizes):
+    for p, axis in zip(layout, axes):
         if p == first:
-            total *= n
+            total *= axis.size
     return value.factors[first[0]][first[1]] % total == 0

@@ -35,14 +35,14 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
             operations[index] = row
             for position, (v, wanted) in enumerate(zip(op.inputs, row.inputs)):
                 route = arrived[v] if v in arrived else Route(v, inside[v])
-                rest = slices(graph.values[v], route.target, wanted, built.sizes)
+                rest = slices(graph.values[v], route.target, wanted, built.axes)
                 assert rest is not None, (op.name, route.target, wanted)
                 hops = route.hops + tuple(Hop(layout, op.phase) for layout in rest)
                 routes[index, position] = Route(v, route.source, hops)
             inside.update(zip(op.outputs, row.outputs))
     inputs = {v: _supplied(built, (number, 0), solution) for v, number in entities.of_input.items()}
     outputs = tuple(_route(v, source[v], edges.outputs[k], solution) for k, (v, _) in enumerate(graph.outputs))
-    return Decision(built.sizes, FrozenMap(inputs), FrozenMap(operations), FrozenMap(routes), outputs,
+    return Decision(built.axes, FrozenMap(inputs), FrozenMap(operations), FrozenMap(routes), outputs,
                     FrozenMap(_copies(built, solution)))
 
 

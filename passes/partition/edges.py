@@ -127,5 +127,5 @@ class Edges:
         if key not in self._arcs:
             self._arcs[key] = tuple(
                 Arc(format_layout(s.source), format_layout(s.target), s.cost)
-                for s in changes_between(value, ends, entities.sizes, self.prices, bucket_bytes))
+                for s in changes_between(value, ends, entities.axes, self.prices, bucket_bytes))
         return self._arcs[key]

@@ -12,6 +12,7 @@ from passes.errors import BadInput
 from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout, format_layout, legal, local_bytes
 from passes.graph.placement_graph import Value
+from passes.machine.axis import Axes
 from passes.partition.charges import LocalSizes, update
 from passes.partition.choices import GroupChoice
 from passes.partition.folding import value_signature
@@ -62,7 +63,7 @@ class Entities:
     group's index. of_input: by the value's index."""
 
     wiring: Wiring
-    sizes: tuple[int, ...]
+    axes: Axes
     prices: Prices
     drafts: list[Draft] = field(default_factory=list)
     of_group: list[int] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Entities:
 
     @property
     def whole(self) -> Layout:
-        return (REPLICATE,) * len(self.sizes)
+        return (REPLICATE,) * len(self.axes)
 
     def layouts_supplied(self, port: Port) -> list[Layout]:
         entity, k = port
@@ -101,7 +102,7 @@ class Entities:
             return Draft(name, "operations", [
                 option(
                     c.cost_us,
-                    sum(local_bytes(value, c.operations[k].outputs[port], self.sizes) for k, port, value in made),
+                    sum(local_bytes(value, c.operations[k].outputs[port], self.axes) for k, port, value in made),
                     c.inputs, c.outputs, c.operations,
                 ) for c in choices(group)
             ])
@@ -117,7 +118,7 @@ class Entities:
             if value.kind == "parameter":
                 self._add_parameter(value, state, stored.get(value.name))
             else:
-                layout = ((0, 0),) * len(self.sizes) if value.name in rows else self.whole
+                layout = ((0, 0),) * len(self.axes) if value.name in rows else self.whole
                 self.of_input[value.index] = self._count(("input", value.index), lambda value=value, layout=layout: Draft(
                     value.name, "input", [option(0.0, 0.0, (), (layout,))]))
 
@@ -146,13 +147,13 @@ class Entities:
             layouts = [stored]
         else:
             dims = [(d, 0) for d in range(len(value.spec.shape)) if value.factors[d]]
-            per_axis = [[REPLICATE, *dims]] * len(self.sizes)
-            layouts = [p for p in itertools.product(*per_axis) if legal(value, p, self.sizes)]
+            per_axis = [[REPLICATE, *dims]] * len(self.axes)
+            layouts = [p for p in itertools.product(*per_axis) if legal(value, p, self.axes)]
         held = 1.0 + (state.gradient + state.optimizer if trained else 0.0)
         rows = []
         for p in layouts:
-            local = local_bytes(value, p, self.sizes)
-            cost = price(update(value, p, LocalSizes(self.sizes)), self.prices) if trained else 0.0
+            local = local_bytes(value, p, self.axes)
+            cost = price(update(value, p, LocalSizes(self.axes)), self.prices) if trained else 0.0
             rows.append((p, cost, local * held))
         return rows
 
@@ -168,7 +169,7 @@ class Entities:
             demanded = (layout for reader in readers for layout in self.layouts_demanded(reader))
             layouts = dict.fromkeys([*self.layouts_supplied(source), *demanded, self.whole])
             return Draft(f"{role}:{value.name}", role, [
-                option(0.0, local_bytes(value, p, self.sizes) if held else 0.0, (p,), (p,)) for p in layouts])
+                option(0.0, local_bytes(value, p, self.axes) if held else 0.0, (p,), (p,)) for p in layouts])
 
         return self._count((role, source, tuple(readers), value_signature(value), held), make)
 

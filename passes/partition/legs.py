@@ -77,7 +77,7 @@ class Legs:
 
     def _outputs(self) -> None:
         for (v, parameter), route in zip(self.graph.outputs, self.decision.outputs, strict=True):
-            whole = (REPLICATE,) * len(self.decision.sizes)
+            whole = (REPLICATE,) * len(self.decision.axes)
             self._check(route, v, whole if parameter is None else self.decision.inputs[parameter])
             self._readers[v].append(_Reader(route, self._made_in[v], parameter is not None))
 

@@ -104,7 +104,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
         prices, others = minimized_first(conditions.prices(mesh), mesh, conditions.objective)
         try:
             answer = place(
-                graph, dict(zip(mesh.names, mesh.shape)), prices, other_prices=others,
+                graph, mesh.layout_axes, prices, other_prices=others,
                 options=replace(conditions.solver, time_limit_s=max(0.7 * left, 1.0)),
                 state=StateModel(optimizer=float(conditions.optimizer_states)), budget_bytes=conditions.budget,
                 stored=stored, rows=conditions.rows, pinned=pinned,

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 
 from passes.costs.terms import Prices
 from passes.graph.placement_graph import PlacementGraph
+from passes.machine.axis import Axes
 from passes.partition.choices import AxisRule, GroupChoice, group_choices
 from passes.partition.folding import group_signature
 from passes.partition.groups import Group, groups_of
@@ -14,9 +15,9 @@ from passes.rules.base import PARTIAL, PARTIAL_MAX
 class Offers:
     """memo: choices by what they follow from, to share between problems of one mesh."""
 
-    def __init__(self, graph: PlacementGraph, sizes: tuple[int, ...], prices: Prices, axis_rules: Sequence[AxisRule],
+    def __init__(self, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule],
                  memo: dict[Hashable, list[GroupChoice]] | None = None):
-        self.graph, self.sizes, self.prices, self.axis_rules = graph, sizes, prices, axis_rules
+        self.graph, self.axes, self.prices, self.rules = graph, axes, prices, rules
         self._memo = {} if memo is None else memo
 
     def groups(self, merge: bool) -> list[Group]:
@@ -36,10 +37,10 @@ class Offers:
     def choices(self, group: Group) -> list[GroupChoice]:
         key = (group_signature(group, self.graph), self.allowed(group))
         if key not in self._memo:
-            self._memo[key] = group_choices(group, self.graph, self.sizes, self.prices, self.axis_rules)
+            self._memo[key] = group_choices(group, self.graph, self.axes, self.prices, self.rules)
         return self._memo[key]
 
     def allowed(self, group: Group) -> tuple[bool, ...]:
         """What the axes allow of its operations. Equal groups may differ in that: one reads a weight, the other does not."""
         operations = [self.graph.operations[i] for i in group.operations]
-        return tuple(rule(op, s) for rule in self.axis_rules for op in operations for s in op.strategies)
+        return tuple(rule(op, s) for rule in self.rules for op in operations for s in op.strategies)

@@ -9,7 +9,7 @@ from passes.costs.terms import Prices
 from passes.graph.decision import Decision
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
-from passes.partition.axes import axis_rule
+from passes.machine.axis import Axes
 from passes.partition.build import Memo, PlacementProblem
 from passes.partition.decode import decode
 from passes.partition.depth import extrapolate, extrapolate_cost
@@ -43,7 +43,7 @@ class Placed:
 
 def place(
     graph: PlacementGraph,
-    axes: Mapping[str, int],
+    axes: Axes,
     prices: Prices,
     *,
     options: SolverOptions | None = None,
@@ -65,14 +65,12 @@ def place(
     too. Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
     """
     state = state or StateModel()
-    sizes, bucket_bytes = tuple(axes.values()), bucket_bytes_of(graph)
-    memo = Memo()
+    bucket_bytes, memo = bucket_bytes_of(graph), Memo()
 
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(
-            which, sizes, prices, [axis_rule(name, size, which) for name, size in axes.items()],
-            state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned, memo=memo, fold=fold,
-            bucket_bytes=bucket_bytes,
+            which, axes, prices, state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned,
+            memo=memo, fold=fold, bucket_bytes=bucket_bytes,
         )
 
     def cost_of(problem: PlacementProblem, decision: Decision, prices: Prices) -> Cost:

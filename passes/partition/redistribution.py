@@ -16,6 +16,7 @@ from passes.costs.base import BUCKET_BYTES
 from passes.costs.terms import Message, Prices, Slice, price
 from passes.graph.layouts import Layout, format_layout, legal
 from passes.graph.placement_graph import PlacementGraph, Value
+from passes.machine.axis import Axes
 from passes.partition.charges import LocalSizes, collective, step_term
 from passes.rules.base import REPLICATE, Placement
 
@@ -36,7 +37,7 @@ class Change:
         return self.term.collective if isinstance(self.term, Message) else "slice"
 
 
-def after_step(value: Value, layout: Layout, axis: int, target: Placement, sizes: tuple[int, ...]) -> Layout | None:
+def after_step(value: Value, layout: Layout, axis: int, target: Placement, axes: Axes) -> Layout | None:
     """The layout once `axis` of `layout` has gone to `target`, or None if no single collective does that."""
     source = layout[axis]
     if source == target or collective(source, target) is None:
@@ -44,19 +45,19 @@ def after_step(value: Value, layout: Layout, axis: int, target: Placement, sizes
     if any(p in (source, target) and isinstance(p, tuple) for p in layout[axis + 1 :]):
         return None
     after = (*layout[:axis], target, *layout[axis + 1 :])
-    return after if legal(value, after, sizes) else None
+    return after if legal(value, after, axes) else None
 
 
-def change(value: Value, layout: Layout, axis: int, target: Placement, sizes: tuple[int, ...], prices: Prices,
+def change(value: Value, layout: Layout, axis: int, target: Placement, axes: Axes, prices: Prices,
            bucket_bytes: float = 0.0) -> Change | None:
     """The step that takes `axis` of `layout` to `target`, or None if it is not legal.
 
     bucket_bytes: for the gradient of a parameter, the bytes that are reduced together with it (`bucket_bytes_of`).
     """
-    after = after_step(value, layout, axis, target, sizes)
+    after = after_step(value, layout, axis, target, axes)
     if after is None:
         return None
-    term = step_term(value, layout, axis, target, LocalSizes(sizes), bucket_bytes)
+    term = step_term(value, layout, axis, target, LocalSizes(axes), bucket_bytes)
     return Change(layout, after, axis, term, price(term, prices))
 
 
@@ -69,33 +70,33 @@ def bucket_bytes_of(graph: PlacementGraph) -> float:
     return float(min(BUCKET_BYTES, sum(graph.values[p].bytes for p in trained)))
 
 
-def layouts_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...]) -> list[Layout]:
+def layouts_between(value: Value, ends: Iterable[Layout], axes: Axes) -> list[Layout]:
     """Layouts that a redistribution may pass through: on every axis what some end has there, or replicated."""
     ends = list(ends)
-    per_axis = [list(dict.fromkeys([REPLICATE, *(e[a] for e in ends)])) for a in range(len(sizes))]
-    return [layout for layout in itertools.product(*per_axis) if legal(value, layout, sizes)]
+    per_axis = [list(dict.fromkeys([REPLICATE, *(e[a] for e in ends)])) for a in range(len(axes))]
+    return [layout for layout in itertools.product(*per_axis) if legal(value, layout, axes)]
 
 
-def changes_between(value: Value, ends: Iterable[Layout], sizes: tuple[int, ...],
+def changes_between(value: Value, ends: Iterable[Layout], axes: Axes,
                     prices: Prices, bucket_bytes: float = 0.0) -> list[Change]:
     """All single steps between the layouts that `ends` span; see `change`."""
-    layouts = layouts_between(value, ends, sizes)
+    layouts = layouts_between(value, ends, axes)
     known = set(layouts)
     found = []
     for layout in layouts:
-        for axis in range(len(sizes)):
+        for axis in range(len(axes)):
             for target in dict.fromkeys(x[axis] for x in layouts):  # in an order that no hash seed changes
-                step = change(value, layout, axis, target, sizes, prices, bucket_bytes)
+                step = change(value, layout, axis, target, axes, prices, bucket_bytes)
                 if step is not None and step.target in known:
                     found.append(step)
     return found
 
 
-def cheapest_route(value: Value, source: Layout, target: Layout, sizes: tuple[int, ...], prices: Prices,
+def cheapest_route(value: Value, source: Layout, target: Layout, axes: Axes, prices: Prices,
                    extra: Iterable[Layout] = ()) -> tuple[float, list[Change]] | None:
     """Dijkstra over all legal steps; the route of least cost from `source` to `target`, or None."""
     by_source: dict[Layout, list[Change]] = {}
-    for step in changes_between(value, [source, target, *extra], sizes, prices):
+    for step in changes_between(value, [source, target, *extra], axes, prices):
         by_source.setdefault(step.source, []).append(step)
     best: dict[Layout, float] = {source: 0.0}
     came: dict[Layout, Change] = {}

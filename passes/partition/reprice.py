@@ -57,16 +57,16 @@ def boundary(graph: PlacementGraph, c: Group, decision: Decision) -> list[tuple[
 
 class _Walk:
     def __init__(self, graph: PlacementGraph, decision: Decision, prices: Prices, bucket_bytes: float):
-        self.graph, self.decision, self.prices, self.sizes = graph, decision, prices, decision.sizes
+        self.graph, self.decision, self.prices, self.axes = graph, decision, prices, decision.axes
         self.bucket_bytes = bucket_bytes
 
     def local(self, v: int, layout: Layout) -> float:
-        return local_bytes(self.graph.values[v], layout, self.sizes)
+        return local_bytes(self.graph.values[v], layout, self.axes)
 
     def share(self, layouts: Sequence[Layout]) -> float:
         share = 1.0
-        for axis, n in enumerate(self.sizes):
-            share /= n if any(not isinstance(p[axis], str) for p in layouts) else 1
+        for k, axis in enumerate(self.axes):
+            share /= axis.size if any(not isinstance(p[k], str) for p in layouts) else 1
         return share
 
     def operation_us(self, index: int) -> float:
@@ -74,7 +74,7 @@ class _Walk:
         op, rows = self.graph.operations[index], self.decision.operations[index]
         moved = sum(self.local(v, p) for v, p in zip((*op.inputs, *op.outputs), rows.inputs + rows.made))
         flops = op.flops * self.share(rows.inputs + rows.made)
-        key = operation_key(self.graph, op, rows.inputs, rows.made, self.sizes) if self.prices.keyed else ""
+        key = operation_key(self.graph, op, rows.inputs, rows.made, self.axes) if self.prices.keyed else ""
         return self.prices.kernel(flops, moved, self.graph.values[op.outputs[0]].spec.dtype, op.kind, key)
 
     def group_us(self, c: Group) -> float:
@@ -91,7 +91,7 @@ class _Walk:
         return sum(
             self.prices.collective("all_reduce", axis, self.local(v, made))
             for v, made, after in zip(op.outputs, rows.made, rows.outputs)
-            for axis in range(len(self.sizes)) if made[axis] != after[axis]
+            for axis in range(len(self.axes)) if made[axis] != after[axis]
         )
 
     def way_us(self, leg: Leg) -> float:
@@ -119,7 +119,7 @@ class _Walk:
 
     def divides(self, v: int, layout: Layout) -> bool:
         factors = self.graph.values[v].factors
-        return all(factors[p[0]][p[1]] % math.prod(n for other, n in zip(layout, self.sizes) if other == p) == 0
+        return all(factors[p[0]][p[1]] % math.prod(axis.size for other, axis in zip(layout, self.axes) if other == p) == 0
                    for p in layout if not isinstance(p, str))
 
     def in_one_block(self, v: int, dim: int, factor: int) -> bool:

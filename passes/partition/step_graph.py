@@ -24,12 +24,12 @@ from passes.schedule.step_graph import Call, Hop, Leg, StepGraph, with_gradients
 
 def step_graph(
     graph: PlacementGraph, groups: Sequence[Group], held: frozenset[int], decision: Decision, cost: Cost, prices: Prices,
-    axes: Sequence[str], *, blocks: Sequence[str] | None = None, call_us: float = 0.0, name: str = "graph",
+ *, blocks: Sequence[str] | None = None, call_us: float = 0.0, name: str = "graph",
     bucket_bytes: float | None = None,
 ) -> StepGraph:
-    """held: values that forward keeps for backward. cost: of the decision, by the same prices. axes: names of the mesh's.
+    """held: values that forward keeps for backward. cost: of the decision, by the same prices.
     blocks: where each operation is from (None: its repeated block). call_us: of entering forward, or backward."""
-    made = _Maker(graph, groups, held, decision, prices, axes, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
+    made = _Maker(graph, groups, held, decision, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
     calls = made.calls(blocks or [op.block for op in graph.operations])
     training = any(op.phase == BACKWARD for op in graph.operations)
     return StepGraph(
@@ -41,7 +41,7 @@ def step_graph(
         parameter_bytes=cost.parameter_bytes,
         gradient_bytes=cost.gradient_bytes,
         optimizer_bytes=cost.optimizer_bytes,
-        trained_bytes=tuple(local_bytes(graph.values[v], layout, decision.sizes) for v, layout in decision.inputs.items()
+        trained_bytes=tuple(local_bytes(graph.values[v], layout, decision.axes) for v, layout in decision.inputs.items()
                             if graph.values[v].kind == "parameter" and graph.values[v].trainable),
         call_us=call_us,
         optimizer_us=cost.optimizer_us,
@@ -50,9 +50,9 @@ def step_graph(
 
 class _Maker:
     def __init__(self, graph: PlacementGraph, groups: Sequence[Group], held: frozenset[int], decision: Decision,
-                 prices: Prices, axes: Sequence[str], bucket_bytes: float):
+                 prices: Prices, bucket_bytes: float):
         self.graph, self.groups, self.held, self.decision = graph, groups, held, decision
-        self.prices, self.axes, self.bucket_bytes = prices, axes, bucket_bytes
+        self.prices, self.bucket_bytes = prices, bucket_bytes
 
     def calls(self, blocks: Sequence[str]) -> tuple[Call, ...]:
         """Each kernel is carried by one call; those that are fused into it take no time."""
@@ -60,7 +60,7 @@ class _Maker:
         for group in self.groups:
             operations = [self.graph.operations[i] for i in group.operations]
             edge = ((self.graph.values[v], p) for v, p in boundary(self.graph, group, self.decision))
-            kernels = group_kernels(self.graph, operations, self.decision.operations, edge, LocalSizes(self.decision.sizes),
+            kernels = group_kernels(self.graph, operations, self.decision.operations, edge, LocalSizes(self.decision.axes),
                                     self.prices.keyed)
             for op in operations:
                 kernel = kernels.get(op.index)
@@ -108,15 +108,15 @@ class _Maker:
         hops = []
         for layout, after in itertools.pairwise(layouts):
             (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
-            hop = change(value, layout, axis, after[axis], self.decision.sizes, self.prices, bucket_bytes)
+            hop = change(value, layout, axis, after[axis], self.decision.axes, self.prices, bucket_bytes)
             assert hop is not None, f"{value.name} takes an illegal hop from {layout} to {after}"
             nbytes = max(hop.term.bytes, 1.0) if isinstance(hop.term, Message) else 0.0
-            hops.append(Hop(hop.collective, self.axes[axis], nbytes, hop.cost))
+            hops.append(Hop(hop.collective, self.decision.axes[axis].name, nbytes, hop.cost))
         return Leg(self._name(value.index), reader, layouts[0], layouts[-1], tuple(hops),
                     self._bytes(value.index, layouts[-1]), value.spec.dtype, gradient)
 
     def _bytes(self, v: int, layout: Layout) -> float:
-        return local_bytes(self.graph.values[v], layout, self.decision.sizes)
+        return local_bytes(self.graph.values[v], layout, self.decision.axes)
 
     def _name(self, v: int) -> str:
         """Of the call that makes a value, or of the graph's input."""

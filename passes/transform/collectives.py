@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.placement_graph import Value
+from passes.machine.axis import Axes
 from passes.rules.base import PARTIAL_MAX, REPLICATE
 from passes.transform.insert import Inserter
 
@@ -27,26 +28,26 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """This rank's place: per mesh axis its size, this rank's coordinate and the name of its process group."""
+    """This rank's place: the axes of layouts, and on each this rank's coordinate and the name of its process group."""
 
-    sizes: tuple[int, ...]
+    axes: Axes
     coordinates: tuple[int, ...]
     names: tuple[str, ...]
 
 
-def local_factors(value: Value, layout: Layout, sizes: Sequence[int]) -> list[list[int]]:
+def local_factors(value: Value, layout: Layout, axes: Axes) -> list[list[int]]:
     """Sizes of the factors of every dim as one rank holds them; a dim of size 1 has none."""
     rows = [list(f) for f in value.factors]
-    for p, n in zip(layout, sizes):
+    for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
-            rows[p[0]][p[1]] //= n
+            rows[p[0]][p[1]] //= axis.size
     return rows
 
 
-def around(value: Value, layout: Layout, place: tuple[int, int], sizes: Sequence[int]) -> tuple[int, int]:
+def around(value: Value, layout: Layout, place: tuple[int, int], axes: Axes) -> tuple[int, int]:
     """(elements before, elements from) the factor at `place` in memory order of a local tensor."""
     before = after = 1
-    for d, row in enumerate(local_factors(value, layout, sizes)):
+    for d, row in enumerate(local_factors(value, layout, axes)):
         for k, f in enumerate(row):
             if (d, k) < place:
                 before *= f
@@ -93,13 +94,13 @@ class Redistributor:
         return x if list(x.meta["val"].shape) == list(shape) else reshape(insert, x, shape)
 
     def _slice(self, insert: Inserter, x: Node, value: Value, source: Layout, target: Layout, axis: int) -> Node:
-        n, mine = self.groups.sizes[axis], self.groups.coordinates[axis]
+        n, mine = self.groups.axes[axis].size, self.groups.coordinates[axis]
         dim, factor = target[axis]
-        rows = local_factors(value, source, self.groups.sizes)
+        rows = local_factors(value, source, self.groups.axes)
         outer = 1
         for f in rows[dim][:factor]:
             outer *= f
-        local = local_shape(value, target, self.groups.sizes)
+        local = local_shape(value, target, self.groups.axes)
         if outer == 1:
             return insert(aten.slice.Tensor, x, dim, mine * local[dim], (mine + 1) * local[dim])
         shape = list(x.meta["val"].shape)
@@ -123,28 +124,28 @@ class Redistributor:
         return self._shaped(insert, x, shape)
 
     def _all_gather(self, insert, x, value, source, target, axis) -> Node:
-        n, name = self.groups.sizes[axis], self.groups.names[axis]
-        before, _ = around(value, source, source[axis], self.groups.sizes)
+        n, name = self.groups.axes[axis].size, self.groups.names[axis]
+        before, _ = around(value, source, source[axis], self.groups.axes)
         gathered = self._wait(insert, c10d.all_gather_into_tensor.default, self._packed(insert, x), n, name)
-        return self._from_front(insert, gathered, before, n, local_shape(value, target, self.groups.sizes))
+        return self._from_front(insert, gathered, before, n, local_shape(value, target, self.groups.axes))
 
     def _reduce_scatter(self, insert, x, value, source, target, axis) -> Node:
-        n, name = self.groups.sizes[axis], self.groups.names[axis]
-        before, _ = around(value, source, target[axis], self.groups.sizes)
+        n, name = self.groups.axes[axis].size, self.groups.names[axis]
+        before, _ = around(value, source, target[axis], self.groups.axes)
         front = self._to_front(insert, x, before, n)
         part = self._wait(insert, c10d.reduce_scatter_tensor.default, front, "sum", n, name)
-        return self._shaped(insert, part, local_shape(value, target, self.groups.sizes))
+        return self._shaped(insert, part, local_shape(value, target, self.groups.axes))
 
     def _all_to_all(self, insert, x, value, source, target, axis) -> Node:
-        n, name = self.groups.sizes[axis], self.groups.names[axis]
-        before, _ = around(value, source, target[axis], self.groups.sizes)
+        n, name = self.groups.axes[axis].size, self.groups.names[axis]
+        before, _ = around(value, source, target[axis], self.groups.axes)
         front = self._to_front(insert, x, before, n)
         rows = [1] * n
         received = self._wait(insert, c10d.all_to_all_single.default, front, rows, rows, name)
         # Block r holds rank r's part of the source factor, already cut down in the target factor.
         both = list(source)
         both[axis] = REPLICATE
-        cut = local_factors(value, tuple(both), self.groups.sizes)
+        cut = local_factors(value, tuple(both), self.groups.axes)
         for (dim, factor) in (source[axis], target[axis]):
             cut[dim][factor] //= n
         inside = 1
@@ -152,7 +153,7 @@ class Redistributor:
             for k, f in enumerate(row):
                 if (d, k) < source[axis]:
                     inside *= f
-        return self._from_front(insert, received, inside, n, local_shape(value, target, self.groups.sizes))
+        return self._from_front(insert, received, inside, n, local_shape(value, target, self.groups.axes))
 
 
 def is_collective(target: Any) -> bool:

@@ -133,7 +133,7 @@ class Sharder:
         self.env[node] = new
         insert = _Appender(self.new, node, self.fake_mode)
         paths = [path for path, _ in leaves_of(node.meta.get("val"))]
-        layout = (REPLICATE,) * len(self.groups.sizes)
+        layout = (REPLICATE,) * len(self.groups.axes)
         for v in op.outputs:
             part = new
             for position in paths[self.graph.values[v].port]:
@@ -148,9 +148,9 @@ class Sharder:
         index = self.ports.get((node.name, 0))
         if index is None:
             return
-        layout = self.decision.inputs.get(index, ("R",) * len(self.groups.sizes))
+        layout = self.decision.inputs.get(index, ("R",) * len(self.groups.axes))
         value = self.graph.values[index]
-        shape = local_shape(value, layout, self.groups.sizes)
+        shape = local_shape(value, layout, self.groups.axes)
         old = node.meta["val"]
         if tuple(old.shape) != shape:
             with self.fake_mode:
@@ -200,7 +200,7 @@ class Sharder:
             Local(
                 target=node.target, args=tuple(args), kwargs=kwargs,
                 whole=tuple(v.spec.shape for v in values),
-                local=tuple(local_shape(v, p, self.groups.sizes) for v, p in zip(values, layouts.made)),
+                local=tuple(local_shape(v, p, self.groups.axes) for v, p in zip(values, layouts.made)),
                 rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part),
                 strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
@@ -229,16 +229,16 @@ class Sharder:
         value = self.graph.values[(op.inputs if is_input else op.outputs)[tensor]]
         layout = (layouts.inputs if is_input else layouts.made)[tensor]
         parts, mine = 1, 0
-        for p, n, c in zip(layout, self.groups.sizes, self.groups.coordinates):
+        for p, axis, c in zip(layout, self.groups.axes, self.groups.coordinates):
             if isinstance(p, tuple) and p[0] == dim:
-                parts, mine = parts * n, mine * n + c
+                parts, mine = parts * axis.size, mine * axis.size + c
         count = value.spec.shape[dim] // parts
         return None if parts == 1 else (mine * count, count)
 
     def _check(self, node, op, values, layouts, new) -> None:
         made = [part for _, part in leaves_of(new.meta["val"])]
         for value, layout in zip(values, layouts.made):
-            got, expected = tuple(made[value.port].shape), local_shape(value, layout, self.groups.sizes)
+            got, expected = tuple(made[value.port].shape), local_shape(value, layout, self.groups.axes)
             if got != expected:
                 operands = [tuple(x.meta["val"].shape) for x in new.all_input_nodes]
                 raise AssertionError(f"{node.name}: {node.target} on local operands {operands} gave shape {got}, "

@@ -15,6 +15,7 @@ from passes.machine.cluster import Cluster
 from passes.presets import after_planning, annotate
 from passes.tracing.trace import Traced
 from passes.transform.collectives import MeshGroups
+from tests.helpers.axes import axes_of
 from tests.passes.traced import fake, trace_joint
 
 
@@ -59,7 +60,7 @@ def rewritten(index: int, **options: object) -> tuple[str, fx.GraphModule]:
     annotated = annotate(joint.gm, joint.inputs, joint.forward_outputs)
     digest = annotated.hash()
     planned = plan_graph(annotated, Options.parse(options), Cluster.parse("1x2:h100-80g"))
-    after_planning(planned.decision, MeshGroups((2,), (index,), ("axis0",)), "eager")(joint.gm)
+    after_planning(planned.decision, MeshGroups(axes_of(2), (index,), ("axis0",)), "eager")(joint.gm)
     return digest, joint.gm
 
 

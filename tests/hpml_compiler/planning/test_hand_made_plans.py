@@ -57,10 +57,11 @@ from passes.graph.decision import Decision
 from passes.graph.layouts import Layout, legal
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.machine.axis import Axis
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.axes import axis_rule
-from passes.partition.build import PlacementProblem
+from passes.partition.build import Memo, PlacementProblem
 from passes.partition.choices import AxisRule
 from passes.partition.decode import decode
 from passes.partition.depth import extrapolate, extrapolate_cost
@@ -171,7 +172,7 @@ def is_residual(value: Value) -> bool:
 
 
 def data(model: Annotated, size: int) -> AxisRule:
-    rule = axis_rule("dp", size, model.graph)
+    rule = axis_rule(Axis("dp", size), model.graph)
     return lambda op, s: rule(op, s) and (op.kind != "embedding" or s.splits)
 
 
@@ -288,14 +289,14 @@ def used(model: Annotated, sizes: tuple[int, ...], axes: tuple[Callable, ...]) -
 def sharded(model: Annotated, sizes: tuple[int, ...], axes: tuple[Callable, ...]) -> dict[str, Layout]:
     """Every parameter split on every axis, along the dims from which it comes cheapest to where it is used."""
     prices = MeshPrices(mesh_from_pin(dict(zip("xy", sizes)), CLUSTER), 2)
-    found = {}
+    found, over = {}, prices.mesh.layout_axes
     wanted = used(model, sizes, axes)
     for value in model.graph.values:
         if value.kind == "parameter":
             target = wanted[value.name]
             dims = [(d, k) for d, factors in enumerate(value.factors) for k in range(len(factors))]
             layouts = itertools.product(*([p] if isinstance(p, tuple) else dims for p in target))
-            routes = ((cheapest_route(value, x, target, sizes, prices), x) for x in layouts if legal(value, x, sizes))
+            routes = ((cheapest_route(value, x, target, over, prices), x) for x in layouts if legal(value, x, over))
             found[value.name] = min((route[0], x) for route, x in routes if route is not None)[1]
     return found
 
@@ -331,11 +332,11 @@ A_ROW_FOR_EVERY_RANK = {
 def by_hand(model: Model, scheme: Scheme) -> HandMade:
     sizes = scheme.sizes
     prices = MeshPrices(mesh_from_pin(dict(zip("xy", sizes)), CLUSTER), 2)
-    memo: dict = {}
+    memo = Memo()
     long, short = (
         PlacementProblem(
-            each.graph, sizes, prices, [axis(each, n) for axis, n in zip(scheme.axes, sizes)], state=StateModel(),
-            stored=scheme.stored(each, sizes, scheme.axes), memo=memo)
+            each.graph, prices.mesh.layout_axes, prices, rules=[axis(each, n) for axis, n in zip(scheme.axes, sizes)],
+            state=StateModel(), stored=scheme.stored(each, sizes, scheme.axes), memo=memo)
         for each in (model.long, model.short)
     )
     problem = extrapolate(long, short, model.further)

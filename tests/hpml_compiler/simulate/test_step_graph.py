@@ -33,14 +33,14 @@ def annotated(request):
     return request.param()
 
 
-def decided(annotated, pin, prices, tight: bool) -> Placed:
+def decided(annotated, prices, tight: bool) -> Placed:
     """tight: in the least memory that works, so that parameters are stored in parts."""
-    stored, budget_bytes = annotated.interface.stored, None
+    axes, stored, budget_bytes = prices.mesh.layout_axes, annotated.interface.stored, None
     if tight:
         with pytest.raises(Infeasible) as error:
-            place(annotated.graph, pin, prices, stored=stored, budget_bytes=1.0)
+            place(annotated.graph, axes, prices, stored=stored, budget_bytes=1.0)
         budget_bytes = error.value.smallest_budget_bytes
-    answer = place(annotated.graph, pin, prices, stored=stored, budget_bytes=budget_bytes)
+    answer = place(annotated.graph, axes, prices, stored=stored, budget_bytes=budget_bytes)
     assert isinstance(answer, Placed)
     return answer
 
@@ -51,10 +51,10 @@ def decided(annotated, pin, prices, tight: bool) -> Placed:
 def test_a_step_of_the_decision_is_the_step_of_its_plan(annotated, cluster, pin, tight):
     mesh = mesh_from_pin(pin, Cluster.parse(cluster))
     prices = MeshPrices(mesh, 2)
-    answer = decided(annotated, pin, prices, tight)
+    answer = decided(annotated, prices, tight)
     plan = graph_plan(annotated, mesh, answer, name="graph", seconds={}, prices=prices)
     problem = answer.problem
-    graph = of_decision(problem.graph, problem.groups, problem.saved, answer.decision, answer.cost, prices, mesh.names,
+    graph = of_decision(problem.graph, problem.groups, problem.saved, answer.decision, answer.cost, prices,
                         blocks=listing(annotated, problem, once=False).blocks)
     assert len(graph.calls) == len(plan.operations) and len(graph.legs) == len(plan.redistributions) > 0
     both = graph, of_plan(plan, AsPlanned(plan))

@@ -92,12 +92,12 @@ def annotated(model: nn.Module, batch: object) -> Annotated:
 
 def repriced(model: nn.Module, batch: object, other: object, mesh: dict[str, int], cluster: str) -> Cost:
     """The placements of `batch` on MESH, priced on a trace of `other` and on `mesh`, on the unfolded graph."""
-    before = MeshPrices(mesh_from_pin(MESH, Cluster.parse(CLUSTER)), 2)
+    before, after = (MeshPrices(mesh_from_pin(pin, Cluster.parse(text)), 2) for pin, text in ((MESH, CLUSTER), (mesh, cluster)))
     state = StateModel()
-    answer = place(annotated(model, batch).graph, MESH, before)
+    answer = place(annotated(model, batch).graph, before.mesh.layout_axes, before)
     assert isinstance(answer, Placed)
-    decision = replace(answer.decision, sizes=tuple(mesh.values()))
-    problem, after = answer.problem, MeshPrices(mesh_from_pin(mesh, Cluster.parse(cluster)), 2)
+    decision = replace(answer.decision, axes=after.mesh.layout_axes)
+    problem = answer.problem
     return reprice(annotated(model, other).graph, problem.groups, problem.saved, decision, after, state)
 
 

@@ -19,6 +19,7 @@ from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.groups import SMALL_FRACTION, Group
 from passes.partition.redistribution import change
 from passes.rules.base import REPLICATE
+from tests.helpers.axes import axes_of
 
 Layout = tuple
 Ports = tuple[tuple[Layout, ...], tuple[Layout, ...]]
@@ -136,7 +137,7 @@ class Game:
             for p in layouts:
                 for axis in range(len(self.sizes)):
                     for target in (REPLICATE, *places):
-                        step = change(value, p, axis, target, self.sizes, self.prices, bucket)
+                        step = change(value, p, axis, target, axes_of(*self.sizes), self.prices, bucket)
                         if step is not None:
                             table[p, step.target] = step.cost
             for m, p, q in itertools.product(layouts, repeat=3):

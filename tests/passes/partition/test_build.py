@@ -19,16 +19,16 @@ from passes.partition.legs import Legs
 from passes.partition.state import StateModel
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs
 
-FREE = (lambda op, strategy: True,) * 2
 EXACT = SolverOptions(gap=0.0)
 
 
 def problem(graph, sizes=(2,), prices=None, **options) -> PlacementProblem:
-    return PlacementProblem(graph, sizes, prices or Prices(), FREE[: len(sizes)], **options)
+    return PlacementProblem(graph, axes_of(*sizes), prices or Prices(), **options)
 
 
 def compare(graph, sizes, prices, merge):
@@ -141,7 +141,7 @@ def test_equal_operations_may_be_allowed_different_things():
     x, w = b.input((8, 4)), b.input((4, 6), "buffer")
     graph = b.finish([b.call(aten.mm.default, V(x), V(w)) for _ in range(2)])
     for fold in (True, False):
-        built = PlacementProblem(graph, (2,), Prices(), [lambda op, s: op.index == 1 or not s.splits], fold=fold)
+        built = PlacementProblem(graph, axes_of(2), Prices(), rules=[lambda op, s: op.index == 1 or not s.splits], fold=fold)
         first, second = [e for e in built.problem.entities if e.kind == "operations"]
         assert len(first.choices) == 1 < len(second.choices)
 

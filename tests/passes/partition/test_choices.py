@@ -9,6 +9,7 @@ from passes.graph.decision import OperationLayouts
 from passes.partition.charges import operation_share
 from passes.partition.choices import group_choices, slices
 from passes.partition.groups import groups_of
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs
@@ -33,7 +34,7 @@ def test_choices_are_the_cheapest_for_each_boundary_and_none_is_missing(graph, s
         if len(c.operations) > (3 if len(sizes) > 1 else 7):
             continue  # too many to try them all
         ways = game.group_ways(c)
-        choices = group_choices(c, graph, sizes, prices, FREE[: len(sizes)])
+        choices = group_choices(c, graph, axes_of(*sizes), prices, FREE[: len(sizes)])
         assert len({(x.inputs, x.outputs) for x in choices}) == len(choices)
         for x in choices:
             assert x.cost_us == pytest.approx(ways[x.inputs, x.outputs], rel=1e-12)
@@ -56,12 +57,12 @@ def test_a_product_costs_what_its_parts_take():
     graph = b.finish([y])
     prices = Prices(us_per_flop=1.0, launch=0.5)
     (c,) = groups_of(graph)
-    found = {(x.inputs, x.outputs): x.cost_us for x in group_choices(c, graph, (2, 2), prices, FREE)}
+    found = {(x.inputs, x.outputs): x.cost_us for x in group_choices(c, graph, axes_of(2, 2), prices, FREE)}
     assert found[(("R", "R"), ("R", "R")), (("R", "R"),)] == 2 * 8 * 16 * 4 + 0.5
     assert found[(((0, 0), "R"), ("R", (1, 0))), (((0, 0), (1, 0)),)] == 2 * 8 * 16 * 4 / 4 + 0.5
     assert found[(((1, 0), (1, 0)), ((0, 0), (0, 0))), (("P", "P"),)] == 2 * 8 * 16 * 4 / 4 + 0.5
     by_memory = Prices(us_per_flop=0.0, launch=0.0, memory=1.0)
-    found = {(x.inputs, x.outputs): x.cost_us for x in group_choices(c, graph, (2, 2), by_memory, FREE)}
+    found = {(x.inputs, x.outputs): x.cost_us for x in group_choices(c, graph, axes_of(2, 2), by_memory, FREE)}
     assert found[(((0, 0), "R"), ("R", "R")), (((0, 0), "R"),)] == 4 * (8 * 16 / 2 + 16 * 4 + 8 * 4 / 2)
 
 
@@ -70,10 +71,10 @@ def test_two_axes_split_one_factor_only_if_it_divides_by_both():
     y = b.call(aten.exp.default, V(b.input((2, 6))))
     graph = b.finish([y])
     (c,) = groups_of(graph)
-    found = {x.inputs[0] for x in group_choices(c, graph, (2, 2), Prices(), FREE)}
+    found = {x.inputs[0] for x in group_choices(c, graph, axes_of(2, 2), Prices(), FREE)}
     assert ((0, 0), (0, 0)) not in found and ((1, 0), (1, 0)) not in found
     assert {((0, 0), (1, 0)), ((1, 0), (0, 0))} <= found
-    found = {x.inputs[0] for x in group_choices(c, graph, (2, 3), Prices(), FREE)}
+    found = {x.inputs[0] for x in group_choices(c, graph, axes_of(2, 3), Prices(), FREE)}
     assert ((1, 0), (1, 0)) in found
 
 
@@ -85,13 +86,13 @@ def test_light_groups_are_one_kernel_over_their_boundary_and_views_cost_nothing(
     graph = b.finish([y])
     (c,) = groups_of(graph)
     prices = Prices(memory=1.0, launch=0.5)
-    found = {x.inputs[0]: x.cost_us for x in group_choices(c, graph, (2,), prices, FREE[:1])}
+    found = {x.inputs[0]: x.cost_us for x in group_choices(c, graph, axes_of(2), prices, FREE[:1])}
     assert found[(0, 0),] == 2 * 8 * 4 * 4 / 2 + 0.5
     b = Builder()
     y = b.call(aten.permute.default, V(b.input((8, 4))), [1, 0])
     graph = b.finish([y])
     (c,) = groups_of(graph)
-    assert {x.cost_us for x in group_choices(c, graph, (2,), prices, FREE[:1])} == {0.0}
+    assert {x.cost_us for x in group_choices(c, graph, axes_of(2), prices, FREE[:1])} == {0.0}
 
 
 def test_each_axis_obeys_its_own_rule():
@@ -100,15 +101,15 @@ def test_each_axis_obeys_its_own_rule():
     (c,) = groups_of(graph)
     rows = lambda op, s: s.inputs[0] == (0, 0)  # noqa: E731
     columns = lambda op, s: s.inputs[1] == (1, 0)  # noqa: E731
-    (only,) = group_choices(c, graph, (2, 2), Prices(), (rows, columns))
+    (only,) = group_choices(c, graph, axes_of(2, 2), Prices(), (rows, columns))
     assert only.outputs == (((0, 0), (1, 0)),)
 
 
 def test_the_share_of_work_is_that_of_the_axes_that_split_anything():
     row = OperationLayouts((((0, 0), "R"), ("R", "R")), (((0, 0), "P"),), (((0, 0), "R"),))
-    assert operation_share(row, (2, 4)) == 1 / 2
+    assert operation_share(row, axes_of(2, 4)) == 1 / 2
     row = OperationLayouts((("R", (1, 0)),), (("R", "P"),), (("R", "P"),))
-    assert operation_share(row, (2, 4)) == 1 / 4
+    assert operation_share(row, axes_of(2, 4)) == 1 / 4
 
 
 @pytest.mark.parametrize(("source", "target", "way"), [
@@ -122,4 +123,4 @@ def test_the_share_of_work_is_that_of_the_axes_that_split_anything():
 def test_parts_are_cut_out_from_the_outer_axis_in(source, target, way):
     b = Builder()
     graph = b.finish([b.call(aten.exp.default, V(b.input((8, 4))))])
-    assert slices(graph.values[0], source, target, (2, 2)) == way
+    assert slices(graph.values[0], source, target, axes_of(2, 2)) == way

@@ -27,8 +27,8 @@ def traced(model, *batch) -> Annotated:
 
 
 def planned(model: Annotated, axes: dict[str, int], cluster: str, **options) -> Placed:
-    prices = MeshPrices(mesh_from_pin(axes, Cluster.parse(cluster)), 2)
-    answer = place(model.graph, axes, prices, options=EXACT, **options)
+    mesh = mesh_from_pin(axes, Cluster.parse(cluster))
+    answer = place(model.graph, mesh.layout_axes, MeshPrices(mesh, 2), options=EXACT, **options)
     assert isinstance(answer, Placed)
     return answer
 

@@ -35,7 +35,7 @@ def found(model: Annotated, entry: Decide | Obey | Adopt) -> tuple[Decision, Ans
 
 def test_the_cheapest_mesh_is_kept_and_the_others_are_named(model):
     decision, answer = found(model, Decide(CONDITIONS))
-    assert decision is answer.placed.decision and decision.sizes == answer.mesh.shape
+    assert decision is answer.placed.decision and decision.axes == answer.mesh.layout_axes
     tried = [answer.mesh.shape, *(each.mesh.shape for each in answer.rejected)]
     assert sorted(tried) == sorted(mesh.shape for mesh in candidate_meshes(CONDITIONS.cluster, None))
     for shape in tried:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from passes.costs.prices import MeshPrices
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
-from passes.partition.axes import axis_rule
 from passes.partition.build import PlacementProblem
 from passes.partition.folding import classes_of
 from passes.partition.groups import groups_of
@@ -19,11 +18,10 @@ from passes.solve import ilp
 from passes.solve.reduce import reduce
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.random_graphs import stacked
 from tests.passes.traced import annotated_joint, fake, transformer
-
-FREE = (lambda op, strategy: True,) * 2
 
 
 def layers(count: int, widths=None) -> Builder:
@@ -86,7 +84,7 @@ def test_what_one_layer_alone_keeps_for_backward_sets_it_apart():
     b.block, b.backward = "", True
     b.call(aten.tanh.default, V(x))  # needs the last product, since the exponential is recomputed
     graph = b.finish([len(b.values) - 1])
-    placed = place(graph, {"x": 2}, Prices(latency=(1e3,)))  # everything whole
+    placed = place(graph, axes_of(2), Prices(latency=(1e3,)))  # everything whole
     assert placed.cost.activation_bytes == 8 * 4 * 4
     assert sorted(e.multiplicity for e in placed.problem.problem.entities if ":op_" in e.name) == [1, 2, 3]
 
@@ -106,7 +104,7 @@ def test_the_kind_of_what_is_read_and_the_phase_count():
 
 
 def problem(graph, sizes=(2,), prices=None, fold=True) -> PlacementProblem:
-    return PlacementProblem(graph, sizes, prices or Prices(), FREE[: len(sizes)], fold=fold)
+    return PlacementProblem(graph, axes_of(*sizes), prices or Prices(), fold=fold)
 
 
 def test_multiplicities_count_the_instances():
@@ -141,8 +139,8 @@ def test_tied_choices_are_never_cheaper_and_cost_what_they_say(graph, per_byte):
     """`place` recomputes every answer on the unfolded graph and raises if it differs."""
     prices = Prices(us_per_byte=(per_byte, per_byte))
     options = SolverOptions(gap=0.0)
-    tied = place(graph, {"x": 2}, prices, options=options)
-    free = place(graph, {"x": 2}, prices, options=options, fold=False)
+    tied = place(graph, axes_of(2), prices, options=options)
+    free = place(graph, axes_of(2), prices, options=options, fold=False)
     assert tied.cost.step_us >= free.cost.step_us * (1 - 1e-9)
     assert len(tied.problem.problem.entities) <= len(free.problem.problem.entities)
     if len(tied.problem.problem.entities) == len(free.problem.problem.entities):
@@ -170,11 +168,10 @@ def deep():
 
 
 def test_a_transformer_of_any_depth_gives_a_problem_of_one_size(deep):
-    axes = {"x": 2, "y": 2}
-    prices = MeshPrices(mesh_from_pin(axes, Cluster.parse("1x4:a100-80g")), 2)
+    prices = MeshPrices(mesh_from_pin({"x": 2, "y": 2}, Cluster.parse("1x4:a100-80g")), 2)
     sizes, variables, operations = set(), [], []
     for graph in deep.values():
-        built = PlacementProblem(graph, (2, 2), prices, [axis_rule(a, 2, graph) for a in axes])
+        built = PlacementProblem(graph, axes_of(2, 2), prices)
         sizes.add(size(built))
         variables.append(ilp.build(reduce(built.problem)).variables)
         operations.append(len(graph.operations))
@@ -185,6 +182,6 @@ def test_a_transformer_of_any_depth_gives_a_problem_of_one_size(deep):
 
 def test_the_cost_of_a_transformer_grows_by_the_same_with_every_layer(deep):
     prices = MeshPrices(mesh_from_pin({"x": 4}, Cluster.parse("1x4:a100-80g")), 2)
-    costs = {n: place(graph, {"x": 4}, prices, options=SolverOptions(gap=0.0)).cost for n, graph in deep.items()}
+    costs = {n: place(graph, axes_of(4), prices, options=SolverOptions(gap=0.0)).cost for n, graph in deep.items()}
     per_layer = costs[4].step_us - costs[3].step_us
     assert costs[8].step_us == pytest.approx(costs[4].step_us + 4 * per_layer, rel=1e-6)

@@ -11,6 +11,7 @@ from passes.partition.groups import groups_of
 from passes.partition.legs import Legs
 from passes.records import FrozenMap
 from passes.solve.verify import VerificationError
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Builder, V, aten
 
 R, P, ROWS, COLUMNS = ("R",), ("P",), ((0, 0),), ((1, 0),)
@@ -42,7 +43,7 @@ def decided(graph, e, w) -> Decision:
     tangent = next(v.index for v in graph.values if v.kind == "tangent")
     first, second, gradient, other = (graph.operations[k].outputs[0] for k in (1, 2, 3, 4))
     return Decision(
-        (2,),
+        axes_of(2),
         FrozenMap({0: COLUMNS, 1: ROWS, tangent: R}),
         FrozenMap({
             0: OperationLayouts((COLUMNS,), (COLUMNS,), (COLUMNS,)), 1: whole, 2: whole,
@@ -114,7 +115,7 @@ def test_inside_a_group_a_slice_is_free_and_nothing_else_is_allowed():
     both = type(group)(0, (0, 1), (x,), (2,), group.phase, group.block)
     rows = {0: OperationLayouts((R,), (R,), (R,)), 1: OperationLayouts((ROWS,), (ROWS,), (ROWS,))}
     routes = {(0, 0): Route(x, R), (1, 0): Route(mask, R, hops(ROWS))}
-    decision = Decision((2,), FrozenMap({0: R}), FrozenMap(rows), FrozenMap(routes), (Route(2, ROWS, hops(R)),))
+    decision = Decision(axes_of(2), FrozenMap({0: R}), FrozenMap(rows), FrozenMap(routes), (Route(2, ROWS, hops(R)),))
     legs = Legs(graph, [both], frozenset(), decision)
     assert [(leg.route.value, leg.start, leg.stop) for leg in legs.legs] == [(2, 0, 1)]
     rows[0], routes[1, 0] = OperationLayouts((R,), (COLUMNS,), (COLUMNS,)), Route(mask, COLUMNS, hops(R, ROWS))

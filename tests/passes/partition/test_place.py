@@ -9,12 +9,14 @@ from passes.costs.terms import SLICE
 from passes.errors import BadInput, Infeasible
 from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
+from passes.machine.axis import Axis, device_axes
 from passes.partition.axes import axis_rule
 from passes.partition.decode import pins
 from passes.partition.depth import NotLinear
 from passes.partition.groups import groups_of
 from passes.partition.place import Placed, place
 from passes.solve.solvers import SolverOptions
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs
@@ -26,7 +28,7 @@ SLOW_LINKS = Prices(latency=(1e5, 1e5), us_per_flop=0.01)
 
 
 def placed(graph, axes=None, prices=SPLIT, **options) -> Placed:
-    answer = place(graph, axes or {"x": 2}, prices, **options)
+    answer = place(graph, device_axes(axes or {"x": 2}), prices, **options)
     assert isinstance(answer, Placed)
     return answer
 
@@ -53,17 +55,17 @@ def test_a_budget_is_met_and_costs_time():
 def test_a_budget_that_nobody_meets_names_the_smallest_that_works():
     graph, _ = training_step()
     with pytest.raises(Infeasible) as error:
-        place(graph, {"x": 2}, SPLIT, budget_bytes=1.0)
+        place(graph, axes_of(2), SPLIT, budget_bytes=1.0)
     smallest = error.value.smallest_budget_bytes
     assert placed(graph, budget_bytes=smallest).cost.held_bytes == smallest
     with pytest.raises(Infeasible, match="smallest that works"):
-        place(graph, {"x": 2}, SPLIT, budget_bytes=smallest - 1)
+        place(graph, axes_of(2), SPLIT, budget_bytes=smallest - 1)
 
 
 def test_a_cutoff_below_the_optimum_gives_no_answer():
     graph, _ = training_step()
     best = placed(graph).solution.cost
-    nothing = place(graph, {"x": 2}, SPLIT, cutoff=best * 0.5)
+    nothing = place(graph, axes_of(2), SPLIT, cutoff=best * 0.5)
     assert not isinstance(nothing, Placed) and nothing.status == "no_solution" and nothing.bound > best * 0.5
     assert placed(graph, cutoff=best * 2).solution.cost == pytest.approx(best)
 
@@ -74,7 +76,7 @@ def test_pins_of_one_answer_give_it_again():
     again = placed(graph, {"x": 2, "y": 2}, pinned=pins(first.problem, first.solution))
     assert again.decision == first.decision and again.cost == first.cost
     with pytest.raises(BadInput):
-        place(graph, {"x": 2}, SPLIT, pinned=pins(first.problem, first.solution))
+        place(graph, axes_of(2), SPLIT, pinned=pins(first.problem, first.solution))
 
 
 def test_axes_of_one_rank_change_nothing():
@@ -136,11 +138,11 @@ def test_dp_splits_rows_and_tp_anything_else(axes, rows):
 
 def test_axes_of_other_names_are_free_and_products_that_cannot_be_split_stay_whole():
     graph, _ = training_step()
-    rule = axis_rule("x", 2, graph)
+    rule = axis_rule(Axis("x", 2), graph)
     assert all(rule(op, s) for op in graph.operations for s in op.strategies)
     whole = [op.strategies[0] for op in graph.operations if op.kind == "matmul"]
     for size, stays_whole in ((2, False), (3, True), (8, False)):  # of 8 rows
-        rule = axis_rule("dp", size, graph)
+        rule = axis_rule(Axis("dp", size), graph)
         products = [op for op in graph.operations if op.kind == "matmul"]
         assert [rule(op, s) for op, s in zip(products, whole)] == [stays_whole] * 2
 
@@ -232,9 +234,9 @@ def test_two_depths_give_the_answer_for_any(axes):
 
 def test_depths_that_do_not_correspond_are_refused():
     with pytest.raises(NotLinear):
-        place(deep(4, widths=[16, 16, 16, 32]), {"x": 2}, SPLIT, shorter=deep(3), further=2)
+        place(deep(4, widths=[16, 16, 16, 32]), axes_of(2), SPLIT, shorter=deep(3), further=2)
     with pytest.raises(NotLinear):
-        place(deep(3), {"x": 2}, SPLIT, shorter=deep(4), further=2)
+        place(deep(3), axes_of(2), SPLIT, shorter=deep(4), further=2)
 
 
 def test_what_has_no_rule_is_left_whole_and_everything_around_it_still_planned():

@@ -11,6 +11,7 @@ from passes.machine.device import Device
 from passes.machine.mesh import Mesh, MeshAxis
 from passes.partition.place import Placed, place
 from passes.solve.solvers import SolverOptions
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Prices
 from tests.passes.partition.exhaustive import Game
 from tests.passes.partition.random_graphs import graphs
@@ -27,8 +28,8 @@ def energies(times: Prices, sizes=(2,), *, idle=0.0, busy=400.0, memory=200.0, c
     return EnergyPrices(times, Mesh(tuple(axes), device))
 
 
-def placed(graph, axes, prices, **options) -> Placed:
-    answer = place(graph, axes, prices, **options)
+def placed(graph, sizes, prices, **options) -> Placed:
+    answer = place(graph, axes_of(*sizes), prices, **options)
     assert isinstance(answer, Placed)
     return answer
 
@@ -42,8 +43,8 @@ def test_communication_that_is_slow_but_draws_little_is_worth_its_energy_and_not
     graph, _ = training_step()
     times = Prices(latency=(3000.0,), us_per_byte=(0.0,), us_per_flop=1.0)
     energy = energies(times, communication=1.0)
-    fast = placed(graph, {"x": 2}, times, other_prices=energy, options=EXACT)
-    frugal = placed(graph, {"x": 2}, energy, other_prices=times, options=EXACT)
+    fast = placed(graph, (2,), times, other_prices=energy, options=EXACT)
+    frugal = placed(graph, (2,), energy, other_prices=times, options=EXACT)
     assert is_split(fast) == {False} and is_split(frugal) == {True}
     assert frugal.cost.step_us < fast.other_cost.step_us and frugal.other_cost.step_us > fast.cost.step_us
 
@@ -51,7 +52,7 @@ def test_communication_that_is_slow_but_draws_little_is_worth_its_energy_and_not
 def test_links_that_take_much_energy_are_not_used_however_fast():
     graph, _ = training_step()
     times = Prices(latency=(1e-3,), us_per_byte=(1e-6,), us_per_flop=1.0)
-    cheap, dear = (placed(graph, {"x": 2}, energies(times, joules=joules), options=EXACT) for joules in (0.0, 1.0))
+    cheap, dear = (placed(graph, (2,), energies(times, joules=joules), options=EXACT) for joules in (0.0, 1.0))
     assert is_split(cheap) == {True} and is_split(dear) == {False}
 
 
@@ -61,21 +62,21 @@ def test_links_that_take_much_energy_are_not_used_however_fast():
 def test_nothing_takes_less_energy_than_what_is_placed(graph, size, per_byte, latency, communication, joules):
     """By trying everything; but for slices, which cost next to nothing in any unit."""
     prices = energies(Prices(latency=(latency,), us_per_byte=(per_byte,)), (size,), communication=communication, joules=joules)
-    found = placed(graph, {"x": size}, prices, options=EXACT)
+    found = placed(graph, (size,), prices, options=EXACT)
     best = Game(graph, (size,), prices, found.problem.groups).optimum_us()
     slack = 2 * len(found.problem.problem.edges) * SLICE
     assert best * (1 - 1e-9) - 1e-9 <= found.cost.step_us <= best * (1 + 1e-6) + slack
 
 
 @settings(max_examples=30, deadline=None)
-@given(graphs(most=5), st.sampled_from([{"x": 2}, {"x": 2, "y": 3}]))
-def test_where_everything_draws_the_same_energy_is_time(graph, axes):
+@given(graphs(most=5), st.sampled_from([(2,), (2, 3)]))
+def test_where_everything_draws_the_same_energy_is_time(graph, sizes):
     times = Prices()
-    energy = energies(times, tuple(axes.values()), idle=250.0, busy=250.0, memory=250.0, communication=250.0)
-    answer = placed(graph, axes, energy, other_prices=times, options=EXACT)
+    energy = energies(times, sizes, idle=250.0, busy=250.0, memory=250.0, communication=250.0)
+    answer = placed(graph, sizes, energy, other_prices=times, options=EXACT)
     slices = 10 * len(answer.problem.problem.edges) * SLICE
     assert answer.cost.step_us == pytest.approx(250 * answer.other_cost.step_us, abs=250 * slices, rel=1e-9)
-    fastest = placed(graph, axes, times, options=EXACT).cost.step_us
+    fastest = placed(graph, sizes, times, options=EXACT).cost.step_us
     assert fastest == pytest.approx(answer.other_cost.step_us, abs=slices, rel=1e-9)
     assert answer.other_cost.held_bytes == answer.cost.held_bytes
 
@@ -83,12 +84,12 @@ def test_where_everything_draws_the_same_energy_is_time(graph, axes):
 def test_fewer_layers_tell_both_costs_of_all_of_them():
     times = Prices(us_per_flop=10.0)
     energy = energies(times)
-    short = placed(deep(4), {"x": 2}, energy, other_prices=times, shorter=deep(3), further=5)
-    whole = placed(deep(9), {"x": 2}, energy, other_prices=times)
+    short = placed(deep(4), (2,), energy, other_prices=times, shorter=deep(3), further=5)
+    whole = placed(deep(9), (2,), energy, other_prices=times)
     assert short.cost.step_us == pytest.approx(whole.cost.step_us, rel=1e-6)
     assert short.other_cost.step_us == pytest.approx(whole.other_cost.step_us, rel=1e-6)
 
 
 def test_without_other_prices_there_is_no_other_cost():
     graph, _ = training_step()
-    assert placed(graph, {"x": 2}, Prices()).other_cost is None
+    assert placed(graph, (2,), Prices()).other_cost is None

@@ -19,6 +19,7 @@ from passes.partition.redistribution import (
     layouts_between,
 )
 from passes.rules.base import Spec
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Builder, Prices, V, aten
 
 
@@ -56,7 +57,7 @@ def test_collectives(source, target, kind):
     (("R", "R"), 0, "R", False),
 ])
 def test_axes_that_split_one_factor_are_nested(layout, axis, target, ok):
-    step = change(COLUMNS, layout, axis, target, (2, 2), PRICES)
+    step = change(COLUMNS, layout, axis, target, axes_of(2, 2), PRICES)
     assert (step is not None) == ok
     if step:
         assert step.axis == axis and step.target[axis] == target and step.source == layout
@@ -64,15 +65,15 @@ def test_axes_that_split_one_factor_are_nested(layout, axis, target, ok):
 
 def test_sizes_that_do_not_divide_are_not_legal():
     v = value((6,), (4,))
-    assert legal(v, ((0, 0),), (2,)) and not legal(v, ((0, 0),), (4,))
-    assert legal(v, ((1, 0), (1, 0)), (2, 2)) and not legal(v, ((0, 0), (0, 0)), (2, 2))
-    assert change(v, ("R",), 0, (0, 0), (4,), PRICES) is None
-    assert change(v, ((0, 0), "R"), 1, (0, 0), (2, 2), PRICES) is None
+    assert legal(v, ((0, 0),), axes_of(2)) and not legal(v, ((0, 0),), axes_of(4))
+    assert legal(v, ((1, 0), (1, 0)), axes_of(2, 2)) and not legal(v, ((0, 0), (0, 0)), axes_of(2, 2))
+    assert change(v, ("R",), 0, (0, 0), axes_of(4), PRICES) is None
+    assert change(v, ((0, 0), "R"), 1, (0, 0), axes_of(2, 2), PRICES) is None
 
 
 def test_what_a_rank_holds():
     assert COLUMNS.bytes == 512
-    assert [local_bytes(COLUMNS, p, (2, 4)) for p in (("R", "P"), ((0, 0), "R"), ((0, 0), (0, 0)), ("P", (1, 0)))] \
+    assert [local_bytes(COLUMNS, p, axes_of(2, 4)) for p in (("R", "P"), ((0, 0), "R"), ((0, 0), (0, 0)), ("P", (1, 0)))] \
         == [512, 256, 64, 128]
 
 
@@ -93,7 +94,7 @@ def test_layouts_as_text(layout):
     (((1, 0),), 0, (0, 0), 2 + 2.56 + 0.5 + 0.256),
 ])
 def test_costs(layout, axis, target, cost):
-    step = change(COLUMNS, layout, axis, target, (2,), PRICES)
+    step = change(COLUMNS, layout, axis, target, axes_of(2), PRICES)
     assert step is not None and step.cost == pytest.approx(cost, rel=1e-12)
 
 
@@ -103,12 +104,13 @@ def test_costs(layout, axis, target, cost):
     ("R", 512, 2 * (2 + 5.12)),  # fills it: goes by itself
 ])
 def test_a_gradient_pays_its_part_of_a_bucket(target, bucket, cost):
-    step = change(COLUMNS, ("P",), 0, target, (2,), PRICES, bucket)
+    step = change(COLUMNS, ("P",), 0, target, axes_of(2), PRICES, bucket)
     assert step is not None and step.term.bytes == 512 and step.cost == pytest.approx(cost, rel=1e-12)
 
 
 def test_only_reductions_share_a_bucket():
-    assert change(COLUMNS, ((0, 0),), 0, "R", (2,), PRICES, 2048) == change(COLUMNS, ((0, 0),), 0, "R", (2,), PRICES)
+    gather = change(COLUMNS, ((0, 0),), 0, "R", axes_of(2), PRICES)
+    assert gather is not None and change(COLUMNS, ((0, 0),), 0, "R", axes_of(2), PRICES, 2048) == gather
 
 
 def test_all_gradients_of_a_small_model_pay_one_latency():
@@ -117,7 +119,7 @@ def test_all_gradients_of_a_small_model_pay_one_latency():
     graph = b.finish([(b.call(aten.mm.default, V(x), V(w)), w), (b.call(aten.mm.default, V(x), V(w)), v)])
     bucket = bucket_bytes_of(graph)
     assert bucket == 4 * (24 + 12)
-    gradients = [change(value((r,), (c,)), ("P",), 0, "R", (2,), PRICES, bucket) for r, c in ((4, 6), (6, 2))]
+    gradients = [change(value((r,), (c,)), ("P",), 0, "R", axes_of(2), PRICES, bucket) for r, c in ((4, 6), (6, 2))]
     together = sum(step.cost for step in gradients if step is not None)
     assert together == pytest.approx(PRICES.collective("all_reduce", 0, bucket) + 2 * copy(bucket, PRICES))
 
@@ -127,30 +129,30 @@ def test_all_gradients_of_a_small_model_pay_one_latency():
     (value((2, 4), (3,)), (0, 0), True), (value((2, 4), (3,)), (0, 1), False),
 ])
 def test_parts_lie_one_after_another_only_along_the_outermost_factor(v, place, is_outermost):
-    assert (LocalSizes((2,)).outer(v, place) == 1) == is_outermost
+    assert (LocalSizes(axes_of(2)).outer(v, place) == 1) == is_outermost
 
 
 PLACES = ("R", "P", (0, 0), (1, 0), (1, 1))
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from([(2,), (2, 2), (2, 4)]), st.data(), st.floats(0, 50), st.floats(1e-4, 1))
-def test_the_cheapest_route_is_the_cheapest_of_all(sizes, data, latency, per_byte):
+@given(st.sampled_from([axes_of(2), axes_of(2, 2), axes_of(2, 4)]), st.data(), st.floats(0, 50), st.floats(1e-4, 1))
+def test_the_cheapest_route_is_the_cheapest_of_all(axes, data, latency, per_byte):
     v = value((8,), (4, 4))
     prices = Prices(latency=(latency, 3.0), us_per_byte=(per_byte, 0.05))
-    layouts = [p for p in itertools.product(PLACES, repeat=len(sizes)) if legal(v, p, sizes)]
+    layouts = [p for p in itertools.product(PLACES, repeat=len(axes)) if legal(v, p, axes)]
     source, target = data.draw(st.sampled_from(layouts)), data.draw(st.sampled_from(layouts))
     extra = data.draw(st.lists(st.sampled_from(layouts), max_size=3))
-    between = layouts_between(v, [source, target, *extra], sizes)
+    between = layouts_between(v, [source, target, *extra], axes)
     best = {p: 0.0 if p == source else float("inf") for p in between}
     for _ in between:  # Bellman and Ford
         for p in between:
-            for axis in range(len(sizes)):
+            for axis in range(len(axes)):
                 for q in {x[axis] for x in between}:
-                    step = change(v, p, axis, q, sizes, prices)
+                    step = change(v, p, axis, q, axes, prices)
                     if step is not None and step.target in best:
                         best[step.target] = min(best[step.target], best[p] + step.cost)
-    route = cheapest_route(v, source, target, sizes, prices, extra)
+    route = cheapest_route(v, source, target, axes, prices, extra)
     if route is None:
         assert best[target] == float("inf")
         return
@@ -164,21 +166,21 @@ def test_the_cheapest_route_is_the_cheapest_of_all(sizes, data, latency, per_byt
 
 
 def test_a_way_exists_between_any_two_layouts_that_are_no_partial_sums():
-    v, sizes = value((8,), (16,)), (2, 2)
-    ends = [p for p in itertools.product(("R", (0, 0), (1, 0)), repeat=2) if legal(v, p, sizes)]
+    v, axes = value((8,), (16,)), axes_of(2, 2)
+    ends = [p for p in itertools.product(("R", (0, 0), (1, 0)), repeat=2) if legal(v, p, axes)]
     assert len(ends) == 9
     for source, target in itertools.product(ends, repeat=2):
-        assert cheapest_route(v, source, target, sizes, PRICES) is not None, (source, target)
+        assert cheapest_route(v, source, target, axes, PRICES) is not None, (source, target)
     for target in ends:
-        assert cheapest_route(v, ("P", "P"), target, sizes, PRICES) is not None, target
-        assert cheapest_route(v, target, ("P", "R"), sizes, PRICES) is None or target == ("P", "R")
+        assert cheapest_route(v, ("P", "P"), target, axes, PRICES) is not None, target
+        assert cheapest_route(v, target, ("P", "R"), axes, PRICES) is None or target == ("P", "R")
 
 
 def test_ways_stay_between_their_ends():
     ends = [(("R"), (0, 0)), ((0, 0), "R")]
-    layouts = set(layouts_between(COLUMNS, ends, (2, 2)))
+    layouts = set(layouts_between(COLUMNS, ends, axes_of(2, 2)))
     assert layouts == {("R", "R"), ("R", (0, 0)), ((0, 0), "R"), ((0, 0), (0, 0))}
-    steps = changes_between(COLUMNS, ends, (2, 2), PRICES)
+    steps = changes_between(COLUMNS, ends, axes_of(2, 2), PRICES)
     assert all(s.source in layouts and s.target in layouts for s in steps)
     assert {(s.source, s.target) for s in steps} == {
         (("R", "R"), ("R", (0, 0))), (("R", "R"), ((0, 0), "R")), (("R", (0, 0)), ("R", "R")),

@@ -17,6 +17,7 @@ from passes.partition.reprice import reprice
 from passes.partition.state import StateModel
 from passes.records import FrozenMap
 from passes.solve.verify import VerificationError
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Builder, Prices, V, aten
 from tests.passes.partition.test_build import training_step
 from tests.passes.partition.test_folding import layers
@@ -37,7 +38,7 @@ def test_the_cost_of_a_product_over_a_split_sum_by_hand():
     graph = b.finish([y])
     prices = Prices(us_per_flop=1.0, memory=0.0)
     split = {"parameter_1": ((), ("S(0)",)), "op_0": (("S(1)", "S(0)"), ("P",))}
-    placed = place(graph, {"x": 2}, prices, pinned=split)
+    placed = place(graph, axes_of(2), prices, pinned=split)
     cost = placed.cost
     assert cost.compute_us == 2 * 8 * 4 * 6 / 2 + 0.5
     assert cost.communication_us == pytest.approx(0.001 + 2 * (2 + 0.01 * 8 * 6 * 4))  # slice of x, all_reduce of y
@@ -49,7 +50,7 @@ def test_the_cost_of_a_product_over_a_split_sum_by_hand():
 def test_state_follows_the_storage_of_trained_parameters():
     graph, _ = training_step()
     for stored, share in ((("R",), 1), (((0, 0),), 1 / 2)):
-        placed = place(graph, {"x": 2}, SPLIT, stored={"parameter_1": stored}, state=StateModel(1.0, 2.0))
+        placed = place(graph, axes_of(2), SPLIT, stored={"parameter_1": stored}, state=StateModel(1.0, 2.0))
         assert placed.cost.parameter_bytes == placed.cost.gradient_bytes == 96 * share
         assert placed.cost.optimizer_bytes == 2 * 96 * share
         assert placed.cost.optimizer_us == pytest.approx(24 * share * 0.02)
@@ -57,7 +58,7 @@ def test_state_follows_the_storage_of_trained_parameters():
 
 def test_parts_add_up():
     graph, _ = training_step()
-    cost = place(graph, {"x": 2}, SPLIT).cost
+    cost = place(graph, axes_of(2), SPLIT).cost
     assert cost.step_us == cost.compute_us + cost.communication_us + cost.optimizer_us
     assert cost.held_bytes == (
         cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes + cost.activation_bytes)
@@ -74,7 +75,7 @@ def left_whole(decision: Decision, index: int) -> Decision:
 
 def test_a_decision_that_was_changed_costs_something_else():
     graph, _ = training_step()
-    placed = place(graph, {"x": 2}, SPLIT)
+    placed = place(graph, axes_of(2), SPLIT)
     assert cost_of(placed, graph) == placed.cost
     for op in graph.operations:
         if op.heavy:
@@ -86,7 +87,7 @@ def test_a_decision_that_was_changed_costs_something_else():
 
 def test_an_illegal_step_is_refused():
     graph, _ = training_step()
-    placed = place(graph, {"x": 2}, SPLIT)
+    placed = place(graph, axes_of(2), SPLIT)
     for key, route in placed.decision.routes.items():
         if len(route.hops) == 1:
             around = replace(route, hops=(Hop(("P",), route.hops[0].phase), *route.hops))
@@ -144,10 +145,10 @@ def heavier(problem):
 ])
 def test_a_problem_that_miscounts_is_found_out(tampering, change, what):
     graph = deep()
-    place(graph, {"x": 2}, SPLIT)
+    place(graph, axes_of(2), SPLIT)
     tampering(change)
     with pytest.raises(VerificationError, match=what):
-        place(graph, {"x": 2}, SPLIT)
+        place(graph, axes_of(2), SPLIT)
 
 
 def test_a_decision_that_is_decoded_wrongly_is_found_out(monkeypatch):
@@ -160,7 +161,7 @@ def test_a_decision_that_is_decoded_wrongly_is_found_out(monkeypatch):
 
     monkeypatch.setattr(placing, "decode", wrong)
     with pytest.raises(VerificationError, match="does not lead to"):
-        place(graph, {"x": 2}, SPLIT)
+        place(graph, axes_of(2), SPLIT)
 
 
 # --- wrong payers -----------------------------------------------------------------------------------------------------
@@ -266,18 +267,18 @@ def parameters_are_kept_whole(self, value, source, made, ends):
     (Entities, "add_copy", every_copy_takes_bytes, two_products),
 ])
 def test_a_wrong_payer_is_found_out(monkeypatch, room, name, mutant, graph):
-    place(graph(), {"x": 2}, LATENT, **fixed(graph()))
+    place(graph(), axes_of(2), LATENT, **fixed(graph()))
     monkeypatch.setattr(room, name, mutant)
     with pytest.raises(VerificationError):
-        place(graph(), {"x": 2}, LATENT, **fixed(graph()))
+        place(graph(), axes_of(2), LATENT, **fixed(graph()))
 
 
 def test_one_edge_that_is_counted_once_too_often_is_found_out(tampering):
     graph = two_products()
-    answer = place(graph, {"x": 2}, LATENT, **fixed(graph))
+    answer = place(graph, axes_of(2), LATENT, **fixed(graph))
     taken = [k for k, path in enumerate(answer.solution.paths) if path]
     assert len(taken) > 6
     for k in taken:
         tampering(lambda p, k=k: replace(p, edges=one_more(p.edges, k)))
         with pytest.raises(VerificationError, match="objective"):
-            place(graph, {"x": 2}, LATENT, **fixed(graph))
+            place(graph, axes_of(2), LATENT, **fixed(graph))

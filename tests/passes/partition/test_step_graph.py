@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from passes.partition.place import Placed, place
 from passes.partition.step_graph import step_graph
 from passes.schedule.lanes import one_lane
+from tests.helpers.axes import axes_of
 from tests.passes.graphs import Prices
 from tests.passes.partition.random_graphs import graphs
 
-AXES = {"x": 2, "y": 2}
+AXES = axes_of(2, 2)
 
 
 @given(graphs(), st.sampled_from([Prices(us_per_flop=10.0), Prices(latency=(1e3, 1e3), us_per_flop=0.01)]))
@@ -20,6 +21,6 @@ def test_one_after_another_a_step_takes_its_cost(graph, prices):
     answer = place(graph, AXES, prices)
     assert isinstance(answer, Placed)
     problem = answer.problem
-    step = step_graph(graph, problem.groups, problem.saved, answer.decision, answer.cost, prices, tuple(AXES))
+    step = step_graph(graph, problem.groups, problem.saved, answer.decision, answer.cost, prices)
     assert one_lane([step], overlap=False).run().end_us == pytest.approx(answer.cost.step_us)
     assert sum(leg.gradient for leg in step.legs) <= len(graph.outputs)

@@ -10,6 +10,7 @@ from torch import fx
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import Value
 from passes.transform.collectives import MeshGroups
+from tests.helpers.axes import axes_of
 
 c10d = torch.ops._c10d_functional
 
@@ -21,7 +22,7 @@ def coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 def groups_of(sizes: Sequence[int]) -> list[MeshGroups]:
     names = tuple(f"axis{k}" for k in range(len(sizes)))
-    return [MeshGroups(tuple(sizes), own, names) for own in coordinates(sizes)]
+    return [MeshGroups(axes_of(*sizes), own, names) for own in coordinates(sizes)]
 
 
 def cut(whole: torch.Tensor, value: Value, layout: Layout, groups: MeshGroups) -> torch.Tensor:
@@ -32,9 +33,9 @@ def cut(whole: torch.Tensor, value: Value, layout: Layout, groups: MeshGroups) -
         for k in range(len(row) or 1):
             position[d, k] = len(position)
     x = whole.reshape(shape)
-    for p, n, c in zip(layout, groups.sizes, groups.coordinates):
+    for p, axis, c in zip(layout, groups.axes, groups.coordinates):
         if isinstance(p, tuple):
-            x = x.chunk(n, position[p])[c]
+            x = x.chunk(axis.size, position[p])[c]
     sizes = [1] * whole.ndim
     for (d, _), at in position.items():
         sizes[d] *= x.shape[at]

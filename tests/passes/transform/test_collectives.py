@@ -17,6 +17,7 @@ from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors
 from passes.rules.table import spec_of
 from passes.transform.collectives import MeshGroups, Redistributor
 from passes.transform.insert import Inserter
+from tests.helpers.axes import axes_of
 from tests.passes.transform.random_decisions import Free
 from tests.passes.transform.ranks import cut
 
@@ -37,11 +38,11 @@ def steps(sizes: tuple[int, ...]) -> Iterator[Step]:
     for factors in SHAPES:
         places = [(d, k) for d, row in enumerate(factors) for k in range(len(row))]
         for source in itertools.product([REPLICATE, PARTIAL, PARTIAL_MAX, *places], repeat=len(sizes)):
-            if {PARTIAL, PARTIAL_MAX} <= set(source) or not legal(value_of(factors, torch.float32), source, sizes):
+            if {PARTIAL, PARTIAL_MAX} <= set(source) or not legal(value_of(factors, torch.float32), source, axes_of(*sizes)):
                 continue  # a maximum of sums is nothing that an operator makes
             for axis, target in itertools.product(range(len(sizes)), [REPLICATE, *places]):
                 dtype = next(turn)
-                step = change(value_of(factors, dtype), source, axis, target, sizes, Free())
+                step = change(value_of(factors, dtype), source, axis, target, axes_of(*sizes), Free())
                 if step is not None:
                     yield factors, dtype, source, step.target
 
@@ -62,7 +63,7 @@ def reduced(step: Step, place: MeshGroups, seed: int) -> torch.Tensor:
     if source[axis] not in (PARTIAL, PARTIAL_MAX):
         return whole(step, place.coordinates, seed)
     peers = torch.stack([
-        whole(step, (*place.coordinates[:axis], k, *place.coordinates[axis + 1 :]), seed) for k in range(place.sizes[axis])
+        whole(step, (*place.coordinates[:axis], k, *place.coordinates[axis + 1 :]), seed) for k in range(place.axes[axis].size)
     ])
     if dtype == torch.bool:  # a sum of bools is their disjunction
         return peers.any(0)
@@ -85,7 +86,8 @@ def emit(step: Step, place: MeshGroups, x: torch.Tensor) -> fx.GraphModule:
 def run_steps(rank: int, sizes: tuple[int, ...]) -> dict[str, int]:
     """Run all steps on this rank; returns how many there were of each kind and type."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"axis{k}" for k in range(len(sizes))))
-    place = MeshGroups(sizes, tuple(mesh.get_coordinate()), tuple(mesh.get_group(k).group_name for k in range(len(sizes))))
+    names = tuple(mesh.get_group(k).group_name for k in range(len(sizes)))
+    place = MeshGroups(axes_of(*sizes), tuple(mesh.get_coordinate()), names)
     counts: dict[str, int] = {}
     for seed, step in enumerate(steps(sizes)):
         factors, dtype, source, target = step
@@ -96,7 +98,7 @@ def run_steps(rank: int, sizes: tuple[int, ...]) -> dict[str, int]:
         before = x.clone()
         made = emit(step, place, x)(x)
         what = f"{factors} {dtype} {format_layout(source)} -> {format_layout(target)} on {place.coordinates}"
-        assert tuple(made.shape) == local_shape(value, target, sizes), what
+        assert tuple(made.shape) == local_shape(value, target, place.axes), what
         assert torch.equal(made, cut(reduced(step, place, seed), value, target, place)), what
         assert torch.equal(x, before), f"{what}: the operand was written to"
         axis = next(a for a in range(len(sizes)) if source[a] != target[a])
@@ -116,11 +118,11 @@ def test_a_step_leaves_every_rank_with_its_piece(launch, sizes):
 
 def test_a_step_that_needs_no_copy_emits_none():
     """The outermost dim is gathered as it lies; an inner one is unpacked."""
-    place = MeshGroups((2,), (0,), ("axis0",))
+    place = MeshGroups(axes_of(2), (0,), ("axis0",))
 
     def targets(source: Layout, target: Layout) -> list[str]:
         step = (((4,), (6,)), torch.float32, source, target)
-        x = torch.empty(local_shape(value_of(step[0], step[1]), source, (2,)))
+        x = torch.empty(local_shape(value_of(step[0], step[1]), source, place.axes))
         return [n.target.__name__ for n in emit(step, place, x).graph.nodes if n.op == "call_function"]
 
     assert targets(((0, 0),), ("R",)) == ["all_gather_into_tensor.default", "wait_tensor.default"]

@@ -19,6 +19,7 @@ from passes.rules.base import Rule
 from passes.transform.bucket import Bucket
 from passes.transform.normalize import normalize
 from passes.transform.shard import shard
+from tests.helpers.axes import axes_of
 from tests.passes.rules.steps import traced
 from tests.passes.rules.zoo import MODELS
 from tests.passes.transform.random_decisions import decide
@@ -57,7 +58,7 @@ def _tensors(results: Any) -> list[torch.Tensor]:
 def check(prepared: Prepared, sizes: tuple[int, ...], seed: int) -> tuple[int, int]:
     """Decide, rewrite, run and compare; returns how many operations were split, of how many."""
     gm, graph = prepared.gm, prepared.graph
-    decision = decide(graph, sizes, random.Random(seed))
+    decision = decide(graph, axes_of(*sizes), random.Random(seed))
     groups = groups_of(sizes)
     by_name = {v.name: v for v in graph.values if v.producer is None}
     placeholders = [n.name for n in gm.graph.find_nodes(op="placeholder")]
