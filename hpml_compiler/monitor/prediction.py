@@ -66,8 +66,8 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
         side[class_of_kind(operation.kind)] += operation.predicted_us * plan.runs(operation)
     for move in plan.redistributions:
         side = backward if _is_backward(plan, move) else forward
-        for step in move.steps:  # a step without bytes is local, such as a slice
-            side["collective" if step.bytes else "pointwise"] += step.predicted_us * move.multiplicity
+        for hop in move.hops:  # a hop without bytes is local, such as a slice
+            side["collective" if hop.bytes else "pointwise"] += hop.predicted_us * move.multiplicity
     sides = [forward, backward] if plan.training else [forward]
     for side in sides:
         side["overhead"] += plan.predicted.overhead_us / len(sides)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
 from hpml_compiler.planning.reuse import Pins, pins_of
+from hpml_compiler.plans.graph_plan import graph_plan
 from hpml_compiler.plans.plan import Plan
-from hpml_compiler.plans.record import graph_plan
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.visualize.text import format_bytes
 from passes.annotations import drop, read

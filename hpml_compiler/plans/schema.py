@@ -84,9 +84,9 @@ class OperationPlan(Record):
     saved: Annotated[tuple[bool, ...], Field(strict=False)] = ()
 
 
-class Step(Record):
+class HopPlan(Record):
     """One collective over one mesh axis. `bytes` is its payload on one device, the larger of what goes in and what
-    comes out; 0 marks a local step, such as the slice that makes R into S, which is no collective.
+    comes out; 0 marks a local hop, such as the slice that makes R into S, which is no collective.
 
     What else it is priced by (`passes.costs.terms.Message`): `outer`, for each end that has to be packed or unpacked, the
     number of elements before the dim that is split; `bucket_bytes`, of gradients, those that are reduced together."""
@@ -109,7 +109,7 @@ class Redistribution(Record):
     consumer: str
     source: Placements
     target: Placements
-    steps: Annotated[tuple[Step, ...], Field(strict=False)]
+    hops: Annotated[tuple[HopPlan, ...], Field(strict=False)]
     multiplicity: Annotated[int, Field(ge=1)] = 1
 
 
@@ -224,7 +224,7 @@ class GraphPlan(Record):
 
     @property
     def collectives(self) -> dict[str, CollectiveTotal]:
-        """Collectives of one step by kind; local steps (0 bytes) are not counted."""
+        """Collectives of one step by kind; local hops (0 bytes) are not counted."""
         return collective_totals(self.redistributions)
 
     @model_validator(mode="after")
@@ -233,7 +233,7 @@ class GraphPlan(Record):
             if len(placements) not in (0, len(self.mesh)):
                 raise ValueError(f"{owner} has {len(placements)} placements {list(placements)}, "
                                  f"but the mesh {self.mesh} has {len(self.mesh)} axes")
-        axes = {step.axis for move in self.redistributions for step in move.steps}
+        axes = {hop.axis for move in self.redistributions for hop in move.hops}
         if unknown := sorted(axes - set(self.mesh)):
             raise ValueError(f"redistributions name the axes {unknown}, but the mesh is {self.mesh}")
         return self
@@ -250,10 +250,10 @@ def collective_totals(redistributions: Iterable[Redistribution]) -> dict[str, Co
     """Count and payload bytes per device of one step by kind of collective, sorted by kind."""
     totals: dict[str, CollectiveTotal] = {}
     for move in redistributions:
-        for step in move.steps:
-            if step.bytes:
-                old = totals.get(step.collective, CollectiveTotal(0, 0))
-                totals[step.collective] = CollectiveTotal(
-                    old.count + move.multiplicity, old.bytes + move.multiplicity * step.bytes
+        for hop in move.hops:
+            if hop.bytes:
+                old = totals.get(hop.collective, CollectiveTotal(0, 0))
+                totals[hop.collective] = CollectiveTotal(
+                    old.count + move.multiplicity, old.bytes + move.multiplicity * hop.bytes
                 )
     return dict(sorted(totals.items()))

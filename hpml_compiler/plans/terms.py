@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from hpml_compiler.plans.schema import GraphPlan, OperationPlan, ParameterPlan, Step
+from hpml_compiler.plans.schema import GraphPlan, HopPlan, OperationPlan, ParameterPlan
 from passes.costs.efficiency import ITEM_BYTES
 from passes.costs.terms import Kernel, Message, Prices, Slice, Term, Update, price
 from passes.machine.axis import Axes, device_axes
@@ -20,13 +20,13 @@ def kernel_of(operation: OperationPlan) -> Kernel[float] | None:
     return Kernel(operation.flops, operation.bytes_moved, operation.dtype, operation.kind)
 
 
-def message_of(step: Step, axes: Axes) -> Message[float] | Slice:
-    """A step of a redistribution."""
-    if not step.bytes:
+def message_of(hop: HopPlan, axes: Axes) -> Message[float] | Slice:
+    """A hop of a redistribution."""
+    if not hop.bytes:
         return Slice()
-    [number] = [k for k, axis in enumerate(axes) if axis.name == step.axis]
-    return Message(step.collective, number, float(step.bytes), tuple(map(float, step.outer)),
-                   step.bucket_bytes)
+    [number] = [k for k, axis in enumerate(axes) if axis.name == hop.axis]
+    return Message(hop.collective, number, float(hop.bytes), tuple(map(float, hop.outer)),
+                   hop.bucket_bytes)
 
 
 def update_of(parameter: ParameterPlan) -> Update[float]:
@@ -44,8 +44,8 @@ def terms_of(graph: GraphPlan) -> Iterator[tuple[Part, Term[float], int]]:
             counts["compute", kernel] += graph.runs(operation)
     axes = device_axes(graph.mesh)
     for move in graph.redistributions:
-        for step in move.steps:
-            counts["communication", message_of(step, axes)] += move.multiplicity
+        for hop in move.hops:
+            counts["communication", message_of(hop, axes)] += move.multiplicity
     if graph.training:
         counts.update(("optimizer", update_of(p)) for p in graph.parameters.values() if p.trainable)
     return ((part, term, count) for (part, term), count in counts.items())

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 from typing import Protocol
 
-from hpml_compiler.plans.schema import GraphPlan, Redistribution, Step
+from hpml_compiler.plans.schema import GraphPlan, HopPlan, Redistribution
 from hpml_compiler.plans.terms import kernel_of, message_of, update_of
 from hpml_compiler.simulate.local import LocalView
 from passes.costs.energy import link_j
@@ -18,7 +18,7 @@ class PlanPrices(Protocol):
 
     def operation_us(self, name: str, part: float = 1.0) -> float: ...
 
-    def step_us(self, move: Redistribution, step: Step, part: float = 1.0) -> float: ...
+    def hop_us(self, move: Redistribution, hop: HopPlan, part: float = 1.0) -> float: ...
 
     def optimizer_us(self) -> float: ...
 
@@ -26,7 +26,7 @@ class PlanPrices(Protocol):
         """Adding the gradients of one more microbatch to those there are."""
         ...
 
-    def link_j(self, move: Redistribution, step: Step, part: float = 1.0) -> float:
+    def link_j(self, move: Redistribution, hop: HopPlan, part: float = 1.0) -> float:
         """Joules that the links take of one rank."""
         ...
 
@@ -51,16 +51,16 @@ class Repriced:
             kernel = replace(kernel, flops=kernel.flops * part, bytes=fixed + (kernel.bytes - fixed) * part)
         return price(kernel, self.prices)
 
-    def step_us(self, move: Redistribution, step: Step, part: float = 1.0) -> float:
-        return price(self._message(move, step, part), self.prices)
+    def hop_us(self, move: Redistribution, hop: HopPlan, part: float = 1.0) -> float:
+        return price(self._message(move, hop, part), self.prices)
 
-    def link_j(self, move: Redistribution, step: Step, part: float = 1.0) -> float:
-        term = self._message(move, step, part)
+    def link_j(self, move: Redistribution, hop: HopPlan, part: float = 1.0) -> float:
+        term = self._message(move, hop, part)
         return 0.0 if isinstance(term, Slice) else link_j(term.collective, self.prices.mesh.axes[term.axis], term.bytes)
 
-    def _message(self, move: Redistribution, step: Step, part: float) -> Message[float] | Slice:
+    def _message(self, move: Redistribution, hop: HopPlan, part: float) -> Message[float] | Slice:
         """Of gradients and of what comes of parameters alone, always all bytes."""
-        term = message_of(step, self.view.axes)
+        term = message_of(hop, self.view.axes)
         if part == 1.0 or isinstance(term, Slice) or self.view.is_gradient(move) or move.value in self.view.fixed:
             return term
         return replace(term, bytes=term.bytes * part)
@@ -92,13 +92,13 @@ class AsPlanned:
             return whole * (1.0 if name in self.view.fixed else part)
         return whole * _ratio(self.reference.operation_us(name, part), self.reference.operation_us(name))
 
-    def step_us(self, move: Redistribution, step: Step, part: float = 1.0) -> float:
-        whole = step.predicted_us
+    def hop_us(self, move: Redistribution, hop: HopPlan, part: float = 1.0) -> float:
+        whole = hop.predicted_us
         if part == 1.0 or not whole or self.view.is_gradient(move):
             return whole
         if self.reference is None:
             return whole * (1.0 if move.value in self.view.fixed else part)
-        return whole * _ratio(self.reference.step_us(move, step, part), self.reference.step_us(move, step))
+        return whole * _ratio(self.reference.hop_us(move, hop, part), self.reference.hop_us(move, hop))
 
     def optimizer_us(self) -> float:
         return self.graph.predicted.optimizer_us
@@ -106,8 +106,8 @@ class AsPlanned:
     def accumulate_us(self) -> float:
         return self.reference.accumulate_us() if self.reference else 0.0
 
-    def link_j(self, move: Redistribution, step: Step, part: float = 1.0) -> float:
-        return self.reference.link_j(move, step, part) if self.reference else 0.0
+    def link_j(self, move: Redistribution, hop: HopPlan, part: float = 1.0) -> float:
+        return self.reference.link_j(move, hop, part) if self.reference else 0.0
 
     def call_us(self) -> float:
         return self.graph.predicted.overhead_us / (2 if self.graph.training else 1)

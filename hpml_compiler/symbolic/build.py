@@ -17,8 +17,8 @@ from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
 from hpml_compiler.planning.shorten import LONG, depth, shortened
 from hpml_compiler.planning.traces import Traces, plan_traces
+from hpml_compiler.plans.graph_plan import SHORTENED
 from hpml_compiler.plans.plan import Plan, PlanMismatch
-from hpml_compiler.plans.record import SHORTENED
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.symbolic.cost import SymbolicCost
 from hpml_compiler.symbolic.inputs import VariedInputs, varied_inputs
@@ -150,7 +150,7 @@ def _place(annotated: Annotated, graph: GraphPlan, plan: Plan, prices: MeshPrice
         shorter=shorter[0] if shorter else None, further=further,
     )
     expected = graph.predicted.step_time_us - graph.predicted.overhead_us
-    if not isinstance(answer, Placed) or abs(answer.cost.step_us - expected) > _SAME_PRICE * expected:
+    if not isinstance(answer, Placed) or abs(answer.cost.step - expected) > _SAME_PRICE * expected:
         raise BadInput(f"{graph.name} is {expected:.6g} us a step in the plan, and not so on {prices.mesh.device.name}",
                        "formulas", "give the cluster and the options that the plan was made with")
     return answer

@@ -135,7 +135,7 @@ def _fold(graph: GraphPlan, members: list[Block]) -> BlockClass:
         blocks=tuple(members),
         multiplicity=multiplicity,
         compute_us=sum(each.predicted_us * graph.runs(each) for each in operations),
-        communication_us=sum(step.predicted_us * move.multiplicity for move in moves for step in move.steps),
+        communication_us=sum(hop.predicted_us * move.multiplicity for move in moves for hop in move.hops),
         parameter_count=sum(math.prod(each.shape) for each in parameters),
         bytes_per_device=sum(each.bytes_per_device for each in parameters),
         collectives=collective_totals(moves),

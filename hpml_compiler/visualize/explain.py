@@ -61,15 +61,15 @@ def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
         names.append(made.sources[0])
         made = graph.operations.get(made.sources[0])
     moves = [move for move in graph.redistributions
-             if move.value in names and (not move.consumer or move.consumer in names) and move.steps]
+             if move.value in names and (not move.consumer or move.consumer in names) and move.hops]
     if not moves:
         yield f"its gradient {parameter.gradient} is made where it is wanted: nothing is reduced"
     for move in moves:
-        steps = ", then ".join(f"{step.collective} over {step.axis}={graph.mesh[step.axis]} ({format_bytes(step.bytes)}, "
-                               f"{format_us(step.predicted_us)})" for step in move.steps)
-        total = f", {format_us(sum(step.predicted_us for step in move.steps))} in all" if len(move.steps) > 1 else ""
+        hops = ", then ".join(f"{hop.collective} over {hop.axis}={graph.mesh[hop.axis]} ({format_bytes(hop.bytes)}, "
+                               f"{format_us(hop.predicted_us)})" for hop in move.hops)
+        total = f", {format_us(sum(hop.predicted_us for hop in move.hops))} in all" if len(move.hops) > 1 else ""
         yield (f"its gradient {move.value} is made as {format_placements(move.source, graph.mesh)} and becomes "
-               f"{format_placements(move.target, graph.mesh)} by {steps}{total}")
+               f"{format_placements(move.target, graph.mesh)} by {hops}{total}")
 
 
 def _stand_in(graph: GraphPlan, name: str) -> str:
@@ -110,13 +110,13 @@ def _around(graph: GraphPlan, name: str) -> Iterator[str]:
 
 def describe_move(move: Redistribution, graph: GraphPlan) -> str:
     """One line: what goes from which placement to which, by which collectives, at what cost."""
-    costs = [f"{format_bytes(step.bytes)}, {format_us(step.predicted_us)}" for step in move.steps]
-    steps = ", then ".join(f"{step.collective} over {step.axis} ({cost})"
-                           for step, cost in zip(move.steps, costs, strict=True)) or "no collective"
+    costs = [f"{format_bytes(hop.bytes)}, {format_us(hop.predicted_us)}" for hop in move.hops]
+    hops = ", then ".join(f"{hop.collective} over {hop.axis} ({cost})"
+                           for hop, cost in zip(move.hops, costs, strict=True)) or "no collective"
     times = f", {move.multiplicity} times a step" if move.multiplicity > 1 else ""
     return (f"{move.value} {move.dtype}{list(move.shape)} for {move.consumer or 'the output'}: "
             f"{format_placements(move.source, graph.mesh)} becomes {format_placements(move.target, graph.mesh)} "
-            f"by {steps}{times}")
+            f"by {hops}{times}")
 
 
 def _unknown(plan: PlanContent, name: str) -> BadInput:

@@ -17,7 +17,7 @@ from passes.analysis.batch import batch_factors
 from passes.analysis.blocks import assign_blocks, is_backward
 from passes.analysis.factors import RuledCall, factorize
 from passes.graph.phase import BACKWARD, FORWARD
-from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, Value, ValueKind
 from passes.records import FrozenMap
 from passes.rules.base import REPLICATE, Rule, Spec, Strategy, strategies
 from passes.rules.opaque import is_opaque, leaves_of, port_of
@@ -41,7 +41,7 @@ def kind_of(target: Any) -> str:
 class _Builder:
     """Calls and values in order, yet without factors and strategies."""
 
-    def __init__(self, gm: GraphModule, input_kinds: Mapping[str, str], trainable: Mapping[str, bool],
+    def __init__(self, gm: GraphModule, input_kinds: Mapping[str, InputKind], trainable: Mapping[str, bool],
                  flops: Mapping[Node, float] | Any):
         self.gm, self.kinds, self.trainable, self.flops = gm, input_kinds, trainable, flops
         self.values: list[Value] = []
@@ -57,7 +57,7 @@ class _Builder:
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._operation(node)
 
-    def value(self, node: Node, port: int, spec: Spec, producer: int | None, kind: str = "activation") -> int:
+    def value(self, node: Node, port: int, spec: Spec, producer: int | None, kind: ValueKind = "activation") -> int:
         index = len(self.values)
         name = node.name if not isinstance(node.meta.get("val"), (tuple, list)) else f"{node.name}.{port}"
         self.values.append(Value(index, name, spec, (), producer, port, kind, self.trainable.get(node.name, False)))
@@ -90,14 +90,14 @@ class _Builder:
 
 def build_placement_graph(
     gm: GraphModule,
-    input_kinds: Mapping[str, str],
+    input_kinds: Mapping[str, InputKind],
     outputs: Sequence[tuple[str, str | None]],
     flops: Any,
     trainable: Mapping[str, bool] | None = None,
 ) -> tuple[PlacementGraph, tuple[Rule | None, ...]]:
     """Returns the graph and the rule of every operation.
 
-    `input_kinds`: placeholder name -> one of `GRAPH_INPUT_KINDS`; `outputs`: (name of a node, name of the parameter whose
+    `input_kinds`: by placeholder name; `outputs`: (name of a node, name of the parameter whose
     placement it takes, or None if it is returned whole); `flops(node)` -> FLOPs of a whole call.
     """
     built = _Builder(gm, input_kinds, trainable or {}, flops)

@@ -1,7 +1,7 @@
 """What a step is made of, as terms, and the one function that prices them.
 
     Kernel    one kernel on a device                             Message   one collective over a mesh axis
-    Update    the optimizer's step over one parameter            Slice     a local step of a redistribution
+    Update    the optimizer's step over one parameter            Slice     a local hop of a redistribution
 
 The sizes in a term are numbers, or formulas (polynomials of input sizes, sympy expressions): `price` is the same for all,
 with `Prices` of that kind. So the planner's coefficients, a plan's table, the simulator and the formulas of
@@ -19,7 +19,7 @@ N = TypeVar("N")
 M = TypeVar("M")
 
 SLICE = 1e-3
-"""What a slice costs. It moves nothing over a link; the tiny cost only breaks ties in favor of fewer steps."""
+"""What a slice costs. It moves nothing over a link; the tiny cost only breaks ties in favor of fewer hops."""
 REDUCING = ("all_reduce", "reduce_scatter")
 """The collectives that add up; of gradients, several share one."""
 
@@ -56,7 +56,7 @@ class Message(Generic[N]):
 
 @dataclass(frozen=True)
 class Slice:
-    """A local step of a redistribution."""
+    """A local hop of a redistribution."""
 
 
 @dataclass(frozen=True)

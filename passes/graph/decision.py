@@ -20,7 +20,7 @@ class OperationLayouts:
 
 @dataclass(frozen=True)
 class Hop:
-    """One redistribution step of a value, and when it is done."""
+    """One change of the layout of a value, and when it is done."""
 
     layout: Layout
     phase: Phase

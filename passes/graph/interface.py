@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from passes import compat
 from passes.compat import pytree
 from passes.graph.layouts import Layout
+from passes.graph.placement_graph import InputKind
 from passes.records import FrozenMap
 
 
@@ -19,12 +20,12 @@ from passes.records import FrozenMap
 class GraphInput:
     """One input of the Dynamo graph.
 
-    name: dotted name of a parameter or buffer, else an expression. kind: one of `GRAPH_INPUT_KINDS`. placeable: a
-    parameter that the runtime can store in parts. stored: layout that it has already, on the mesh in use.
+    name: dotted name of a parameter or buffer, else an expression. placeable: a parameter that the runtime can store in
+    parts. stored: layout that it has already, on the mesh in use.
     """
 
     name: str
-    kind: str
+    kind: InputKind
     trainable: bool = False
     placeable: bool = False
     stored: Layout | None = None
@@ -34,7 +35,7 @@ class GraphInput:
 class Interface:
     """Roles of the placeholders and outputs of one joint (or forward) graph, by node name."""
 
-    kinds: FrozenMap[str, str]
+    kinds: FrozenMap[str, InputKind]
     """Placeholder -> kind; what is not a parameter that can be placed counts as "buffer", "batch" or "constant"."""
     names: FrozenMap[str, str]
     """Placeholder of a parameter -> its dotted name."""
@@ -58,7 +59,7 @@ def _position(node: Node, order: int) -> int:
 
 def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None) -> Interface:
     """Match the graph's placeholders with the inputs they stand for. `forward_outputs` is None for a forward graph."""
-    kinds: dict[str, str] = {}
+    kinds: dict[str, InputKind] = {}
     names: dict[str, str] = {}
     trainable: dict[str, bool] = {}
     stored: dict[str, Layout] = {}
@@ -127,7 +128,7 @@ def graph_inputs(gm: GraphModule, values: Sequence[Any], placeable: Container[in
     return found
 
 
-def _kind(value: Any, source: str) -> str:
+def _kind(value: Any, source: str) -> InputKind:
     if isinstance(value, torch.nn.Parameter):
         return "parameter"
     if not isinstance(value, torch.Tensor) or value.ndim == 0:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from passes.graph.phase import Phase
 from passes.records import FrozenMap
 from passes.rules.base import Factors, Spec, Strategy
 
-GRAPH_INPUT_KINDS = ("parameter", "buffer", "batch", "tangent", "constant")
+InputKind = Literal["parameter", "buffer", "batch", "tangent", "constant"]
+ValueKind = InputKind | Literal["activation"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,7 @@ class Value:
     factors: Factors
     producer: int | None
     port: int = 0
-    kind: str = "activation"
-    """"activation" or one of GRAPH_INPUT_KINDS."""
+    kind: ValueKind = "activation"
     trainable: bool = False
     batch: frozenset[tuple[int, int]] = frozenset()
     """The (dim, factor) pairs that stem from the batch dim of an input."""

@@ -21,10 +21,10 @@ from passes.graph.polynomial import Polynomial, Powers
 from passes.partition.charges import (
     LocalSizes,
     fused_kernel,
+    hop_term,
     is_fused_kernel,
     operation_kernel,
     reduction_messages,
-    step_term,
     update,
 )
 from passes.partition.groups import Group
@@ -191,7 +191,7 @@ class _Walk:
             for arc in path:
                 layout, after = parse_layout(arc.source), parse_layout(arc.target)
                 [axis] = [a for a in range(len(layout)) if layout[a] != after[a]]
-                term = step_term(value, layout, axis, after[axis], self.sizes, bucket if target.kind == "parameter" else 0.0)
+                term = hop_term(value, layout, axis, after[axis], self.sizes, bucket if target.kind == "parameter" else 0.0)
                 self.charges[edge.target, "communication", term] += edge.multiplicity
                 self.sizes.bytes([(value, after)])  # for what has to divide
 

@@ -127,9 +127,9 @@ def reduction_messages(graph: PlacementGraph, op: Operation, rows: OperationLayo
                 yield v, Message("all_reduce", axis, sizes.bytes([(graph.values[v], made)]))
 
 
-def step_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: Sizes[N], bucket_bytes: float = 0.0,
+def hop_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: Sizes[N], bucket_bytes: float = 0.0,
               ) -> Message[N] | Slice:
-    """A step of a redistribution, of which `passes.partition.redistribution.change` says whether it is legal."""
+    """A hop of a redistribution, of which `passes.partition.redistribution.after_hop` says whether it is legal."""
     source, kind = layout[axis], collective(layout[axis], target)
     assert kind is not None, f"there is no collective from {source} to {target}"
     if kind == "slice":

@@ -13,7 +13,7 @@ from passes.machine.axis import Axes
 from passes.partition.charges import LocalSizes, group_terms
 from passes.partition.groups import Group
 from passes.partition.joint import Joint, join
-from passes.partition.redistribution import after_step
+from passes.partition.redistribution import after_hop
 from passes.rules.base import REPLICATE, Strategy
 
 
@@ -22,7 +22,7 @@ class GroupChoice:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     operations: tuple[OperationLayouts, ...]
-    cost_us: float
+    cost: float
 
 
 AxisRule = Callable[[Operation, Strategy], bool]
@@ -32,12 +32,13 @@ def group_choices(
     group: Group, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule]
 ) -> list[GroupChoice]:
     """All choices on these axes, the cheapest for each boundary, in a fixed order."""
-    us_per_byte = copy(1e9, prices) / 1e9
-    us_per_flop = prices.kernel(1e12, 0.0, "float32", "matmul") / 1e12
+    cost_per_byte = copy(1e9, prices) / 1e9
+    cost_per_flop = prices.kernel(1e12, 0.0, "float32", "matmul") / 1e12
     joints: list[list[Joint]] = []
     for k, axis in enumerate(axes):
         joints.append(join(
-            group, graph, axis.size, lambda b, k=k: prices.collective("all_reduce", k, b), us_per_byte, us_per_flop, rules[k],
+            group, graph, axis.size, lambda b, k=k: prices.collective("all_reduce", k, b),
+            cost_per_byte, cost_per_flop, rules[k],
         ))
     operations = [graph.operations[i] for i in group.operations]
     local = LocalSizes(axes)
@@ -52,7 +53,7 @@ def group_choices(
         rows = dict(zip(group.operations, layouts))
         cost = sum(price(t, prices) for t in group_terms(graph, operations, rows, boundary, local, prices.keyed))
         key = (inputs, outputs)
-        if key not in best or best[key].cost_us > cost:
+        if key not in best or best[key].cost > cost:
             best[key] = GroupChoice(inputs, outputs, layouts, cost)
     return list(best.values())
 
@@ -60,14 +61,14 @@ def group_choices(
 def _layouts(operations: Sequence[Operation], combination: Sequence[Joint]) -> tuple[OperationLayouts, ...]:
     rows = []
     for k, op in enumerate(operations):
-        steps = [j.steps[k] for j in combination]
-        if not steps:  # one device, no axes
+        taken = [j.operations[k] for j in combination]
+        if not taken:  # one device, no axes
             rows.append(OperationLayouts(((),) * len(op.inputs), ((),) * len(op.outputs), ((),) * len(op.outputs)))
             continue
-        made = tuple(zip(*(s.strategy.outputs for s in steps)))
+        made = tuple(zip(*(s.strategy.outputs for s in taken)))
         rows.append(OperationLayouts(
-            tuple(zip(*(s.strategy.inputs for s in steps))), made,
-            tuple(zip(*(s.placed() for s in steps))) if any(any(s.reduced) for s in steps) else made,
+            tuple(zip(*(s.strategy.inputs for s in taken))), made,
+            tuple(zip(*(s.placed() for s in taken))) if any(any(s.reduced) for s in taken) else made,
         ))
     return tuple(rows)
 
@@ -77,7 +78,7 @@ def slices(value: Value, source: Layout, target: Layout, axes: Axes) -> list[Lay
     way, layout = [], source
     for axis in range(len(axes)):
         if layout[axis] != target[axis]:
-            after = after_step(value, layout, axis, target[axis], axes) if layout[axis] == REPLICATE else None
+            after = after_hop(value, layout, axis, target[axis], axes) if layout[axis] == REPLICATE else None
             if after is None:
                 return None
             layout = after

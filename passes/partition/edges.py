@@ -15,7 +15,7 @@ from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.graph.placement_graph import PlacementGraph, Value
 from passes.partition.entities import Entities, Port
 from passes.partition.folding import value_signature
-from passes.partition.redistribution import changes_between
+from passes.partition.redistribution import hops_between
 from passes.solve.problem import Arc, Edge
 
 Chain = tuple[tuple[int, Phase], ...]
@@ -127,5 +127,5 @@ class Edges:
         if key not in self._arcs:
             self._arcs[key] = tuple(
                 Arc(format_layout(s.source), format_layout(s.target), s.cost)
-                for s in changes_between(value, ends, entities.axes, self.prices, bucket_bytes))
+                for s in hops_between(value, ends, entities.axes, self.prices, bucket_bytes))
         return self._arcs[key]

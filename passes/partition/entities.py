@@ -101,7 +101,7 @@ class Entities:
             made = [(k, port, graph.values[operations[k].outputs[port]]) for k, port in held_inside[group.index]]
             return Draft(name, "operations", [
                 option(
-                    c.cost_us,
+                    c.cost,
                     sum(local_bytes(value, c.operations[k].outputs[port], self.axes) for k, port, value in made),
                     c.inputs, c.outputs, c.operations,
                 ) for c in choices(group)

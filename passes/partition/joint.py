@@ -24,7 +24,7 @@ REDUCIBLE = (PARTIAL, PARTIAL_MAX)
 
 
 @dataclass(frozen=True)
-class Step:
+class OperationStrategy:
     """What one operation of the group does: its strategy, and which of its results are reduced at once."""
 
     strategy: Strategy
@@ -39,14 +39,14 @@ class Step:
 class Joint:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    steps: tuple[Step, ...]
+    operations: tuple[OperationStrategy, ...]
 
 
 def divides(value: Value, placement: Placement, size: int) -> bool:
     return not isinstance(placement, tuple) or value.factors[placement[0]][placement[1]] % size == 0
 
 
-def _options(op: Operation, graph: PlacementGraph, size: int, small: int, allowed: Callable) -> list[Step]:
+def _options(op: Operation, graph: PlacementGraph, size: int, small: int, allowed: Callable) -> list[OperationStrategy]:
     found = []
     for s in op.strategies:
         if not all(divides(graph.values[v], p, size) for v, p in zip(op.inputs, s.inputs)):
@@ -55,10 +55,10 @@ def _options(op: Operation, graph: PlacementGraph, size: int, small: int, allowe
             continue
         if not allowed(op, s):
             continue
-        found.append(Step(s, (False,) * len(op.outputs)))
+        found.append(OperationStrategy(s, (False,) * len(op.outputs)))
         reducible = [p in REDUCIBLE and graph.values[v].bytes <= small for v, p in zip(op.outputs, s.outputs)]
         if any(reducible):
-            found.append(Step(s, tuple(reducible)))
+            found.append(OperationStrategy(s, tuple(reducible)))
     return found
 
 
@@ -66,43 +66,43 @@ def join(
     group: Group,
     graph: PlacementGraph,
     size: int,
-    reduce_us: Callable[[int], float],
-    us_per_byte: float,
-    us_per_flop: float,
+    reduce_cost: Callable[[int], float],
+    cost_per_byte: float,
+    cost_per_flop: float,
     allowed: Callable[[Operation, Strategy], bool] = lambda op, s: True,
 ) -> list[Joint]:
     """All joint strategies on an axis of `size`, the cheapest for each placement of the group's boundary.
 
-    `reduce_us(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis).
+    `reduce_cost(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis).
     """
     operations = [graph.operations[i] for i in group.operations]
     largest = max((graph.values[v].bytes for op in operations for v in (*op.inputs, *op.outputs)), default=0)
     last_use = {v: k for k, op in enumerate(operations) for v in op.inputs}
     boundary = {*group.inputs, *group.outputs}
     unsplittable = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
-    # state: frozenset of (value, placement) -> (cost, steps)
-    states: dict[frozenset, tuple[float, tuple[Step, ...]]] = {frozenset(): (0.0, ())}
+    # state: frozenset of (value, placement) -> (cost, what the operations so far do)
+    states: dict[frozenset, tuple[float, tuple[OperationStrategy, ...]]] = {frozenset(): (0.0, ())}
     for k, op in enumerate(operations):
         options = _options(op, graph, size, largest // SMALL_FRACTION, allowed)
-        following: dict[frozenset, tuple[float, tuple[Step, ...]]] = {}
-        for state, (cost, steps) in states.items():
+        following: dict[frozenset, tuple[float, tuple[OperationStrategy, ...]]] = {}
+        for state, (cost, done) in states.items():
             known = dict(state)
-            for step in options:
-                new = _read(op, step.strategy.inputs, known, unsplittable)
+            for taken in options:
+                new = _read(op, taken.strategy.inputs, known, unsplittable)
                 if new is None:
                     continue
-                price = cost + _price(op, step, graph, size, reduce_us, us_per_byte, us_per_flop)
-                env = {**known, **new, **dict(zip(op.outputs, step.placed()))}
+                price = cost + _price(op, taken, graph, size, reduce_cost, cost_per_byte, cost_per_flop)
+                env = {**known, **new, **dict(zip(op.outputs, taken.placed()))}
                 key = frozenset((v, p) for v, p in env.items() if v in boundary or last_use.get(v, -1) > k)
                 if key not in following or following[key][0] > price:
-                    following[key] = (price, (*steps, step))
+                    following[key] = (price, (*done, taken))
         if len(following) > MAX_STATES:
             following = dict(sorted(following.items(), key=lambda kv: kv[1][0])[:MAX_STATES])
         states = following
     found = []
-    for state, (cost, steps) in sorted(states.items(), key=lambda kv: kv[1][0]):
+    for state, (cost, done) in sorted(states.items(), key=lambda kv: kv[1][0]):
         env = dict(state)
-        new = Joint(tuple(env[v] for v in group.inputs), tuple(env[v] for v in group.outputs), steps)
+        new = Joint(tuple(env[v] for v in group.inputs), tuple(env[v] for v in group.outputs), done)
         if not any(_dominates(old, new) for old, _ in found):
             found.append((new, cost))
     joints = [new for new, _ in found]
@@ -112,14 +112,14 @@ def join(
 
 def _whole(group: Group, operations: Sequence[Operation], allowed: Callable) -> Joint | None:
     """The joint strategy that splits nothing, if it is allowed."""
-    steps = []
+    taken = []
     for op in operations:
         whole = (s for s in op.strategies if {*s.inputs, *s.outputs} <= {REPLICATE} and allowed(op, s))
         strategy = next(whole, None)
         if strategy is None:
             return None
-        steps.append(Step(strategy, (False,) * len(op.outputs)))
-    return Joint((REPLICATE,) * len(group.inputs), (REPLICATE,) * len(group.outputs), tuple(steps))
+        taken.append(OperationStrategy(strategy, (False,) * len(op.outputs)))
+    return Joint((REPLICATE,) * len(group.inputs), (REPLICATE,) * len(group.outputs), tuple(taken))
 
 
 def _dominates(old: Joint, new: Joint) -> bool:
@@ -142,12 +142,13 @@ def _read(op: Operation, wanted: Sequence[Placement], known: dict[int, Placement
     return new
 
 
-def _price(op: Operation, step: Step, graph: PlacementGraph, size: int, reduce_us, us_per_byte, us_per_flop) -> float:
-    share = 1 / size if step.strategy.splits else 1.0
-    total = op.flops * share * us_per_flop
-    for v, p, reduced in zip(op.outputs, step.strategy.outputs, step.reduced):
+def _price(op: Operation, taken: OperationStrategy, graph: PlacementGraph, size: int, reduce_cost, cost_per_byte,
+           cost_per_flop) -> float:
+    share = 1 / size if taken.strategy.splits else 1.0
+    total = op.flops * share * cost_per_flop
+    for v, p, reduced in zip(op.outputs, taken.strategy.outputs, taken.reduced):
         local = graph.values[v].bytes / (size if isinstance(p, tuple) else 1)
-        total += local * us_per_byte
+        total += local * cost_per_byte
         if reduced:
-            total += reduce_us(int(local))
+            total += reduce_cost(int(local))
     return total

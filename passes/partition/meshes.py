@@ -70,7 +70,7 @@ class Answer:
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis.name}={axis.size}" for axis in self.mesh.axes)
-        return f"Answer({axes or 'no axes'}: {self.placed.cost.step_us:.6g} us)"
+        return f"Answer({axes or 'no axes'}: {self.placed.cost.step:.6g} us)"
 
 
 def candidate_meshes(cluster: Cluster, pinned: Mapping[str, int] | None) -> list[Mesh]:

@@ -22,4 +22,4 @@ def in_time(answer: Placed, mesh: Mesh, objective: Literal["time", "energy"]) ->
     time, energy = answer.cost, answer.other_cost
     if objective == "energy":
         time, energy = energy, time
-    return replace(answer, cost=time), energy.step_us * 1e-6 * mesh.size
+    return replace(answer, cost=time), energy.step * 1e-6 * mesh.size

@@ -61,8 +61,8 @@ def place(
     """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff`, or none was
     found in time. `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
     model has beyond `graph`; NotLinear says that the two do not correspond. `other_prices`: those that `other_cost` is
-    in. Prices may be of anything that adds up, such as µJ: then so is all that is called `_us` here, and `cutoff`
-    too. Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
+    in. Prices may be of anything that adds up, such as µJ: then so are all costs here, and `cutoff`. Raises Infeasible with
+    the smallest budget that works, and BadInput for pins that cannot be met.
     """
     state = state or StateModel()
     bucket_bytes, memo = bucket_bytes_of(graph), Memo()
@@ -92,7 +92,7 @@ def place(
 
     cost = whole_cost(prices)
     [held_bytes] = solution.held_bytes
-    for name, ours, theirs in (("objective", cost.step_us, solution.cost), ("held bytes", cost.held_bytes, held_bytes)):
+    for name, ours, theirs in (("objective", cost.step, solution.cost), ("held bytes", cost.held_bytes, held_bytes)):
         if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")
     other_cost = None if other_prices is None else whole_cost(other_prices)

@@ -17,13 +17,13 @@ from passes.costs.terms import Message, Prices, Slice, price
 from passes.graph.layouts import Layout, format_layout, legal
 from passes.graph.placement_graph import PlacementGraph, Value
 from passes.machine.axis import Axes
-from passes.partition.charges import LocalSizes, collective, step_term
+from passes.partition.charges import LocalSizes, collective, hop_term
 from passes.rules.base import REPLICATE, Placement
 
 
 @dataclass(frozen=True)
-class Change:
-    """One step of a redistribution: `axis` goes from `source[axis]` to `target[axis]`."""
+class PricedHop:
+    """One hop: `axis` goes from `source[axis]` to `target[axis]`."""
 
     source: Layout
     target: Layout
@@ -33,11 +33,11 @@ class Change:
 
     @property
     def collective(self) -> str:
-        """"slice" for a local step."""
+        """"slice" for a local hop."""
         return self.term.collective if isinstance(self.term, Message) else "slice"
 
 
-def after_step(value: Value, layout: Layout, axis: int, target: Placement, axes: Axes) -> Layout | None:
+def after_hop(value: Value, layout: Layout, axis: int, target: Placement, axes: Axes) -> Layout | None:
     """The layout once `axis` of `layout` has gone to `target`, or None if no single collective does that."""
     source = layout[axis]
     if source == target or collective(source, target) is None:
@@ -48,17 +48,17 @@ def after_step(value: Value, layout: Layout, axis: int, target: Placement, axes:
     return after if legal(value, after, axes) else None
 
 
-def change(value: Value, layout: Layout, axis: int, target: Placement, axes: Axes, prices: Prices,
-           bucket_bytes: float = 0.0) -> Change | None:
-    """The step that takes `axis` of `layout` to `target`, or None if it is not legal.
+def priced_hop(value: Value, layout: Layout, axis: int, target: Placement, axes: Axes, prices: Prices,
+               bucket_bytes: float = 0.0) -> PricedHop | None:
+    """The hop that takes `axis` of `layout` to `target`, or None if it is not legal.
 
     bucket_bytes: for the gradient of a parameter, the bytes that are reduced together with it (`bucket_bytes_of`).
     """
-    after = after_step(value, layout, axis, target, axes)
+    after = after_hop(value, layout, axis, target, axes)
     if after is None:
         return None
-    term = step_term(value, layout, axis, target, LocalSizes(axes), bucket_bytes)
-    return Change(layout, after, axis, term, price(term, prices))
+    term = hop_term(value, layout, axis, target, LocalSizes(axes), bucket_bytes)
+    return PricedHop(layout, after, axis, term, price(term, prices))
 
 
 def bucket_bytes_of(graph: PlacementGraph) -> float:
@@ -77,29 +77,29 @@ def layouts_between(value: Value, ends: Iterable[Layout], axes: Axes) -> list[La
     return [layout for layout in itertools.product(*per_axis) if legal(value, layout, axes)]
 
 
-def changes_between(value: Value, ends: Iterable[Layout], axes: Axes,
-                    prices: Prices, bucket_bytes: float = 0.0) -> list[Change]:
-    """All single steps between the layouts that `ends` span; see `change`."""
+def hops_between(value: Value, ends: Iterable[Layout], axes: Axes, prices: Prices,
+                 bucket_bytes: float = 0.0) -> list[PricedHop]:
+    """All single hops between the layouts that `ends` span."""
     layouts = layouts_between(value, ends, axes)
     known = set(layouts)
     found = []
     for layout in layouts:
         for axis in range(len(axes)):
             for target in dict.fromkeys(x[axis] for x in layouts):  # in an order that no hash seed changes
-                step = change(value, layout, axis, target, axes, prices, bucket_bytes)
-                if step is not None and step.target in known:
-                    found.append(step)
+                hop = priced_hop(value, layout, axis, target, axes, prices, bucket_bytes)
+                if hop is not None and hop.target in known:
+                    found.append(hop)
     return found
 
 
 def cheapest_route(value: Value, source: Layout, target: Layout, axes: Axes, prices: Prices,
-                   extra: Iterable[Layout] = ()) -> tuple[float, list[Change]] | None:
-    """Dijkstra over all legal steps; the route of least cost from `source` to `target`, or None."""
-    by_source: dict[Layout, list[Change]] = {}
-    for step in changes_between(value, [source, target, *extra], axes, prices):
-        by_source.setdefault(step.source, []).append(step)
+                   extra: Iterable[Layout] = ()) -> tuple[float, list[PricedHop]] | None:
+    """Dijkstra over all legal hops; the route of least cost from `source` to `target`, or None."""
+    by_source: dict[Layout, list[PricedHop]] = {}
+    for hop in hops_between(value, [source, target, *extra], axes, prices):
+        by_source.setdefault(hop.source, []).append(hop)
     best: dict[Layout, float] = {source: 0.0}
-    came: dict[Layout, Change] = {}
+    came: dict[Layout, PricedHop] = {}
     heap = [(0.0, format_layout(source), source)]
     while heap:
         cost, _, layout = heapq.heappop(heap)
@@ -111,10 +111,10 @@ def cheapest_route(value: Value, source: Layout, target: Layout, axes: Axes, pri
             return cost, route[::-1]
         if cost > best[layout]:
             continue
-        for step in by_source.get(layout, ()):
-            reached = cost + step.cost
-            if reached < best.get(step.target, float("inf")):
-                best[step.target] = reached
-                came[step.target] = step
-                heapq.heappush(heap, (reached, format_layout(step.target), step.target))
+        for hop in by_source.get(layout, ()):
+            reached = cost + hop.cost
+            if reached < best.get(hop.target, float("inf")):
+                best[hop.target] = reached
+                came[hop.target] = hop
+                heapq.heappush(heap, (reached, format_layout(hop.target), hop.target))
     return None

@@ -26,17 +26,19 @@ from passes.solve.verify import VerificationError
 
 @dataclass(frozen=True)
 class Cost:
-    compute_us: float
-    communication_us: float
-    optimizer_us: float
+    """Of a step, in the unit of the prices, and the bytes that it holds."""
+
+    compute: float
+    communication: float
+    optimizer: float
     parameter_bytes: float
     gradient_bytes: float
     optimizer_bytes: float
     activation_bytes: float
 
     @property
-    def step_us(self) -> float:
-        return self.compute_us + self.communication_us + self.optimizer_us
+    def step(self) -> float:
+        return self.compute + self.communication + self.optimizer
 
     @property
     def held_bytes(self) -> float:
@@ -69,7 +71,7 @@ class _Walk:
             share /= axis.size if any(not isinstance(p[k], str) for p in layouts) else 1
         return share
 
-    def operation_us(self, index: int) -> float:
+    def operation(self, index: int) -> float:
         """A heavy operation on its local operands."""
         op, rows = self.graph.operations[index], self.decision.operations[index]
         moved = sum(self.local(v, p) for v, p in zip((*op.inputs, *op.outputs), rows.inputs + rows.made))
@@ -77,16 +79,16 @@ class _Walk:
         key = operation_key(self.graph, op, rows.inputs, rows.made, self.axes) if self.prices.keyed else ""
         return self.prices.kernel(flops, moved, self.graph.values[op.outputs[0]].spec.dtype, op.kind, key)
 
-    def group_us(self, c: Group) -> float:
+    def group(self, c: Group) -> float:
         """Its heavy operations one by one, or its light ones as one kernel that reads and writes the boundary."""
         operations = [self.graph.operations[i] for i in c.operations]
         heavy = [op.index for op in operations if op.heavy]
         if heavy or all(op.kind == "view" for op in operations):
-            return sum(map(self.operation_us, heavy))
+            return sum(map(self.operation, heavy))
         moved = sum(self.local(v, p) for v, p in boundary(self.graph, c, self.decision))
         return self.prices.kernel(0.0, moved, "float32", "pointwise")
 
-    def reductions_us(self, index: int) -> float:
+    def reductions(self, index: int) -> float:
         op, rows = self.graph.operations[index], self.decision.operations[index]
         return sum(
             self.prices.collective("all_reduce", axis, self.local(v, made))
@@ -94,25 +96,25 @@ class _Walk:
             for axis in range(len(self.axes)) if made[axis] != after[axis]
         )
 
-    def way_us(self, leg: Leg) -> float:
+    def leg(self, leg: Leg) -> float:
         route = leg.route
-        return sum(self.hop_us(route.value, route.layout(k), route.layout(k + 1), leg.gradient)
+        return sum(self.hop(route.value, route.layout(k), route.layout(k + 1), leg.gradient)
                    for k in range(leg.start, leg.stop))
 
-    def hop_us(self, v: int, layout: Layout, after: Layout, gradient: bool) -> float:
+    def hop(self, v: int, layout: Layout, after: Layout, gradient: bool) -> float:
         """One collective on one axis; the reductions of gradients that are small share one with others."""
         value, prices = self.graph.values[v], self.prices
         [(axis, p, q)] = [(a, p, q) for a, (p, q) in enumerate(zip(layout, after)) if p != q]
         kind = _COLLECTIVES.get((_letter(p), _letter(q)))
         nested = any(other in (p, q) and not isinstance(other, str) for other in layout[axis + 1:])
         if kind is None or nested or not self.divides(v, after):
-            raise VerificationError(f"{value.name} takes an illegal step from {layout} to {after}")
+            raise VerificationError(f"{value.name} takes an illegal hop from {layout} to {after}")
         if kind == "slice":
             return SLICE
         moved = self.local(v, after if kind == "all_gather" else layout)
         if kind in ("all_reduce", "reduce_scatter") and gradient and moved < self.bucket_bytes:
-            bucket_us = prices.collective(kind, axis, self.bucket_bytes) + 2 * copy(self.bucket_bytes, prices)
-            return bucket_us * moved / self.bucket_bytes
+            bucket = prices.collective(kind, axis, self.bucket_bytes) + 2 * copy(self.bucket_bytes, prices)
+            return bucket * moved / self.bucket_bytes
         # Parts that are no block of memory are packed before the collective, or unpacked after it.
         copies = sum(not self.in_one_block(v, *each) for each in (p, q) if not isinstance(each, str))
         return prices.collective(kind, axis, moved) + copies * copy(moved, prices)
@@ -147,9 +149,9 @@ def reprice(
     """
     walk = _Walk(graph, decision, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
     found = Legs(graph, groups, saved, decision)
-    compute = sum(map(walk.group_us, groups))
-    communication = sum(walk.reductions_us(i) for group in groups for i in group.operations)
-    communication += sum(map(walk.way_us, found.legs))
+    compute = sum(map(walk.group, groups))
+    communication = sum(walk.reductions(i) for group in groups for i in group.operations)
+    communication += sum(map(walk.leg, found.legs))
     activations = sum(walk.local(v, layout) for v, layout in found.saved.items())
     parameters = gradients = optimizer_bytes = optimizer = 0.0
     trained = {p for _, p in graph.outputs if p is not None}

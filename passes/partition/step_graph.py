@@ -16,7 +16,7 @@ from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.charges import LocalSizes, group_kernels
 from passes.partition.groups import Group
 from passes.partition.legs import Legs
-from passes.partition.redistribution import bucket_bytes_of, change
+from passes.partition.redistribution import bucket_bytes_of, priced_hop
 from passes.partition.reprice import Cost, boundary
 from passes.rules.view_names import VIEWS, view_name
 from passes.schedule.step_graph import Call, Hop, Leg, StepGraph, with_gradients
@@ -44,7 +44,7 @@ def step_graph(
         trained_bytes=tuple(local_bytes(graph.values[v], layout, decision.axes) for v, layout in decision.inputs.items()
                             if graph.values[v].kind == "parameter" and graph.values[v].trainable),
         call_us=call_us,
-        optimizer_us=cost.optimizer_us,
+        optimizer_us=cost.optimizer,
     )
 
 
@@ -108,7 +108,7 @@ class _Maker:
         hops = []
         for layout, after in itertools.pairwise(layouts):
             (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
-            hop = change(value, layout, axis, after[axis], self.decision.axes, self.prices, bucket_bytes)
+            hop = priced_hop(value, layout, axis, after[axis], self.decision.axes, self.prices, bucket_bytes)
             assert hop is not None, f"{value.name} takes an illegal hop from {layout} to {after}"
             nbytes = max(hop.term.bytes, 1.0) if isinstance(hop.term, Message) else 0.0
             hops.append(Hop(hop.collective, self.decision.axes[axis].name, nbytes, hop.cost))

@@ -61,7 +61,7 @@ class Reduced:
         return math.fsum(float(cost.min()) for cost in self.costs)
 
     def edge_cost(self, edge: int) -> np.ndarray:
-        """µs of all instances of the edge by label index, (labels + 1, labels + 1), inf where it cannot be met."""
+        """The cost of all instances of the edge by label index, (labels + 1, labels + 1), inf where it cannot be met."""
         cost = self.paths[edge].cost.copy()
         cost[np.isfinite(cost)] *= self.problem.edges[edge].multiplicity  # 0 * inf would be nan
         cost[cost > self.spare_cost] = math.inf

@@ -57,7 +57,7 @@ def _graph(arcs: Iterable[Arc]) -> _Graph:
 
 
 def _dijkstra(graph: _Graph, source: Label, target: Label) -> float:
-    """µs of the cheapest path from `source` to `target`, inf if there is none."""
+    """The cost of the cheapest path from `source` to `target`, inf if there is none."""
     queue, done = [(0.0, source)], set()
     while queue:
         cost, label = heapq.heappop(queue)
@@ -71,7 +71,7 @@ def _dijkstra(graph: _Graph, source: Label, target: Label) -> float:
 
 
 def _check_path(problem: Problem, edge: Edge, path: tuple[Arc, ...], graph: _Graph, chosen: tuple[int, ...]) -> float:
-    """µs of one instance of `edge`, checked: the path is one of its arcs' paths and none is cheaper."""
+    """The cost of one instance of `edge`, checked: the path is one of its arcs' paths and none is cheaper."""
     supplied = problem.entities[edge.source].choices[chosen[edge.source]].outputs[edge.source_port]
     demanded = problem.entities[edge.target].choices[chosen[edge.target]].inputs[edge.target_port]
     if demanded is None or supplied == demanded:

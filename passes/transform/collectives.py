@@ -1,4 +1,4 @@
-"""Emit the nodes of one redistribution step on local tensors.
+"""Emit the nodes of one hop of a redistribution on local tensors.
 
 A local tensor keeps the dim order of the whole one; a split factor is shorter. Collectives of torch gather and scatter
 along the first dim, so a split anywhere else is packed before or unpacked after: the tensor is seen as (A, n, B) around
@@ -57,12 +57,12 @@ def around(value: Value, layout: Layout, place: tuple[int, int], axes: Axes) -> 
 
 
 class Redistributor:
-    """Emits steps for this rank. `insert` is where the nodes go."""
+    """Emits hops for this rank. `insert` is where the nodes go."""
 
     def __init__(self, groups: MeshGroups):
         self.groups = groups
 
-    def step(self, insert: Inserter, x: Node, value: Value, source: Layout, target: Layout) -> Node:
+    def hop(self, insert: Inserter, x: Node, value: Value, source: Layout, target: Layout) -> Node:
         """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`."""
         (axis,) = [a for a, (p, q) in enumerate(zip(source, target)) if p != q]
         p, q = source[axis], target[axis]

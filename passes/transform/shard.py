@@ -169,7 +169,7 @@ class Sharder:
                 # A gradient's own phase is backward; a forward value (or an input) is moved there on purpose.
                 made_backward = node.meta.get("partitioner_tag") == "is_backward"
                 tag = "is_forward" if hop.phase == FORWARD else "is_backward" if made_backward else BACKWARD_ON_PURPOSE
-                self.moved[key] = self.redistributor.step(
+                self.moved[key] = self.redistributor.hop(
                     _Appender(self.new, reader, self.fake_mode, tag), node, value, layout, hop.layout
                 )
             node, layout = self.moved[key], hop.layout
@@ -217,7 +217,7 @@ class Sharder:
             for axis in range(len(made)):
                 if layout[axis] != after[axis]:
                     following = (*layout[:axis], after[axis], *layout[axis + 1 :])
-                    part = self.redistributor.step(insert, part, value, layout, following)
+                    part = self.redistributor.hop(insert, part, value, layout, following)
                     layout = following
             self.made[value.index] = (part, layout)
             # Not at the end of the graph: what comes before the last forward output counts as forward.

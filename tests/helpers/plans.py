@@ -4,6 +4,7 @@ from __future__ import annotations
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import (
     GraphPlan,
+    HopPlan,
     LeftWhole,
     MemoryBytes,
     MeshAttempt,
@@ -12,7 +13,6 @@ from hpml_compiler.plans.schema import (
     PredictedCost,
     Redistribution,
     SolverReport,
-    Step,
 )
 
 MESH = {"dp": 2, "tp": 4}
@@ -35,9 +35,9 @@ def operation(op: str, block: str, class_id: int | str, inputs, outputs, us: flo
 
 
 def all_reduce(value: str, consumer: str, axis: str, multiplicity: int = 1, source=("S(0)", "P"), target=("S(0)", "R")):
-    step = Step(collective="all_reduce", axis=axis, bytes=1024, predicted_us=5.0)
+    hop = HopPlan(collective="all_reduce", axis=axis, bytes=1024, predicted_us=5.0)
     return Redistribution(value=value, shape=[8, 16, 64], dtype="float32", consumer=consumer, source=source,
-                          target=target, steps=[step], multiplicity=multiplicity)
+                          target=target, hops=[hop], multiplicity=multiplicity)
 
 
 def gpt_graph(layers: int = 3, listed: int | None = None, column: str = "S(0)", name: str = "GPT") -> GraphPlan:

@@ -11,7 +11,7 @@ import torch
 from passes.analysis.operations import complete, kind_of
 from passes.costs.algebra import NUMBERS
 from passes.graph.phase import BACKWARD, FORWARD
-from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, Value
 from passes.rules.base import Call, Operand, Rule
 from passes.rules.table import rule_of_call, spec_of
 
@@ -31,7 +31,7 @@ class Builder:
     operations: list[Operation] = field(default_factory=list)
     rules: list[Rule | None] = field(default_factory=list)
 
-    def input(self, shape: Sequence[int], kind: str = "batch") -> int:
+    def input(self, shape: Sequence[int], kind: InputKind = "batch") -> int:
         index = len(self.values)
         spec = spec_of(torch.empty(tuple(shape), device="meta"))
         self.values.append(Value(index, f"{kind}_{index}", spec, (), None, 0, kind, kind == "parameter"))

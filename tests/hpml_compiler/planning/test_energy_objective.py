@@ -63,9 +63,9 @@ def test_the_energy_of_a_plan_follows_from_what_it_lists(objective, cap, layers)
     kernels = sum(graph.runs(op) * op.predicted_us * power.kernel_w(op.kind) for op in graph.operations.values())
     assert sum(graph.runs(op) * op.predicted_us for op in graph.operations.values()) == pytest.approx(
         graph.predicted.compute_us)
-    steps = [(move.multiplicity, step) for move in graph.redistributions for step in move.steps]
-    links = 1e6 * sum(n * link_j(s.collective, mesh.axis(s.axis), s.bytes) for n, s in steps if s.collective != "slice")
-    moving_us = sum(n * s.predicted_us for n, s in steps)
+    hops = [(move.multiplicity, hop) for move in graph.redistributions for hop in move.hops]
+    links = 1e6 * sum(n * link_j(s.collective, mesh.axis(s.axis), s.bytes) for n, s in hops if s.collective != "slice")
+    moving_us = sum(n * s.predicted_us for n, s in hops)
     assert moving_us == pytest.approx(graph.predicted.communication_us)
     rest = kernels + links + graph.predicted.optimizer_us * power.memory_w
     low, high = (1e-6 * 4 * (rest + moving_us * watts) for watts in (power.communication_w, power.memory_w))

@@ -388,7 +388,7 @@ def test_the_chosen_plan_is_at_most_as_costly(pair):
 
 def test_the_hand_made_plan_costs_what_its_operations_cost(pair):
     _, _, hand = pair
-    assert hand.cost.step_us == pytest.approx(hand.free.cost, rel=1e-9)
+    assert hand.cost.step == pytest.approx(hand.free.cost, rel=1e-9)
     assert hand.cost.held_bytes == pytest.approx(hand.free.held_bytes[0], rel=1e-9)
 
 

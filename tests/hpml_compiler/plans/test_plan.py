@@ -47,7 +47,7 @@ def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "message"), [
     ("{", "not a plan"),
     ("[]", "format_version"),
-    (edited(gpt_plan(1), format_version=1), "format_version 2, this one has 1"),
+    (edited(gpt_plan(1), format_version=1), "format_version 3, this one has 1"),
     (edited(gpt_plan(1), world_size=4), "does not multiply to world_size 4"),
     (edited(gpt_plan(1), world_size="8"), "world_size"),
     (edited(gpt_plan(1), surprise=1), "surprise"),
@@ -102,7 +102,7 @@ def test_folded_plan_sums_to_the_whole_one():
 def test_local_steps_are_no_collectives():
     graph = gpt_graph(1)
     move = graph.redistributions[0]
-    local = move.model_copy(update={"steps": (move.steps[0].model_copy(update={"collective": "slice", "bytes": 0}),)})
+    local = move.model_copy(update={"hops": (move.hops[0].model_copy(update={"collective": "slice", "bytes": 0}),)})
     assert graph.model_copy(update={"redistributions": (local,)}).collectives == {}
 
 

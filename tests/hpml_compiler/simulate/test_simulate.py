@@ -212,7 +212,7 @@ def test_what_forward_returns_is_gathered_and_held_by_the_caller():
     graph = plan.graphs[0]
     gather = graph.redistributions[0].model_copy(update={
         "value": "fwd2", "source": ("S(0)",), "target": ("R",), "consumer": "",
-        "steps": (graph.redistributions[0].steps[0].model_copy(update={"collective": "all_gather", "predicted_us": 7.0}),)})
+        "hops": (graph.redistributions[0].hops[0].model_copy(update={"collective": "all_gather", "predicted_us": 7.0}),)})
     more = plan.model_copy(update={"graphs": (graph.model_copy(update={
         "redistributions": (*graph.redistributions, gather)}),)})
     before, after = simulate(plan, contention=1.0), simulate(more, contention=1.0)

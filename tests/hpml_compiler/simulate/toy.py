@@ -4,13 +4,13 @@ from __future__ import annotations
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import (
     GraphPlan,
+    HopPlan,
     MemoryBytes,
     OperationPlan,
     ParameterPlan,
     PredictedCost,
     Redistribution,
     SolverReport,
-    Step,
 )
 
 FORWARD_US, BACKWARD_US, GATHER_US, REDUCE_US, OPTIMIZER_US = 10.0, 20.0, 4.0, 6.0, 5.0
@@ -80,6 +80,6 @@ def chain_plan(layers: int, *, sharded: bool = True, saved: bool = True, listed:
 
 
 def move(value, consumer, collective, us, source, target, runs):
-    step = Step(collective=collective, axis="dp", bytes=WEIGHT_BYTES, predicted_us=us)
+    hop = HopPlan(collective=collective, axis="dp", bytes=WEIGHT_BYTES, predicted_us=us)
     return Redistribution(value=value, shape=(WIDTH, WIDTH), dtype="float32", consumer=consumer, source=source,
-                          target=target, steps=(step,), multiplicity=runs)
+                          target=target, hops=(hop,), multiplicity=runs)

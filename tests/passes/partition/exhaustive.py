@@ -1,6 +1,6 @@
 """The cheapest placements of a small graph by trying them all, from the rules of the game and nothing of the planner's.
 
-What is taken from there: the price of one step of a redistribution (`change`), and which operations form a group.
+What is taken from there: the price of one hop of a redistribution (`priced_hop`), and which operations form a group.
 
 - Every operation takes a strategy per axis, and may reduce a small partial result at once.
 - Inside a group a value has one layout, but what cannot be split where it is made may be read in part.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.groups import SMALL_FRACTION, Group
-from passes.partition.redistribution import change
+from passes.partition.redistribution import priced_hop
 from passes.rules.base import REPLICATE
 from tests.helpers.axes import axes_of
 
@@ -137,9 +137,9 @@ class Game:
             for p in layouts:
                 for axis in range(len(self.sizes)):
                     for target in (REPLICATE, *places):
-                        step = change(value, p, axis, target, axes_of(*self.sizes), self.prices, bucket)
-                        if step is not None:
-                            table[p, step.target] = step.cost
+                        hop = priced_hop(value, p, axis, target, axes_of(*self.sizes), self.prices, bucket)
+                        if hop is not None:
+                            table[p, hop.target] = hop.cost
             for m, p, q in itertools.product(layouts, repeat=3):
                 table[p, q] = min(table[p, q], table[p, m] + table[m, q])
             self.tables[v] = table
@@ -227,7 +227,7 @@ class Game:
 
     # --- the whole graph ----------------------------------------------------------------------------------------------
 
-    def optimum_us(self, ways: Sequence[dict[Ports, float]] | None = None) -> float:
+    def optimum(self, ways: Sequence[dict[Ports, float]] | None = None) -> float:
         """Depth first over groups; a branch ends where it costs as much as the best answer so far."""
         ways = ways or [self.group_ways(c) for c in self.groups]
         ordered = [sorted(w.items(), key=lambda kv: kv[1]) for w in ways]

@@ -36,7 +36,7 @@ def compare(graph, sizes, prices, merge):
     in for one that reads the whole, and `SLICE` is not added for that."""
     built = problem(graph, sizes, prices, merge=merge, fold=False)
     found = solve(built.problem, EXACT).cost
-    best = Game(graph, sizes, prices, groups_of(graph, merge)).optimum_us()
+    best = Game(graph, sizes, prices, groups_of(graph, merge)).optimum()
     slack = 2 * len(sizes) * len(built.problem.edges) * SLICE
     assert best * (1 - 1e-9) - 1e-9 <= found <= best * (1 + 1e-6) + slack
 

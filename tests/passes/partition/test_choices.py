@@ -37,10 +37,10 @@ def test_choices_are_the_cheapest_for_each_boundary_and_none_is_missing(graph, s
         choices = group_choices(c, graph, axes_of(*sizes), prices, FREE[: len(sizes)])
         assert len({(x.inputs, x.outputs) for x in choices}) == len(choices)
         for x in choices:
-            assert x.cost_us == pytest.approx(ways[x.inputs, x.outputs], rel=1e-12)
+            assert x.cost == pytest.approx(ways[x.inputs, x.outputs], rel=1e-12)
         for (inputs, outputs), cost in ways.items():
             assert any(
-                x.cost_us <= cost * (1 + 1e-12)
+                x.cost <= cost * (1 + 1e-12)
                 and all(stands_in(p, q, True) for p, q in zip(x.inputs, inputs))
                 and all(stands_in(p, q, False) for p, q in zip(x.outputs, outputs)) for x in choices
             ), (inputs, outputs)
@@ -57,12 +57,12 @@ def test_a_product_costs_what_its_parts_take():
     graph = b.finish([y])
     prices = Prices(us_per_flop=1.0, launch=0.5)
     (c,) = groups_of(graph)
-    found = {(x.inputs, x.outputs): x.cost_us for x in group_choices(c, graph, axes_of(2, 2), prices, FREE)}
+    found = {(x.inputs, x.outputs): x.cost for x in group_choices(c, graph, axes_of(2, 2), prices, FREE)}
     assert found[(("R", "R"), ("R", "R")), (("R", "R"),)] == 2 * 8 * 16 * 4 + 0.5
     assert found[(((0, 0), "R"), ("R", (1, 0))), (((0, 0), (1, 0)),)] == 2 * 8 * 16 * 4 / 4 + 0.5
     assert found[(((1, 0), (1, 0)), ((0, 0), (0, 0))), (("P", "P"),)] == 2 * 8 * 16 * 4 / 4 + 0.5
     by_memory = Prices(us_per_flop=0.0, launch=0.0, memory=1.0)
-    found = {(x.inputs, x.outputs): x.cost_us for x in group_choices(c, graph, axes_of(2, 2), by_memory, FREE)}
+    found = {(x.inputs, x.outputs): x.cost for x in group_choices(c, graph, axes_of(2, 2), by_memory, FREE)}
     assert found[(((0, 0), "R"), ("R", "R")), (((0, 0), "R"),)] == 4 * (8 * 16 / 2 + 16 * 4 + 8 * 4 / 2)
 
 
@@ -86,13 +86,13 @@ def test_light_groups_are_one_kernel_over_their_boundary_and_views_cost_nothing(
     graph = b.finish([y])
     (c,) = groups_of(graph)
     prices = Prices(memory=1.0, launch=0.5)
-    found = {x.inputs[0]: x.cost_us for x in group_choices(c, graph, axes_of(2), prices, FREE[:1])}
+    found = {x.inputs[0]: x.cost for x in group_choices(c, graph, axes_of(2), prices, FREE[:1])}
     assert found[(0, 0),] == 2 * 8 * 4 * 4 / 2 + 0.5
     b = Builder()
     y = b.call(aten.permute.default, V(b.input((8, 4))), [1, 0])
     graph = b.finish([y])
     (c,) = groups_of(graph)
-    assert {x.cost_us for x in group_choices(c, graph, axes_of(2), prices, FREE[:1])} == {0.0}
+    assert {x.cost for x in group_choices(c, graph, axes_of(2), prices, FREE[:1])} == {0.0}
 
 
 def test_each_axis_obeys_its_own_rule():

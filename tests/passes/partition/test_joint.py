@@ -35,7 +35,7 @@ def test_a_chain_passes_one_split_from_end_to_end():
     found = joints(b, [y])
     assert ports(found) >= {(((0, 0),), ((1, 0),)), (((1, 0),), ((0, 0),)), (("R",), ("R",))}
     for j in found:
-        placed = [p for step in j.steps for p in (*step.strategy.inputs, *step.strategy.outputs)]
+        placed = [p for step in j.operations for p in (*step.strategy.inputs, *step.strategy.outputs)]
         assert len({isinstance(p, tuple) for p in placed}) == 1
 
 
@@ -58,8 +58,8 @@ def test_a_small_partial_sum_may_be_reduced_inside():
     b, y = softmax_by_hand(4, 64)
     split = [j for j in joints(b, [y]) if j.inputs == ((1, 0),)]
     assert [j.outputs for j in split] == [((1, 0),)]
-    assert [s.reduced for s in split[0].steps] == [(False,), (True,), (False,)]
-    assert split[0].steps[1].strategy.outputs == ("P",) and split[0].steps[1].placed() == ("R",)
+    assert [s.reduced for s in split[0].operations] == [(False,), (True,), (False,)]
+    assert split[0].operations[1].strategy.outputs == ("P",) and split[0].operations[1].placed() == ("R",)
 
 
 def test_a_large_partial_sum_is_not_reduced_inside():
@@ -75,7 +75,7 @@ def test_of_two_places_to_reduce_the_cheaper_one_is_taken():
     y = b.call(aten.exp.default, V(wide))
     for reduce_us, flags in ((float, [True, False]), (lambda nbytes: 100.0 - nbytes, [False, True])):
         (found,) = [j for j in joints(b, [y], reduce_us=reduce_us) if (j.inputs, j.outputs) == (((0, 0),), ("R",))]
-        assert [s.reduced[0] for s in found.steps[:2]] == flags
+        assert [s.reduced[0] for s in found.operations[:2]] == flags
 
 
 def test_what_cannot_be_split_where_it_is_made_may_be_read_in_parts():
@@ -85,7 +85,7 @@ def test_what_cannot_be_split_where_it_is_made_may_be_read_in_parts():
     y = b.call(aten.mul.Tensor, V(x), V(mask))
     found = [j for j in joints(b, [y]) if j.outputs == ((0, 0),)]
     assert [j.inputs for j in found] == [("R", (0, 0))]  # the mask's operand first: it is read first
-    assert found[0].steps[0].strategy.outputs == ("R",) and found[0].steps[1].strategy.inputs == ((0, 0), (0, 0))
+    assert found[0].operations[0].strategy.outputs == ("R",) and found[0].operations[1].strategy.inputs == ((0, 0), (0, 0))
 
 
 def test_a_value_has_one_placement_for_all_readers_inside():

@@ -13,10 +13,10 @@ from passes.graph.placement_graph import Value
 from passes.partition.charges import LocalSizes, collective
 from passes.partition.redistribution import (
     bucket_bytes_of,
-    change,
-    changes_between,
     cheapest_route,
+    hops_between,
     layouts_between,
+    priced_hop,
 )
 from passes.rules.base import Spec
 from tests.helpers.axes import axes_of
@@ -57,7 +57,7 @@ def test_collectives(source, target, kind):
     (("R", "R"), 0, "R", False),
 ])
 def test_axes_that_split_one_factor_are_nested(layout, axis, target, ok):
-    step = change(COLUMNS, layout, axis, target, axes_of(2, 2), PRICES)
+    step = priced_hop(COLUMNS, layout, axis, target, axes_of(2, 2), PRICES)
     assert (step is not None) == ok
     if step:
         assert step.axis == axis and step.target[axis] == target and step.source == layout
@@ -67,8 +67,8 @@ def test_sizes_that_do_not_divide_are_not_legal():
     v = value((6,), (4,))
     assert legal(v, ((0, 0),), axes_of(2)) and not legal(v, ((0, 0),), axes_of(4))
     assert legal(v, ((1, 0), (1, 0)), axes_of(2, 2)) and not legal(v, ((0, 0), (0, 0)), axes_of(2, 2))
-    assert change(v, ("R",), 0, (0, 0), axes_of(4), PRICES) is None
-    assert change(v, ((0, 0), "R"), 1, (0, 0), axes_of(2, 2), PRICES) is None
+    assert priced_hop(v, ("R",), 0, (0, 0), axes_of(4), PRICES) is None
+    assert priced_hop(v, ((0, 0), "R"), 1, (0, 0), axes_of(2, 2), PRICES) is None
 
 
 def test_what_a_rank_holds():
@@ -94,7 +94,7 @@ def test_layouts_as_text(layout):
     (((1, 0),), 0, (0, 0), 2 + 2.56 + 0.5 + 0.256),
 ])
 def test_costs(layout, axis, target, cost):
-    step = change(COLUMNS, layout, axis, target, axes_of(2), PRICES)
+    step = priced_hop(COLUMNS, layout, axis, target, axes_of(2), PRICES)
     assert step is not None and step.cost == pytest.approx(cost, rel=1e-12)
 
 
@@ -104,13 +104,13 @@ def test_costs(layout, axis, target, cost):
     ("R", 512, 2 * (2 + 5.12)),  # fills it: goes by itself
 ])
 def test_a_gradient_pays_its_part_of_a_bucket(target, bucket, cost):
-    step = change(COLUMNS, ("P",), 0, target, axes_of(2), PRICES, bucket)
+    step = priced_hop(COLUMNS, ("P",), 0, target, axes_of(2), PRICES, bucket)
     assert step is not None and step.term.bytes == 512 and step.cost == pytest.approx(cost, rel=1e-12)
 
 
 def test_only_reductions_share_a_bucket():
-    gather = change(COLUMNS, ((0, 0),), 0, "R", axes_of(2), PRICES)
-    assert gather is not None and change(COLUMNS, ((0, 0),), 0, "R", axes_of(2), PRICES, 2048) == gather
+    gather = priced_hop(COLUMNS, ((0, 0),), 0, "R", axes_of(2), PRICES)
+    assert gather is not None and priced_hop(COLUMNS, ((0, 0),), 0, "R", axes_of(2), PRICES, 2048) == gather
 
 
 def test_all_gradients_of_a_small_model_pay_one_latency():
@@ -119,7 +119,7 @@ def test_all_gradients_of_a_small_model_pay_one_latency():
     graph = b.finish([(b.call(aten.mm.default, V(x), V(w)), w), (b.call(aten.mm.default, V(x), V(w)), v)])
     bucket = bucket_bytes_of(graph)
     assert bucket == 4 * (24 + 12)
-    gradients = [change(value((r,), (c,)), ("P",), 0, "R", axes_of(2), PRICES, bucket) for r, c in ((4, 6), (6, 2))]
+    gradients = [priced_hop(value((r,), (c,)), ("P",), 0, "R", axes_of(2), PRICES, bucket) for r, c in ((4, 6), (6, 2))]
     together = sum(step.cost for step in gradients if step is not None)
     assert together == pytest.approx(PRICES.collective("all_reduce", 0, bucket) + 2 * copy(bucket, PRICES))
 
@@ -149,7 +149,7 @@ def test_the_cheapest_route_is_the_cheapest_of_all(axes, data, latency, per_byte
         for p in between:
             for axis in range(len(axes)):
                 for q in {x[axis] for x in between}:
-                    step = change(v, p, axis, q, axes, prices)
+                    step = priced_hop(v, p, axis, q, axes, prices)
                     if step is not None and step.target in best:
                         best[step.target] = min(best[step.target], best[p] + step.cost)
     route = cheapest_route(v, source, target, axes, prices, extra)
@@ -180,7 +180,7 @@ def test_ways_stay_between_their_ends():
     ends = [(("R"), (0, 0)), ((0, 0), "R")]
     layouts = set(layouts_between(COLUMNS, ends, axes_of(2, 2)))
     assert layouts == {("R", "R"), ("R", (0, 0)), ((0, 0), "R"), ((0, 0), (0, 0))}
-    steps = changes_between(COLUMNS, ends, axes_of(2, 2), PRICES)
+    steps = hops_between(COLUMNS, ends, axes_of(2, 2), PRICES)
     assert all(s.source in layouts and s.target in layouts for s in steps)
     assert {(s.source, s.target) for s in steps} == {
         (("R", "R"), ("R", (0, 0))), (("R", "R"), ((0, 0), "R")), (("R", (0, 0)), ("R", "R")),

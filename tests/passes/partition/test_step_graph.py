@@ -22,5 +22,5 @@ def test_one_after_another_a_step_takes_its_cost(graph, prices):
     assert isinstance(answer, Placed)
     problem = answer.problem
     step = step_graph(graph, problem.groups, problem.saved, answer.decision, answer.cost, prices)
-    assert one_lane([step], overlap=False).run().end_us == pytest.approx(answer.cost.step_us)
+    assert one_lane([step], overlap=False).run().end_us == pytest.approx(answer.cost.step)
     assert sum(leg.gradient for leg in step.legs) <= len(graph.outputs)

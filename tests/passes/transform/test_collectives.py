@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from passes import compat
 from passes.graph.layouts import Layout, format_layout, legal, local_shape
 from passes.graph.placement_graph import Value
-from passes.partition.redistribution import change
+from passes.partition.redistribution import priced_hop
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Factors
 from passes.rules.table import spec_of
 from passes.transform.collectives import MeshGroups, Redistributor
@@ -42,7 +42,7 @@ def steps(sizes: tuple[int, ...]) -> Iterator[Step]:
                 continue  # a maximum of sums is nothing that an operator makes
             for axis, target in itertools.product(range(len(sizes)), [REPLICATE, *places]):
                 dtype = next(turn)
-                step = change(value_of(factors, dtype), source, axis, target, axes_of(*sizes), Free())
+                step = priced_hop(value_of(factors, dtype), source, axis, target, axes_of(*sizes), Free())
                 if step is not None:
                     yield factors, dtype, source, step.target
 
@@ -79,7 +79,7 @@ def emit(step: Step, place: MeshGroups, x: torch.Tensor) -> fx.GraphModule:
     with fake_mode:
         node.meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=dtype)
     insert = Inserter(graph, output, fake_mode=fake_mode)
-    output.args = (Redistributor(place).step(insert, node, value_of(factors, dtype), source, target),)
+    output.args = (Redistributor(place).hop(insert, node, value_of(factors, dtype), source, target),)
     return fx.GraphModule({}, graph)
 
 

@@ -10,6 +10,7 @@ from hpml_compiler.plans.listing import Listing, listing
 from hpml_compiler.plans.schema import (
     DecisionRecord,
     GraphPlan,
+    HopPlan,
     MemoryBytes,
     Objective,
     OperationPlan,
@@ -17,7 +18,6 @@ from hpml_compiler.plans.schema import (
     PredictedCost,
     Redistribution,
     SolverReport,
-    Step,
 )
 from passes.costs.prices import MeshPrices
 from passes.costs.terms import Kernel, Message, Slice, price
@@ -27,7 +27,7 @@ from passes.graph.layouts import Layout, local_bytes, parse_layout
 from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.mesh import Mesh
-from passes.partition.charges import LocalSizes, group_kernels, reduction_messages, step_term
+from passes.partition.charges import LocalSizes, group_kernels, hop_term, reduction_messages
 from passes.partition.decode import pins
 from passes.partition.legs import Legs
 from passes.partition.place import Placed
@@ -68,8 +68,8 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
         ),
         left_whole=tuple(left_whole(annotated, mesh, listed)),
         predicted=PredictedCost(
-            step_time_us=cost.step_us + overhead_us, overhead_us=overhead_us, compute_us=cost.compute_us,
-            communication_us=cost.communication_us, optimizer_us=cost.optimizer_us, energy_j=energy_j,
+            step_time_us=cost.step + overhead_us, overhead_us=overhead_us, compute_us=cost.compute,
+            communication_us=cost.communication, optimizer_us=cost.optimizer, energy_j=energy_j,
             energy_label=None if energy_j is None else "estimated",
         ),
         memory=MemoryBytes(
@@ -172,7 +172,7 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
         found.append(Redistribution(
             value=listed.values[route.value], shape=value.spec.shape, dtype=value.spec.dtype,
             consumer=readers.get((route.value, route), ""), source=placements(layouts[0]),
-            target=placements(layouts[-1]), steps=_steps(value, layouts, mesh, answer, prices, leg.gradient),
+            target=placements(layouts[-1]), hops=_hops(value, layouts, mesh, answer, prices, leg.gradient),
         ))
     return found
 
@@ -183,24 +183,24 @@ def _reduced(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPric
     found = []
     for i in operations:
         op, rows = graph.operations[i], answer.decision.operations[i]
-        steps: dict[int, list[Step]] = {}
+        hops: dict[int, list[HopPlan]] = {}
         for v, message in reduction_messages(graph, op, rows, LocalSizes(answer.decision.axes)):
-            steps.setdefault(v, []).append(_step(message, mesh, prices))
+            hops.setdefault(v, []).append(_hop(message, mesh, prices))
         for v, made, after in zip(op.outputs, rows.made, rows.outputs):
-            if v in steps:
+            if v in hops:
                 value = graph.values[v]
                 found.append(Redistribution(
                     value=listed.values[v], shape=value.spec.shape, dtype=value.spec.dtype, consumer=op.name,
-                    source=placements(made), target=placements(after), steps=tuple(steps[v]), multiplicity=multiplicity,
+                    source=placements(made), target=placements(after), hops=tuple(hops[v]), multiplicity=multiplicity,
                 ))
     return found
 
 
-def _step(term: Message[float] | Slice, mesh: Mesh, prices: MeshPrices, axis: int = 0) -> Step:
+def _hop(term: Message[float] | Slice, mesh: Mesh, prices: MeshPrices, axis: int = 0) -> HopPlan:
     """axis: of a slice, which is no message."""
     if isinstance(term, Slice):
-        return Step(collective="slice", axis=mesh.names[axis], bytes=0, predicted_us=price(term, prices))
-    return Step(
+        return HopPlan(collective="slice", axis=mesh.names[axis], bytes=0, predicted_us=price(term, prices))
+    return HopPlan(
         collective=term.collective, axis=mesh.names[term.axis], bytes=max(round(term.bytes), 1),
         predicted_us=price(term, prices), outer=tuple(map(int, term.outer)), bucket_bytes=term.bucket_bytes,
     )
@@ -235,7 +235,7 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, pr
         found.append(Redistribution(
             value=name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(layouts[0]),
             consumer=consumer, target=placements(layouts[-1]), multiplicity=edge.multiplicity,
-            steps=_steps(value, layouts, mesh, answer, prices, gradient),
+            hops=_hops(value, layouts, mesh, answer, prices, gradient),
         ))
     return found
 
@@ -252,16 +252,16 @@ def _end(graph: PlacementGraph, answer: Placed, listed: Listing, edge: Edge) -> 
     return next((end for end in ends if end is not None), None)
 
 
-def _steps(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: Placed, prices: MeshPrices, gradient: bool,
-           ) -> tuple[Step, ...]:
+def _hops(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: Placed, prices: MeshPrices, gradient: bool,
+          ) -> tuple[HopPlan, ...]:
     """One per pair of layouts that follow each other."""
     bucket_bytes = answer.problem.bucket_bytes if gradient else 0.0
-    steps = []
+    hops = []
     for layout, after in itertools.pairwise(layouts):
         (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
-        term = step_term(value, layout, axis, after[axis], LocalSizes(answer.decision.axes), bucket_bytes)
-        steps.append(_step(term, mesh, prices, axis))
-    return tuple(steps)
+        term = hop_term(value, layout, axis, after[axis], LocalSizes(answer.decision.axes), bucket_bytes)
+        hops.append(_hop(term, mesh, prices, axis))
+    return tuple(hops)
 
 
 def _readers(graph: PlacementGraph, answer: Placed) -> dict[tuple[int, Route], str]:
