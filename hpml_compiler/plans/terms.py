@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from hpml_compiler.plans.schema import GraphPlan, HopPlan, OperationPlan, ParameterPlan
-from passes.costs.efficiency import ITEM_BYTES
+from passes.costs.efficiency import item_bytes
 from passes.costs.terms import Kernel, Message, Prices, Slice, Term, Update, price
 from passes.machine.axis import Axes, device_axes
 
@@ -31,7 +31,7 @@ def message_of(hop: HopPlan, axes: Axes) -> Message[float] | Slice:
 
 def update_of(parameter: ParameterPlan) -> Update[float]:
     """The optimizer's step over a parameter."""
-    return Update(parameter.bytes_per_device / ITEM_BYTES.get(parameter.dtype, 1), parameter.dtype)
+    return Update(parameter.bytes_per_device / item_bytes(parameter.dtype), parameter.dtype)
 
 
 def terms_of(graph: GraphPlan) -> Iterator[tuple[Part, Term[float], int]]:

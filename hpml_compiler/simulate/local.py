@@ -6,24 +6,17 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from hpml_compiler.plans.schema import GraphPlan, Redistribution, Shape
+from passes.costs.efficiency import item_bytes
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.machine.axis import Axes, device_axes
 from passes.rules.view_names import VIEWS, view_name
 from passes.schedule.step_graph import Call, returned_gradients, with_gradients
 
 
-def itemsize(dtype: str) -> int:
-    """Bytes per element of a dtype by torch's name of it."""
-    if dtype == "bool" or dtype.endswith("int8") or dtype.startswith("float8"):
-        return 1
-    digits = "".join(c for c in dtype if c.isdigit())
-    return int(digits) // 8 if digits else 4
-
-
 def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], axes: Axes) -> float:
     """Bytes on one rank of a value of that whole shape."""
     shards = math.prod(axis.size for axis, place in zip(axes, placements) if place.startswith("S"))
-    return math.prod(shape) * itemsize(dtype) / shards
+    return math.prod(shape) * item_bytes(dtype) / shards
 
 
 class LocalView:

@@ -20,9 +20,15 @@ from typing import NamedTuple
 from passes.costs.base import COMPUTE_KINDS
 from passes.machine.device import Device
 
-ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "tf32": 4, "int32": 4,
-              "bfloat16": 2, "float16": 2, "int16": 2}
-"""Bytes per element; 1 for what is not listed (8-bit floats and integers, bool)."""
+_ITEM_BYTES = {
+    "complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "uint64": 8, "complex32": 4, "bcomplex32": 4, "float32": 4,
+    "tf32": 4, "int32": 4, "uint32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
+}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes per element of a dtype, by torch's name of it, or of tf32; of floats and integers of 8 bits and of bool, 1."""
+    return _ITEM_BYTES.get(dtype, 1)
 
 
 class Arithmetic(NamedTuple):
@@ -53,7 +59,7 @@ def arithmetic(device: Device, kind: str, dtype: str) -> Arithmetic:
     else:  # the vector units, in whatever dtype
         return Arithmetic(1e6 / min(device.peak(dtype), device.peak("float32")), 0.0, 0.0)
     us_per_flop = 1e6 / (device.peak(dtype) * efficiency)
-    return Arithmetic(us_per_flop, 2 * half_dim / ITEM_BYTES.get(dtype, 1) * us_per_flop, ramp_us)
+    return Arithmetic(us_per_flop, 2 * half_dim / item_bytes(dtype) * us_per_flop, ramp_us)
 
 
 def efficiency(device: Device, kind: str, dtype: str, flops: float, bytes_moved: float) -> float:

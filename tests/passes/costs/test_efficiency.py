@@ -4,11 +4,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.costs import RooflineCost
-from passes.costs.efficiency import efficiency, memory_segments
+from passes.costs.efficiency import efficiency, item_bytes, memory_segments
 from passes.errors import BadInput
 from passes.machine.device import Cache, Device, builtin_devices, builtin_sheet
 from passes.machine.mesh import Mesh
@@ -24,6 +25,11 @@ def cost(device: Device) -> RooflineCost:
 def product(m: int, n: int, k: int, itemsize: int = 2) -> tuple[float, float]:
     """FLOPs and bytes of a matrix product."""
     return 2.0 * m * n * k, float(itemsize * (m * k + k * n + m * n))
+
+
+def test_elements_are_as_large_as_torch_says():
+    dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)} - {torch.qint32, torch.bits16}
+    assert {each: item_bytes(str(each).removeprefix("torch.")) for each in dtypes} == {each: each.itemsize for each in dtypes}
 
 
 def test_without_curves_every_kernel_runs_at_the_rates_of_large_ones():
