@@ -27,8 +27,8 @@ class Traced:
     seconds: float
 
 
-class _Stop(Exception):
-    """Ends compilation once the joint graph is there."""
+class _Stop(BaseException):
+    """Ends compilation once the joint graph is there. No Exception, which Dynamo or the model might take for a failure."""
 
 
 def call_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
@@ -50,7 +50,7 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
                  compiler: str = "inductor", dynamic: bool | None = False) -> list[Traced]:
     """The joint graphs of one call, one per graph that Dynamo makes: AOTAutograd is stopped where it would cut them in two.
 
-    What ends the call otherwise is raised if there is no graph yet. dynamic: as in torch.compile.
+    dynamic: as in torch.compile.
     """
     start = time.perf_counter()
     found: list[Traced] = []
@@ -70,9 +70,8 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
     try:
         with compat.quiet_dynamo():
             torch.compile(function, backend=backend, dynamic=dynamic)(*args, **(kwargs or {}))
-    except Exception:
-        if not found:
-            raise
+    except _Stop:
+        pass
     finally:
         torch.compiler.reset()
     return found

@@ -38,5 +38,20 @@ def test_what_ends_the_call_before_there_is_a_graph_is_raised():
         trace(nn.ReLU(), (torch.ones(2),))
 
 
+def test_what_goes_wrong_once_there_is_a_graph_is_raised_too():
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().sum()
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        try:
+            torch._dynamo.graph_break()
+            return half(x)
+        finally:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        joint_graphs(fails, (torch.ones(2, requires_grad=True),))
+
+
 def test_the_first_graph_of_a_model_that_breaks_is_there():
     assert len(joint_graphs(Broken(), (torch.ones(2, 4),))) >= 1
