@@ -15,6 +15,7 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
+from hpml_compiler.planning.reuse import pins_of
 from hpml_compiler.planning.shorten import LONG, depth, shortened
 from hpml_compiler.planning.traces import Traces, plan_traces
 from hpml_compiler.plans.graph_plan import SHORTENED
@@ -34,18 +35,18 @@ from passes.analysis.symbolic_sizes import (
     goes_down,
     lattice_points,
 )
+from passes.annotations import drop, read
 from passes.costs.energy import capped_cluster
-from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
-from passes.graph.placement_graph import PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.bill import bill
-from passes.partition.place import Placed, place
+from passes.partition.decide import ANSWER
+from passes.partition.meshes import Conditions
+from passes.partition.place import Placed
 from passes.partition.state import StateModel
-from passes.presets import annotate
-from passes.solve.solvers import SolverOptions
+from passes.presets import annotate, deciding
 from passes.tracing.trace import trace
 
 log = logging.getLogger("hpml")
@@ -76,12 +77,14 @@ def formulas(
     source = _Source(model, plan)
     base, shorter = traces.whole if not source.short else [], None
     if source.short and traces.shortened is not None:
-        short, long, _ = traces.shortened
-        base, shorter = [long], [short]
+        shorter, long, _ = traces.shortened
+        base = [long]
     measured = measurements.load(parsed, cluster)
-    prices = MeshPrices(mesh_from_pin(plan.mesh, cluster), parsed.optimizer_states, measured)
-    planned = source.planned(base)
-    answers = [_place(a, graph, plan, prices, parsed, shorter, source.further) for a, graph in zip(base, planned)]
+    conditions = Conditions(
+        cluster, parsed.objective, parsed.memory_budget, parsed.optimizer_states, measured,
+        shorter=shorter, further=source.further)
+    prices, planned = conditions.prices(mesh_from_pin(plan.mesh, cluster)), source.planned(base)
+    answers = [_obeyed(annotated, graph, plan, conditions) for annotated, graph in zip(base, planned)]
     notes: list[str] = []
     samples = _sample(source, base, varied_inputs(batch, dims), notes)
     state = StateModel(optimizer=float(parsed.optimizer_states))
@@ -138,22 +141,16 @@ class _Source:
         return [graph for graph in found if graph is not None]
 
 
-def _place(annotated: Annotated, graph: GraphPlan, plan: Plan, prices: MeshPrices, options: Options,
-           shorter: Sequence[PlacementGraph] | None, further: int) -> Placed:
-    """The answer that the plan writes down: its decisions pinned, or where it lists a few layers for all, solved again."""
-    answer = place(
-        annotated.graph, prices.mesh.layout_axes, prices,
-        options=SolverOptions(options.solver, options.time_limit, options.gap),
-        state=StateModel(optimizer=float(options.optimizer_states)), stored=annotated.interface.stored,
-        budget_bytes=None if shorter is None else options.memory_budget or prices.mesh.device.memory_bytes,
-        pinned=None if shorter else {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in graph.decisions.items()},
-        shorter=shorter[0] if shorter else None, further=further,
-    )
+def _obeyed(annotated: Annotated, graph: GraphPlan, plan: Plan, conditions: Conditions) -> Placed:
+    """The answer that the plan writes down."""
+    deciding(conditions, plan.mesh, pins_of(graph))(annotated.gm)
+    answer = read(ANSWER, annotated.gm)
+    drop(ANSWER, annotated.gm)
     expected = graph.predicted.step_time_us - graph.predicted.overhead_us
-    if not isinstance(answer, Placed) or abs(answer.cost.step - expected) > _SAME_PRICE * expected:
-        raise BadInput(f"{graph.name} is {expected:.6g} us a step in the plan, and not so on {prices.mesh.device.name}",
+    if abs(answer.placed.cost.step - expected) > _SAME_PRICE * expected:
+        raise BadInput(f"{graph.name} is {expected:.6g} us a step in the plan, and not so on {conditions.cluster}",
                        "formulas", "give the cluster and the options that the plan was made with")
-    return answer
+    return answer.placed
 
 
 @dataclass

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from passes.costs.terms import Prices
 from passes.graph.layouts import Layout
@@ -31,10 +31,9 @@ class Memo:
 class PlacementProblem:
     """Builds `problem` on construction; `decode` turns its solution into a decision.
 
-    `rules`: what each axis allows (None: what its name says); `pinned`: entity name -> (input labels, output labels) that
-    its choice must have, as a saved plan states them; `stored`: parameter name -> layout that it has already; `rows`: graph
-    inputs handed in split by rows on all axes; `memo`: choices and arcs by what they follow from, to share between problems
-    of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says).
+    `rules`: what each axis allows (None: what its name says); `stored`: parameter name -> layout that it has already; `rows`:
+    graph inputs handed in split by rows on all axes; `memo`: choices and arcs by what they follow from, to share between
+    problems of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says).
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class PlacementProblem:
         budget_bytes: float | None = None,
         stored: Mapping[str, Layout] | None = None,
         rows: frozenset[str] = frozenset(),
-        pinned: Mapping[str, Pin] | None = None,
         memo: Memo | None = None,
         fold: bool = True,
         merge: bool = True,
@@ -70,6 +68,9 @@ class PlacementProblem:
         self.entities.add_inputs(self.state, stored or {}, rows)
         self.edges = Edges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs)
         self.entities.name_apart()
-        self.entities.pin(pinned or {})
-        self.problem = Problem(
-            tuple(draft.finished() for draft in self.entities.drafts), self.edges.finished(), budget_bytes)
+        self.problem = Problem(tuple(draft.finished() for draft in self.entities.drafts), self.edges.finished(), budget_bytes)
+
+    def pin(self, pinned: Mapping[str, Pin]) -> None:
+        """Keep only the choices that a plan names, by entity: labels that it reads and makes."""
+        self.entities.pin(pinned)
+        self.problem = replace(self.problem, entities=tuple(draft.finished() for draft in self.entities.drafts))

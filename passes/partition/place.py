@@ -69,7 +69,7 @@ def place(
 
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(
-            which, axes, prices, state=state, budget_bytes=budget_bytes, stored=stored, rows=rows, pinned=pinned,
+            which, axes, prices, state=state, budget_bytes=budget_bytes, stored=stored, rows=rows,
             memo=memo, fold=fold, bucket_bytes=bucket_bytes,
         )
 
@@ -78,6 +78,8 @@ def place(
 
     problem = build(graph)
     short = build(shorter) if shorter is not None else None
+    if pinned:
+        _pin(problem, short, pinned)
     solved = extrapolate(problem, short, further) if short is not None else problem.problem
     solution = solve(solved, options, cutoff=cutoff)
     if solution.status == "no_solution":
@@ -97,3 +99,11 @@ def place(
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")
     other_cost = None if other_prices is None else whole_cost(other_prices)
     return Placed(problem, solution, decision, cost, solved, other_cost)
+
+
+def _pin(problem: PlacementProblem, shorter: PlacementProblem | None, pinned: Mapping[str, Pin]) -> None:
+    """Pin both alike: what corresponds may have another name in the shorter graph."""
+    if shorter is not None:
+        pairs = zip(shorter.entities.drafts, problem.entities.drafts)
+        shorter.pin({mine.name: pinned[theirs.name] for mine, theirs in pairs if theirs.name in pinned})
+    problem.pin(pinned)

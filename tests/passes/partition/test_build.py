@@ -27,8 +27,10 @@ from tests.passes.partition.random_graphs import graphs
 EXACT = SolverOptions(gap=0.0)
 
 
-def problem(graph, sizes=(2,), prices=None, **options) -> PlacementProblem:
-    return PlacementProblem(graph, axes_of(*sizes), prices or Prices(), **options)
+def problem(graph, sizes=(2,), prices=None, pinned=None, **options) -> PlacementProblem:
+    built = PlacementProblem(graph, axes_of(*sizes), prices or Prices(), **options)
+    built.pin(pinned or {})
+    return built
 
 
 def compare(graph, sizes, prices, merge):

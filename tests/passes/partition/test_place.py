@@ -239,6 +239,14 @@ def test_depths_that_do_not_correspond_are_refused():
         place(deep(3), axes_of(2), SPLIT, shorter=deep(4), further=2)
 
 
+def test_what_was_chosen_for_any_depth_can_be_pinned():
+    first = placed(deep(4), {"x": 2, "y": 2}, shorter=deep(3), further=5)
+    taken = pins(first.problem, first.solution)
+    again = placed(deep(4), {"x": 2, "y": 2}, shorter=deep(3), further=5, pinned=taken)
+    assert all(len(entity.choices) == 1 for entity in again.solved.entities) and again.solution.variables == 0
+    assert again.decision == first.decision and again.cost == first.cost
+
+
 def test_what_has_no_rule_is_left_whole_and_everything_around_it_still_planned():
     b = Builder()
     x = b.call(aten.mm.default, V(b.input((8, 4))), V(b.input((4, 8), "parameter")))
