@@ -265,7 +265,7 @@ def _hops(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: Placed, p
 
 
 def _readers(graph: PlacementGraph, answer: Placed) -> dict[tuple[int, Route], str]:
-    """Some operation that reads a value at the end of a way."""
+    """Some operation that reads a value at the end of a route."""
     readers: dict[tuple[int, Route], str] = {}
     for (index, _), route in answer.decision.routes.items():
         for stop in range(len(route.hops) + 1):

@@ -1,4 +1,4 @@
-"""What was decided, in the words of the rewrite: layouts of operations, and the way of every value to its readers."""
+"""What was decided, in the words of the rewrite: layouts of operations, and the route of every value to its readers."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field

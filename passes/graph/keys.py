@@ -26,4 +26,4 @@ INTERFACE: Key[Interface] = Key("interface", Interface, scope="graph")
 OPERATIONS: Key[Operations] = Key("operations", Operations, scope="graph")
 """Operations with strategies, values with factors."""
 DECISION: Key[Decision] = Key("decision", Decision, scope="graph")
-"""Layouts of every operation and the way of every value."""
+"""Layouts of every operation and the routes of every value."""

@@ -37,7 +37,7 @@ class _Reader:
 
 
 class Legs:
-    """ways: all that are paid, but for those without a hop. saved: bytes that backward finds are those of a value in this
+    """legs: all that are paid, but for those without a hop. saved: bytes that backward finds are those of a value in this
     layout. `held`: the values that forward keeps for backward, inputs that come in rows among them."""
 
     def __init__(self, graph: PlacementGraph, groups: Sequence[Group], held: frozenset[int], decision: Decision):

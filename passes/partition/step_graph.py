@@ -1,6 +1,6 @@
 """From a decision to the step graph that can be played (`passes.schedule`): what a step takes, and its peak, before any plan.
 
-Redistributions are those that are paid for by themselves (`ways`); each is waited for by the first operation that reads at
+Legs are those that are paid for (`passes.partition.legs`); each is waited for by the first operation that reads at
 its end.
 """
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _Maker:
         return value.name if value.producer is None else self.graph.operations[value.producer].name
 
     def _readers(self) -> dict[tuple[int, Route], str]:
-        """The first operation that reads a value at the end of a way."""
+        """The first operation that reads a value at the end of a route."""
         found: dict[tuple[int, Route], str] = {}
         for (index, _), route in self.decision.routes.items():
             for stop in range(len(route.hops) + 1):

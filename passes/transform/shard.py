@@ -1,8 +1,8 @@
 """Rewrite a whole graph into what one rank does: local tensors, with collectives where layouts change.
 
-Obeys a `Decision`; decides nothing. A redistribution is emitted once per value, way and phase and shared by all readers
-that go the same way. What backward needs of a value that forward made travels in backward: the nodes are tagged
-`must_be_in_backward`, so that the partitioner saves the value before its way and not after.
+Obeys a `Decision`; decides nothing. A redistribution is emitted once per value, route and phase and shared by all readers
+whose routes begin alike. What backward needs of a value that forward made travels in backward: the nodes are tagged
+`must_be_in_backward`, so that the partitioner saves the value before its route and not after.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -82,7 +82,7 @@ class Sharder:
         self.moved: dict[tuple, Node] = {}
         self.by_name = {op.name: op for op in graph.operations}
         self.returned: dict[int, list[Route]] = {}
-        """Value -> ways of the outputs that return it."""
+        """Value -> routes of the outputs that return it."""
         for (v, _), route in zip(graph.outputs, decision.outputs):
             self.returned.setdefault(v, []).append(route)
         self.ports: dict[tuple[str, int], int] = {}
