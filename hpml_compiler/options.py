@@ -111,7 +111,8 @@ class Options(BaseModel):
         "sharded, on tp weights and other dims, on an axis of any other name the solver decides",
     )
     memory_budget: Bytes | None = Field(
-        None, description='bytes per device that no plan may exceed: an integer, or text such as "64MiB" or "24GB"'
+        None, description='bytes per device that no step may exceed: an integer, or text such as "64MiB" or "24GB"; what '
+        "does not fit is computed once more in backward"
     )
     solver: str = Field("HiGHS", min_length=1, description="a solver, by the name that PuLP has for it")
     solver_options: dict[str, JsonValue] = Field(

@@ -2,10 +2,13 @@
 
     before_planning   a traced joint graph (or a forward graph) -> one that can be planned
     deciding          -> with a decision, on rank 0 alone or without any rank
-    after_planning    -> what this rank runs, ready to be cut
+    after_planning    -> what this rank runs
+    keeping           -> where there is a budget: with what is kept for backward, on rank 0 alone
+    rematerializing   -> with what is computed once more in backward, ready to be cut
 
-Then torch's partitioner cuts it into forward and backward, and each half is compiled (`hpml_compiler.compile.lowering`). The
-graph before the first pass is what AOTAutograd traces, taken apart by the compiler's decompositions (`passes.tracing`).
+Then the graph is cut into forward and backward, by torch's partitioner where nothing says what is kept, and each half is
+compiled (`hpml_compiler.compile.lowering`). The graph before the first pass is what AOTAutograd traces, taken apart by the
+compiler's decompositions (`passes.tracing`).
 """
 from __future__ import annotations
 
@@ -17,23 +20,30 @@ from torch.fx import GraphModule
 from passes.analysis.describe import Describe
 from passes.analysis.find_operations import FindOperations
 from passes.analysis.flops import Flops
+from passes.analysis.saved import TorchCut
 from passes.analysis.shapes import Shapes
+from passes.analysis.tape import MakeTape
 from passes.base import Pass
+from passes.costs.terms import Prices
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.interface import GraphInput
 from passes.graph.keys import INTERFACE, OPERATIONS
+from passes.keeping.keys import KeptNodes
 from passes.manager import PassManager
 from passes.partition.decide import Adopt, Decide, Obey
 from passes.partition.entities import Pin
+from passes.partition.keep import AdoptKept, Keep
 from passes.partition.meshes import Conditions
 from passes.records import FrozenMap
+from passes.solve.solvers import SolverOptions
 from passes.transform.before_partition import InductorJoint, TagPhases
 from passes.transform.bucket import Bucket
 from passes.transform.collectives import MeshGroups
 from passes.transform.deduplicate import Deduplicate
 from passes.transform.normalize import Normalize
 from passes.transform.own_gradients import OwnGradients
+from passes.transform.rematerialize import Rematerialize
 from passes.transform.shard import Shard
 
 
@@ -59,6 +69,24 @@ def deciding(conditions: Conditions, mesh: Mapping[str, int] | None, pins: Mappi
     manager = PassManager((placements,))
     manager.check(available=(INTERFACE, OPERATIONS))
     return manager
+
+
+def keeping(forward_outputs: int, budget_bytes: float, prices: Prices, options: SolverOptions, compiler: str, strict: bool,
+            ) -> PassManager:
+    """From a joint graph that is ready to be cut to what is kept of forward, so that a call of it holds at most
+    `budget_bytes` besides its inputs. strict: that is an error where it cannot be."""
+    return PassManager((Shapes(), Flops(), MakeTape(forward_outputs, prices, compiler == "inductor"),
+                        TorchCut(forward_outputs), Keep(budget_bytes, options, strict)))
+
+
+def rematerializing(kept: KeptNodes, forward_outputs: int) -> PassManager:
+    """From a joint graph, and what is kept of it, to one whose backward computes the rest once more."""
+    return PassManager((Shapes(), Flops(), MakeTape(forward_outputs), AdoptKept(kept), Rematerialize()))
+
+
+def one_device(compiler: str) -> PassManager:
+    """From the joint graph that one device runs whole to one that is ready to be cut."""
+    return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (Deduplicate(),))
 
 
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,

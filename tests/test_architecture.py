@@ -14,7 +14,7 @@ LAYERS = (
     ("errors", "files", "records"),
     ("annotations", "base", "compat", "frozen", "manager", "registry", "result"),
     ("machine", "rules", "solve"),
-    ("graph",),
+    ("graph", "keeping"),
     ("costs", "tracing"),
     ("schedule", "shares"),
     ("analysis", "partition", "transform"),

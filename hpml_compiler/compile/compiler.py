@@ -15,7 +15,10 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import from_rank_0, same_graph
 from hpml_compiler.compile.graph_inputs import GraphInputs
-from hpml_compiler.compile.lowering import Lowering, boxed
+from hpml_compiler.compile.kept import decide_kept, note_kept
+from hpml_compiler.compile.local import local_cluster
+from hpml_compiler.compile.lowering import Lowering
+from hpml_compiler.compile.one_device import one_device
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.refused import refuse
 from hpml_compiler.monitor import tensorboard
@@ -31,16 +34,18 @@ from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
-from hpml_compiler.runtime.devices import device_type, memory_bytes, settle
+from hpml_compiler.runtime.devices import device_type, settle
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
+from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
-from passes.machine.cluster import Cluster
+from passes.keeping.keys import KeptNodes
+from passes.machine.mesh import mesh_from_pin
 from passes.presets import after_planning
 from passes.tracing.trace import decompositions
 
@@ -56,30 +61,13 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     if options.compiler == "inductor" and not torch.cuda.is_available():
         compat.warm_cpp_compiler()
     if world == 1:
-        return _one_device(gm, example_inputs, options)
+        return one_device(gm, example_inputs, options)
     refuse_other_wrappers(example_inputs)
     lost_ranks.start()
     with at(f"compiling graph_{len(session.current().graphs)}"):
         settle(example_inputs)
         refuse(gm)
         return _Compilation(gm, example_inputs, options).run()
-
-
-def _one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    if options.compiler == "inductor":
-        return compat.inductor_whole(gm, example_inputs)
-    compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
-    return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
-
-
-def local_cluster(options: Options, world: int) -> Cluster:
-    """The cluster that the options name, else this machine's devices."""
-    if options.cluster is not None:
-        return Cluster.parse(options.cluster)
-    kind = device_type()
-    if kind == "cuda":
-        return Cluster.local(world, "cuda", device_name=torch.cuda.get_device_name(), memory_bytes=memory_bytes())
-    return Cluster.local(world, "cpu")
 
 
 def monitor_of(options: Options) -> Monitor:
@@ -156,7 +144,19 @@ class _Compilation:
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         sharded = self._rewrite(joint, num_fwd_outputs)
+        if self.options.memory_budget is not None:
+            kept = from_rank_0(lambda: self._decide_kept(sharded, num_fwd_outputs))
+            note_kept(kept)
+            return self.lowering.cut(sharded, kept, num_fwd_outputs)
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+
+    def _decide_kept(self, joint: GraphModule, forward_outputs: int) -> KeptNodes:
+        """On rank 0, of its own part; the other ranks' have the same nodes."""
+        assert self.planned is not None
+        record, cluster = self.planned.record, local_cluster(self.options, dist.get_world_size())
+        prices = MeshPrices(mesh_from_pin(self.planned.mesh, cluster), self.options.optimizer_states)
+        state_bytes = record.memory.parameters + record.memory.optimizer
+        return decide_kept(joint, forward_outputs, state_bytes, prices, self.options, record.name, strict=False)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         call = self.lowering.backward(gm, inputs)

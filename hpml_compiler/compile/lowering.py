@@ -8,6 +8,8 @@ import torch
 from torch.fx import GraphModule
 
 from passes import compat
+from passes.keeping.keys import KeptNodes
+from passes.presets import rematerializing
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
@@ -19,6 +21,16 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
         return function(*taken)
 
     call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+    return call
+
+
+def freeing(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """The same for a graph that runs call by call, and lets go of each value, an argument or not, when it was last read."""
+
+    def call(arguments: list[Any]) -> Any:
+        return torch.fx.Interpreter(gm).boxed_run(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
@@ -42,6 +54,18 @@ class Lowering:
     def __init__(self, compiler: str, forward_outputs: int | None = None):
         self.inductor = compiler == "inductor"
         self.forward_outputs = forward_outputs
+        self.reuse = True
+        """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
+
+    def cut(self, joint: GraphModule, kept: KeptNodes, forward_outputs: int) -> Any:
+        """Forward and backward of a joint graph of which it was decided what is kept."""
+        self.forward_outputs, self.reuse = forward_outputs, False
+        rematerializing(kept, forward_outputs)(joint)
+        joint.graph.lint()
+        forward, backward = compat.cut(joint, forward_outputs)
+        drop_unused(forward, "is_backward")
+        drop_unused(backward, "is_forward")
+        return forward, backward
 
     def partition(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
         self.forward_outputs = forward_outputs
@@ -65,7 +89,7 @@ class Lowering:
     def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
                ) -> Callable[[list[Any]], Any]:
         if not self.inductor:
-            return boxed(torch.fx.GraphModule(gm, gm.graph).forward)
+            return boxed(torch.fx.GraphModule(gm, gm.graph).forward) if self.reuse else freeing(gm)
         output = gm.graph.find_nodes(op="output")[0]
         results = compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
         visible = len(results) if is_backward or is_inference else self.forward_outputs or 0
@@ -74,5 +98,5 @@ class Lowering:
         ]
         # Saved tensors and parameters keep their addresses between calls only for cudagraphs, which are not used here.
         return compat.compile_with_inductor(
-            gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference
+            gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference, reuse=self.reuse
         )

@@ -42,6 +42,10 @@ class Session:
     """What a quick look at these devices found (`hpml_compiler.profile.quick`), where there is no profile."""
     device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
     monitor: Monitor | None = None
+    saved_bytes: dict[str, int] = field(default_factory=dict)
+    """By the piece of the script: what its graph holds between forward and backward, where that was decided here."""
+    state_bytes: dict[int, int] = field(default_factory=dict)
+    """On one device, by address: bytes of a parameter and of what the optimizer keeps for it."""
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """The DeviceMesh of these axes; made once, by all ranks together."""

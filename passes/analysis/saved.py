@@ -5,19 +5,50 @@ which bytes a rank holds of a value, hardly which values it holds.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
-# pyright: reportReturnType=false
+# pyright: reportReturnType=false, reportAssignmentType=false
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from passes import compat
+from passes.annotations import write
+from passes.base import AnalysisPass
 from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import PlacementGraph, block_class
+from passes.keeping.keys import CUT
+from passes.registry import register
 from passes.rules.opaque import port_of
 from passes.rules.table import is_random
+from passes.rules.view_names import VIEWS, view_name
+
+
+@register
+@dataclass(frozen=True)
+class TorchCut(AnalysisPass):
+    """Writes `CUT`: what the partitioner of torch would save."""
+
+    name = "torch_cut"
+    provides = (CUT,)
+
+    forward_outputs: int = 0
+
+    def run(self, graph_module: fx.GraphModule) -> None:
+        nodes = {node.name: node for node in graph_module.graph.nodes}
+        write(CUT, graph_module, frozenset(
+            _viewed(nodes[node.name]).name for node in _partitioned(graph_module, self.forward_outputs) if node.name in nodes))
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of, itself if it is none; one of several results that a call makes stays that."""
+    while view_name(node.target) in VIEWS and (
+            isinstance(node.args[0].meta.get("val"), torch.Tensor) or view_name(node.args[0].target) in VIEWS):
+        node = node.args[0]
+    return node
 
 
 def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int) -> frozenset[int]:

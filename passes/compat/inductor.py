@@ -104,6 +104,19 @@ def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
         )
 
 
+def cut(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:
+    """Forward and backward graph by the tags of the nodes: what is tagged `is_backward` is backward's, and what that reads of
+    the rest is saved."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    backward = {node for node in joint.graph.nodes if node.meta.get("partitioner_tag") == "is_backward" or (
+        node.op == "placeholder" and "tangents" in str(node.target))}
+    read = dict.fromkeys(x for node in joint.graph.nodes if node in backward for x in node.all_input_nodes
+                         if x not in backward and x.op != "get_attr")
+    tensors = [x for x in read if isinstance(x.meta.get("val"), torch.Tensor)]
+    return _extract_fwd_bwd_modules(joint, tensors, [x for x in read if x not in tensors], num_fwd_outputs=forward_outputs)
+
+
 def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
     """Forward and backward graph, saving everything that backward reads."""
     from torch._functorch.partitioners import default_partition as partition
@@ -115,15 +128,17 @@ _graph_ids = itertools.count()
 
 
 def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, static_inputs: Any, is_backward: bool,
-                          is_inference: bool) -> Callable[..., Any]:
+                          is_inference: bool, reuse: bool = True) -> Callable[..., Any]:
     """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
+
+    reuse: whether a buffer that nobody reads any more may stay for a later one of its size, instead of being freed at once.
 
     Never into CUDA graphs, also where inductor is set up for them: not every collective can be captured.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with config.patch({"triton.cudagraphs": False}):
+    with config.patch({"triton.cudagraphs": False, "allow_buffer_reuse": reuse and config.allow_buffer_reuse}):
         return compile_fx_inner(
             gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
             is_inference=is_inference, graph_id=next(_graph_ids),

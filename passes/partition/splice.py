@@ -123,6 +123,7 @@ class _Splice:
             if v in self.twins:
                 found = self.instead.get(v) if op.index in kept else self.twins[v]
                 _hold(found in numbers)
+                assert found is not None, "`_hold` raises where it is"
                 return numbers[found]
             return numbers[v]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.compiler import local_cluster
+from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
 from hpml_compiler.profile import quick
 from passes.costs.measured import OPTIMIZER

@@ -1,0 +1,52 @@
+"""Under a byte budget: what of one graph's forward is kept for backward."""
+from __future__ import annotations
+
+import logging
+
+from torch.fx import GraphModule
+
+from hpml_compiler.compile import session
+from hpml_compiler.options import Options
+from hpml_compiler.visualize.text import format_bytes, format_us
+from passes import compat
+from passes.annotations import read
+from passes.costs.terms import Prices
+from passes.errors import Infeasible
+from passes.keeping.keys import KEPT, KeptNodes
+from passes.presets import keeping
+from passes.records import FrozenMap
+from passes.solve.solvers import SolverOptions
+
+log = logging.getLogger("hpml")
+WHERE = "options['memory_budget']"
+
+
+def decide_kept(joint: GraphModule, forward_outputs: int, state_bytes: int, prices: Prices, options: Options, name: str,
+                strict: bool) -> KeptNodes:
+    """state_bytes: of parameters and optimizer state. The graphs of a step that were compiled before hold what they keep
+    while this one runs. strict: raise Infeasible where the budget cannot be met; else say so, and take what holds least."""
+    budget = options.memory_budget
+    assert budget is not None, "there is a budget"
+    frame = compat.frame_being_compiled()
+    others = sum(nbytes for key, nbytes in session.current().saved_bytes.items() if key != frame)
+    left = budget - state_bytes - others
+    if left <= 0 and strict:
+        raise Infeasible(
+            f"parameters and optimizer state take {format_bytes(state_bytes)}, what other graphs of the step keep "
+            f"{format_bytes(others)}, and the budget is {format_bytes(budget)}", WHERE, "give more bytes or more devices")
+    solver = SolverOptions(options.solver, options.time_limit, options.gap, extra=FrozenMap(options.solver_options))
+    keeping(forward_outputs, max(left, 1.0), prices, solver, options.compiler, strict)(joint)
+    kept = read(KEPT, joint)
+    log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
+             "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
+             format_bytes(state_bytes))
+    if not kept.fits:
+        log.warning("%s: holds %s at most, whatever is computed once more, and the budget leaves %s: give memory_budget %s, or "
+                    "fewer rows, or more devices", name, format_bytes(kept.peak_bytes), format_bytes(max(left, 0)),
+                    format_bytes(budget + kept.peak_bytes - left))
+    return kept
+
+
+def note_kept(kept: KeptNodes) -> None:
+    """What this graph keeps counts for those that are compiled after it."""
+    session.current().saved_bytes[compat.frame_being_compiled()] = kept.saved_bytes

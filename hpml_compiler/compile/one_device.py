@@ -1,0 +1,59 @@
+"""One Dynamo graph on one device: inductor's own compile or, under a byte budget, with what is kept for backward decided."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from hpml_compiler.compile import session
+from hpml_compiler.compile.kept import decide_kept, note_kept
+from hpml_compiler.compile.local import local_cluster
+from hpml_compiler.compile.lowering import Lowering, boxed
+from hpml_compiler.options import Options
+from passes import compat
+from passes.costs.prices import MeshPrices
+from passes.machine.mesh import enumerate_meshes
+from passes.presets import one_device as prepare
+
+
+def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if options.memory_budget is not None and torch.is_grad_enabled():
+        return _Budgeted(example_inputs, options).compile(gm)
+    if options.compiler == "inductor":
+        return compat.inductor_whole(gm, example_inputs)
+    compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
+    return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
+
+
+class _Budgeted:
+    """One graph, of which it is decided what is kept for backward."""
+
+    def __init__(self, inputs: Sequence[Any], options: Options):
+        self.inputs, self.options = inputs, options
+        self.lowering = Lowering(options.compiler)
+
+    def compile(self, gm: GraphModule) -> Callable[..., Any]:
+        return compat.aot_autograd(
+            fw_compiler=self.lowering.forward, bw_compiler=self.lowering.backward,
+            inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
+            decompositions=compat.inductor_decompositions() if self.options.compiler == "inductor" else None)(gm, self.inputs)
+
+    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        prepare(self.options.compiler)(joint)
+        (mesh,) = enumerate_meshes(local_cluster(self.options, 1))
+        prices = MeshPrices(mesh, self.options.optimizer_states)
+        kept = decide_kept(joint, num_fwd_outputs, self._state_bytes(), prices, self.options, "the graph", strict=True)
+        note_kept(kept)
+        return self.lowering.cut(joint, kept, num_fwd_outputs)
+
+    def _state_bytes(self) -> int:
+        """Parameters, and what the optimizer keeps for those that are trained, of all graphs so far."""
+        held = session.current().state_bytes
+        for value in self.inputs:
+            if isinstance(value, torch.nn.Parameter):
+                states = self.options.optimizer_states if value.requires_grad else 0
+                storage = value.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes() * (1 + states)
+        return sum(held.values())

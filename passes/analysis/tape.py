@@ -1,0 +1,192 @@
+"""The tape of a joint graph (`passes.keeping.tape`): of what one rank runs, after the rewrite."""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.analysis.blocks import assign_blocks
+from passes.analysis.flops import FLOPS
+from passes.analysis.operations import kind_of
+from passes.annotations import read, write
+from passes.base import AnalysisPass
+from passes.costs.terms import Kernel, Prices, copy, price
+from passes.errors import HpmlError
+from passes.keeping.keys import TAPE
+from passes.keeping.tape import Run, Storage, Tape
+from passes.registry import register
+from passes.rules.opaque import is_opaque, leaves_of
+from passes.rules.table import is_heavy, is_pointwise, is_random, rule_of, spec_of
+from passes.rules.view_names import VIEWS, view_name
+
+aten, prims = torch.ops.aten, torch.ops.prims
+HELD_BACK = "must_be_in_backward"
+INLINED = {"clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "iota", "arange",
+           "scalar_tensor", "where", "constant_pad_nd", "slice_scatter", "select_scatter", "flip", "repeat"}
+"""Operators beside the pointwise ones that inductor computes wherever their results are read."""
+FUSING = INLINED | {"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "prod", "any", "all", "argmax",
+                    "argmin", "index", "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random"}
+"""Operators whose kernels read other results before these are in memory."""
+INLINED_SHARE = 0.25
+"""What computing a result inside another kernel takes, as a share of what writing it would."""
+WAIT = "_c10d_functional.wait_tensor"
+
+
+class NotTaped(HpmlError):
+    """The graph hands numbers from forward to backward, which are no storages."""
+
+
+@register
+@dataclass(frozen=True)
+class MakeTape(AnalysisPass):
+    """Writes `TAPE`. forward_outputs: how many of the outputs are forward's. prices: of the device; times are 0 without.
+    fuses: whether what compiles the graph computes light operations in the kernels of their readers."""
+
+    name = "make_tape"
+    requires = (FLOPS,)
+    provides = (TAPE,)
+
+    forward_outputs: int = 0
+    prices: Prices | None = None
+    fuses: bool = True
+
+    def run(self, graph_module: GraphModule) -> None:
+        write(TAPE, graph_module, _Reader(graph_module, self.forward_outputs, self.prices, self.fuses).tape())
+
+
+def short_name(target: Any) -> str:
+    """`mm` of `aten.mm.default`."""
+    parts = str(target).split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def is_repeatable(node: Node) -> bool:
+    """Whether a second call of the same gives the same, and nothing else happens."""
+    if is_random(node.target):
+        # An attention kernel is marked as random for the dropout that it can do; a call that does none has a rule.
+        return "attention" in str(node.target) and rule_of(node) is not None
+    return not (str(node.target).startswith("_c10d_functional") or node.is_impure() or is_opaque(node)
+                or getattr(getattr(node.target, "_schema", None), "is_mutable", False))
+
+
+def memory(value: Any) -> int | None:
+    """Identifies the memory behind a tensor."""
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+class _Reader:
+    def __init__(self, gm: GraphModule, forward_outputs: int, prices: Prices | None, fuses: bool):
+        self.gm, self.forward_outputs, self.prices, self.fuses = gm, forward_outputs, prices, fuses
+        self.storages: list[Storage] = []
+        self.runs: list[Run] = []
+        self.number: dict[int, int] = {}  # of the storage, by memory
+        self.bases: list[str] = []  # of each storage, the node that is kept of it, of which views are made
+        self.backward: set[Node] = set()
+        self.blocks = assign_blocks(gm)
+
+    def tape(self) -> Tape:
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder" or node.op == "get_attr":
+                self._given(node)
+            elif node.op == "call_function":
+                self._call(node)
+        outputs = list(self.gm.graph.output_node().args[0])
+        returned = frozenset(self._numbers(outputs[: self.forward_outputs]))
+        gradients = frozenset(self._numbers(outputs[self.forward_outputs:]))
+        there = {s for s, storage in enumerate(self.storages) if storage.given == "forward"}
+        named = tuple(replace(storage, name=base) for storage, base in zip(self.storages, self.bases, strict=True))
+        return Tape(tuple(self.runs), named, returned - there, gradients - there)
+
+    def _numbers(self, values: Any) -> Iterator[int]:
+        for node in values:
+            if isinstance(node, Node):
+                for _, leaf in leaves_of(node.meta.get("val")):
+                    if (where := memory(leaf)) is not None and where in self.number:
+                        yield self.number[where]
+
+    def _given(self, node: Node) -> None:
+        tangent = node.op == "placeholder" and "tangent" in str(node.target)
+        if tangent:
+            self.backward.add(node)
+        where = memory(node.meta.get("val"))
+        if where is not None and where not in self.number:
+            self.number[where] = len(self.storages)
+            self.storages.append(Storage(node.name, _nbytes(node.meta["val"]), None, "backward" if tangent else "forward"))
+            self.bases.append(node.name)
+
+    def _call(self, node: Node) -> None:
+        if node.meta.get("partitioner_tag") == HELD_BACK or any(x in self.backward for x in node.all_input_nodes):
+            self.backward.add(node)
+        if node in self.backward and any(
+                x not in self.backward and _is_number(x) for x in node.all_input_nodes):
+            raise NotTaped(f"{node.name} in backward reads a number that forward computes, and what is kept under a budget are "
+                           "tensors", node.name, "leave memory_budget out, or make the sizes of the batch constant")
+        reads = tuple(dict.fromkeys(self._numbers(node.all_input_nodes)))
+        if node.target is operator.getitem:
+            for number in self._numbers([node]):
+                self.bases[number] = self.bases[number] or node.name
+            return
+        leaves = [leaf for _, leaf in leaves_of(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+        if str(node.target).startswith(WAIT):  # what is waited for is what the collective makes
+            (leaf,) = leaves
+            self.number.setdefault(memory(leaf), reads[0])
+            self.bases[reads[0]] = node.name
+            return
+        if view_name(node.target) in VIEWS and reads:  # passes that replace what it views leave its memory as it was
+            for leaf in leaves:
+                self.number.setdefault(memory(leaf), reads[0])
+            return
+        new = {memory(leaf): leaf for leaf in leaves if memory(leaf) not in self.number}
+        if leaves and not new:
+            return  # a view, too
+        makes = []
+        target = node.target
+        pointwise = self.fuses and (is_pointwise(target) or short_name(target) in INLINED)
+        fusing = pointwise or self.fuses and short_name(target) in FUSING
+        for where, leaf in new.items():
+            self.number[where] = len(self.storages)
+            makes.append(len(self.storages))
+            self.bases.append(node.name if isinstance(node.meta["val"], torch.Tensor) else "")
+            self.storages.append(Storage("", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise)))
+        self.runs.append(Run(
+            node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes), is_repeatable(node),
+            pointwise, fusing, self.blocks[node]))
+
+    def _us(self, node: Node, leaves: list[torch.Tensor], pointwise: bool) -> float:
+        """A heavy call is a kernel by itself. Of light ones, what is computed by its readers only adds arithmetic to their
+        kernels; another is a pass over what it reads."""
+        if self.prices is None or not leaves:
+            return 0.0
+        operands = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
+        nbytes = float(sum(map(_nbytes, operands)) + sum(map(_nbytes, leaves)))
+        if is_heavy(node.target):
+            kernel = Kernel(read(FLOPS, node), nbytes, spec_of(leaves[0]).dtype, kind_of(node.target))
+            return float(price(kernel, self.prices))
+        if pointwise:
+            nbytes = INLINED_SHARE * sum(map(_nbytes, leaves))
+        return float(copy(nbytes, self.prices) - copy(0.0, self.prices))
+
+    def _save_us(self, leaf: torch.Tensor, pointwise: bool) -> float:
+        """Reading it in backward; and writing it, if it would else stay inside a kernel."""
+        if self.prices is None:
+            return 0.0
+        return float((copy(_nbytes(leaf), self.prices) - copy(0.0, self.prices)) * (2 if pointwise else 1))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Of the memory behind it, as far as the tensor itself reaches."""
+    if not tensor.numel():
+        return 0
+    reach = 1 + sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride()))
+    return int(reach) * tensor.element_size()
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta.get("val")
+    return node.op in ("call_function", "placeholder") and isinstance(value, (int, float, torch.SymInt, torch.SymFloat))

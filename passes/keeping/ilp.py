@@ -1,0 +1,177 @@
+"""What is kept for backward as an integer linear program, around a walk along the tape.
+
+Variables
+    keep[v] in {0,1}    storage v is kept from forward
+    again[o] in [0,1]   run o of forward is run once more in backward
+
+Objective
+    minimize  sum_o us[o] again[o]  +  sum_v save_us[v] keep[v]          (or `peak` itself, to find the least there is)
+
+Constraints
+    (1) read[v]    keep[v] + again[maker of v] >= 1                       where a run of backward reads v
+    (2) need[o,v]  keep[v] + again[maker of v] >= again[o]                where o, once more, reads v
+    (3) peak[p]    sum of bytes that are held at moment p <= budget       at moments of forward and backward
+
+When a storage is made again, and how long it is read, depends on what else is. In (3) it is as in the walk that the program
+is built around: v counts with keep[v] as long as that walk reads it after p, and with again[maker] from where that walk
+first reads it. So `passes.keeping.keep` solves, walks anew, and solves again. One binary for each storage and one variable
+for each run: smaller by orders than a program with a variable for every run at every moment (Jain et al., "Checkmate",
+MLSys 2020).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pulp
+
+from passes.keeping.tape import Tape
+from passes.keeping.walk import Phase, Walk
+from passes.solve.solvers import SolverOptions, run
+
+CLOSE = 0.6
+"""Moments that hold less than this part of the walk's peak, and of the budget, get no row."""
+MOST_ROWS = 120
+
+
+@dataclass
+class Program:
+    model: pulp.LpProblem
+    keep: dict[int, pulp.LpVariable]
+    again: dict[int, pulp.LpVariable]
+    peak: pulp.LpVariable
+
+    def kept(self, tape: Tape) -> frozenset[int]:
+        chosen = {v for v, x in self.keep.items() if (x.varValue or 0.0) > 0.5}
+        return frozenset(chosen) | tape.bound_to_keep
+
+
+def solve(around: Walk, budget_bytes: float | None, options: SolverOptions, time_limit_s: float) -> frozenset[int] | None:
+    """Storages to keep at the least cost in time; without a budget, at the least peak. None: there is no answer by (3)."""
+    program = build(around, budget_bytes)
+    outcome = run(program.model, options, integer=True, time_limit_s=time_limit_s, start=False)
+    return program.kept(around.tape) if outcome.state in ("optimal", "feasible") else None
+
+
+def build(around: Walk, budget_bytes: float | None) -> Program:
+    tape = around.tape
+    model = pulp.LpProblem("keeping", pulp.LpMinimize)
+    runs = sorted({tape.maker(v) for v in tape.candidates} - {tape.maker(v) for v in tape.bound_to_keep})
+    program = Program(
+        model,
+        {v: model.add_variable(f"keep_{v}", cat=pulp.LpBinary) for v in tape.candidates if v not in tape.bound_to_keep},
+        {o: model.add_variable(f"again_{o}", 0, 1) for o in runs},
+        model.add_variable("peak", 0),
+    )
+    us = {**{program.again[o]: tape.runs[o].us for o in runs},
+          **{x: tape.storages[v].save_us for v, x in program.keep.items()}}
+    if budget_bytes is None:
+        unit = max(around.peak, 1)
+        model.setObjective(pulp.LpAffineExpression({program.peak: 1e3, **{x: 1e-3 * c / _most(us) for x, c in us.items()}}))
+    else:
+        unit = max(budget_bytes, 1)
+        model.setObjective(pulp.LpAffineExpression({x: 1e3 * c / _most(us) for x, c in us.items()}))
+        program.peak.upBound = 1.0
+    _read(program, tape)
+    _need(program, tape)
+    _peak(program, around, budget_bytes, unit)
+    return program
+
+
+def _read(program: Program, tape: Tape) -> None:
+    """(1) What backward reads is kept or made again."""
+    wanted = {s for run in tape.runs if run.backward for s in run.reads}
+    for v, keep in program.keep.items():
+        if v in wanted:
+            program.model.addConstraint(keep + program.again[tape.maker(v)] >= 1, f"read_{v}")
+
+
+def _need(program: Program, tape: Tape) -> None:
+    """(2) What is run once more finds what it reads."""
+    for o, again in program.again.items():
+        for v in tape.runs[o].reads:
+            if v in program.keep:
+                program.model.addConstraint(program.keep[v] + program.again[tape.maker(v)] >= again, f"need_{o}_{v}")
+
+
+def _peak(program: Program, around: Walk, budget_bytes: float | None, unit: float) -> None:
+    """(3) Bytes at the fullest moments, in units of the budget (or of the walk's peak)."""
+    rows = [*_forward_rows(program, around), *_backward_rows(program, around)]
+    least = CLOSE * min(around.peak, unit)
+    rows = sorted((row for row in rows if row[0] >= least), key=lambda row: -row[0])[:MOST_ROWS]
+    for number, (_, constant, terms) in enumerate(rows):
+        held = pulp.LpAffineExpression({x: nbytes / unit for x, nbytes in terms.items()}, constant / unit)
+        program.model.addConstraint(held <= program.peak, f"peak_{number}")
+
+
+Row = tuple[int, int, dict[pulp.LpVariable, int]]
+"""Bytes that the walk holds; bytes that are held whatever is chosen; bytes by variable."""
+
+
+def _forward_rows(program: Program, around: Walk) -> Iterator[Row]:
+    """What is kept stays from the run that makes it on; the rest lives as it does in the walk."""
+    tape, phase = around.tape, around.forward
+    made = {s: position for position, number in enumerate(phase.order) for s in tape.runs[number].makes}
+    lives = {life.storage: life for life in phase.lives}
+    end = len(phase.order)
+    read: dict[int, int] = {}
+    for position, number in enumerate(phase.order):
+        read.update(dict.fromkeys(tape.runs[number].reads, position))
+    for position in _tops(phase):
+        constant, terms = 0, {}
+        for s, life in lives.items():
+            if s in program.keep:
+                continue
+            if life.first <= position <= life.last:
+                constant += tape.storages[s].nbytes
+        for s, x in program.keep.items():
+            first, nbytes = made.get(s, end), tape.storages[s].nbytes
+            if first > position:
+                continue
+            if position <= read.get(s, -1) and s in lives:  # it is there at this moment, kept or not
+                constant += nbytes
+            else:
+                terms[x] = nbytes
+        yield phase.nbytes[position], constant, terms
+
+
+def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
+    """What is kept stays until the walk last reads it; what is made again, from its first reader there on."""
+    tape, phase = around.tape, around.backward
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position, number in enumerate(phase.order):
+        for s in tape.runs[number if number >= 0 else -1 - number].reads:
+            first.setdefault(s, position)
+            last[s] = position
+    made = {s: position for position, number in enumerate(phase.order) if number < 0 for s in tape.runs[-1 - number].makes}
+    lives = {life.storage: life for life in phase.lives}
+    for position in _tops(phase):
+        constant, terms = 0, {}
+        for s, life in lives.items():
+            if s not in program.keep and life.first <= position <= life.last:
+                constant += tape.storages[s].nbytes
+        for s, x in program.keep.items():
+            nbytes = tape.storages[s].nbytes
+            life = lives.get(s)
+            end = max(last.get(s, -1), life.last if life is not None else -1)
+            if position <= end:
+                terms[x] = nbytes
+                inlined = s in made and life is None  # made again inside its readers
+                if not inlined and min(first.get(s, end), made.get(s, end)) <= position:
+                    again = program.again[tape.maker(s)]
+                    terms[again] = terms.get(again, 0) + nbytes
+        yield phase.nbytes[position], constant, terms
+
+
+def _tops(phase: Phase) -> Iterator[int]:
+    """Moments that are not below both of their neighbors' bytes: the others cannot be the peak."""
+    nbytes = phase.nbytes
+    for k, here in enumerate(nbytes):
+        before, after = nbytes[k - 1] if k else -1, nbytes[k + 1] if k + 1 < len(nbytes) else -1
+        if here >= before and here >= after and not (k and here == before):
+            yield k
+
+
+def _most(us: dict[pulp.LpVariable, float]) -> float:
+    return max(us.values(), default=0.0) or 1.0

@@ -1,0 +1,162 @@
+"""What is kept for backward: at the least cost in time, so that a step never holds more than so many bytes.
+
+The program of `passes.keeping.ilp` proposes, a walk along the tape counts, and small changes, each counted by a walk, mend
+what the program could not know. So an answer never holds more than the walk says; that it is the fastest is not proven.
+"""
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from passes.errors import Infeasible
+from passes.keeping import ilp
+from passes.keeping.tape import Tape
+from passes.keeping.walk import Walk, walk
+from passes.solve.solvers import SolverOptions
+
+ROUNDS = 6
+"""How often a program is built around the answer before, at most."""
+MOST_SECONDS, SOLVE_SECONDS, GAP = 8.0, 2.0, 0.01
+"""For all of it, and for one program, which need not be solved closer than this: what it says is an estimate. Other ranks wait
+for the answer, after they have waited for that of the placements."""
+TIGHTER = 0.5
+"""How much of what an answer holds beyond the budget is taken off the budget of the next round."""
+
+PAIRS_OF = 24
+"""Of how many storages, the largest, every pair is tried."""
+
+
+class TooSmall(Infeasible):
+    """Nothing fits. walk: what holds least of all that was tried."""
+
+    def __init__(self, what: str, where: str = "", next_step: str = "", walk: Walk | None = None) -> None:
+        super().__init__(what, where, next_step)
+        self.walk = walk
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An answer. walk: along the tape with what it keeps. seconds: that finding it took; solves: programs solved."""
+
+    walk: Walk
+    seconds: float
+    solves: int
+
+    @property
+    def storages(self) -> frozenset[int]:
+        return self.walk.kept
+
+
+def keep(tape: Tape, budget_bytes: float, options: SolverOptions | None = None,
+         suggested: Iterable[frozenset[int]] = ()) -> Kept:
+    """Storages to keep. suggested: what others would keep; the first of them is taken where it fits.
+
+    Raises TooSmall, with the least number of bytes that was found to work.
+    """
+    search = _Search(tape, budget_bytes, options or SolverOptions())
+    for kept in suggested:
+        if search.look(kept).peak <= budget_bytes:
+            return search.answer()
+    search.look(frozenset(s for s in tape.candidates if not tape.runs[tape.maker(s)].inlined))
+    search.improve()
+    if search.best() is None:
+        search.shrink()
+    best = search.best()
+    if best is None:
+        raise TooSmall(
+            f"a call of this graph holds {search.least().peak} bytes at least besides its inputs, whatever is computed once "
+            f"more, where {max(budget_bytes, 0):.0f} are left", "memory_budget", "give more bytes, fewer rows or more devices",
+            search.least())
+    search.keep_more(best)
+    return search.answer()
+
+
+class _Search:
+    def __init__(self, tape: Tape, budget_bytes: float, options: SolverOptions):
+        self.tape, self.budget_bytes = tape, budget_bytes
+        # A wrong answer, which HiGHS's presolve has been seen to give, is no danger here: every answer is walked.
+        presolve = {"presolve": "on"} if options.solver == "HiGHS" else {}
+        self.options = replace(options, gap=max(options.gap, GAP), extra={**presolve, **options.extra})
+        self.seconds = min(options.seconds, MOST_SECONDS)
+        self.start, self.solves = time.perf_counter(), 0
+        self.walks: dict[frozenset[int], Walk] = {}
+
+    @property
+    def seconds_left(self) -> float:
+        return self.seconds - (time.perf_counter() - self.start)
+
+    def answer(self) -> Kept:
+        best = self.best()
+        assert best is not None, "something fits"
+        return Kept(best, time.perf_counter() - self.start, self.solves)
+
+    def look(self, kept: frozenset[int]) -> Walk:
+        kept = kept | self.tape.bound_to_keep
+        if kept not in self.walks:
+            self.walks[kept] = walk(self.tape, kept)
+        return self.walks[kept]
+
+    def best(self) -> Walk | None:
+        """The fastest that fits."""
+        fitting = [each for each in self.walks.values() if each.peak <= self.budget_bytes]
+        return min(fitting, key=lambda each: (each.us, each.peak), default=None)
+
+    def least(self) -> Walk:
+        """What holds least."""
+        return min(self.walks.values(), key=lambda each: (each.peak, each.us))
+
+    def improve(self) -> None:
+        """Solve, walk, and solve again around the answer."""
+        around, within = self.least(), self.budget_bytes
+        for _ in range(ROUNDS):
+            kept = self._solve(around, within) or self._solve(around, None)
+            if kept is None or kept | self.tape.bound_to_keep in self.walks:
+                return
+            around = self.look(kept)
+            over = around.peak - self.budget_bytes
+            within = self.budget_bytes if over <= 0 else max(within - TIGHTER * over, 0.5 * self.budget_bytes)
+
+    def _solve(self, around: Walk, within: float | None) -> frozenset[int] | None:
+        if self.seconds_left <= 0:
+            return None
+        self.solves += 1
+        return ilp.solve(around, within, self.options, min(self.seconds_left, SOLVE_SECONDS))
+
+    def shrink(self) -> None:
+        """Down from what holds least: by programs that look for less still, then one storage at a time."""
+        for _ in range(ROUNDS):
+            kept = self._solve(self.least(), None)
+            if kept is None or kept | self.tape.bound_to_keep in self.walks:
+                break
+            self.look(kept)
+        while self.least().peak > self.budget_bytes and self._step_down():
+            pass
+
+    def _step_down(self) -> bool:
+        """One storage more or less, or two, so that the peak is lower; whether there is such a change."""
+        least, largest = self.least(), self._largest_first()
+        changes = ({s} for s in largest), itertools.combinations(largest[:PAIRS_OF], 2)
+        for change in itertools.chain(*changes):
+            if self.seconds_left <= 0:
+                return False
+            if self.look(least.kept ^ frozenset(change)).peak < least.peak:
+                return True
+        return False
+
+    def _largest_first(self) -> list[int]:
+        free = (s for s in self.tape.candidates if s not in self.tape.bound_to_keep)
+        return sorted(free, key=lambda s: -self.tape.storages[s].nbytes)
+
+    def keep_more(self, best: Walk) -> None:
+        """As long as it fits: what saves most time for its bytes first."""
+        runs, storages = self.tape.runs, self.tape.storages
+        more = [s for s in self.tape.candidates if s not in best.kept and self.tape.maker(s) in set(best.again)]
+        more.sort(key=lambda s: -runs[self.tape.maker(s)].us / max(storages[s].nbytes, 1))
+        for s in more:
+            if self.seconds_left <= 0:
+                return
+            tried = self.look(best.kept | {s})
+            if tried.peak <= self.budget_bytes and tried.us < best.us:
+                best = tried

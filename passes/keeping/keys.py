@@ -1,0 +1,41 @@
+"""What passes say about keeping."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from passes.annotations import Key
+from passes.keeping.tape import Tape
+
+TAPE: Key[Tape] = Key("tape", Tape, scope="graph")
+"""A joint graph as runs and storages."""
+
+
+@dataclass(frozen=True)
+class KeptNodes:
+    """names: of the nodes of forward whose results backward finds; everything else that it reads of forward is computed
+    once more. again: how many calls that are; again_us: what they take. forward_bytes, backward_bytes: what a call holds at
+    most besides what it is given; saved_bytes: from forward to backward. budget_bytes: what a call was to hold at most.
+    seconds: that deciding took."""
+
+    names: frozenset[str]
+    again: int
+    again_us: float
+    forward_bytes: int
+    backward_bytes: int
+    saved_bytes: int
+    budget_bytes: float
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+KEPT: Key[KeptNodes] = Key("kept", KeptNodes, scope="graph")
+"""Which values of forward are kept for backward."""
+CUT: Key[frozenset[str]] = Key("cut", frozenset[str], scope="graph")
+"""Names of the nodes that torch's own partitioner would save: the least traffic to memory, whatever it takes of it."""

@@ -1,0 +1,91 @@
+"""A joint graph as what is kept for backward needs it: runs in order, and the storages that they read and make.
+
+A storage is a stretch of memory, however many views look at it. Views are no runs: who reads one reads its storage.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One call of an operator.
+
+    backward: whether it is part of backward; if not, it can run in forward, or once more in backward where it is
+    `repeatable`, which is to say that it gives the same again. us: what that takes. reads, makes: storages, each once.
+    inlined: whether a compiler that fuses computes it in the kernels of whoever reads it, so that its result takes no
+    memory where all of these are `fusing`. block: where it is from.
+    """
+
+    name: str
+    backward: bool
+    us: float
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    repeatable: bool = True
+    inlined: bool = False
+    fusing: bool = False
+    block: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """name: of the node that has it first, which is what is kept; "" of a result that nobody reads. nbytes: of one rank.
+    maker: number of the run that makes it; None for what a graph is given. given: "" or, of what a graph is given, "forward"
+    (parameters, a batch: there all the time) or "backward" (tangents). save_us: what writing it in forward and reading it in
+    backward takes."""
+
+    name: str
+    nbytes: int
+    maker: int | None
+    given: str = ""
+    save_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tape:
+    """runs: in the order of the graph. returned: storages that forward hands out, which its caller may hold until backward
+    is over; gradients: that backward hands out, held until the step ends."""
+
+    runs: tuple[Run, ...]
+    storages: tuple[Storage, ...]
+    returned: frozenset[int]
+    gradients: frozenset[int]
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Of each storage, the runs that read it, in order."""
+        found: list[list[int]] = [[] for _ in self.storages]
+        for index, run in enumerate(self.runs):
+            for storage in run.reads:
+                found[storage].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def candidates(self) -> tuple[int, ...]:
+        """Storages that forward can make and backward wants, itself or to compute others again."""
+        wanted: set[int] = set()
+        for run in reversed(self.runs):
+            if run.backward or wanted.intersection(run.makes):
+                wanted.update(run.reads)
+        return tuple(s for s in sorted(wanted) if self.is_forward(s))
+
+    def is_forward(self, storage: int) -> bool:
+        """Whether a run of forward makes it."""
+        maker = self.storages[storage].maker
+        return maker is not None and not self.runs[maker].backward
+
+    @cached_property
+    def bound_to_keep(self) -> frozenset[int]:
+        """Candidates that cannot be made again, such as random numbers."""
+        return frozenset(s for s in self.candidates if not self.runs[self.maker(s)].repeatable)
+
+    def maker(self, storage: int) -> int:
+        maker = self.storages[storage].maker
+        assert maker is not None, f"{self.storages[storage].name} is given"
+        return maker
+
+    def bytes_of(self, storages: Sequence[int] | frozenset[int]) -> int:
+        return sum(self.storages[s].nbytes for s in storages)

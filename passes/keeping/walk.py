@@ -1,0 +1,185 @@
+"""A walk along a tape, forward and then backward, that counts the bytes which are held at every run.
+
+Given what is kept, forward runs what its outputs and the kept storages need. Backward makes the rest again, each just
+before the first run that reads it, as rematerialization does (`passes.transform.rematerialize`). A storage lives from the run
+that makes it to the last one that reads it; what is kept, from forward to its last reader in backward. A result that is
+computed inside the kernels of its readers takes nothing, but what it is computed from lives as long as these.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+from passes.keeping.tape import Run, Tape
+
+MOST_READS, MOST_READS_IF_SHARED = 8, 4
+"""Inductor puts a result into memory that is computed from more storages than that, or that several read who would read so
+many each (`realize_acc_reads_threshold`, `realize_reads_threshold` of its configuration)."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """Positions in the order of one phase: `first` makes a storage (-1: it was there before), `last` reads it last (the
+    length of the phase: it is handed on)."""
+
+    storage: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """order: numbers of runs; -1 - number for one of forward that backward runs once more. lives: of what takes memory."""
+
+    tape: Tape
+    order: tuple[int, ...]
+    lives: tuple[Life, ...]
+
+    @cached_property
+    def nbytes(self) -> tuple[int, ...]:
+        """Held while each run runs."""
+        change = [0] * (len(self.order) + 2)
+        for life in self.lives:
+            size = self.tape.storages[life.storage].nbytes
+            change[max(life.first, 0)] += size
+            change[life.last + 1] -= size
+        return tuple(accumulate(change))[:len(self.order)]
+
+    def alive(self, position: int) -> list[int]:
+        return [life.storage for life in self.lives if life.first <= position <= life.last]
+
+
+@dataclass(frozen=True)
+class Walk:
+    """kept: storages that forward makes and backward finds."""
+
+    tape: Tape
+    kept: frozenset[int]
+    forward: Phase = field(repr=False)
+    backward: Phase = field(repr=False)
+
+    @cached_property
+    def peak(self) -> int:
+        """The most bytes held at once, without what a graph is given for forward."""
+        return max((*self.forward.nbytes, *self.backward.nbytes), default=0)
+
+    @cached_property
+    def again(self) -> tuple[int, ...]:
+        """Runs of forward that are run once more, in order."""
+        return tuple(-1 - k for k in self.backward.order if k < 0)
+
+    @cached_property
+    def us(self) -> float:
+        """What running again takes, and writing and reading what is kept."""
+        tape = self.tape
+        return sum(tape.runs[k].us for k in self.again) + sum(tape.storages[s].save_us for s in self.kept)
+
+
+def walk(tape: Tape, kept: Collection[int]) -> Walk:
+    """kept: storages that forward makes and backward may read."""
+    kept = frozenset(kept)
+    backward = _backward_order(tape, kept)
+    forward = _forward_order(tape, kept)
+    # What forward returns stays with its caller, which may hold it until backward is over.
+    return Walk(tape, kept, _phase(tape, forward, frozenset(), kept | tape.returned),
+                _phase(tape, backward, kept | tape.returned, tape.returned | tape.gradients))
+
+
+def _forward_order(tape: Tape, kept: Collection[int]) -> list[int]:
+    """What is returned or kept needs these runs, or they do more than give a result."""
+    wanted = {*kept, *tape.returned}
+    order = []
+    for index in range(len(tape.runs) - 1, -1, -1):
+        run = tape.runs[index]
+        if not run.backward and (wanted.intersection(run.makes) or not run.makes):
+            wanted.update(run.reads)
+            order.append(index)
+    return order[::-1]
+
+
+def _backward_order(tape: Tape, kept: Collection[int]) -> list[int]:
+    """Runs of backward, and before each what has to be made again for it."""
+    there = {*kept, *(s for s, storage in enumerate(tape.storages) if storage.maker is None)}
+    order: list[int] = []
+    for index, run in enumerate(tape.runs):
+        if run.backward:
+            for storage in run.reads:
+                _bring(tape, storage, there, order)
+            order.append(index)
+            there.update(run.makes)
+    return order
+
+
+def _bring(tape: Tape, storage: int, there: set[int], order: list[int]) -> None:
+    stack = [storage]
+    while stack:
+        if stack[-1] in there:
+            stack.pop()
+            continue
+        maker = tape.maker(stack[-1])
+        missing = [s for s in tape.runs[maker].reads if s not in there]
+        stack += missing[::-1]
+        if not missing:
+            order.append(-1 - maker)
+            there.update(tape.runs[maker].makes)
+
+
+def _phase(tape: Tape, order: list[int], start: frozenset[int], held: frozenset[int]) -> Phase:
+    """start: storages that are there before; held: that are there afterwards, if they are made or there before."""
+    runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]
+    touched = _touched(tape, runs, start, held)
+    first = {s: -1 for s in start if tape.storages[s].given != "forward"}
+    first.update((s, -1) for found in touched for s in found if tape.storages[s].given == "backward")
+    for position, run in enumerate(runs):
+        if touched[position] or not run.inlined:
+            for s in run.makes:
+                first.setdefault(s, position)
+    last = {s: first[s] for s in first}
+    for position, found in enumerate(touched):
+        for s in found:
+            if s in last:
+                last[s] = max(last[s], position)
+    last.update((s, len(order)) for s in held if s in last)
+    lives = {s: Life(s, first[s], last[s]) for s in first if last[s] >= 0}
+    _reuse(tape, runs, lives)
+    return Phase(tape, tuple(order), tuple(lives.values()))
+
+
+def _touched(tape: Tape, runs: list[Run], start: frozenset[int], held: frozenset[int]) -> list[frozenset[int]]:
+    """Of each run the storages in memory that its kernel reads and makes; of one that is computed by its readers, none."""
+    fused = {s: run.fusing for run in runs for s in run.makes}
+    count: dict[int, int] = dict.fromkeys(fused, 0)
+    for run in runs:
+        for s in run.reads:
+            if s in fused:
+                fused[s] &= run.fusing
+                count[s] += 1
+    sources: dict[int, frozenset[int]] = {}  # of what is inlined, the storages in memory behind it
+    touched = []
+    for run in runs:
+        found = frozenset().union(*(sources.get(s, (s,)) for s in run.reads))
+        if (run.inlined and not start.intersection(run.makes) and not held.intersection(run.makes)
+                and all(fused[s] for s in run.makes)
+                and len(found) <= (MOST_READS if max(count[s] for s in run.makes) < 2 else MOST_READS_IF_SHARED)):
+            sources.update(dict.fromkeys(run.makes, found))
+            touched.append(frozenset())
+        else:
+            touched.append(found.union(run.makes))
+    return touched
+
+
+def _reuse(tape: Tape, runs: list[Run], lives: dict[int, Life]) -> None:
+    """A kernel of light operations writes its result over an operand of the same size that nobody reads afterwards."""
+    ending: dict[int, list[int]] = {}
+    for life in lives.values():
+        ending.setdefault(life.last, []).append(life.storage)
+    for position, run in enumerate(runs):
+        if run.fusing:
+            free = [s for s in ending.get(position, ()) if lives[s].first < position]
+            for made in run.makes:
+                same = (s for s in free if tape.storages[s].nbytes == tape.storages[made].nbytes)
+                if made in lives and lives[made].first == position and (old := next(same, None)) is not None:
+                    free.remove(old)
+                    lives[old] = Life(old, lives[old].first, position - 1)

@@ -1,0 +1,62 @@
+"""The pass that decides what is kept for backward."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from passes.annotations import read, write
+from passes.base import AnalysisPass
+from passes.keeping.keep import TooSmall, keep
+from passes.keeping.keys import CUT, KEPT, TAPE, KeptNodes
+from passes.registry import register
+from passes.solve.solvers import SolverOptions
+
+
+@register
+@dataclass(frozen=True)
+class Keep(AnalysisPass):
+    """Writes `KEPT`: the least time in which a call of the graph holds no more than `budget_bytes` besides its inputs.
+
+    strict: raise `TooSmall` where nothing fits; else what holds least of all that was tried is the answer.
+    """
+
+    name = "keep"
+    requires = (TAPE, CUT)
+    provides = (KEPT,)
+
+    budget_bytes: float = float("inf")
+    options: SolverOptions = SolverOptions()
+    strict: bool = True
+
+    def run(self, graph_module: GraphModule) -> None:
+        tape, cut = read(TAPE, graph_module), read(CUT, graph_module)
+        named = {storage.name: s for s, storage in enumerate(tape.storages)}
+        suggested = frozenset(named[name] for name in cut if name in named) & frozenset(tape.candidates)
+        start = time.perf_counter()
+        try:
+            walked = keep(tape, self.budget_bytes, self.options, [suggested]).walk
+        except TooSmall as error:
+            if self.strict or error.walk is None:
+                raise
+            walked = error.walk
+        write(KEPT, graph_module, KeptNodes(
+            frozenset(tape.storages[s].name for s in walked.kept), len(walked.again),
+            sum(tape.runs[k].us for k in walked.again), max(walked.forward.nbytes, default=0),
+            max(walked.backward.nbytes, default=0), tape.bytes_of(walked.kept | tape.returned), self.budget_bytes,
+            time.perf_counter() - start))
+
+
+@register
+@dataclass(frozen=True)
+class AdoptKept(AnalysisPass):
+    """Writes `KEPT` as it was decided elsewhere, of the same graph."""
+
+    name = "adopt_kept"
+    provides = (KEPT,)
+
+    kept: KeptNodes = KeptNodes(frozenset(), 0, 0.0, 0, 0, 0, float("inf"), 0.0)
+
+    def run(self, graph_module: GraphModule) -> None:
+        write(KEPT, graph_module, self.kept)

@@ -1,0 +1,91 @@
+"""Compute once more in backward what is not kept from forward, just before it is read.
+
+After it, what backward reads of forward is what was decided to be kept, so that cutting the graph in two is a matter of
+who reads what (`passes.compat.cut`).
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.annotations import read
+from passes.base import TransformPass
+from passes.errors import HpmlError
+from passes.keeping.keys import KEPT, TAPE
+from passes.registry import register
+from passes.rules.view_names import VIEWS, view_name
+
+AGAIN = "_again"
+"""What the names of nodes end with that compute once more."""
+
+
+@register
+@dataclass(frozen=True)
+class Rematerialize(TransformPass):
+    """Reads `KEPT` and `TAPE`. Marks forward nodes as such, and what runs in backward as that."""
+
+    name = "rematerialize"
+    requires = (KEPT, TAPE)
+
+    def run(self, graph_module: fx.GraphModule) -> bool:
+        kept, tape = read(KEPT, graph_module), read(TAPE, graph_module)
+        backward = {run.name for run in tape.runs if run.backward}
+        repeatable = {run.name for run in tape.runs if run.repeatable}
+        return _Rewrite(graph_module.graph, kept.names, backward, repeatable).run()
+
+
+class _Rewrite:
+    """copies: of forward nodes in backward."""
+
+    def __init__(self, graph: fx.Graph, kept: frozenset[str], backward: set[str], repeatable: set[str]):
+        self.graph, self.kept, self.repeatable = graph, kept, repeatable
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.in_backward: set[fx.Node] = set()
+        for node in graph.nodes:  # views and parts of what backward computes are backward's, too
+            if node.name in backward or (node.op == "placeholder" and "tangent" in str(node.target)) or any(
+                    x in self.in_backward for x in node.all_input_nodes):
+                self.in_backward.add(node)
+
+    def run(self) -> bool:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function":
+                node.meta["partitioner_tag"] = "is_backward" if node in self.in_backward else "is_forward"
+            if node.op == "call_function" and node in self.in_backward:
+                for read_by in dict.fromkeys(node.all_input_nodes):
+                    there = self.there(read_by, node)
+                    if there is not read_by:
+                        node.replace_input_with(read_by, there)
+        return True
+
+    def there(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """What stands for a node in backward: itself, if it is kept, given or backward's own, else a copy before the reader."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            if self._is_there(top):
+                stack.pop()
+                continue
+            missing = [x for x in top.all_input_nodes if not self._is_there(x)]
+            if missing:
+                stack += missing[::-1]
+                continue
+            stack.pop()
+            self.copies[top] = self._copy(top, before)
+        return self.copies.get(node, node)
+
+    def _is_there(self, node: fx.Node) -> bool:
+        return (node.op != "call_function" or node in self.in_backward or node in self.copies or node.name in self.kept)
+
+    def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        if node.name not in self.repeatable and view_name(node.target) not in VIEWS:
+            raise HpmlError(f"{node.name} ({node.target}) cannot be computed once more, and is not kept", "rematerialize",
+                            "keep it: this is a mistake in the pass that decides what is kept")
+        with self.graph.inserting_before(before):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self.copies.get(x, x))
+            copy = self.graph.create_node(node.op, node.target, args, kwargs, node.name + AGAIN)
+        copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
+        return copy
+

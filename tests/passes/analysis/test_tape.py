@@ -1,0 +1,74 @@
+"""A joint graph before -> its runs and storages after."""
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from passes.analysis.flops import Flops
+from passes.analysis.shapes import Shapes
+from passes.analysis.tape import MakeTape
+from passes.annotations import read
+from passes.keeping.keys import TAPE
+from passes.keeping.tape import Tape
+from passes.manager import PassManager
+from tests.passes.traced import joint_graph
+
+
+def tape_of(model: nn.Module, *batch: torch.Tensor, fuses: bool = True) -> Tape:
+    gm, forward_outputs = joint_graph(model, batch)
+    PassManager((Shapes(), Flops(), MakeTape(forward_outputs, None, fuses)))(gm)
+    return read(TAPE, gm)
+
+
+class MLP(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False), dropout
+
+    def forward(self, x):
+        return self.down(F.dropout(torch.tanh(self.up(x)).view(-1, 32), self.dropout)).sum()
+
+
+X = torch.ones(4, 8)
+
+
+def test_views_are_no_runs_and_share_a_storage():
+    tape = tape_of(MLP(), X)
+    assert not {"view", "t", "permute", "expand"} & {run.name.rstrip("0123456789").rstrip("_") for run in tape.runs}
+    tanh = next(s for s, storage in enumerate(tape.storages) if storage.name.startswith("tanh"))
+    assert tape.storages[tanh].nbytes == 4 * 32 * 4
+    product = next(run for run in tape.runs if run.name == "mm_2")
+    assert product.backward and [tape.storages[s].name for s in product.reads] == ["tangents_1", "clone"]
+
+
+def test_what_is_given_and_what_is_handed_out():
+    tape = tape_of(MLP(), X)
+    assert {storage.given for storage in tape.storages if storage.maker is None} == {"forward", "backward"}
+    assert len(tape.returned) == 1 and len(tape.gradients) == 2
+    assert all(tape.runs[tape.maker(s)].backward for s in tape.gradients)
+
+
+def test_backward_is_what_follows_from_the_tangents():
+    tape = tape_of(MLP(), X)
+    first = next(k for k, run in enumerate(tape.runs) if run.backward)
+    assert {run.name.split("_")[0] for run in tape.runs[:first]} >= {"mm", "tanh", "sum"}
+
+
+def test_random_numbers_are_bound_to_be_kept():
+    assert not tape_of(MLP(), X).bound_to_keep
+    tape = tape_of(MLP(dropout=0.5), X)
+    assert tape.bound_to_keep and all(not tape.runs[tape.maker(s)].repeatable for s in tape.bound_to_keep)
+
+
+def test_attention_without_dropout_can_run_again():
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x).sum()
+
+    tape = tape_of(attend, torch.ones(1, 2, 8, 4, requires_grad=True))
+    assert all(run.repeatable for run in tape.runs if "attention" in run.name)
+
+
+def test_without_fusion_every_result_takes_memory():
+    assert any(run.inlined for run in tape_of(MLP(), X).runs)
+    assert not any(run.inlined or run.fusing for run in tape_of(MLP(), X, fuses=False).runs)

@@ -1,0 +1,89 @@
+"""Bytes along a tape, counted by hand and by a slower count that shares nothing with the walk."""
+from __future__ import annotations
+
+import pytest
+
+from passes.keeping.tape import Run, Storage, Tape
+from passes.keeping.walk import walk
+from tests.passes.keeping.tapes import chain, random_tape
+
+
+def names(tape, order):
+    return [tape.runs[k].name if k >= 0 else "again " + tape.runs[-1 - k].name for k in order]
+
+
+def test_everything_kept_adds_up_until_backward_frees_it():
+    tape = chain([10, 20, 30])
+    walked = walk(tape, tape.candidates)
+    assert walked.forward.nbytes == (10, 30, 60)
+    assert walked.backward.nbytes == (60 + 30, 30 + 30 + 20, 10 + 20 + 10)
+    assert walked.again == ()
+
+
+def test_what_is_not_kept_is_made_again_just_before_its_reader():
+    tape = chain([10, 20, 30])
+    walked = walk(tape, {1})
+    assert names(tape, walked.backward.order) == ["again f1", "again f2", "b2", "b1", "b0"]
+    assert walked.forward.nbytes == (10,), "forward returns nothing, and only runs for what is kept"
+    assert walked.backward.nbytes[0] == 10 + 20
+    assert walked.us == 2.0
+
+
+def test_it_is_made_again_once_and_lives_until_it_is_last_read():
+    tape = chain([10, 20, 30])
+    walked = walk(tape, ())
+    assert names(tape, walked.backward.order)[:3] == ["again f0", "again f1", "again f2"]
+    assert walked.backward.nbytes == (10, 30, 60, 90, 80, 40)
+
+
+def pointwise(fusing: bool) -> Tape:
+    """x -> big -> small, of which `big` is computed by its reader where that fuses."""
+    runs = (Run("big", False, 1.0, (0,), (1,), True, True, True), Run("small", False, 1.0, (1,), (2,), True, False, fusing))
+    storages = (Storage("x", 7, None, "forward"), Storage("big", 100, 0), Storage("small", 10, 1))
+    return Tape(runs, storages, frozenset({2}), frozenset())
+
+
+def test_what_readers_compute_takes_nothing():
+    assert walk(pointwise(True), ()).peak == 10
+    assert walk(pointwise(False), ()).peak == 110
+
+
+def test_what_an_inlined_result_is_computed_from_lives_as_long_as_its_readers():
+    runs = (Run("a", False, 1.0, (0,), (1,)), Run("cheap", False, 1.0, (1,), (2,), True, True, True),
+            Run("other", False, 1.0, (0,), (3,)), Run("end", False, 1.0, (2, 3), (4,), True, False, True))
+    storages = (Storage("x", 0, None, "forward"), Storage("a", 10, 0), Storage("cheap", 10, 1), Storage("other", 5, 2),
+                Storage("end", 1, 3))
+    walked = walk(Tape(runs, storages, frozenset({4}), frozenset()), ())
+    assert walked.forward.nbytes == (10, 10, 15, 16)
+
+
+def test_a_light_kernel_writes_over_what_nobody_reads_any_more():
+    storages = (Storage("x", 0, None, "forward"), Storage("a", 10, 0), Storage("b", 10, 1))
+    for fusing, peak in ((True, 10), (False, 20)):
+        runs = (Run("a", False, 1.0, (0,), (1,)), Run("b", False, 1.0, (1,), (2,), True, False, fusing))
+        assert walk(Tape(runs, storages, frozenset({2}), frozenset()), ()).peak == peak
+
+
+def slow_count(tape: Tape, order, start, held) -> list[int]:
+    """No inlining, no reuse: what has been made and is still read later, or held."""
+    runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]
+    there, counted = set(start), []
+    for position, run in enumerate(runs):
+        there |= set(run.makes)
+        later = {s for other in runs[position:] for s in other.reads} | set(held) | set(run.makes)
+        there |= {s for other in runs[position:] for s in other.reads if tape.storages[s].given == "backward"}
+        there = {s for s in there if s in later}
+        counted.append(sum(tape.storages[s].nbytes for s in there if tape.storages[s].given != "forward"))
+    return counted
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_walk_counts_as_a_slower_count_does(seed):
+    tape = random_tape(seed)
+    plain = Tape(tuple(Run(r.name, r.backward, r.us, r.reads, r.makes, r.repeatable) for r in tape.runs), tape.storages,
+                 tape.returned, tape.gradients)
+    kept = frozenset(s for k, s in enumerate(plain.candidates) if (seed >> (k % 5)) & 1) | plain.bound_to_keep
+    walked = walk(plain, kept)
+    assert list(walked.forward.nbytes) == slow_count(plain, walked.forward.order, (), kept | plain.returned)
+    assert list(walked.backward.nbytes) == slow_count(
+        plain, walked.backward.order, kept | plain.returned, plain.returned | plain.gradients)
