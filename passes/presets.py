@@ -24,7 +24,6 @@ from passes.analysis.saved import TorchCut
 from passes.analysis.shapes import Shapes
 from passes.analysis.tape import MakeTape
 from passes.base import Pass
-from passes.costs.terms import Prices
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.interface import GraphInput
@@ -36,7 +35,6 @@ from passes.partition.entities import Pin
 from passes.partition.keep import AdoptKept, Keep
 from passes.partition.meshes import Conditions
 from passes.records import FrozenMap
-from passes.solve.solvers import SolverOptions
 from passes.transform.before_partition import InductorJoint, TagPhases
 from passes.transform.bucket import Bucket
 from passes.transform.collectives import MeshGroups
@@ -71,17 +69,14 @@ def deciding(conditions: Conditions, mesh: Mapping[str, int] | None, pins: Mappi
     return manager
 
 
-def keeping(forward_outputs: int, budget_bytes: float, prices: Prices, options: SolverOptions, compiler: str, strict: bool,
-            ) -> PassManager:
-    """From a joint graph that is ready to be cut to what is kept of forward, so that a call of it holds at most
-    `budget_bytes` besides its inputs. strict: that is an error where it cannot be."""
-    return PassManager((Shapes(), Flops(), MakeTape(forward_outputs, prices, compiler == "inductor"),
-                        TorchCut(forward_outputs), Keep(budget_bytes, options, strict)))
+def keeping(tape: MakeTape, keep: Keep) -> PassManager:
+    """From a joint graph that is ready to be cut to what is kept of forward under a budget."""
+    return PassManager((Shapes(), Flops(), tape, TorchCut(tape.forward_outputs), keep))
 
 
-def rematerializing(kept: KeptNodes, forward_outputs: int) -> PassManager:
+def rematerializing(kept: KeptNodes, tape: MakeTape) -> PassManager:
     """From a joint graph, and what is kept of it, to one whose backward computes the rest once more."""
-    return PassManager((Shapes(), Flops(), MakeTape(forward_outputs), AdoptKept(kept), Rematerialize()))
+    return PassManager((Shapes(), Flops(), tape, AdoptKept(kept), Rematerialize()))
 
 
 def one_device(compiler: str) -> PassManager:

@@ -41,6 +41,7 @@ from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
+from passes.analysis.tape import MakeTape
 from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
@@ -145,18 +146,21 @@ class _Compilation:
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         sharded = self._rewrite(joint, num_fwd_outputs)
         if self.options.memory_budget is not None:
-            kept = from_rank_0(lambda: self._decide_kept(sharded, num_fwd_outputs))
+            assert self.planned is not None
+            mesh = mesh_from_pin(self.planned.mesh, local_cluster(self.options, dist.get_world_size()))
+            tape = MakeTape(num_fwd_outputs, MeshPrices(mesh, self.options.optimizer_states),
+                            self.options.compiler == "inductor", frozenset(self.inputs.written))
+            kept = from_rank_0(lambda: self._decide_kept(sharded, tape))
             note_kept(kept)
-            return self.lowering.cut(sharded, kept, num_fwd_outputs)
+            return self.lowering.cut(sharded, kept, tape)
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
 
-    def _decide_kept(self, joint: GraphModule, forward_outputs: int) -> KeptNodes:
+    def _decide_kept(self, joint: GraphModule, tape: MakeTape) -> KeptNodes:
         """On rank 0, of its own part; the other ranks' have the same nodes."""
         assert self.planned is not None
-        record, cluster = self.planned.record, local_cluster(self.options, dist.get_world_size())
-        prices = MeshPrices(mesh_from_pin(self.planned.mesh, cluster), self.options.optimizer_states)
-        state_bytes = record.memory.parameters + record.memory.optimizer
-        return decide_kept(joint, forward_outputs, state_bytes, prices, self.options, record.name, strict=False)
+        memory = self.planned.record.memory
+        return decide_kept(joint, tape, memory.parameters + memory.optimizer, self.options, self.planned.record.name,
+                           strict=False)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         call = self.lowering.backward(gm, inputs)

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from passes import compat
+from passes.analysis.tape import MakeTape
 from passes.keeping.keys import KeptNodes
 from passes.presets import rematerializing
 
@@ -57,12 +58,11 @@ class Lowering:
         self.reuse = True
         """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
 
-    def cut(self, joint: GraphModule, kept: KeptNodes, forward_outputs: int) -> Any:
+    def cut(self, joint: GraphModule, kept: KeptNodes, tape: MakeTape) -> Any:
         """Forward and backward of a joint graph of which it was decided what is kept."""
-        self.forward_outputs, self.reuse = forward_outputs, False
-        rematerializing(kept, forward_outputs)(joint)
-        joint.graph.lint()
-        forward, backward = compat.cut(joint, forward_outputs)
+        self.forward_outputs, self.reuse = tape.forward_outputs, False
+        rematerializing(kept, tape)(joint)
+        forward, backward = compat.cut(joint, tape.forward_outputs)
         drop_unused(forward, "is_backward")
         drop_unused(backward, "is_forward")
         return forward, backward

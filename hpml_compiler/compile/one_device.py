@@ -13,6 +13,7 @@ from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
 from hpml_compiler.options import Options
 from passes import compat
+from passes.analysis.tape import MakeTape
 from passes.costs.prices import MeshPrices
 from passes.machine.mesh import enumerate_meshes
 from passes.presets import one_device as prepare
@@ -41,12 +42,14 @@ class _Budgeted:
             decompositions=compat.inductor_decompositions() if self.options.compiler == "inductor" else None)(gm, self.inputs)
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        written = frozenset(compat.inputs_written(joint))
         prepare(self.options.compiler)(joint)
         (mesh,) = enumerate_meshes(local_cluster(self.options, 1))
         prices = MeshPrices(mesh, self.options.optimizer_states)
-        kept = decide_kept(joint, num_fwd_outputs, self._state_bytes(), prices, self.options, "the graph", strict=True)
+        tape = MakeTape(num_fwd_outputs, prices, self.options.compiler == "inductor", written)
+        kept = decide_kept(joint, tape, self._state_bytes(), self.options, "the graph", strict=True)
         note_kept(kept)
-        return self.lowering.cut(joint, kept, num_fwd_outputs)
+        return self.lowering.cut(joint, kept, tape)
 
     def _state_bytes(self) -> int:
         """Parameters, and what the optimizer keeps for those that are trained, of all graphs so far."""

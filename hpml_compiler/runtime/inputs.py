@@ -72,10 +72,11 @@ def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fa
 def copy_for_set_data(gm: torch.fx.GraphModule) -> None:
     """Let `p.data = value` copy the value into `p`, where shapes are equal: what a plan can do to a placed parameter.
 
-    Dynamo writes it as `set_`, which AOTAutograd refuses.
+    Dynamo writes it as `set_`, since torch 2.15 as `shallow_copy_data_`, which AOTAutograd refuses.
     """
-    for node in gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
-        if len(node.args) == 2 and len({tuple(x.meta["example_value"].shape) for x in node.args}) == 1:
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and compat.sets_data(node.target) and len(node.args) == 2 and len(
+                {tuple(x.meta["example_value"].shape) for x in node.args}) == 1:
             node.target = torch.Tensor.copy_
     gm.recompile()
 

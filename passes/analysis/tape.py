@@ -17,7 +17,7 @@ from passes.analysis.operations import kind_of
 from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.costs.terms import Kernel, Prices, copy, price
-from passes.errors import HpmlError
+from passes.graph.interface import input_position
 from passes.keeping.keys import TAPE
 from passes.keeping.tape import Run, Storage, Tape
 from passes.registry import register
@@ -38,15 +38,12 @@ INLINED_SHARE = 0.25
 WAIT = "_c10d_functional.wait_tensor"
 
 
-class NotTaped(HpmlError):
-    """The graph hands numbers from forward to backward, which are no storages."""
-
-
 @register
 @dataclass(frozen=True)
 class MakeTape(AnalysisPass):
     """Writes `TAPE`. forward_outputs: how many of the outputs are forward's. prices: of the device; times are 0 without.
-    fuses: whether what compiles the graph computes light operations in the kernels of their readers."""
+    fuses: whether what compiles the graph computes light operations in the kernels of their readers. written: positions of
+    the inputs that each call changes when forward is over: what was computed from one cannot be computed again."""
 
     name = "make_tape"
     requires = (FLOPS,)
@@ -55,9 +52,10 @@ class MakeTape(AnalysisPass):
     forward_outputs: int = 0
     prices: Prices | None = None
     fuses: bool = True
+    written: frozenset[int] = frozenset()
 
     def run(self, graph_module: GraphModule) -> None:
-        write(TAPE, graph_module, _Reader(graph_module, self.forward_outputs, self.prices, self.fuses).tape())
+        write(TAPE, graph_module, _Reader(graph_module, self).tape())
 
 
 def short_name(target: Any) -> str:
@@ -81,8 +79,10 @@ def memory(value: Any) -> int | None:
 
 
 class _Reader:
-    def __init__(self, gm: GraphModule, forward_outputs: int, prices: Prices | None, fuses: bool):
-        self.gm, self.forward_outputs, self.prices, self.fuses = gm, forward_outputs, prices, fuses
+    def __init__(self, gm: GraphModule, options: MakeTape):
+        self.gm, self.forward_outputs = gm, options.forward_outputs
+        self.prices, self.fuses, self.written = options.prices, options.fuses, options.written
+        self.changed: set[int] = set()  # storages that are changed when forward is over
         self.storages: list[Storage] = []
         self.runs: list[Run] = []
         self.number: dict[int, int] = {}  # of the storage, by memory
@@ -119,14 +119,12 @@ class _Reader:
             self.number[where] = len(self.storages)
             self.storages.append(Storage(node.name, _nbytes(node.meta["val"]), None, "backward" if tangent else "forward"))
             self.bases.append(node.name)
+            if input_position(node) in self.written:
+                self.changed.add(self.number[where])
 
     def _call(self, node: Node) -> None:
         if node.meta.get("partitioner_tag") == HELD_BACK or any(x in self.backward for x in node.all_input_nodes):
             self.backward.add(node)
-        if node in self.backward and any(
-                x not in self.backward and _is_number(x) for x in node.all_input_nodes):
-            raise NotTaped(f"{node.name} in backward reads a number that forward computes, and what is kept under a budget are "
-                           "tensors", node.name, "leave memory_budget out, or make the sizes of the batch constant")
         reads = tuple(dict.fromkeys(self._numbers(node.all_input_nodes)))
         if node.target is operator.getitem:
             for number in self._numbers([node]):
@@ -155,8 +153,8 @@ class _Reader:
             self.bases.append(node.name if isinstance(node.meta["val"], torch.Tensor) else "")
             self.storages.append(Storage("", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise)))
         self.runs.append(Run(
-            node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes), is_repeatable(node),
-            pointwise, fusing, self.blocks[node]))
+            node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
+            is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node]))
 
     def _us(self, node: Node, leaves: list[torch.Tensor], pointwise: bool) -> float:
         """A heavy call is a kernel by itself. Of light ones, what is computed by its readers only adds arithmetic to their
@@ -185,8 +183,3 @@ def _nbytes(tensor: torch.Tensor) -> int:
         return 0
     reach = 1 + sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride()))
     return int(reach) * tensor.element_size()
-
-
-def _is_number(node: Node) -> bool:
-    value = node.meta.get("val")
-    return node.op in ("call_function", "placeholder") and isinstance(value, (int, float, torch.SymInt, torch.SymFloat))

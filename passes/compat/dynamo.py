@@ -34,6 +34,11 @@ def quiet_dynamo() -> Any:
         fakes.setLevel(level)
 
 
+def sets_data(target: Any) -> bool:
+    """Whether a call is how Dynamo writes `p.data = value`: a method up to torch 2.14, an operator since."""
+    return target is torch.Tensor.set_ or target is getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)
+
+
 def frame_being_compiled() -> str:
     """Which piece of Python code Dynamo is compiling, as a number that is the same when it compiles that again; "" if none."""
     compile_id = CompileContext.current_compile_id()

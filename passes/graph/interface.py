@@ -52,7 +52,8 @@ class Interface:
         return f"Interface({len(self.kinds)} inputs, {len(self.outputs)} outputs)"
 
 
-def _position(node: Node, order: int) -> int:
+def input_position(node: Node, order: int = -1) -> int:
+    """Of a placeholder among the inputs of the Dynamo graph; `order` where tracing did not say."""
     descriptor = node.meta.get("desc")
     return getattr(descriptor, "idx", order) if descriptor is not None else order
 
@@ -75,7 +76,7 @@ def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
             tokens += 1
             continue
         primals.append(node)
-        position = _position(node, order - tokens)
+        position = input_position(node, order - tokens)
         described = inputs[position]
         positions[node.name] = position
         if not isinstance(node.meta.get("val"), torch.Tensor):
@@ -107,7 +108,7 @@ def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:
     (output,) = gm.graph.find_nodes(op="output")
     results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None or isinstance(x, Node))
     returned = {_memory(node) for node in results[:forward_outputs]} - {None}
-    return {_position(node, order) for order, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+    return {input_position(node, order) for order, node in enumerate(gm.graph.find_nodes(op="placeholder"))
             if not node.name.startswith("tangents") and _memory(node) in returned}
 
 

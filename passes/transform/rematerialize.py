@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from passes.annotations import read
@@ -77,6 +78,9 @@ class _Rewrite:
         return self.copies.get(node, node)
 
     def _is_there(self, node: fx.Node) -> bool:
+        """A number, such as a size, is always kept."""
+        if isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat)):
+            return True
         return (node.op != "call_function" or node in self.in_backward or node in self.copies or node.name in self.kept)
 
     def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:

@@ -1,6 +1,7 @@
 """The files that the table's command lines name: models that are right, models that are wrong, and broken files."""
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -120,7 +121,8 @@ def write(folder: Path) -> None:
     for name, content in OTHER_MODULES.items():
         (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     plan = chain_plan(3)
-    plan = plan.model_copy(update={"graphs": tuple(_with_gradients(graph) for graph in plan.graphs)})
+    plan = plan.model_copy(update={"graphs": tuple(_with_gradients(graph) for graph in plan.graphs),
+                                   "torch_version": importlib.metadata.version("torch")})
     good = json.loads(plan.to_json())
     plan.save(folder / "plan.json")
     plan.save(folder / "old.json")

@@ -72,3 +72,11 @@ def test_attention_without_dropout_can_run_again():
 def test_without_fusion_every_result_takes_memory():
     assert any(run.inlined for run in tape_of(MLP(), X).runs)
     assert not any(run.inlined or run.fusing for run in tape_of(MLP(), X, fuses=False).runs)
+
+
+def test_what_is_computed_from_an_input_that_is_changed_afterwards_cannot_run_again():
+    gm, forward_outputs = joint_graph(MLP(), (X,))
+    PassManager((Shapes(), Flops(), MakeTape(forward_outputs, written=frozenset({0}))))(gm)
+    tape = read(TAPE, gm)
+    assert tape.bound_to_keep and all(0 in tape.runs[tape.maker(s)].reads or tape.runs[tape.maker(s)].reads
+                                      for s in tape.bound_to_keep)

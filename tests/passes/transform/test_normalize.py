@@ -121,7 +121,9 @@ def test_identities_go_but_not_where_the_graph_returns_them():
 
     gm = traced(function, f(3))
     assert normalize(gm, fake_mode_of(gm))
-    assert targets(gm) == [aten.exp.default, aten.neg.default, aten.alias.default, aten.detach.default]
+    *before, last = targets(gm)
+    assert before == [aten.exp.default, aten.neg.default, aten.alias.default]
+    assert last in (aten.detach.default, aten.alias.default), "torch 2.15 traces the one as the other"
 
 
 def test_every_product_has_its_own_views():
