@@ -111,7 +111,9 @@ class _Search:
         """Solve, walk, and solve again around the answer."""
         around, within = self.least(), self.budget_bytes
         for _ in range(ROUNDS):
-            kept = self._solve(around, within) or self._solve(around, None)
+            kept = self._solve(around, within)
+            if kept is None:  # there is none by these rows; an answer of less than all can be built around
+                kept = self._solve(around, None)
             if kept is None or kept | self.tape.bound_to_keep in self.walks:
                 return
             around = self.look(kept)

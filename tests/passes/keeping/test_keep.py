@@ -6,7 +6,9 @@ import itertools
 import pytest
 
 from passes.errors import Infeasible
+from passes.keeping import ilp
 from passes.keeping.keep import TooSmall, keep
+from passes.keeping.tape import Run, Storage, Tape
 from passes.keeping.walk import walk
 from passes.solve.solvers import SolverOptions
 from tests.passes.keeping.tapes import chain, random_tape
@@ -30,6 +32,15 @@ def test_the_cheapest_that_fits():
     answer = keep(tape, 50)
     assert answer.walk.peak <= 50
     assert 3 in answer.storages, "what takes longest to compute is kept"
+
+
+def test_to_keep_nothing_is_an_answer():
+    runs = (Run("cheap", False, 1.0, (0,), (1,)), Run("back", True, 1.0, (2, 1), (3,)))
+    storages = (Storage("x", 0, None, "forward"), Storage("cheap", 8, 0, "", 5.0), Storage("tangents", 0, None, "backward"),
+                Storage("back", 1, 1))
+    tape = Tape(runs, storages, frozenset(), frozenset({3}))
+    assert ilp.solve(walk(tape, {1}), 10, SolverOptions(), 5.0) == frozenset()
+    assert keep(tape, 10).storages == frozenset(), "to run it again takes less than to write and read it"
 
 
 def test_a_budget_that_nothing_meets_names_the_least_that_works():
