@@ -3,7 +3,8 @@
     before_planning   a traced joint graph (or a forward graph) -> one that can be planned
     deciding          -> with a decision, on rank 0 alone or without any rank
     after_planning    -> what this rank runs
-    keeping           -> where there is a budget: with what is kept for backward, on rank 0 alone
+    taping            -> where there is a budget: with what it runs and holds, in plain numbers
+    keeping           -> with what is kept for backward, on rank 0 alone
     rematerializing   -> with what is computed once more in backward, ready to be cut
 
 Then the graph is cut into forward and backward, by torch's partitioner where nothing says what is kept, and each half is
@@ -28,7 +29,7 @@ from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.interface import GraphInput
 from passes.graph.keys import INTERFACE, OPERATIONS
-from passes.keeping.keys import KeptNodes
+from passes.keeping.keys import TAPE, KeptNodes
 from passes.manager import PassManager
 from passes.partition.decide import Adopt, Decide, Obey
 from passes.partition.entities import Pin
@@ -69,14 +70,23 @@ def deciding(conditions: Conditions, mesh: Mapping[str, int] | None, pins: Mappi
     return manager
 
 
-def keeping(tape: MakeTape, keep: Keep) -> PassManager:
-    """From a joint graph that is ready to be cut to what is kept of forward under a budget."""
-    return PassManager((Shapes(), Flops(), tape, TorchCut(tape.forward_outputs), keep))
+def taping(tape: MakeTape) -> PassManager:
+    """From a joint graph that is ready to be cut to what keeping and rematerializing know of it."""
+    return PassManager((Shapes(), Flops(), tape))
 
 
-def rematerializing(kept: KeptNodes, tape: MakeTape) -> PassManager:
-    """From a joint graph, and what is kept of it, to one whose backward computes the rest once more."""
-    return PassManager((Shapes(), Flops(), tape, AdoptKept(kept), Rematerialize()))
+def keeping(forward_outputs: int, keep: Keep) -> PassManager:
+    """From there to what is kept of forward under a budget."""
+    manager = PassManager((TorchCut(forward_outputs), keep))
+    manager.check(available=(TAPE,))
+    return manager
+
+
+def rematerializing(kept: KeptNodes) -> PassManager:
+    """From a graph with a tape, and what all ranks agreed to keep, to one whose backward computes the rest once more."""
+    manager = PassManager((AdoptKept(kept), Rematerialize()))
+    manager.check(available=(TAPE,))
+    return manager
 
 
 def one_device(compiler: str) -> PassManager:

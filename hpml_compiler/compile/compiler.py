@@ -47,7 +47,7 @@ from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.keeping.keys import KeptNodes
 from passes.machine.mesh import mesh_from_pin
-from passes.presets import after_planning
+from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
 
 log = logging.getLogger("hpml")
@@ -150,16 +150,17 @@ class _Compilation:
             mesh = mesh_from_pin(self.planned.mesh, local_cluster(self.options, dist.get_world_size()))
             tape = MakeTape(num_fwd_outputs, MeshPrices(mesh, self.options.optimizer_states),
                             self.options.compiler == "inductor", frozenset(self.inputs.written))
-            kept = from_rank_0(lambda: self._decide_kept(sharded, tape))
+            taping(tape)(sharded)
+            kept = from_rank_0(lambda: self._decide_kept(sharded, num_fwd_outputs))
             note_kept(kept)
-            return self.lowering.cut(sharded, kept, tape)
+            return self.lowering.cut(sharded, kept, num_fwd_outputs)
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
 
-    def _decide_kept(self, joint: GraphModule, tape: MakeTape) -> KeptNodes:
+    def _decide_kept(self, joint: GraphModule, forward_outputs: int) -> KeptNodes:
         """On rank 0, of its own part; the other ranks' have the same nodes."""
         assert self.planned is not None
         memory = self.planned.record.memory
-        return decide_kept(joint, tape, memory.parameters + memory.optimizer, self.options, self.planned.record.name,
+        return decide_kept(joint, forward_outputs, memory.parameters + memory.optimizer, self.options, self.planned.record.name,
                            strict=False)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:

@@ -7,24 +7,24 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
 from hpml_compiler.options import Options
+from hpml_compiler.planning.plan_graph import solver_options
 from hpml_compiler.visualize.text import format_bytes, format_us
 from passes import compat
-from passes.analysis.tape import MakeTape
 from passes.annotations import read
 from passes.errors import Infeasible
 from passes.keeping.keys import KEPT, KeptNodes
 from passes.partition.keep import Keep
 from passes.presets import keeping
-from passes.records import FrozenMap
-from passes.solve.solvers import SolverOptions
 
 log = logging.getLogger("hpml")
 WHERE = "options['memory_budget']"
 
 
-def decide_kept(joint: GraphModule, tape: MakeTape, state_bytes: int, options: Options, name: str, strict: bool) -> KeptNodes:
-    """state_bytes: of parameters and optimizer state. The graphs of a step that were compiled before hold what they keep
-    while this one runs. strict: raise Infeasible where the budget cannot be met; else say so, and take what holds least."""
+def decide_kept(joint: GraphModule, forward_outputs: int, state_bytes: int, options: Options, name: str, strict: bool,
+                ) -> KeptNodes:
+    """Of a graph that has its tape. state_bytes: of parameters and optimizer state. The graphs of a step that were compiled
+    before hold what they keep while this one runs. strict: raise Infeasible where the budget cannot be met; else say so, and
+    take what holds least."""
     budget = options.memory_budget
     assert budget is not None, "there is a budget"
     frame = compat.frame_being_compiled()
@@ -34,8 +34,7 @@ def decide_kept(joint: GraphModule, tape: MakeTape, state_bytes: int, options: O
         raise Infeasible(
             f"parameters and optimizer state take {format_bytes(state_bytes)}, what other graphs of the step keep "
             f"{format_bytes(others)}, and the budget is {format_bytes(budget)}", WHERE, "give more bytes or more devices")
-    solver = SolverOptions(options.solver, options.time_limit, options.gap, extra=FrozenMap(options.solver_options))
-    keeping(tape, Keep(max(left, 1.0), solver, strict))(joint)
+    keeping(forward_outputs, Keep(max(left, 1.0), solver_options(options), strict))(joint)
     kept = read(KEPT, joint)
     log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
              "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),

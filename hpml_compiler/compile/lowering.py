@@ -8,31 +8,30 @@ import torch
 from torch.fx import GraphModule
 
 from passes import compat
-from passes.analysis.tape import MakeTape
 from passes.keeping.keys import KeptNodes
 from passes.presets import rematerializing
 
 
+def takes_list(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Marked as taking its arguments as one list, which it empties, so that they can be freed while it runs."""
+    call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+    return call
+
+
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """A callable that takes its arguments as one list and empties it, so that they can be freed while it runs."""
+    """A callable that takes its arguments as one list and empties it."""
 
     def call(arguments: list[Any]) -> Any:
         taken = list(arguments)
         arguments.clear()
         return function(*taken)
 
-    call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
-    return call
+    return takes_list(call)
 
 
 def freeing(gm: GraphModule) -> Callable[[list[Any]], Any]:
     """The same for a graph that runs call by call, and lets go of each value, an argument or not, when it was last read."""
-
-    def call(arguments: list[Any]) -> Any:
-        return torch.fx.Interpreter(gm).boxed_run(arguments)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return takes_list(lambda arguments: torch.fx.Interpreter(gm).boxed_run(arguments))
 
 
 def values_of(gm: GraphModule) -> list[Any]:
@@ -58,11 +57,11 @@ class Lowering:
         self.reuse = True
         """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
 
-    def cut(self, joint: GraphModule, kept: KeptNodes, tape: MakeTape) -> Any:
-        """Forward and backward of a joint graph of which it was decided what is kept."""
-        self.forward_outputs, self.reuse = tape.forward_outputs, False
-        rematerializing(kept, tape)(joint)
-        forward, backward = compat.cut(joint, tape.forward_outputs)
+    def cut(self, joint: GraphModule, kept: KeptNodes, forward_outputs: int) -> Any:
+        """Forward and backward of a joint graph, with its tape, of which it was decided what is kept."""
+        self.forward_outputs, self.reuse = forward_outputs, False
+        rematerializing(kept)(joint)
+        forward, backward = compat.cut(joint, forward_outputs)
         drop_unused(forward, "is_backward")
         drop_unused(backward, "is_forward")
         return forward, backward

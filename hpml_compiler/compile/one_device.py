@@ -17,6 +17,7 @@ from passes.analysis.tape import MakeTape
 from passes.costs.prices import MeshPrices
 from passes.machine.mesh import enumerate_meshes
 from passes.presets import one_device as prepare
+from passes.presets import taping
 
 
 def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -47,9 +48,10 @@ class _Budgeted:
         (mesh,) = enumerate_meshes(local_cluster(self.options, 1))
         prices = MeshPrices(mesh, self.options.optimizer_states)
         tape = MakeTape(num_fwd_outputs, prices, self.options.compiler == "inductor", written)
-        kept = decide_kept(joint, tape, self._state_bytes(), self.options, "the graph", strict=True)
+        taping(tape)(joint)
+        kept = decide_kept(joint, num_fwd_outputs, self._state_bytes(), self.options, "the graph", strict=True)
         note_kept(kept)
-        return self.lowering.cut(joint, kept, tape)
+        return self.lowering.cut(joint, kept, num_fwd_outputs)
 
     def _state_bytes(self) -> int:
         """Parameters, and what the optimizer keeps for those that are trained, of all graphs so far."""

@@ -40,6 +40,10 @@ class Planned:
     cluster: str = ""
 
 
+def solver_options(options: Options) -> SolverOptions:
+    return SolverOptions(options.solver, options.time_limit, options.gap, extra=FrozenMap(options.solver_options))
+
+
 def plan_graph(
     annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
@@ -56,7 +60,7 @@ def plan_graph(
     conditions = Conditions(
         capped, options.objective, options.memory_budget, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
-        solver=SolverOptions(options.solver, options.time_limit, options.gap, extra=FrozenMap(options.solver_options)),
+        solver=solver_options(options),
         rows=rows, shorter=shorter, further=further,
     )
 

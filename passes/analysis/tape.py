@@ -18,6 +18,7 @@ from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.costs.terms import Kernel, Prices, copy, price
 from passes.graph.interface import input_position
+from passes.graph.nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
 from passes.keeping.keys import TAPE
 from passes.keeping.tape import Run, Storage, Tape
 from passes.registry import register
@@ -25,8 +26,6 @@ from passes.rules.opaque import is_opaque, leaves_of
 from passes.rules.table import is_heavy, is_pointwise, is_random, rule_of, spec_of
 from passes.rules.view_names import VIEWS, view_name
 
-aten, prims = torch.ops.aten, torch.ops.prims
-HELD_BACK = "must_be_in_backward"
 INLINED = {"clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "iota", "arange",
            "scalar_tensor", "where", "constant_pad_nd", "slice_scatter", "select_scatter", "flip", "repeat"}
 """Operators beside the pointwise ones that inductor computes wherever their results are read."""
@@ -35,7 +34,6 @@ FUSING = INLINED | {"sum", "mean", "amax", "amin", "max", "min", "var", "var_mea
 """Operators whose kernels read other results before these are in memory."""
 INLINED_SHARE = 0.25
 """What computing a result inside another kernel takes, as a share of what writing it would."""
-WAIT = "_c10d_functional.wait_tensor"
 
 
 @register
@@ -58,24 +56,13 @@ class MakeTape(AnalysisPass):
         write(TAPE, graph_module, _Reader(graph_module, self).tape())
 
 
-def short_name(target: Any) -> str:
-    """`mm` of `aten.mm.default`."""
-    parts = str(target).split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
-
-
 def is_repeatable(node: Node) -> bool:
     """Whether a second call of the same gives the same, and nothing else happens."""
     if is_random(node.target):
         # An attention kernel is marked as random for the dropout that it can do; a call that does none has a rule.
         return "attention" in str(node.target) and rule_of(node) is not None
-    return not (str(node.target).startswith("_c10d_functional") or node.is_impure() or is_opaque(node)
+    return not (is_collective(node.target) or node.is_impure() or is_opaque(node)
                 or getattr(getattr(node.target, "_schema", None), "is_mutable", False))
-
-
-def memory(value: Any) -> int | None:
-    """Identifies the memory behind a tensor."""
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 class _Reader:
@@ -107,14 +94,14 @@ class _Reader:
         for node in values:
             if isinstance(node, Node):
                 for _, leaf in leaves_of(node.meta.get("val")):
-                    if (where := memory(leaf)) is not None and where in self.number:
+                    if (where := memory_of(leaf)) is not None and where in self.number:
                         yield self.number[where]
 
     def _given(self, node: Node) -> None:
         tangent = node.op == "placeholder" and "tangent" in str(node.target)
         if tangent:
             self.backward.add(node)
-        where = memory(node.meta.get("val"))
+        where = memory_of(node)
         if where is not None and where not in self.number:
             self.number[where] = len(self.storages)
             self.storages.append(Storage(node.name, _nbytes(node.meta["val"]), None, "backward" if tangent else "forward"))
@@ -123,7 +110,7 @@ class _Reader:
                 self.changed.add(self.number[where])
 
     def _call(self, node: Node) -> None:
-        if node.meta.get("partitioner_tag") == HELD_BACK or any(x in self.backward for x in node.all_input_nodes):
+        if node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE or any(x in self.backward for x in node.all_input_nodes):
             self.backward.add(node)
         reads = tuple(dict.fromkeys(self._numbers(node.all_input_nodes)))
         if node.target is operator.getitem:
@@ -131,22 +118,22 @@ class _Reader:
                 self.bases[number] = self.bases[number] or node.name
             return
         leaves = [leaf for _, leaf in leaves_of(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-        if str(node.target).startswith(WAIT):  # what is waited for is what the collective makes
+        if node.target is WAIT:  # what is waited for is what the collective makes
             (leaf,) = leaves
-            self.number.setdefault(memory(leaf), reads[0])
+            self.number.setdefault(memory_of(leaf), reads[0])
             self.bases[reads[0]] = node.name
             return
         if view_name(node.target) in VIEWS and reads:  # passes that replace what it views leave its memory as it was
             for leaf in leaves:
-                self.number.setdefault(memory(leaf), reads[0])
+                self.number.setdefault(memory_of(leaf), reads[0])
             return
-        new = {memory(leaf): leaf for leaf in leaves if memory(leaf) not in self.number}
+        new = {memory_of(leaf): leaf for leaf in leaves if memory_of(leaf) not in self.number}
         if leaves and not new:
             return  # a view, too
         makes = []
         target = node.target
-        pointwise = self.fuses and (is_pointwise(target) or short_name(target) in INLINED)
-        fusing = pointwise or self.fuses and short_name(target) in FUSING
+        pointwise = self.fuses and (is_pointwise(target) or view_name(target) in INLINED)
+        fusing = pointwise or self.fuses and view_name(target) in FUSING
         for where, leaf in new.items():
             self.number[where] = len(self.storages)
             makes.append(len(self.storages))

@@ -113,8 +113,10 @@ def cut(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:
         node.op == "placeholder" and "tangents" in str(node.target))}
     read = dict.fromkeys(x for node in joint.graph.nodes if node in backward for x in node.all_input_nodes
                          if x not in backward and x.op != "get_attr")
-    tensors = [x for x in read if isinstance(x.meta.get("val"), torch.Tensor)]
-    return _extract_fwd_bwd_modules(joint, tensors, [x for x in read if x not in tensors], num_fwd_outputs=forward_outputs)
+    tensors, numbers = [], []
+    for x in read:
+        (tensors if isinstance(x.meta.get("val"), torch.Tensor) else numbers).append(x)
+    return _extract_fwd_bwd_modules(joint, tensors, numbers, num_fwd_outputs=forward_outputs)
 
 
 def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from passes import compat
 from passes.compat import pytree
 from passes.graph.layouts import Layout
+from passes.graph.nodes import memory_of
 from passes.graph.placement_graph import InputKind
 from passes.records import FrozenMap
 
@@ -107,15 +108,9 @@ def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:
     """Positions of the inputs that the graph returns as they are, or a view of, among its forward outputs."""
     (output,) = gm.graph.find_nodes(op="output")
     results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None or isinstance(x, Node))
-    returned = {_memory(node) for node in results[:forward_outputs]} - {None}
+    returned = {memory_of(node) for node in results[:forward_outputs]} - {None}
     return {input_position(node, order) for order, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-            if not node.name.startswith("tangents") and _memory(node) in returned}
-
-
-def _memory(node: Any) -> int | None:
-    """Identifies the memory behind a tensor."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+            if not node.name.startswith("tangents") and memory_of(node) in returned}
 
 
 def graph_inputs(gm: GraphModule, values: Sequence[Any], placeable: Container[int] | None = None) -> list[GraphInput]:

@@ -74,7 +74,7 @@ def build(around: Walk, budget_bytes: float | None) -> Program:
         program.peak.upBound = 1.0
     _read(program, tape)
     _need(program, tape)
-    _peak(program, around, budget_bytes, unit)
+    _peak(program, around, unit)
     return program
 
 
@@ -94,7 +94,7 @@ def _need(program: Program, tape: Tape) -> None:
                 program.model.addConstraint(program.keep[v] + program.again[tape.maker(v)] >= again, f"need_{o}_{v}")
 
 
-def _peak(program: Program, around: Walk, budget_bytes: float | None, unit: float) -> None:
+def _peak(program: Program, around: Walk, unit: float) -> None:
     """(3) Bytes at the fullest moments, in units of the budget (or of the walk's peak)."""
     rows = [*_forward_rows(program, around), *_backward_rows(program, around)]
     least = CLOSE * min(around.peak, unit)

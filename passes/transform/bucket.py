@@ -23,9 +23,10 @@ from torch.fx import GraphModule, Node
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.costs.base import BUCKET_BYTES
+from passes.graph.nodes import is_collective
 from passes.registry import register
 from passes.rules.table import is_heavy, is_random
-from passes.transform.collectives import is_collective, reshape
+from passes.transform.collectives import reshape
 from passes.transform.insert import Inserter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -154,11 +153,6 @@ class Redistributor:
                 if (d, k) < source[axis]:
                     inside *= f
         return self._from_front(insert, received, inside, n, local_shape(value, target, self.groups.axes))
-
-
-def is_collective(target: Any) -> bool:
-    """Whether a call's target is a functional collective, or the wait for one."""
-    return getattr(target, "namespace", "") == "_c10d_functional"
 
 
 def reshape(insert: Inserter, x: Node, shape: Sequence[int]) -> Node:

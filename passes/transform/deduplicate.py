@@ -17,12 +17,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.base import TransformPass
 from passes.compat import pytree
+from passes.graph.nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
 from passes.registry import register
 from passes.rules.table import is_random
-from passes.transform.collectives import is_collective
-from passes.transform.shard import BACKWARD_ON_PURPOSE
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 aten = torch.ops.aten
 UNDEFINED = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default)
 
@@ -41,7 +39,7 @@ class Deduplicate(TransformPass):
         first: dict[Hashable, Node] = {}
         changed = False
         for node in list(graph.nodes):
-            if node.op != "call_function" or not _repeatable(node) or _memory(node) in returned:
+            if node.op != "call_function" or not _repeatable(node) or memory_of(node) in returned:
                 continue
             leaves, form = pytree.tree_flatten((node.args, dict(node.kwargs)))
             held_back = node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE
@@ -56,10 +54,10 @@ class Deduplicate(TransformPass):
 
 def _returned_memory(graph: Graph) -> set[int | None]:
     """The memory behind the outputs; the result of a collective is the one that is waited for."""
-    returned = {_memory(node) for node in graph.output_node().all_input_nodes} - {None}
+    returned = {memory_of(node) for node in graph.output_node().all_input_nodes} - {None}
     for node in graph.find_nodes(op="call_function", target=WAIT):
-        if _memory(node) in returned:
-            returned.add(_memory(node.args[0]))
+        if memory_of(node) in returned:
+            returned.add(memory_of(node.args[0]))
     return returned
 
 
@@ -68,9 +66,3 @@ def _repeatable(node: Node) -> bool:
     if is_collective(node.target):
         return True  # the same on all ranks, whose graphs have the same calls in the same order
     return not (node.is_impure() or is_random(node.target) or node.target in UNDEFINED)
-
-
-def _memory(node: Node) -> int | None:
-    """Identifies the memory behind a tensor."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

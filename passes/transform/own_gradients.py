@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
+from passes.graph.nodes import memory_of
 from passes.registry import register
 from passes.transform.insert import Inserter
 
@@ -37,14 +38,14 @@ class OwnGradients(TransformPass):
         graph = graph_module.graph
         output = graph.output_node()
         returned = list(output.args[0])
-        taken = {_memory(node) for node in (*graph.find_nodes(op="placeholder"), *returned[:self.forward_outputs])} - {None}
+        taken = {memory_of(node) for node in (*graph.find_nodes(op="placeholder"), *returned[:self.forward_outputs])} - {None}
         kept = set(self.outputs)
         parts: dict[int, list[tuple[int, int]]] = {}
         changed = False
         # Gradients that are passed on first: they need no memory of their own, but what they share must not be kept.
         for k in sorted(range(self.forward_outputs, len(returned)), key=lambda k: k in kept):
             node = returned[k]
-            memory = _memory(node)
+            memory = memory_of(node)
             if memory is None:
                 continue
             start, end = _bytes(node)
@@ -58,12 +59,6 @@ class OwnGradients(TransformPass):
         if changed:
             output.args = (tuple(returned) if isinstance(output.args[0], tuple) else returned,)
         return changed
-
-
-def _memory(node: object) -> int | None:
-    """Identifies the memory behind a tensor."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _bytes(node: Node) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from passes.compat import fake_mode_of, pytree
 from passes.graph.decision import Decision, OperationLayouts, Route
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
 from passes.graph.layouts import Layout, local_shape
+from passes.graph.nodes import BACKWARD_ON_PURPOSE
 from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
 from passes.registry import register
@@ -35,9 +36,6 @@ from passes.transform.collectives import MeshGroups, Redistributor
 from passes.transform.insert import PROVENANCE, Inserter
 from passes.transform.local import Local
 from passes.transform.localize import localize, ordered_ranges, shifted_ranges
-
-BACKWARD_ON_PURPOSE = "must_be_in_backward"
-"""The partitioner's tag for a node that could run in forward and shall not."""
 
 
 class _Appender(Inserter):

@@ -56,7 +56,7 @@ def test_whatever_is_kept_the_gradients_are_the_same(share: float):
     given = inputs_of(gm)
     expected = run(gm, given)
     some = {name for k, name in enumerate(sorted(names)) if k < share * len(names)}
-    rematerializing(kept(some), MakeTape(forward_outputs))(gm)
+    rematerializing(kept(some))(gm)
     for ours, theirs in zip(run(gm, given), expected, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
 
@@ -64,7 +64,7 @@ def test_whatever_is_kept_the_gradients_are_the_same(share: float):
 def test_backward_reads_of_forward_what_is_kept_and_what_is_given():
     gm, forward_outputs, names = traced(Residual())
     some = set(sorted(names)[:2])
-    rematerializing(kept(some), MakeTape(forward_outputs))(gm)
+    rematerializing(kept(some))(gm)
     forward, backward = compat.cut(gm, forward_outputs)
     saved = {node.name for node in backward.graph.find_nodes(op="placeholder")}
     assert {name for name in saved if not name.startswith(("primals", "tangents"))} <= some
@@ -75,7 +75,7 @@ def test_both_halves_together_are_the_whole():
     gm, forward_outputs, names = traced(Residual())
     given = inputs_of(gm)
     expected = run(gm, given)
-    rematerializing(kept(set()), MakeTape(forward_outputs))(gm)
+    rematerializing(kept(set()))(gm)
     forward, backward = compat.cut(gm, forward_outputs)
     tangents = [x for node, x in zip(gm.graph.find_nodes(op="placeholder"), given) if "tangents" in node.name]
     made = run(forward, given[: len(given) - len(tangents)])
@@ -86,7 +86,7 @@ def test_both_halves_together_are_the_whole():
 
 def test_it_is_computed_once_more_just_before_it_is_read():
     gm, forward_outputs, _ = traced(Residual())
-    rematerializing(kept(set()), MakeTape(forward_outputs))(gm)
+    rematerializing(kept(set()))(gm)
     order = {node: k for k, node in enumerate(gm.graph.nodes)}
     again = [node for node in gm.graph.nodes if "_again" in node.name]
     first_of_backward = min(order[node] for node in gm.graph.nodes
@@ -98,4 +98,4 @@ def test_it_is_computed_once_more_just_before_it_is_read():
 def test_random_numbers_are_never_drawn_again():
     gm, forward_outputs, names = traced(Residual(dropout=0.5))
     with pytest.raises(HpmlError, match="cannot be computed once more, and is not kept"):
-        rematerializing(kept(set()), MakeTape(forward_outputs))(gm)
+        rematerializing(kept(set()))(gm)

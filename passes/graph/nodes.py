@@ -1,0 +1,22 @@
+"""What several passes ask of a node of an FX graph."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+BACKWARD_ON_PURPOSE = "must_be_in_backward"
+"""The partitioner's tag for a node that could run in forward and shall not."""
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_collective(target: Any) -> bool:
+    """Whether a call's target is a functional collective, or the wait for one."""
+    return getattr(target, "namespace", "") == "_c10d_functional"
+
+
+def memory_of(what: Any) -> int | None:
+    """Identifies the memory behind a tensor, or behind the one that a node stands for; None for anything else."""
+    value = what.meta.get("val") if isinstance(what, Node) else what
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
