@@ -1,6 +1,7 @@
 """Compile one Dynamo graph for N ranks: trace the joint graph, agree on a plan, rewrite, lower, place parameters."""
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -15,12 +16,13 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import from_rank_0, same_graph
 from hpml_compiler.compile.graph_inputs import GraphInputs
-from hpml_compiler.compile.kept import decide_kept, note_kept
+from hpml_compiler.compile.kept import held_by_other_graphs, note_kept
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.one_device import one_device
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.refused import refuse
+from hpml_compiler.compile.trial import Trial
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
@@ -28,6 +30,7 @@ from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.reuse import structure
+from hpml_compiler.planning.within_budget import within_budget
 from hpml_compiler.profile import quick
 from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.alike import own_values, same_values
@@ -41,12 +44,8 @@ from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
-from passes.analysis.tape import MakeTape
-from passes.costs.prices import MeshPrices
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
-from passes.keeping.keys import KeptNodes
-from passes.machine.mesh import mesh_from_pin
 from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
 
@@ -147,21 +146,16 @@ class _Compilation:
         sharded = self._rewrite(joint, num_fwd_outputs)
         if self.options.memory_budget is not None:
             assert self.planned is not None
-            mesh = mesh_from_pin(self.planned.mesh, local_cluster(self.options, dist.get_world_size()))
-            tape = MakeTape(num_fwd_outputs, MeshPrices(mesh, self.options.optimizer_states),
-                            self.options.compiler == "inductor", frozenset(self.inputs.written))
+            assert self.planned.kept is not None, "under a budget, what is kept is planned"
+            tape = self._trial(num_fwd_outputs).tape(self.planned, self.session.groups(self.planned.mesh))
             taping(tape)(sharded)
-            kept = from_rank_0(lambda: self._decide_kept(sharded, num_fwd_outputs))
-            note_kept(kept)
-            return self.lowering.cut(sharded, kept, num_fwd_outputs)
+            note_kept(self.planned.kept)
+            return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs)
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
 
-    def _decide_kept(self, joint: GraphModule, forward_outputs: int) -> KeptNodes:
-        """On rank 0, of its own part; the other ranks' have the same nodes."""
-        assert self.planned is not None
-        memory = self.planned.record.memory
-        return decide_kept(joint, forward_outputs, memory.parameters + memory.optimizer, self.options, self.planned.record.name,
-                           strict=False)
+    def _trial(self, forward_outputs: int) -> Trial:
+        return Trial(self.annotated, self.options, local_cluster(self.options, dist.get_world_size()), forward_outputs,
+                     self.inputs.kept_gradients(self.annotated, forward_outputs), frozenset(self.inputs.written))
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         call = self.lowering.backward(gm, inputs)
@@ -180,7 +174,8 @@ class _Compilation:
         same_graph(annotated.hash(), annotated.text)
         self._look(annotated)
         self.draws = draws_random_numbers(gm)
-        planned = from_rank_0(lambda: self._plan(annotated))
+        self.annotated = annotated
+        planned = from_rank_0(lambda: self._plan(annotated, forward_outputs))
         record = planned.record.model_copy(update={"frame": compat.frame_being_compiled()})
         self.planned = planned = replace(planned, record=record)
         self.session.graphs.append(planned.record)
@@ -189,7 +184,6 @@ class _Compilation:
         self.session.options, self.session.cluster = self.options, planned.cluster
         self.session.rejected.extend(planned.rejected)
         self.positions = dict(annotated.interface.positions)
-        self.annotated = annotated
         if annotated.interface.training:
             self.session.mesh = planned.mesh
         start = time.perf_counter()
@@ -226,18 +220,24 @@ class _Compilation:
             self.session.quick = quick.look(annotated, cluster)
             annotated.seconds["look"] = time.perf_counter() - start
 
-    def _plan(self, annotated: Annotated) -> Planned:
+    def _plan(self, annotated: Annotated, forward_outputs: int | None) -> Planned:
         given = self.options.load_plan()
         if given is not None and annotated.interface.training:
             given.check(annotated.hash(), torch.__version__, dist.get_world_size())
         names = {p: n for n, p in annotated.interface.positions.items()}
         rows = frozenset(names[p] for p in self.inputs.rows if p in names)
         key = structure(annotated, self.options, rows)
-        planned = plan_graph(
-            annotated, self.options, local_cluster(self.options, dist.get_world_size()),
+        plan = functools.partial(
+            plan_graph, annotated, self.options, local_cluster(self.options, dist.get_world_size()),
             fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}", rows=rows, given=given,
             like=self.session.decided.get(key), quick=self.session.quick,
         )
+        if self.options.memory_budget is not None and forward_outputs is not None:
+            planned = within_budget(
+                lambda lifetimes, nbytes: plan(lifetimes=lifetimes, budget_bytes=nbytes), self._trial(forward_outputs),
+                self.options.memory_budget, self.options.time_limit, held_by_other_graphs())
+        else:
+            planned = plan()
         self.session.decided.setdefault(key, planned.record)
         return planned
 

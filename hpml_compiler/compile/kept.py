@@ -23,12 +23,11 @@ WHERE = "options['memory_budget']"
 def decide_kept(joint: GraphModule, forward_outputs: int, state_bytes: int, options: Options, name: str, strict: bool,
                 ) -> KeptNodes:
     """Of a graph that has its tape. state_bytes: of parameters and optimizer state. The graphs of a step that were compiled
-    before hold what they keep while this one runs. strict: raise Infeasible where the budget cannot be met; else say so, and
-    take what holds least."""
+    before hold what they keep while this one runs. strict: raise Infeasible where the budget cannot be met; else the answer is
+    what holds least."""
     budget = options.memory_budget
     assert budget is not None, "there is a budget"
-    frame = compat.frame_being_compiled()
-    others = sum(nbytes for key, nbytes in session.current().saved_bytes.items() if key != frame)
+    others = held_by_other_graphs()
     left = budget - state_bytes - others
     if left <= 0 and strict:
         raise Infeasible(
@@ -39,11 +38,13 @@ def decide_kept(joint: GraphModule, forward_outputs: int, state_bytes: int, opti
     log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
              "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
              format_bytes(state_bytes))
-    if not kept.fits:
-        log.warning("%s: holds %s at most, whatever is computed once more, and the budget leaves %s: give memory_budget %s, or "
-                    "fewer rows, or more devices", name, format_bytes(kept.peak_bytes), format_bytes(max(left, 0)),
-                    format_bytes(budget + kept.peak_bytes - left))
     return kept
+
+
+def held_by_other_graphs() -> int:
+    """What those of the step that were compiled before keep between forward and backward."""
+    frame = compat.frame_being_compiled()
+    return sum(nbytes for key, nbytes in session.current().saved_bytes.items() if key != frame)
 
 
 def note_kept(kept: KeptNodes) -> None:

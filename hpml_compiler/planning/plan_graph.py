@@ -19,8 +19,10 @@ from passes.errors import BadInput, Infeasible
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.placement_graph import PlacementGraph
+from passes.keeping.keys import KeptNodes
 from passes.machine.cluster import Cluster
 from passes.partition.decide import ANSWER
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.meshes import Conditions
 from passes.presets import deciding
 from passes.records import FrozenMap
@@ -38,6 +40,8 @@ class Planned:
     record: GraphPlan
     rejected: tuple[MeshAttempt, ...]
     cluster: str = ""
+    kept: KeptNodes | None = None
+    """Where there is a budget: what this rank's graph keeps for backward (`hpml_compiler.planning.within_budget`)."""
 
 
 def solver_options(options: Options) -> SolverOptions:
@@ -48,20 +52,21 @@ def plan_graph(
     annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
     shorter: PlacementGraph | None = None, further: int = 0, like: GraphPlan | None = None,
-    quick: Measured | None = None,
+    quick: Measured | None = None, lifetimes: Lifetimes = THROUGHOUT, budget_bytes: float | None = None,
 ) -> Planned:
     """Try every candidate mesh and keep the cheapest answer.
 
     A mesh whose bound is above the best answer so far is dropped without an answer. `like`: the plan of a graph of the
     same structure (`hpml_compiler.planning.reuse`), whose decisions are taken where they fit. `quick`: what prices are scaled
-    by where no profile has anything. Raises Infeasible if no mesh meets the budget, with the smallest budget that any meets.
+    by where no profile has anything. `lifetimes`: when bytes are counted; `budget_bytes`: in place of the option's. Raises
+    Infeasible if no mesh meets the budget, with the smallest budget that any meets.
     """
     capped = capped_cluster(cluster, options.power_cap)
     conditions = Conditions(
-        capped, options.objective, options.memory_budget, options.optimizer_states,
+        capped, options.objective, options.memory_budget if budget_bytes is None else budget_bytes, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
         solver=solver_options(options),
-        rows=rows, shorter=shorter, further=further,
+        rows=rows, shorter=shorter, further=further, lifetimes=lifetimes,
     )
 
     def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> Planned:
@@ -104,7 +109,7 @@ def _told(annotated: Annotated, conditions: Conditions, name: str) -> Planned:
         annotated, answer.mesh, answer.placed, name=name, seconds={**annotated.seconds, "solve": answer.seconds},
         shortened=conditions.shorter is not None, objective=conditions.objective, energy_j=answer.energy_j,
         prices=conditions.prices(answer.mesh))
-    if record.memory.peak > conditions.budget:
+    if record.memory.peak > conditions.budget and conditions.lifetimes == THROUGHOUT:
         over = record.memory.peak - conditions.budget
         log.warning(
             "%s: what is held through the step fits %s per device, but the largest call takes %s more for a moment; if "

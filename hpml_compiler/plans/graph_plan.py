@@ -54,7 +54,7 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
     if energy_j is not None:
         energy_j += overhead_us * 1e-6 * mesh.device.idle_power_w * mesh.size
     listed = listing(annotated, answer.problem, once=shortened)
-    peak = cost.held_bytes + _largest_transient(graph, answer)
+    peak = max(answer.problem.lifetimes.of(cost)) + _largest_transient(graph, answer)
     return GraphPlan(
         graph_hash=(SHORTENED if shortened else "") + annotated.hash(),
         name=name,

@@ -18,6 +18,7 @@ from torch import fx
 from passes import compat
 from passes.annotations import write
 from passes.base import AnalysisPass
+from passes.graph.copied import copied
 from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import PlacementGraph, block_class
 from passes.keeping.keys import CUT
@@ -67,12 +68,7 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
 
 def _partitioned(gm: fx.GraphModule, forward_outputs: int) -> list[fx.Node]:
     """Nodes that forward hands to backward."""
-    copied = fx.Graph()
-    results = copied.graph_copy(gm.graph, {})
-    copied.output(results)
-    for old, new in zip(gm.graph.find_nodes(op="output"), copied.find_nodes(op="output")):
-        new.meta.update(old.meta)
-    forward, _ = compat.min_cut_partition(fx.GraphModule(gm, copied), (), forward_outputs, (), deduplicate=True)
+    forward, _ = compat.min_cut_partition(copied(gm), (), forward_outputs, (), deduplicate=True)
     (output,) = forward.graph.find_nodes(op="output")
     return [x for x in compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)[forward_outputs:]
             if isinstance(x, fx.Node)]

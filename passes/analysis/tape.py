@@ -21,6 +21,7 @@ from passes.graph.interface import input_position
 from passes.graph.nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
 from passes.keeping.keys import TAPE
 from passes.keeping.tape import Run, Storage, Tape
+from passes.records import FrozenMap
 from passes.registry import register
 from passes.rules.opaque import is_opaque, leaves_of
 from passes.rules.table import is_heavy, is_pointwise, is_random, rule_of, spec_of
@@ -41,7 +42,8 @@ INLINED_SHARE = 0.25
 class MakeTape(AnalysisPass):
     """Writes `TAPE`. forward_outputs: how many of the outputs are forward's. prices: of the device; times are 0 without.
     fuses: whether what compiles the graph computes light operations in the kernels of their readers. written: positions of
-    the inputs that each call changes when forward is over: what was computed from one cannot be computed again."""
+    the inputs that each call changes when forward is over: what was computed from one cannot be computed again. axis_of: number
+    of the mesh axis by name of the process group, for the time of collectives; one of another group is never run again."""
 
     name = "make_tape"
     requires = (FLOPS,)
@@ -51,17 +53,19 @@ class MakeTape(AnalysisPass):
     prices: Prices | None = None
     fuses: bool = True
     written: frozenset[int] = frozenset()
+    axis_of: FrozenMap[str, int] = FrozenMap()
 
     def run(self, graph_module: GraphModule) -> None:
         write(TAPE, graph_module, _Reader(graph_module, self).tape())
 
 
 def is_repeatable(node: Node) -> bool:
-    """Whether a second call of the same gives the same, and nothing else happens."""
+    """Whether a second call of the same gives the same, and nothing else happens. A collective may run twice: all ranks have
+    the same calls in the same order, those that run once more among them."""
     if is_random(node.target):
         # An attention kernel is marked as random for the dropout that it can do; a call that does none has a rule.
         return "attention" in str(node.target) and rule_of(node) is not None
-    return not (is_collective(node.target) or node.is_impure() or is_opaque(node)
+    return not (node.is_impure() or is_opaque(node)
                 or getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
@@ -69,6 +73,7 @@ class _Reader:
     def __init__(self, gm: GraphModule, options: MakeTape):
         self.gm, self.forward_outputs = gm, options.forward_outputs
         self.prices, self.fuses, self.written = options.prices, options.fuses, options.written
+        self.axis_of = options.axis_of
         self.changed: set[int] = set()  # storages that are changed when forward is over
         self.storages: list[Storage] = []
         self.runs: list[Run] = []
@@ -141,13 +146,19 @@ class _Reader:
             self.storages.append(Storage("", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise)))
         self.runs.append(Run(
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
-            is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node]))
+            self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node]))
+
+    def _is_repeatable(self, node: Node) -> bool:
+        return is_repeatable(node) and (
+            not is_collective(node.target) or view_name(node.target) in COLLECTIVES and _group(node) in self.axis_of)
 
     def _us(self, node: Node, leaves: list[torch.Tensor], pointwise: bool) -> float:
         """A heavy call is a kernel by itself. Of light ones, what is computed by its readers only adds arithmetic to their
         kernels; another is a pass over what it reads."""
         if self.prices is None or not leaves:
             return 0.0
+        if is_collective(node.target):
+            return self._collective_us(node, leaves) if self._is_repeatable(node) else 0.0
         operands = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor)]
         nbytes = float(sum(map(_nbytes, operands)) + sum(map(_nbytes, leaves)))
         if is_heavy(node.target):
@@ -157,11 +168,26 @@ class _Reader:
             nbytes = INLINED_SHARE * sum(map(_nbytes, leaves))
         return float(copy(nbytes, self.prices) - copy(0.0, self.prices))
 
+    def _collective_us(self, node: Node, leaves: list[torch.Tensor]) -> float:
+        kind = COLLECTIVES[view_name(node.target)]
+        moved = leaves[0] if kind == "all_gather" else node.args[0].meta["val"]
+        return float(self.prices.collective(kind, self.axis_of[_group(node)], _nbytes(moved)))
+
     def _save_us(self, leaf: torch.Tensor, pointwise: bool) -> float:
         """Reading it in backward; and writing it, if it would else stay inside a kernel."""
         if self.prices is None:
             return 0.0
         return float((copy(_nbytes(leaf), self.prices) - copy(0.0, self.prices)) * (2 if pointwise else 1))
+
+
+COLLECTIVES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+               "all_to_all_single": "all_to_all"}
+"""What the functional collectives that the rewrite inserts are called in prices."""
+
+
+def _group(node: Node) -> str:
+    """The name of the process group of a collective, which is its last argument."""
+    return str(node.args[-1])
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

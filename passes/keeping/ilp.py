@@ -10,6 +10,7 @@ Objective
 Constraints
     (1) read[v]    keep[v] + again[maker of v] >= 1                       where a run of backward reads v
     (2) need[o,v]  keep[v] + again[maker of v] >= again[o]                where o, once more, reads v
+                   (in both without `again` where the maker of v gives something else each time: it has no such variable)
     (3) peak[p]    sum of bytes that are held at moment p <= budget       at moments of forward and backward
 
 When a storage is made again, and how long it is read, depends on what else is. In (3) it is as in the walk that the program
@@ -41,25 +42,24 @@ class Program:
     again: dict[int, pulp.LpVariable]
     peak: pulp.LpVariable
 
-    def kept(self, tape: Tape) -> frozenset[int]:
-        chosen = {v for v, x in self.keep.items() if (x.varValue or 0.0) > 0.5}
-        return frozenset(chosen) | tape.bound_to_keep
+    def kept(self) -> frozenset[int]:
+        return frozenset(v for v, x in self.keep.items() if (x.varValue or 0.0) > 0.5)
 
 
 def solve(around: Walk, budget_bytes: float | None, options: SolverOptions, time_limit_s: float) -> frozenset[int] | None:
     """Storages to keep at the least cost in time; without a budget, at the least peak. None: there is no answer by (3)."""
     program = build(around, budget_bytes)
     outcome = run(program.model, options, integer=True, time_limit_s=time_limit_s, start=False)
-    return program.kept(around.tape) if outcome.state in ("optimal", "feasible") else None
+    return program.kept() if outcome.state in ("optimal", "feasible") else None
 
 
 def build(around: Walk, budget_bytes: float | None) -> Program:
     tape = around.tape
     model = pulp.LpProblem("keeping", pulp.LpMinimize)
-    runs = sorted({tape.maker(v) for v in tape.candidates} - {tape.maker(v) for v in tape.bound_to_keep})
+    runs = sorted({tape.maker(v) for v in tape.candidates if tape.repeatable(v)})
     program = Program(
         model,
-        {v: model.add_variable(f"keep_{v}", cat=pulp.LpBinary) for v in tape.candidates if v not in tape.bound_to_keep},
+        {v: model.add_variable(f"keep_{v}", cat=pulp.LpBinary) for v in tape.candidates},
         {o: model.add_variable(f"again_{o}", 0, 1) for o in runs},
         model.add_variable("peak", 0),
     )
@@ -80,10 +80,8 @@ def build(around: Walk, budget_bytes: float | None) -> Program:
 
 def _read(program: Program, tape: Tape) -> None:
     """(1) What backward reads is kept or made again."""
-    wanted = {s for run in tape.runs if run.backward for s in run.reads}
-    for v, keep in program.keep.items():
-        if v in wanted:
-            program.model.addConstraint(keep + program.again[tape.maker(v)] >= 1, f"read_{v}")
+    for v in tape.wanted:
+        program.model.addConstraint(_there(program, tape, v) >= 1, f"read_{v}")
 
 
 def _need(program: Program, tape: Tape) -> None:
@@ -91,7 +89,12 @@ def _need(program: Program, tape: Tape) -> None:
     for o, again in program.again.items():
         for v in tape.runs[o].reads:
             if v in program.keep:
-                program.model.addConstraint(program.keep[v] + program.again[tape.maker(v)] >= again, f"need_{o}_{v}")
+                program.model.addConstraint(_there(program, tape, v) >= again, f"need_{o}_{v}")
+
+
+def _there(program: Program, tape: Tape, v: int) -> pulp.LpAffineExpression:
+    """Kept or, if that can be, made again."""
+    return program.keep[v] + program.again[tape.maker(v)] if tape.repeatable(v) else 1 * program.keep[v]
 
 
 def _peak(program: Program, around: Walk, unit: float) -> None:
@@ -158,7 +161,7 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
             if position <= end:
                 terms[x] = nbytes
                 inlined = s in made and life is None  # made again inside its readers
-                if not inlined and min(first.get(s, end), made.get(s, end)) <= position:
+                if not inlined and tape.repeatable(s) and min(first.get(s, end), made.get(s, end)) <= position:
                     again = program.again[tape.maker(s)]
                     terms[again] = terms.get(again, 0) + nbytes
         yield phase.nbytes[position], constant, terms

@@ -93,7 +93,6 @@ class _Search:
         return Kept(best, time.perf_counter() - self.start, self.solves)
 
     def look(self, kept: frozenset[int]) -> Walk:
-        kept = kept | self.tape.bound_to_keep
         if kept not in self.walks:
             self.walks[kept] = walk(self.tape, kept)
         return self.walks[kept]
@@ -114,7 +113,7 @@ class _Search:
             kept = self._solve(around, within)
             if kept is None:  # there is none by these rows; an answer of less than all can be built around
                 kept = self._solve(around, None)
-            if kept is None or kept | self.tape.bound_to_keep in self.walks:
+            if kept is None or kept in self.walks:
                 return
             around = self.look(kept)
             over = around.peak - self.budget_bytes
@@ -130,7 +129,7 @@ class _Search:
         """Down from what holds least: by programs that look for less still, then one storage at a time."""
         for _ in range(ROUNDS):
             kept = self._solve(self.least(), None)
-            if kept is None or kept | self.tape.bound_to_keep in self.walks:
+            if kept is None or kept in self.walks:
                 break
             self.look(kept)
         while self.least().peak > self.budget_bytes and self._step_down():

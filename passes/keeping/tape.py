@@ -78,9 +78,19 @@ class Tape:
         return maker is not None and not self.runs[maker].backward
 
     @cached_property
+    def wanted(self) -> frozenset[int]:
+        """Candidates that backward itself reads."""
+        return frozenset(s for run in self.runs if run.backward for s in run.reads).intersection(self.candidates)
+
+    @cached_property
     def bound_to_keep(self) -> frozenset[int]:
-        """Candidates that cannot be made again, such as random numbers."""
-        return frozenset(s for s in self.candidates if not self.runs[self.maker(s)].repeatable)
+        """What backward reads and nothing can make again, such as random numbers. (Others of the kind are kept where what
+        backward reads is made of them again.)"""
+        return frozenset(s for s in self.wanted if not self.repeatable(s))
+
+    def repeatable(self, storage: int) -> bool:
+        """Whether the run that makes it gives the same again."""
+        return self.runs[self.maker(storage)].repeatable
 
     def maker(self, storage: int) -> int:
         maker = self.storages[storage].maker

@@ -53,7 +53,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Walk:
-    """kept: storages that forward makes and backward finds."""
+    """kept: storages that forward makes and backward may find; with those of which it makes others again and that cannot be
+    made again themselves."""
 
     tape: Tape
     kept: frozenset[int]
@@ -78,9 +79,9 @@ class Walk:
 
 
 def walk(tape: Tape, kept: Collection[int]) -> Walk:
-    """kept: storages that forward makes and backward may read."""
-    kept = frozenset(kept)
-    backward = _backward_order(tape, kept)
+    """kept: storages that forward makes and backward may read. What it needs besides, and cannot make again, is kept, too."""
+    backward, bound = _backward_order(tape, kept)
+    kept = frozenset(kept) | bound
     forward = _forward_order(tape, kept)
     # What forward returns stays with its caller, which may hold it until backward is over.
     return Walk(tape, kept, _phase(tape, forward, frozenset(), kept | tape.returned),
@@ -99,26 +100,31 @@ def _forward_order(tape: Tape, kept: Collection[int]) -> list[int]:
     return order[::-1]
 
 
-def _backward_order(tape: Tape, kept: Collection[int]) -> list[int]:
-    """Runs of backward, and before each what has to be made again for it."""
+def _backward_order(tape: Tape, kept: Collection[int]) -> tuple[list[int], set[int]]:
+    """Runs of backward, and before each what has to be made again for it; what cannot be."""
     there = {*kept, *(s for s, storage in enumerate(tape.storages) if storage.maker is None)}
     order: list[int] = []
+    bound: set[int] = set()
     for index, run in enumerate(tape.runs):
         if run.backward:
             for storage in run.reads:
-                _bring(tape, storage, there, order)
+                _bring(tape, storage, there, order, bound)
             order.append(index)
             there.update(run.makes)
-    return order
+    return order, bound
 
 
-def _bring(tape: Tape, storage: int, there: set[int], order: list[int]) -> None:
+def _bring(tape: Tape, storage: int, there: set[int], order: list[int], bound: set[int]) -> None:
     stack = [storage]
     while stack:
         if stack[-1] in there:
             stack.pop()
             continue
         maker = tape.maker(stack[-1])
+        if not tape.runs[maker].repeatable:
+            there.add(stack[-1])
+            bound.add(stack[-1])
+            continue
         missing = [s for s in tape.runs[maker].reads if s not in there]
         stack += missing[::-1]
         if not missing:

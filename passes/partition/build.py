@@ -13,6 +13,7 @@ from passes.partition.choices import AxisRule, GroupChoice
 from passes.partition.edges import Edges
 from passes.partition.entities import Entities, Pin
 from passes.partition.folding import classes_of
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.offers import Offers
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.state import StateModel
@@ -33,7 +34,8 @@ class PlacementProblem:
 
     `rules`: what each axis allows (None: what its name says); `stored`: parameter name -> layout that it has already; `rows`:
     graph inputs handed in split by rows on all axes; `memo`: choices and arcs by what they follow from, to share between
-    problems of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says).
+    problems of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says); `lifetimes`: when
+    bytes are counted.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class PlacementProblem:
         fold: bool = True,
         merge: bool = True,
         bucket_bytes: float | None = None,
+        lifetimes: Lifetimes = THROUGHOUT,
     ):
         self.graph, self.axes, self.prices, self.state = graph, axes, prices, state or StateModel()
         self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
@@ -63,12 +66,14 @@ class PlacementProblem:
         self.held_inside = [wiring.held_inside(group, self.saved) for group in self.groups]
         marks = [(held, offers.allowed(group)) for group, held in zip(self.groups, self.held_inside)]
         classes, names = classes_of(self.groups, graph, fold, marks)
-        self.entities = Entities(wiring, axes, prices)
+        self.lifetimes = lifetimes
+        self.entities = Entities(wiring, axes, prices, self.lifetimes)
         self.entities.add_groups(names, classes, offers.choices, self.held_inside)
         self.entities.add_inputs(self.state, stored or {}, rows)
         self.edges = Edges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs)
         self.entities.name_apart()
-        self.problem = Problem(tuple(draft.finished() for draft in self.entities.drafts), self.edges.finished(), budget_bytes)
+        self.problem = Problem(tuple(draft.finished() for draft in self.entities.drafts), self.edges.finished(), budget_bytes,
+                               self.lifetimes.positions)
 
     def pin(self, pinned: Mapping[str, Pin]) -> None:
         """Keep only the choices that a plan names, by entity: labels that it reads and makes."""

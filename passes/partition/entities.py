@@ -17,6 +17,7 @@ from passes.partition.charges import LocalSizes, update
 from passes.partition.choices import GroupChoice
 from passes.partition.folding import value_signature
 from passes.partition.groups import Group
+from passes.partition.lifetimes import Held, Lifetimes
 from passes.partition.state import StateModel
 from passes.partition.wiring import Wiring
 from passes.rules.base import REPLICATE
@@ -38,10 +39,10 @@ class Option:
     operations: tuple[OperationLayouts, ...] = ()
 
 
-def option(cost: float, held: float, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...],
+def option(cost: float, held: Held, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...],
            operations: tuple[OperationLayouts, ...] = ()) -> Option:
     labels = tuple(map(format_layout, inputs)), tuple(map(format_layout, outputs))
-    return Option(Choice(cost, (held,), *labels), inputs, outputs, operations)
+    return Option(Choice(cost, held, *labels), inputs, outputs, operations)
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Entities:
     wiring: Wiring
     axes: Axes
     prices: Prices
+    lifetimes: Lifetimes
     drafts: list[Draft] = field(default_factory=list)
     of_group: list[int] = field(default_factory=list)
     of_input: dict[int, int] = field(default_factory=dict)
@@ -102,7 +104,8 @@ class Entities:
             return Draft(name, "operations", [
                 option(
                     c.cost,
-                    sum(local_bytes(value, c.operations[k].outputs[port], self.axes) for k, port, value in made),
+                    self.lifetimes.saved(sum(
+                        local_bytes(value, c.operations[k].outputs[port], self.axes) for k, port, value in made)),
                     c.inputs, c.outputs, c.operations,
                 ) for c in choices(group)
             ])
@@ -120,7 +123,7 @@ class Entities:
             else:
                 layout = ((0, 0),) * len(self.axes) if value.name in rows else self.whole
                 self.of_input[value.index] = self._count(("input", value.index), lambda value=value, layout=layout: Draft(
-                    value.name, "input", [option(0.0, 0.0, (), (layout,))]))
+                    value.name, "input", [option(0.0, self.lifetimes.nothing(), (), (layout,))]))
 
     def _add_parameter(self, value: Value, state: StateModel, stored: Layout | None) -> None:
         gradient = self.wiring.gradients.get(value.index)
@@ -141,7 +144,7 @@ class Entities:
         self.of_input[value.index] = self._count(key, make)
 
     def _storage(self, value: Value, trained: bool, state: StateModel, stored: Layout | None,
-                 ) -> list[tuple[Layout, float, float]]:
+                 ) -> list[tuple[Layout, float, Held]]:
         """Layouts that a parameter may be stored in, each with the optimizer's time and the bytes held."""
         if stored is not None:
             layouts = [stored]
@@ -149,18 +152,18 @@ class Entities:
             dims = [(d, 0) for d in range(len(value.spec.shape)) if value.factors[d]]
             per_axis = [[REPLICATE, *dims]] * len(self.axes)
             layouts = [p for p in itertools.product(*per_axis) if legal(value, p, self.axes)]
-        held = 1.0 + (state.gradient + state.optimizer if trained else 0.0)
         rows = []
         for p in layouts:
             local = local_bytes(value, p, self.axes)
             cost = price(update(value, p, LocalSizes(self.axes)), self.prices) if trained else 0.0
-            rows.append((p, cost, local * held))
+            held = self.lifetimes.parameter(local * (1.0 + state.optimizer * trained), local * state.gradient * trained)
+            rows.append((p, cost, held))
         return rows
 
     def add_output(self, position: int, value: Value) -> int:
         """What the graph returns, whole."""
         return self._count(("output", position), lambda: Draft(
-            f"output:{value.name}", "output", [option(0.0, 0.0, (self.whole,), ())]))
+            f"output:{value.name}", "output", [option(0.0, self.lifetimes.nothing(), (self.whole,), ())]))
 
     def add_copy(self, role: str, source: Port, readers: Sequence[Port], value: Value, held: bool) -> int:
         """A copy that readers share: one layout for all of them, among those that an end supplies or demands."""
@@ -169,7 +172,8 @@ class Entities:
             demanded = (layout for reader in readers for layout in self.layouts_demanded(reader))
             layouts = dict.fromkeys([*self.layouts_supplied(source), *demanded, self.whole])
             return Draft(f"{role}:{value.name}", role, [
-                option(0.0, local_bytes(value, p, self.axes) if held else 0.0, (p,), (p,)) for p in layouts])
+                option(0.0, self.lifetimes.saved(local_bytes(value, p, self.axes) if held else 0.0), (p,), (p,))
+                for p in layouts])
 
         return self._count((role, source, tuple(readers), value_signature(value), held), make)
 

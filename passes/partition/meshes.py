@@ -14,6 +14,7 @@ from passes.graph.placement_graph import PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import Mesh, enumerate_meshes, mesh_from_pin
 from passes.partition.entities import Pin
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.objective import in_time, minimized_first
 from passes.partition.place import Placed, place
 from passes.partition.state import StateModel
@@ -28,6 +29,7 @@ class Conditions:
     optimizer_states: tensors that the optimizer keeps for each parameter. measured: what prices are taken from; None: data
     sheets alone. solver: its time limit is that of all meshes together. rows: names of graph inputs that come split by rows.
     shorter, further: the same model with one layer less, and how many layers it really has beyond those of the graph.
+    lifetimes: when bytes are counted.
     """
 
     cluster: Cluster
@@ -39,6 +41,7 @@ class Conditions:
     rows: frozenset[str] = frozenset()
     shorter: PlacementGraph | None = None
     further: int = 0
+    lifetimes: Lifetimes = THROUGHOUT
 
     @property
     def budget(self) -> float:
@@ -110,6 +113,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
                 stored=stored, rows=conditions.rows, pinned=pinned,
                 cutoff=best[1].solution.cost if best else None,
                 shorter=conditions.shorter, further=conditions.further,
+                lifetimes=conditions.lifetimes,
             )
         except Infeasible as error:
             misses.append(error)

@@ -14,6 +14,7 @@ from passes.partition.build import Memo, PlacementProblem
 from passes.partition.decode import decode
 from passes.partition.depth import extrapolate, extrapolate_cost
 from passes.partition.entities import Pin
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.reprice import Cost, reprice
 from passes.partition.state import StateModel
@@ -57,6 +58,7 @@ def place(
     shorter: PlacementGraph | None = None,
     further: int = 0,
     other_prices: Prices | None = None,
+    lifetimes: Lifetimes = THROUGHOUT,
 ) -> Placed | Solution:
     """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff`, or none was
     found in time. `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
@@ -70,7 +72,7 @@ def place(
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(
             which, axes, prices, state=state, budget_bytes=budget_bytes, stored=stored, rows=rows,
-            memo=memo, fold=fold, bucket_bytes=bucket_bytes,
+            memo=memo, fold=fold, bucket_bytes=bucket_bytes, lifetimes=lifetimes,
         )
 
     def cost_of(problem: PlacementProblem, decision: Decision, prices: Prices) -> Cost:
@@ -93,8 +95,8 @@ def place(
         return extrapolate_cost(cost, cost_of(short, shorter_decision, prices), further)
 
     cost = whole_cost(prices)
-    [held_bytes] = solution.held_bytes
-    for name, ours, theirs in (("objective", cost.step, solution.cost), ("held bytes", cost.held_bytes, held_bytes)):
+    held = zip(problem.lifetimes.positions, problem.lifetimes.of(cost), solution.held_bytes, strict=True)
+    for name, ours, theirs in (("objective", cost.step, solution.cost), *((f"held bytes at {p}", a, b) for p, a, b in held)):
         if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")
     other_cost = None if other_prices is None else whole_cost(other_prices)

@@ -42,6 +42,7 @@ class Cost:
 
     @property
     def held_bytes(self) -> float:
+        """As if all of it were there at once."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 

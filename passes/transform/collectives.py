@@ -19,6 +19,7 @@ from torch.fx import Node
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes
+from passes.records import FrozenMap
 from passes.rules.base import PARTIAL_MAX, REPLICATE
 from passes.transform.insert import Inserter
 
@@ -32,6 +33,11 @@ class MeshGroups:
     axes: Axes
     coordinates: tuple[int, ...]
     names: tuple[str, ...]
+
+    @property
+    def axis_of(self) -> FrozenMap[str, int]:
+        """Number of the axis, by name of the process group."""
+        return FrozenMap({name: axis for axis, name in enumerate(self.names)})
 
 
 def local_factors(value: Value, layout: Layout, axes: Axes) -> list[list[int]]:

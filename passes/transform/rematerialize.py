@@ -15,6 +15,7 @@ from torch import fx
 from passes.annotations import read
 from passes.base import TransformPass
 from passes.errors import HpmlError
+from passes.graph.nodes import WAIT
 from passes.keeping.keys import KEPT, TAPE
 from passes.registry import register
 from passes.rules.view_names import VIEWS, view_name
@@ -84,7 +85,7 @@ class _Rewrite:
         return (node.op != "call_function" or node in self.in_backward or node in self.copies or node.name in self.kept)
 
     def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        if node.name not in self.repeatable and view_name(node.target) not in VIEWS:
+        if node.name not in self.repeatable and view_name(node.target) not in VIEWS and node.target is not WAIT:
             raise HpmlError(f"{node.name} ({node.target}) cannot be computed once more, and is not kept", "rematerialize",
                             "keep it: this is a mistake in the pass that decides what is kept")
         with self.graph.inserting_before(before):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import hpml_compiler
@@ -106,7 +107,8 @@ def test_graphs_of_one_step_share_the_budget(caplog):
     assert len(kept) == 2
 
 
-def two_ranks(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], str]:
+def two_ranks(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], str, int]:
+    """Losses, what was logged, and the bytes that the last step held at most."""
     stream, handler = [], logging.Handler()
     handler.emit = lambda record: stream.append(record.getMessage())
     logging.getLogger("hpml").addHandler(handler)
@@ -116,19 +118,40 @@ def two_ranks(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], s
     call = torch.compile(model, backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}, **options})
     x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin()
     losses = []
-    for _ in range(2):
+    for step in range(3):
+        profile = StepProfile("cpu") if step == 2 else None
         loss = call(x)
         loss.backward()
         losses.append(loss.detach().clone())
         optimizer.step()
         optimizer.zero_grad()
+    state = [t for kept in optimizer.state.values() for t in kept.values() if isinstance(t, torch.Tensor)]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in [*model.parameters(), *state]]
+    assert profile is not None
+    peak = profile.stop(storage_bytes(local)).peak_bytes
     hpml_compiler.reset()
-    return losses, "\n".join(stream)
+    return losses, "\n".join(stream), peak
 
 
-def test_two_ranks_keep_less_under_a_budget_with_the_same_losses(launch):
-    without, below = launch(two_ranks, args=({},)), launch(two_ranks, args=({"memory_budget": "4MiB"},))
-    for (expected, _), (losses, _) in zip(without, below, strict=True):
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}])
+def test_two_ranks_keep_less_under_a_budget_with_the_same_losses(launch, mesh):
+    without = launch(two_ranks, args=({"mesh": mesh},))
+    budget = int(0.8 * without[0][2])
+    below = launch(two_ranks, args=({"mesh": mesh, "memory_budget": budget},))
+    for (expected, _, _), (losses, _, peak) in zip(without, below, strict=True):
         assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, losses, strict=True))
+        assert peak <= 1.03 * budget
     log = below[0][1]
     assert "are kept for backward" in log and " 0 calls run once more" not in log
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(Exception, match="the step holds .* at least") as caught:
+        two_ranks(rank, {"memory_budget": "2MiB"})
+    hpml_compiler.reset()
+    return str(caught.value)
+
+
+def test_a_budget_that_nothing_meets_is_refused_on_all_ranks(launch):
+    first, second = launch(refused)
+    assert "more devices" in first and "more devices" in second

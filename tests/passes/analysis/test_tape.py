@@ -11,6 +11,7 @@ from passes.analysis.tape import MakeTape
 from passes.annotations import read
 from passes.keeping.keys import TAPE
 from passes.keeping.tape import Tape
+from passes.keeping.walk import walk
 from passes.manager import PassManager
 from tests.passes.traced import joint_graph
 
@@ -55,10 +56,11 @@ def test_backward_is_what_follows_from_the_tangents():
     assert {run.name.split("_")[0] for run in tape.runs[:first]} >= {"mm", "tanh", "sum"}
 
 
-def test_random_numbers_are_bound_to_be_kept():
-    assert not tape_of(MLP(), X).bound_to_keep
+def test_what_follows_from_random_numbers_is_not_made_without_keeping_some():
+    assert not walk(tape_of(MLP(), X), ()).kept
     tape = tape_of(MLP(dropout=0.5), X)
-    assert tape.bound_to_keep and all(not tape.runs[tape.maker(s)].repeatable for s in tape.bound_to_keep)
+    kept = walk(tape, ()).kept
+    assert kept and not any(tape.repeatable(s) for s in kept)
 
 
 def test_attention_without_dropout_can_run_again():

@@ -84,6 +84,17 @@ def test_the_walk_counts_as_a_slower_count_does(seed):
                  tape.returned, tape.gradients)
     kept = frozenset(s for k, s in enumerate(plain.candidates) if (seed >> (k % 5)) & 1) | plain.bound_to_keep
     walked = walk(plain, kept)
+    kept = walked.kept
     assert list(walked.forward.nbytes) == slow_count(plain, walked.forward.order, (), kept | plain.returned)
     assert list(walked.backward.nbytes) == slow_count(
         plain, walked.backward.order, kept | plain.returned, plain.returned | plain.gradients)
+
+
+def test_what_cannot_be_made_again_is_kept_only_where_it_is_needed():
+    runs = (Run("noise", False, 1.0, (0,), (1,), False), Run("scaled", False, 1.0, (1,), (2,)),
+            Run("back", True, 1.0, (2, 3), (4,)))
+    storages = (Storage("x", 0, None, "forward"), Storage("noise", 4, 0), Storage("scaled", 4, 1),
+                Storage("tangents", 0, None, "backward"), Storage("back", 1, 2))
+    tape = Tape(runs, storages, frozenset(), frozenset({4}))
+    assert walk(tape, {2}).kept == {2} and walk(tape, ()).kept == {1}
+    assert not tape.bound_to_keep, "backward does not read it"

@@ -14,6 +14,7 @@ from passes.partition.axes import axis_rule
 from passes.partition.decode import pins
 from passes.partition.depth import NotLinear
 from passes.partition.groups import groups_of
+from passes.partition.lifetimes import Lifetimes
 from passes.partition.place import Placed, place
 from passes.solve.solvers import SolverOptions
 from tests.helpers.axes import axes_of
@@ -50,6 +51,18 @@ def test_a_budget_is_met_and_costs_time():
     tight = placed(graph, prices=SLOW_LINKS, budget_bytes=free.cost.held_bytes - 1)
     assert tight.cost.held_bytes < free.cost.held_bytes
     assert tight.cost.step > free.cost.step
+
+
+def test_with_two_moments_saved_values_and_gradients_do_not_add_up():
+    graph, _ = training_step()
+    ends = Lifetimes(1.0)
+    free = placed(graph, prices=SLOW_LINKS)
+    budget = max(ends.of(free.cost))
+    assert budget < free.cost.held_bytes
+    assert placed(graph, prices=SLOW_LINKS, budget_bytes=budget, lifetimes=ends).cost.step == free.cost.step
+    assert placed(graph, prices=SLOW_LINKS, budget_bytes=budget).cost.step > free.cost.step
+    tight = placed(graph, prices=SLOW_LINKS, budget_bytes=budget - 1, lifetimes=ends)
+    assert max(ends.of(tight.cost)) < budget and tight.cost.step > free.cost.step
 
 
 def test_a_budget_that_nobody_meets_names_the_smallest_that_works():

@@ -1,0 +1,45 @@
+"""A plan tried out on a copy of the graph, on one rank alone: what would be kept for backward, and held."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpml_compiler.compile.kept import decide_kept
+from hpml_compiler.options import Options
+from hpml_compiler.planning.plan_graph import Planned
+from passes.analysis.tape import MakeTape
+from passes.costs.prices import MeshPrices
+from passes.graph.annotated import Annotated
+from passes.graph.copied import copied
+from passes.keeping.keys import KeptNodes
+from passes.machine.axis import device_axes
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
+from passes.presets import after_planning, taping
+from passes.transform.collectives import MeshGroups
+
+
+@dataclass(frozen=True)
+class Trial:
+    """kept_gradients: numbers of the outputs that `.grad` will hold. written: positions of inputs that a call changes."""
+
+    annotated: Annotated
+    options: Options
+    cluster: Cluster
+    forward_outputs: int
+    kept_gradients: Sequence[int]
+    written: frozenset[int]
+
+    def __call__(self, planned: Planned) -> KeptNodes:
+        """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used."""
+        gm, axes = copied(self.annotated.gm), device_axes(planned.mesh)
+        groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
+        after_planning(planned.decision, groups, self.options.compiler, self.forward_outputs, self.kept_gradients)(gm)
+        taping(self.tape(planned, groups))(gm)
+        memory = planned.record.memory
+        return decide_kept(gm, self.forward_outputs, memory.parameters + memory.optimizer, self.options, planned.record.name,
+                           strict=False)
+
+    def tape(self, planned: Planned, groups: MeshGroups) -> MakeTape:
+        prices = MeshPrices(mesh_from_pin(planned.mesh, self.cluster), self.options.optimizer_states)
+        return MakeTape(self.forward_outputs, prices, self.options.compiler == "inductor", self.written, groups.axis_of)

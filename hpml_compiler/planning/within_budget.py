@@ -1,0 +1,115 @@
+"""Placements under a byte budget where what is not kept can be computed once more: plan, try it out, and plan again.
+
+The placement problem counts bytes at two moments (`passes.partition.lifetimes`) and does not know what computing again
+takes. What a rank really holds, and what has to run once more for it, is known of the rewritten graph alone. So placements
+are found with none of the saved values counted, then with all of them, or with a part, and with less for them if what comes
+out holds too much. Each answer is rewritten as a trial, and it is decided what its graph keeps. The fastest that fits is taken.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from hpml_compiler.planning.plan_graph import Planned
+from hpml_compiler.visualize.text import format_bytes, format_us
+from passes.errors import Infeasible
+from passes.keeping.keys import KeptNodes
+from passes.partition.lifetimes import Lifetimes
+
+log = logging.getLogger("hpml")
+WHERE = "options['memory_budget']"
+ROUNDS = 4
+"""How often placements are planned with saved values counted, after an answer without that is slow or holds too much."""
+LITTLE = 0.005
+"""Running again that takes no more than this part of a step is no reason to look for other placements."""
+
+Plan = Callable[[Lifetimes, float], Planned]
+TryOut = Callable[[Planned], KeptNodes]
+
+
+def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float, others_bytes: float = 0.0) -> Planned:
+    """plan: placements by these lifetimes within so many bytes, which raises Infeasible where there are none. try_out: what is
+    kept by them, with a `budget_bytes` that parameters, optimizer state and `others_bytes`, what other graphs of the step keep,
+    leave. Another plan is looked for until `seconds` are over.
+
+    Raises Infeasible, with the smallest budget that is known to work, where no trial fits.
+    """
+    search = _Search(plan, try_out, budget_bytes, others_bytes)
+    end = time.perf_counter() + seconds
+    bytes_left = budget_bytes - others_bytes
+    first = search.look(0.0, bytes_left)
+    if first is not None and search.fits(first) and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
+        return first
+    share = 1.0
+    for _ in range(ROUNDS):
+        if time.perf_counter() > end:
+            break
+        latest = search.look(share, bytes_left)
+        if latest is None:  # so many saved values fit nowhere, but some of them need not be kept
+            share /= 2
+        elif search.fits(latest):
+            break
+        else:
+            bytes_left -= _held(latest) + others_bytes - budget_bytes
+    return search.best()
+
+
+class _Search:
+    def __init__(self, plan: Plan, try_out: TryOut, budget_bytes: float, others_bytes: float):
+        self.plan, self.try_out, self.budget_bytes, self.others_bytes = plan, try_out, budget_bytes, others_bytes
+        self.tried: list[Planned] = []
+        self.refusal: Infeasible | None = None
+
+    def look(self, share: float, bytes_left: float) -> Planned | None:
+        """Placements by this share of the saved values, tried out; None where there are none."""
+        try:
+            planned = self.plan(Lifetimes(share), max(bytes_left, 0.0))
+        except Infeasible as refusal:
+            self.refusal = self.refusal or refusal
+            return None
+        same = next((each for each in self.tried if (each.mesh, each.decision) == (planned.mesh, planned.decision)), None)
+        if same is None:
+            same = replace(planned, kept=self.try_out(planned))
+            self.tried.append(same)
+            log.info("%s: mesh %s in %s holds %s, %s of which to run once more", same.record.name, same.mesh,
+                     format_us(_us(same)), format_bytes(_held(same)), format_us(_again_us(same)))
+        return same
+
+    def fits(self, planned: Planned) -> bool:
+        return _held(planned) + self.others_bytes <= self.budget_bytes
+
+    def best(self) -> Planned:
+        """The fastest that fits."""
+        fitting = [each for each in self.tried if self.fits(each)]
+        if fitting:
+            return min(fitting, key=_us)
+        if not self.tried:
+            assert self.refusal is not None, "nothing was tried because nothing was found"
+            raise self.refusal
+        least = min(map(_held, self.tried)) + self.others_bytes
+        error = Infeasible(
+            f"whatever is computed once more, the step holds {format_bytes(least)} at least, and the budget is "
+            f"{format_bytes(self.budget_bytes)}", WHERE,
+            f"give {int(least) + 1} bytes or more, fewer rows, or more devices")
+        error.smallest_budget_bytes = least  # type: ignore[attr-defined]
+        raise error
+
+
+def _kept(planned: Planned) -> KeptNodes:
+    assert planned.kept is not None, "it was tried out"
+    return planned.kept
+
+
+def _again_us(planned: Planned) -> float:
+    return _kept(planned).again_us
+
+
+def _us(planned: Planned) -> float:
+    return planned.record.predicted.step_time_us + _again_us(planned)
+
+
+def _held(planned: Planned) -> float:
+    memory = planned.record.memory
+    return memory.parameters + memory.optimizer + _kept(planned).peak_bytes

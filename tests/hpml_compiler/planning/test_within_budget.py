@@ -1,0 +1,77 @@
+"""Plans that a table offers -> the one that is taken."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpml_compiler.planning.plan_graph import Planned
+from hpml_compiler.planning.within_budget import within_budget
+from passes.errors import Infeasible
+from passes.graph.decision import Decision
+from passes.keeping.keys import KeptNodes
+from passes.records import FrozenMap
+
+
+class Table:
+    """Plans by name: step µs, what running again takes, state bytes, bytes above them, and the bytes that their placements are
+    counted with if no saved value counts, and if all do."""
+
+    def __init__(self, **plans):
+        self.plans, self.asked, self.tried = plans, [], []
+
+    def plan(self, lifetimes, nbytes):
+        self.asked.append((lifetimes.saved_share, nbytes))
+        share = lifetimes.saved_share
+        found = [(name, row) for name, row in self.plans.items()
+                 if (1 - share) * row["counted"][0] + share * row["counted"][1] <= nbytes]
+        if not found:
+            raise Infeasible("no assignment fits", "here", "more")
+        name, row = min(found, key=lambda each: each[1]["us"])
+        record = SimpleNamespace(name=name, predicted=SimpleNamespace(step_time_us=row["us"]),
+                                 memory=SimpleNamespace(parameters=row["state"], optimizer=0))
+        return Planned({name: 2}, Decision((), FrozenMap(), FrozenMap(), FrozenMap(), ()), record, ())
+
+    def try_out(self, planned):
+        self.tried.append(planned.record.name)
+        row = self.plans[planned.record.name]
+        return KeptNodes(frozenset(), 1, row["again_us"], 0, row["above"], 0, 0.0, 0.0)
+
+    def answer(self, budget, others=0.0):
+        return within_budget(self.plan, self.try_out, budget, 10.0, others).record.name
+
+
+WHOLE = {"us": 100.0, "again_us": 30.0, "state": 40, "above": 50, "counted": (40, 120)}
+SPLIT = {"us": 110.0, "again_us": 0.0, "state": 20, "above": 60, "counted": (20, 80)}
+
+
+def test_the_fastest_plan_is_taken_at_once_if_nothing_runs_again_for_it():
+    table = Table(whole={**WHOLE, "again_us": 0.0}, split=SPLIT)
+    assert table.answer(100) == "whole" and table.tried == ["whole"]
+
+
+def test_running_again_is_weighed_against_other_placements():
+    assert Table(whole=WHOLE, split=SPLIT).answer(100) == "split", "130 µs against 110"
+    assert Table(whole={**WHOLE, "again_us": 5.0}, split=SPLIT).answer(100) == "whole"
+
+
+def test_what_a_trial_holds_too_much_is_taken_off_for_the_next():
+    heavy = {**WHOLE, "above": 70, "counted": (40, 95)}
+    table = Table(heavy=heavy, split=SPLIT)
+    assert table.answer(100) == "split"
+    assert table.asked == [(0.0, 100), (1.0, 100), (1.0, 90)] and table.tried == ["heavy", "split"]
+
+
+def test_what_other_graphs_keep_is_taken_off():
+    assert Table(whole={**WHOLE, "again_us": 0.0}, split=SPLIT).answer(100, others=15.0) == "split"
+
+
+def test_a_budget_that_no_trial_meets_is_refused_with_the_least():
+    with pytest.raises(Infeasible, match="holds 80 B at least") as caught:
+        Table(whole=WHOLE, split=SPLIT).answer(79)
+    assert caught.value.smallest_budget_bytes == 80
+
+
+def test_a_budget_that_no_placements_meet_is_refused_as_they_are():
+    with pytest.raises(Infeasible, match="no assignment fits"):
+        Table(whole=WHOLE, split=SPLIT).answer(10)
