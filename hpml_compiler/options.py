@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plans.files import describe_errors
@@ -19,6 +19,8 @@ from passes.errors import BadInput, shortened
 from passes.machine.cluster import MOST_DEVICES
 
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
+
+Offload = Literal["off", "saved"]
 
 # tensors of the parameter's own shape and dtype that torch.optim keeps for each parameter it updates
 OPTIMIZER_STATES: dict[OptimizerName, int] = {
@@ -140,8 +142,20 @@ class Options(BaseModel):
         None, description='watts that each device may draw: a number, or text such as "300W"; above its idle power'
     )
     optimizer: OptimizerName = Field("adamw", description="the optimizer whose state counts as memory")
+    offload: Offload = Field(
+        "off", description='what may leave the memory of the device while it is not used, for the memory of the host or, of a '
+        'CPU, a file: values "saved" for backward, under a memory_budget'
+    )
+    offload_folder: Folder | None = Field(None, description="where a CPU offloads to; without it, where temporary files are")
     monitor: bool = Field(True, description="whether a run compares what it takes with what was predicted")
     tensorboard: Folder | None = Field(None, description="a folder for that comparison as TensorBoard scalars")
+
+    @field_validator("offload")
+    @classmethod
+    def _for_a_budget(cls, offload: str, others: ValidationInfo) -> str:
+        if offload == "saved" and others.data.get("memory_budget") is None:
+            raise ValueError("saved values are offloaded to meet a memory_budget, and there is none")
+        return offload
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:
@@ -187,7 +201,7 @@ class Options(BaseModel):
     def to_json(self) -> dict[str, JsonValue]:
         """The options that differ from the defaults, without the plan and what only runs heed, as plain JSON: what a plan is
         stamped with."""
-        return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard"})
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard", "offload_folder"})
 
 
 defaults: dict[str, Any] = {}

@@ -5,7 +5,7 @@
     after_planning    -> what this rank runs
     taping            -> where there is a budget: with what it runs and holds, in plain numbers
     keeping           -> with what is kept for backward, on rank 0 alone
-    rematerializing   -> with what is computed once more in backward, ready to be cut
+    rematerializing   -> with what is computed once more in backward, or offloaded, ready to be cut
 
 Then the graph is cut into forward and backward, by torch's partitioner where nothing says what is kept, and each half is
 compiled (`hpml_compiler.compile.lowering`). The graph before the first pass is what AOTAutograd traces, taken apart by the
@@ -41,6 +41,7 @@ from passes.transform.bucket import Bucket
 from passes.transform.collectives import MeshGroups
 from passes.transform.deduplicate import Deduplicate
 from passes.transform.normalize import Normalize
+from passes.transform.offload import Offload
 from passes.transform.own_gradients import OwnGradients
 from passes.transform.rematerialize import Rematerialize
 from passes.transform.shard import Shard
@@ -82,9 +83,10 @@ def keeping(forward_outputs: int, keep: Keep) -> PassManager:
     return manager
 
 
-def rematerializing(kept: KeptNodes) -> PassManager:
-    """From a graph with a tape, and what all ranks agreed to keep, to one whose backward computes the rest once more."""
-    manager = PassManager((AdoptKept(kept), Rematerialize()))
+def rematerializing(kept: KeptNodes, folder: str = "") -> PassManager:
+    """From a graph with a tape, and what all ranks agreed to keep, to one whose backward computes the rest once more, or
+    fetches it from where forward put it. folder: see `Offload`."""
+    manager = PassManager((AdoptKept(kept), Rematerialize(), *((Offload(folder),) if kept.offloaded else ())))
     manager.check(available=(TAPE,))
     return manager
 

@@ -150,7 +150,7 @@ class _Compilation:
             tape = self._trial(num_fwd_outputs).tape(self.planned, self.session.groups(self.planned.mesh))
             taping(tape)(sharded)
             note_kept(self.planned.kept)
-            return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs)
+            return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
 
     def _trial(self, forward_outputs: int) -> Trial:

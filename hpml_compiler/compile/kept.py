@@ -38,6 +38,9 @@ def decide_kept(joint: GraphModule, forward_outputs: int, state_bytes: int, opti
     log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
              "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
              format_bytes(state_bytes))
+    if kept.offloaded:
+        log.info("%s: %d of these, %s, are offloaded (%s)", name, len(kept.offloaded), format_bytes(kept.offloaded_bytes),
+                 format_us(kept.offload_us))
     return kept
 
 

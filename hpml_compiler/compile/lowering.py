@@ -57,10 +57,11 @@ class Lowering:
         self.reuse = True
         """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
 
-    def cut(self, joint: GraphModule, kept: KeptNodes, forward_outputs: int) -> Any:
-        """Forward and backward of a joint graph, with its tape, of which it was decided what is kept."""
+    def cut(self, joint: GraphModule, kept: KeptNodes, forward_outputs: int, folder: str = "") -> Any:
+        """Forward and backward of a joint graph, with its tape, of which it was decided what is kept. folder: for what is
+        offloaded."""
         self.forward_outputs, self.reuse = forward_outputs, False
-        rematerializing(kept)(joint)
+        rematerializing(kept, folder)(joint)
         forward, backward = compat.cut(joint, forward_outputs)
         drop_unused(forward, "is_backward")
         drop_unused(backward, "is_forward")

@@ -11,6 +11,7 @@ from hpml_compiler.compile import session
 from hpml_compiler.compile.kept import decide_kept, note_kept
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
+from hpml_compiler.compile.offload import offload_price
 from hpml_compiler.options import Options
 from passes import compat
 from passes.analysis.tape import MakeTape
@@ -45,13 +46,15 @@ class _Budgeted:
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         written = frozenset(compat.inputs_written(joint))
         prepare(self.options.compiler)(joint)
-        (mesh,) = enumerate_meshes(local_cluster(self.options, 1))
+        cluster = local_cluster(self.options, 1)
+        (mesh,) = enumerate_meshes(cluster)
         prices = MeshPrices(mesh, self.options.optimizer_states)
-        tape = MakeTape(num_fwd_outputs, prices, self.options.compiler == "inductor", written)
+        tape = MakeTape(num_fwd_outputs, prices, self.options.compiler == "inductor", written,
+                        offload_us=offload_price(self.options, cluster))
         taping(tape)(joint)
         kept = decide_kept(joint, num_fwd_outputs, self._state_bytes(), self.options, "the graph", strict=True)
         note_kept(kept)
-        return self.lowering.cut(joint, kept, num_fwd_outputs)
+        return self.lowering.cut(joint, kept, num_fwd_outputs, self.options.offload_folder or "")
 
     def _state_bytes(self) -> int:
         """Parameters, and what the optimizer keeps for those that are trained, of all graphs so far."""

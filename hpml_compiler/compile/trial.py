@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpml_compiler.compile.kept import decide_kept
+from hpml_compiler.compile.offload import offload_price
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import Planned
 from passes.analysis.tape import MakeTape
@@ -42,4 +43,5 @@ class Trial:
 
     def tape(self, planned: Planned, groups: MeshGroups) -> MakeTape:
         prices = MeshPrices(mesh_from_pin(planned.mesh, self.cluster), self.options.optimizer_states)
-        return MakeTape(self.forward_outputs, prices, self.options.compiler == "inductor", self.written, groups.axis_of)
+        return MakeTape(self.forward_outputs, prices, self.options.compiler == "inductor", self.written, groups.axis_of,
+                        offload_price(self.options, self.cluster))

@@ -3,8 +3,9 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ INLINED = {"clone", "_to_copy", "convert_element_type", "full", "full_like", "ze
 FUSING = INLINED | {"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "prod", "any", "all", "argmax",
                     "argmin", "index", "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random"}
 """Operators whose kernels read other results before these are in memory."""
+LEAST_OFFLOADED_BYTES = 4096
 INLINED_SHARE = 0.25
 """What computing a result inside another kernel takes, as a share of what writing it would."""
 
@@ -41,6 +43,7 @@ INLINED_SHARE = 0.25
 @dataclass(frozen=True)
 class MakeTape(AnalysisPass):
     """Writes `TAPE`. forward_outputs: how many of the outputs are forward's. prices: of the device; times are 0 without.
+    offload_us: what moving so many bytes out of the device's memory and back takes; None where that is not to be.
     fuses: whether what compiles the graph computes light operations in the kernels of their readers. written: positions of
     the inputs that each call changes when forward is over: what was computed from one cannot be computed again. axis_of: number
     of the mesh axis by name of the process group, for the time of collectives; one of another group is never run again."""
@@ -54,6 +57,7 @@ class MakeTape(AnalysisPass):
     fuses: bool = True
     written: frozenset[int] = frozenset()
     axis_of: FrozenMap[str, int] = FrozenMap()
+    offload_us: Callable[[int], float] | None = None
 
     def run(self, graph_module: GraphModule) -> None:
         write(TAPE, graph_module, _Reader(graph_module, self).tape())
@@ -74,6 +78,7 @@ class _Reader:
         self.gm, self.forward_outputs = gm, options.forward_outputs
         self.prices, self.fuses, self.written = options.prices, options.fuses, options.written
         self.axis_of = options.axis_of
+        self.offload_us = options.offload_us
         self.changed: set[int] = set()  # storages that are changed when forward is over
         self.storages: list[Storage] = []
         self.runs: list[Run] = []
@@ -143,7 +148,8 @@ class _Reader:
             self.number[where] = len(self.storages)
             makes.append(len(self.storages))
             self.bases.append(node.name if isinstance(node.meta["val"], torch.Tensor) else "")
-            self.storages.append(Storage("", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise)))
+            self.storages.append(Storage(
+                "", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise), self._offload_us(leaf)))
         self.runs.append(Run(
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
             self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node]))
@@ -178,6 +184,13 @@ class _Reader:
         if self.prices is None:
             return 0.0
         return float((copy(_nbytes(leaf), self.prices) - copy(0.0, self.prices)) * (2 if pointwise else 1))
+
+    def _offload_us(self, leaf: torch.Tensor) -> float:
+        """Finite for what fills a stretch of memory that is worth a copy."""
+        nbytes = leaf.numel() * leaf.element_size()
+        if self.offload_us is None or nbytes < LEAST_OFFLOADED_BYTES or nbytes != _nbytes(leaf):
+            return math.inf
+        return self.offload_us(nbytes)
 
 
 COLLECTIVES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",

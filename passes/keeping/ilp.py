@@ -2,22 +2,24 @@
 
 Variables
     keep[v] in {0,1}    storage v is kept from forward
+    away[v] in {0,1}    storage v is offloaded, where it can be
     again[o] in [0,1]   run o of forward is run once more in backward
 
 Objective
-    minimize  sum_o us[o] again[o]  +  sum_v save_us[v] keep[v]          (or `peak` itself, to find the least there is)
+    minimize  sum_o us[o] again[o]  +  sum_v save_us[v] keep[v]  +  sum_v offload_us[v] away[v]
+    (or `peak` itself, to find the least there is)
 
 Constraints
-    (1) read[v]    keep[v] + again[maker of v] >= 1                       where a run of backward reads v
-    (2) need[o,v]  keep[v] + again[maker of v] >= again[o]                where o, once more, reads v
+    (1) read[v]    keep[v] + away[v] + again[maker of v] >= 1             where a run of backward reads v
+    (2) need[o,v]  keep[v] + away[v] + again[maker of v] >= again[o]      where o, once more, reads v
                    (in both without `again` where the maker of v gives something else each time: it has no such variable)
     (3) peak[p]    sum of bytes that are held at moment p <= budget       at moments of forward and backward
 
 When a storage is made again, and how long it is read, depends on what else is. In (3) it is as in the walk that the program
-is built around: v counts with keep[v] as long as that walk reads it after p, and with again[maker] from where that walk
-first reads it. So `passes.keeping.keep` solves, walks anew, and solves again. One binary for each storage and one variable
-for each run: smaller by orders than a program with a variable for every run at every moment (Jain et al., "Checkmate",
-MLSys 2020).
+is built around: v counts with keep[v] as long as that walk reads it after p, and with again[maker] or away[v] from where
+that walk first reads it (in forward, with away[v] until it is read last there). So `passes.keeping.keep` solves, walks anew,
+and solves again. One binary for each storage and one variable for each run: smaller by orders than a program with a variable
+for every run at every moment (Jain et al., "Checkmate", MLSys 2020).
 """
 from __future__ import annotations
 
@@ -35,22 +37,28 @@ CLOSE = 0.6
 MOST_ROWS = 120
 
 
+Choice = tuple[frozenset[int], frozenset[int]]
+"""Storages that are kept, and those of them that are offloaded."""
+
+
 @dataclass
 class Program:
     model: pulp.LpProblem
     keep: dict[int, pulp.LpVariable]
+    away: dict[int, pulp.LpVariable]
     again: dict[int, pulp.LpVariable]
     peak: pulp.LpVariable
 
-    def kept(self) -> frozenset[int]:
-        return frozenset(v for v, x in self.keep.items() if (x.varValue or 0.0) > 0.5)
+    def choice(self) -> Choice:
+        kept, away = (frozenset(v for v, x in some.items() if (x.varValue or 0.0) > 0.5) for some in (self.keep, self.away))
+        return kept | away, away - kept
 
 
-def solve(around: Walk, budget_bytes: float | None, options: SolverOptions, time_limit_s: float) -> frozenset[int] | None:
-    """Storages to keep at the least cost in time; without a budget, at the least peak. None: there is no answer by (3)."""
+def solve(around: Walk, budget_bytes: float | None, options: SolverOptions, time_limit_s: float) -> Choice | None:
+    """What to keep at the least cost in time; without a budget, at the least peak. None: there is no answer by (3)."""
     program = build(around, budget_bytes)
     outcome = run(program.model, options, integer=True, time_limit_s=time_limit_s, start=False)
-    return program.kept() if outcome.state in ("optimal", "feasible") else None
+    return program.choice() if outcome.state in ("optimal", "feasible") else None
 
 
 def build(around: Walk, budget_bytes: float | None) -> Program:
@@ -60,11 +68,13 @@ def build(around: Walk, budget_bytes: float | None) -> Program:
     program = Program(
         model,
         {v: model.add_variable(f"keep_{v}", cat=pulp.LpBinary) for v in tape.candidates},
+        {v: model.add_variable(f"away_{v}", cat=pulp.LpBinary) for v in tape.candidates if v in tape.offloadable},
         {o: model.add_variable(f"again_{o}", 0, 1) for o in runs},
         model.add_variable("peak", 0),
     )
     us = {**{program.again[o]: tape.runs[o].us for o in runs},
-          **{x: tape.storages[v].save_us for v, x in program.keep.items()}}
+          **{x: tape.storages[v].save_us for v, x in program.keep.items()},
+          **{x: tape.storages[v].offload_us for v, x in program.away.items()}}
     if budget_bytes is None:
         unit = max(around.peak, 1)
         model.setObjective(pulp.LpAffineExpression({program.peak: 1e3, **{x: 1e-3 * c / _most(us) for x, c in us.items()}}))
@@ -79,7 +89,7 @@ def build(around: Walk, budget_bytes: float | None) -> Program:
 
 
 def _read(program: Program, tape: Tape) -> None:
-    """(1) What backward reads is kept or made again."""
+    """(1) What backward reads is kept, offloaded or made again."""
     for v in tape.wanted:
         program.model.addConstraint(_there(program, tape, v) >= 1, f"read_{v}")
 
@@ -93,8 +103,9 @@ def _need(program: Program, tape: Tape) -> None:
 
 
 def _there(program: Program, tape: Tape, v: int) -> pulp.LpAffineExpression:
-    """Kept or, if that can be, made again."""
-    return program.keep[v] + program.again[tape.maker(v)] if tape.repeatable(v) else 1 * program.keep[v]
+    """Kept or, if that can be, offloaded or made again."""
+    ways = program.keep[v], program.away.get(v), program.again.get(tape.maker(v)) if tape.repeatable(v) else None
+    return pulp.lpSum(way for way in ways if way is not None)
 
 
 def _peak(program: Program, around: Walk, unit: float) -> None:
@@ -135,11 +146,13 @@ def _forward_rows(program: Program, around: Walk) -> Iterator[Row]:
                 constant += nbytes
             else:
                 terms[x] = nbytes
+                if s in program.away and position <= max(first, read.get(s, -1)):
+                    terms[program.away[s]] = nbytes
         yield phase.nbytes[position], constant, terms
 
 
 def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
-    """What is kept stays until the walk last reads it; what is made again, from its first reader there on."""
+    """What is kept stays until the walk last reads it; what is made again or offloaded, from its first reader there on."""
     tape, phase = around.tape, around.backward
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -160,8 +173,12 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
             end = max(last.get(s, -1), life.last if life is not None else -1)
             if position <= end:
                 terms[x] = nbytes
+                if min(first.get(s, end), made.get(s, end)) > position:
+                    continue
+                if s in program.away:
+                    terms[program.away[s]] = nbytes
                 inlined = s in made and life is None  # made again inside its readers
-                if not inlined and tape.repeatable(s) and min(first.get(s, end), made.get(s, end)) <= position:
+                if not inlined and tape.repeatable(s):
                     again = program.again[tape.maker(s)]
                     terms[again] = terms.get(again, 0) + nbytes
         yield phase.nbytes[position], constant, terms

@@ -48,6 +48,10 @@ class Kept:
     def storages(self) -> frozenset[int]:
         return self.walk.kept
 
+    @property
+    def offloaded(self) -> frozenset[int]:
+        return self.walk.offloaded
+
 
 def keep(tape: Tape, budget_bytes: float, options: SolverOptions | None = None,
          suggested: Iterable[frozenset[int]] = ()) -> Kept:
@@ -67,7 +71,8 @@ def keep(tape: Tape, budget_bytes: float, options: SolverOptions | None = None,
     if best is None:
         raise TooSmall(
             f"a call of this graph holds {search.least().peak} bytes at least besides its inputs, whatever is computed once "
-            f"more, where {max(budget_bytes, 0):.0f} are left", "memory_budget", "give more bytes, fewer rows or more devices",
+            f"more{' or offloaded' if tape.offloadable else ''}, where {max(budget_bytes, 0):.0f} are left", "memory_budget",
+            "give more bytes, fewer rows or more devices" + ("" if tape.offloadable else ", or offload saved values"),
             search.least())
     search.keep_more(best)
     return search.answer()
@@ -81,7 +86,7 @@ class _Search:
         self.options = replace(options, gap=max(options.gap, GAP), extra={**presolve, **options.extra})
         self.seconds = min(options.seconds, MOST_SECONDS)
         self.start, self.solves = time.perf_counter(), 0
-        self.walks: dict[frozenset[int], Walk] = {}
+        self.walks: dict[ilp.Choice, Walk] = {}
 
     @property
     def seconds_left(self) -> float:
@@ -92,10 +97,11 @@ class _Search:
         assert best is not None, "something fits"
         return Kept(best, time.perf_counter() - self.start, self.solves)
 
-    def look(self, kept: frozenset[int]) -> Walk:
-        if kept not in self.walks:
-            self.walks[kept] = walk(self.tape, kept)
-        return self.walks[kept]
+    def look(self, kept: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Walk:
+        choice = kept, offloaded & kept
+        if choice not in self.walks:
+            self.walks[choice] = walk(self.tape, *choice)
+        return self.walks[choice]
 
     def best(self) -> Walk | None:
         """The fastest that fits."""
@@ -110,16 +116,16 @@ class _Search:
         """Solve, walk, and solve again around the answer."""
         around, within = self.least(), self.budget_bytes
         for _ in range(ROUNDS):
-            kept = self._solve(around, within)
-            if kept is None:  # there is none by these rows; an answer of less than all can be built around
-                kept = self._solve(around, None)
-            if kept is None or kept in self.walks:
+            choice = self._solve(around, within)
+            if choice is None:  # there is none by these rows; an answer of less than all can be built around
+                choice = self._solve(around, None)
+            if choice is None or choice in self.walks:
                 return
-            around = self.look(kept)
+            around = self.look(*choice)
             over = around.peak - self.budget_bytes
             within = self.budget_bytes if over <= 0 else max(within - TIGHTER * over, 0.5 * self.budget_bytes)
 
-    def _solve(self, around: Walk, within: float | None) -> frozenset[int] | None:
+    def _solve(self, around: Walk, within: float | None) -> ilp.Choice | None:
         if self.seconds_left <= 0:
             return None
         self.solves += 1
@@ -128,21 +134,23 @@ class _Search:
     def shrink(self) -> None:
         """Down from what holds least: by programs that look for less still, then one storage at a time."""
         for _ in range(ROUNDS):
-            kept = self._solve(self.least(), None)
-            if kept is None or kept in self.walks:
+            choice = self._solve(self.least(), None)
+            if choice is None or choice in self.walks:
                 break
-            self.look(kept)
+            self.look(*choice)
         while self.least().peak > self.budget_bytes and self._step_down():
             pass
 
     def _step_down(self) -> bool:
-        """One storage more or less, or two, so that the peak is lower; whether there is such a change."""
+        """One storage more or less, or two, or one elsewhere, so that the peak is lower; whether there is such a change."""
         least, largest = self.least(), self._largest_first()
         changes = ({s} for s in largest), itertools.combinations(largest[:PAIRS_OF], 2)
-        for change in itertools.chain(*changes):
+        kept = ((least.kept ^ frozenset(change), least.offloaded) for change in itertools.chain(*changes))
+        elsewhere = sorted(self.tape.offloadable - least.offloaded, key=lambda s: -self.tape.storages[s].nbytes)
+        for choice in itertools.chain(((least.kept | {s}, least.offloaded | {s}) for s in elsewhere), kept):
             if self.seconds_left <= 0:
                 return False
-            if self.look(least.kept ^ frozenset(change)).peak < least.peak:
+            if self.look(*choice).peak < least.peak:
                 return True
         return False
 
@@ -156,8 +164,13 @@ class _Search:
         more = [s for s in self.tape.candidates if s not in best.kept and self.tape.maker(s) in set(best.again)]
         more.sort(key=lambda s: -runs[self.tape.maker(s)].us / max(storages[s].nbytes, 1))
         for s in more:
-            if self.seconds_left <= 0:
-                return
-            tried = self.look(best.kept | {s})
-            if tried.peak <= self.budget_bytes and tried.us < best.us:
-                best = tried
+            best = self._better(best, best.kept | {s}, best.offloaded)
+        for s in sorted(best.offloaded, key=lambda s: -storages[s].offload_us / max(storages[s].nbytes, 1)):
+            best = self._better(best, best.kept, best.offloaded - {s})
+            best = self._better(best, best.kept - {s}, best.offloaded - {s})
+
+    def _better(self, best: Walk, kept: frozenset[int], offloaded: frozenset[int]) -> Walk:
+        if self.seconds_left <= 0:
+            return best
+        tried = self.look(kept, offloaded)
+        return tried if tried.peak <= self.budget_bytes and tried.us < best.us else best

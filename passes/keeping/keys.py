@@ -15,7 +15,8 @@ class KeptNodes:
     """names: of the nodes of forward whose results backward finds; everything else that it reads of forward is computed
     once more. again: how many calls that are; again_us: what they take. forward_bytes, backward_bytes: what a call holds at
     most besides what it is given; saved_bytes: from forward to backward. budget_bytes: what a call was to hold at most.
-    seconds: that deciding took."""
+    seconds: that deciding took. offloaded: of `names`, those that are out of the device's memory between forward and backward;
+    offloaded_bytes: how much that is; offload_us: what moving it takes."""
 
     names: frozenset[str]
     again: int
@@ -25,6 +26,9 @@ class KeptNodes:
     saved_bytes: int
     budget_bytes: float
     seconds: float
+    offloaded: frozenset[str] = frozenset()
+    offloaded_bytes: int = 0
+    offload_us: float = 0.0
 
     @property
     def fits(self) -> bool:

@@ -4,6 +4,7 @@ A storage is a stretch of memory, however many views look at it. Views are no ru
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,13 +36,14 @@ class Storage:
     """name: of the node that has it first, which is what is kept; "" of a result that nobody reads. nbytes: of one rank.
     maker: number of the run that makes it; None for what a graph is given. given: "" or, of what a graph is given, "forward"
     (parameters, a batch: there all the time) or "backward" (tangents). save_us: what writing it in forward and reading it in
-    backward takes."""
+    backward takes; offload_us: moving it out of the device's memory and back, infinite where that cannot be."""
 
     name: str
     nbytes: int
     maker: int | None
     given: str = ""
     save_us: float = 0.0
+    offload_us: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ class Tape:
     def repeatable(self, storage: int) -> bool:
         """Whether the run that makes it gives the same again."""
         return self.runs[self.maker(storage)].repeatable
+
+    @cached_property
+    def offloadable(self) -> frozenset[int]:
+        """Candidates that can be elsewhere between forward and backward: not what the caller of forward holds."""
+        return frozenset(s for s in self.candidates if math.isfinite(self.storages[s].offload_us)) - self.returned
 
     def maker(self, storage: int) -> int:
         maker = self.storages[storage].maker

@@ -1,8 +1,9 @@
 """A walk along a tape, forward and then backward, that counts the bytes which are held at every run.
 
-Given what is kept, forward runs what its outputs and the kept storages need. Backward makes the rest again, each just
-before the first run that reads it, as rematerialization does (`passes.transform.rematerialize`). A storage lives from the run
-that makes it to the last one that reads it; what is kept, from forward to its last reader in backward. A result that is
+Given what is kept, forward runs what its outputs and the kept storages need. Backward makes the rest again, each just before
+the first run that reads it, as rematerialization does (`passes.transform.rematerialize`). A storage lives from the run that
+makes it to the last one that reads it; what is kept, from forward to its last reader in backward. What is offloaded is kept
+elsewhere in between: in forward it lives like what is not kept, in backward from its first reader on. A result that is
 computed inside the kernels of its readers takes nothing, but what it is computed from lives as long as these.
 """
 from __future__ import annotations
@@ -54,12 +55,13 @@ class Phase:
 @dataclass(frozen=True)
 class Walk:
     """kept: storages that forward makes and backward may find; with those of which it makes others again and that cannot be
-    made again themselves."""
+    made again themselves. offloaded: those of them that are elsewhere in between."""
 
     tape: Tape
     kept: frozenset[int]
     forward: Phase = field(repr=False)
     backward: Phase = field(repr=False)
+    offloaded: frozenset[int] = frozenset()
 
     @cached_property
     def peak(self) -> int:
@@ -73,19 +75,23 @@ class Walk:
 
     @cached_property
     def us(self) -> float:
-        """What running again takes, and writing and reading what is kept."""
+        """What running again takes, writing and reading what is kept, and moving what is offloaded."""
         tape = self.tape
-        return sum(tape.runs[k].us for k in self.again) + sum(tape.storages[s].save_us for s in self.kept)
+        return (sum(tape.runs[k].us for k in self.again) + sum(tape.storages[s].offload_us for s in self.offloaded)
+                + sum(tape.storages[s].save_us for s in self.kept - self.offloaded))
 
 
-def walk(tape: Tape, kept: Collection[int]) -> Walk:
-    """kept: storages that forward makes and backward may read. What it needs besides, and cannot make again, is kept, too."""
-    backward, bound = _backward_order(tape, kept)
-    kept = frozenset(kept) | bound
+def walk(tape: Tape, kept: Collection[int], offloaded: Collection[int] = ()) -> Walk:
+    """kept: storages that forward makes and backward may read. What it needs besides, and cannot make again, is kept, too.
+    offloaded: more of these, which are elsewhere in between."""
+    offloaded = frozenset(offloaded)
+    backward, bound = _backward_order(tape, offloaded.union(kept))
+    kept = offloaded.union(kept, bound)
     forward = _forward_order(tape, kept)
     # What forward returns stays with its caller, which may hold it until backward is over.
-    return Walk(tape, kept, _phase(tape, forward, frozenset(), kept | tape.returned),
-                _phase(tape, backward, kept | tape.returned, tape.returned | tape.gradients))
+    between = kept - offloaded | tape.returned
+    return Walk(tape, kept, _phase(tape, forward, frozenset(), between, offloaded),
+                _phase(tape, backward, between, tape.returned | tape.gradients, offloaded), offloaded)
 
 
 def _forward_order(tape: Tape, kept: Collection[int]) -> list[int]:
@@ -132,16 +138,19 @@ def _bring(tape: Tape, storage: int, there: set[int], order: list[int], bound: s
             there.update(tape.runs[maker].makes)
 
 
-def _phase(tape: Tape, order: list[int], start: frozenset[int], held: frozenset[int]) -> Phase:
-    """start: storages that are there before; held: that are there afterwards, if they are made or there before."""
+def _phase(tape: Tape, order: list[int], start: frozenset[int], held: frozenset[int], offloaded: frozenset[int]) -> Phase:
+    """start: storages that are there before; held: that are there afterwards, if they are made or there before. offloaded:
+    that are copied to elsewhere when they are made, or from there when they are first read."""
     runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]
-    touched = _touched(tape, runs, start, held)
+    touched = _touched(tape, runs, start, held | offloaded)
     first = {s: -1 for s in start if tape.storages[s].given != "forward"}
     first.update((s, -1) for found in touched for s in found if tape.storages[s].given == "backward")
     for position, run in enumerate(runs):
         if touched[position] or not run.inlined:
             for s in run.makes:
                 first.setdefault(s, position)
+        for s in offloaded.intersection(run.reads):
+            first.setdefault(s, position)
     last = {s: first[s] for s in first}
     for position, found in enumerate(touched):
         for s in found:
@@ -149,7 +158,7 @@ def _phase(tape: Tape, order: list[int], start: frozenset[int], held: frozenset[
                 last[s] = max(last[s], position)
     last.update((s, len(order)) for s in held if s in last)
     lives = {s: Life(s, first[s], last[s]) for s in first if last[s] >= 0}
-    _reuse(tape, runs, lives)
+    _reuse(tape, runs, lives, offloaded)
     return Phase(tape, tuple(order), tuple(lives.values()))
 
 
@@ -176,14 +185,15 @@ def _touched(tape: Tape, runs: list[Run], start: frozenset[int], held: frozenset
     return touched
 
 
-def _reuse(tape: Tape, runs: list[Run], lives: dict[int, Life]) -> None:
-    """A kernel of light operations writes its result over an operand of the same size that nobody reads afterwards."""
+def _reuse(tape: Tape, runs: list[Run], lives: dict[int, Life], offloaded: frozenset[int]) -> None:
+    """A kernel of light operations writes its result over an operand of the same size that nobody reads afterwards; not over
+    what is still being copied."""
     ending: dict[int, list[int]] = {}
     for life in lives.values():
         ending.setdefault(life.last, []).append(life.storage)
     for position, run in enumerate(runs):
         if run.fusing:
-            free = [s for s in ending.get(position, ()) if lives[s].first < position]
+            free = [s for s in ending.get(position, ()) if lives[s].first < position and s not in offloaded]
             for made in run.makes:
                 same = (s for s in free if tape.storages[s].nbytes == tape.storages[made].nbytes)
                 if made in lives and lives[made].first == position and (old := next(same, None)) is not None:

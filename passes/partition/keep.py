@@ -44,8 +44,9 @@ class Keep(AnalysisPass):
         write(KEPT, graph_module, KeptNodes(
             frozenset(tape.storages[s].name for s in walked.kept), len(walked.again),
             sum(tape.runs[k].us for k in walked.again), max(walked.forward.nbytes, default=0),
-            max(walked.backward.nbytes, default=0), tape.bytes_of(walked.kept | tape.returned), self.budget_bytes,
-            time.perf_counter() - start))
+            max(walked.backward.nbytes, default=0), tape.bytes_of(walked.kept - walked.offloaded | tape.returned),
+            self.budget_bytes, time.perf_counter() - start, frozenset(tape.storages[s].name for s in walked.offloaded),
+            tape.bytes_of(walked.offloaded), sum(tape.storages[s].offload_us for s in walked.offloaded)))
 
 
 @register

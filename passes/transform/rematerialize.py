@@ -31,6 +31,7 @@ class Rematerialize(TransformPass):
 
     name = "rematerialize"
     requires = (KEPT, TAPE)
+    preserves = (KEPT,)
 
     def run(self, graph_module: fx.GraphModule) -> bool:
         kept, tape = read(KEPT, graph_module), read(TAPE, graph_module)

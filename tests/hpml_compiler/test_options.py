@@ -70,6 +70,7 @@ def test_optimizer_states_are_those_torch_keeps():
     ({1: 2}, "unknown option 1"),
     ("gap=1", "options are a dict, not str"),
     ({"memory_budget": "24 G"}, "'24 G' is no number of bytes"),
+    ({"offload": "saved"}, "to meet a memory_budget, and there is none"),
     ({"mesh": {"pp": 2}}, "'pp' is reserved for pipeline stages, which are not there yet"),
     ({"mesh": {"dp": 0}}, "size of axis 'dp' is 0"),
     ({"mesh": {"dp": 2.0}}, "size of axis 'dp' is 2.0"),

@@ -1,12 +1,13 @@
 """Tapes made by hand and at random."""
 from __future__ import annotations
 
+import math
 import random
 
 from passes.keeping.tape import Run, Storage, Tape
 
 
-def chain(sizes: list[int], us: list[float] | None = None) -> Tape:
+def chain(sizes: list[int], us: list[float] | None = None, offload_us: list[float] | None = None) -> Tape:
     """Layers one after another: each reads the storage before it; backward reads them all, the last one first, and makes as
     much as forward did."""
     n = len(sizes)
@@ -15,7 +16,7 @@ def chain(sizes: list[int], us: list[float] | None = None) -> Tape:
     runs = []
     for k, size in enumerate(sizes):
         runs.append(Run(f"f{k}", False, us[k], (k,), (k + 1,)))
-        storages.append(Storage(f"f{k}", size, k))
+        storages.append(Storage(f"f{k}", size, k, "", 0.0, offload_us[k] if offload_us else math.inf))
     storages.append(Storage("tangents", 0, None, "backward"))
     tangent = n + 1
     for k in reversed(range(n)):
@@ -25,16 +26,17 @@ def chain(sizes: list[int], us: list[float] | None = None) -> Tape:
     return Tape(tuple(runs), tuple(storages), frozenset(), frozenset({tangent}))
 
 
-def random_tape(seed: int, layers: int = 6) -> Tape:
+def random_tape(seed: int, layers: int = 6, offloading: bool = False) -> Tape:
     """Forward with branches, some of it inlined or not repeatable; backward reads what it likes, in reverse."""
-    draw = random.Random(seed)
+    draw, price = random.Random(seed), random.Random(seed)
     storages, runs = [Storage("x", 5, None, "forward")], []
     for k in range(layers):
         reads = tuple(sorted({draw.randrange(len(storages)), len(storages) - 1}))
         inlined = draw.random() < 0.3
         runs.append(Run(f"f{k}", False, draw.randint(1, 9), reads, (len(storages),), draw.random() < 0.9, inlined,
                         inlined or draw.random() < 0.3))
-        storages.append(Storage(f"f{k}", draw.randint(1, 20), k, "", draw.random()))
+        storages.append(Storage(f"f{k}", draw.randint(1, 20), k, "", draw.random(),
+                                price.randint(1, 12) if offloading and price.random() < 0.7 else math.inf))
     made = list(range(1, layers + 1))
     tangent = len(storages)
     storages.append(Storage("tangents", 2, None, "backward"))

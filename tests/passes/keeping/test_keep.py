@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+from math import inf
 
 import pytest
 
@@ -16,9 +17,13 @@ from tests.passes.keeping.tapes import chain, random_tape
 
 def every_walk(tape):
     free = [s for s in tape.candidates if s not in tape.bound_to_keep]
-    for count in range(len(free) + 1):
-        for chosen in itertools.combinations(free, count):
-            yield walk(tape, {*chosen, *tape.bound_to_keep})
+    for kept in subsets(free):
+        for offloaded in subsets(tape.offloadable.intersection({*kept, *tape.bound_to_keep})):
+            yield walk(tape, {*kept, *tape.bound_to_keep}, offloaded)
+
+
+def subsets(of):
+    return itertools.chain.from_iterable(itertools.combinations(of, count) for count in range(len(of) + 1))
 
 
 def test_what_fits_is_kept_as_suggested():
@@ -39,7 +44,7 @@ def test_to_keep_nothing_is_an_answer():
     storages = (Storage("x", 0, None, "forward"), Storage("cheap", 8, 0, "", 5.0), Storage("tangents", 0, None, "backward"),
                 Storage("back", 1, 1))
     tape = Tape(runs, storages, frozenset(), frozenset({3}))
-    assert ilp.solve(walk(tape, {1}), 10, SolverOptions(), 5.0) == frozenset()
+    assert ilp.solve(walk(tape, {1}), 10, SolverOptions(), 5.0) == (frozenset(), frozenset())
     assert keep(tape, 10).storages == frozenset(), "to run it again takes less than to write and read it"
 
 
@@ -55,10 +60,40 @@ def test_random_numbers_are_kept():
     assert keep(tape, 10**6).storages >= tape.bound_to_keep
 
 
-def test_of_random_tapes_every_budget_that_can_be_met_is_met_at_nearly_the_least_cost():
+def test_what_is_cheaper_to_offload_than_to_compute_again_is_offloaded():
+    tape = chain([10] * 6, us=[9] * 6, offload_us=[inf, inf, 2, inf, inf, inf])
+    answer = keep(tape, 60)
+    assert answer.offloaded == {3} and answer.walk.us == 2 and answer.walk.peak <= 60
+    assert keep(tape, 1000, suggested=[frozenset(tape.candidates)]).offloaded == frozenset(), "not where there is room"
+
+
+def test_what_takes_longer_to_offload_than_to_compute_again_is_only_offloaded_where_nothing_else_fits():
+    runs = (Run("wide", False, 1.0, (0,), (1,)), Run("narrow", False, 1.0, (1,), (2,)), Run("big", False, 1.0, (2,), (3,)),
+            Run("bigger", False, 1.0, (3,), (4,)), Run("gradient", True, 1.0, (5,), (6,)), Run("back", True, 1.0, (6, 2), (7,)))
+    sizes = 0, 80, 10, 35, 60, 0, 25, 5
+    makers, given = (None, 0, 1, 2, 3, None, 4, 5), {0: "forward", 5: "backward"}
+    storages = tuple(Storage(str(k), size, makers[k], given.get(k, ""), 0.0, 50.0 if k == 2 else inf)
+                     for k, size in enumerate(sizes))
+    tape = Tape(runs, storages, frozenset({4}), frozenset({7}))
+    for budget, offloaded in (105, set()), (100, {2}):
+        answer = keep(tape, budget)
+        assert answer.walk.peak <= budget and answer.offloaded == offloaded, budget
+
+
+def test_random_numbers_can_be_offloaded():
+    runs = (Run("mask", False, 1.0, (0,), (1,), False), Run("big", False, 1.0, (0,), (2,)),
+            Run("back", True, 1.0, (3, 1), (4,)))
+    storages = (Storage("x", 0, None, "forward"), Storage("mask", 8, 0, "", 0.0, 3.0), Storage("big", 8, 1),
+                Storage("tangents", 0, None, "backward"), Storage("back", 1, 2))
+    tape = Tape(runs, storages, frozenset(), frozenset({4}))
+    assert (keep(tape, 9).walk.kept, keep(tape, 9).offloaded) == ({1}, frozenset())
+
+
+@pytest.mark.parametrize("offloading", [False, True])
+def test_of_random_tapes_every_budget_that_can_be_met_is_met_at_nearly_the_least_cost(offloading):
     ratios = []
     for seed in range(12):
-        tape = random_tape(seed)
+        tape = random_tape(seed, offloading=offloading)
         walks = list(every_walk(tape))
         peaks = sorted({each.peak for each in walks})
         for budget in {peaks[0], peaks[len(peaks) // 3], peaks[-1]}:
