@@ -116,6 +116,12 @@ class Options(BaseModel):
         None, description='bytes per device that no step may exceed: an integer, or text such as "64MiB" or "24GB"; what '
         "does not fit is computed once more in backward"
     )
+    zero: Literal["auto", 0, 1, 2, 3] = Field(
+        "auto", description="how parameters are stored: 0 whole wherever they are read whole; 2 in parts, gathered once per "
+        "step of the optimizer and held until it changes them; 3 in parts, gathered again in each forward and backward; 1 is "
+        'read as 2; "auto" leaves it to the solver, parameter by parameter, which holds what was gathered only where there is '
+        "a memory_budget"
+    )
     solver: str = Field("HiGHS", min_length=1, description="a solver, by the name that PuLP has for it")
     solver_options: dict[str, JsonValue] = Field(
         default_factory=dict, description='keyword arguments for PuLP\'s solver, such as {"threads": 1}'

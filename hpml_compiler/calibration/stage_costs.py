@@ -105,11 +105,12 @@ def with_layers(graph: GraphPlan, layers: int) -> GraphPlan:
 
 
 def _times(graph: GraphPlan, cluster: Cluster, row: Row) -> Times:
-    """Gradients are reduced, and the optimizer steps, after the last microbatch: this is one of those before."""
+    """Gradients are reduced, and the optimizer steps, after the last microbatch, and what is held is gathered before the first:
+    this is one of those between."""
     mesh = mesh_from_pin(graph.mesh, cluster)
     one = step_graph(graph, Repriced(graph, MeshPrices(mesh, ADAM_STATES)), 1.0 / row.microbatches)
     reduce_us = sum(hop.us * leg.multiplicity for leg in one.legs if leg.gradient for hop in leg.hops)
-    legs = tuple(leg for leg in one.legs if not leg.gradient)
+    legs = tuple(leg for leg in one.legs if not (leg.gradient or leg.once))
     made = program([replace(one, legs=legs, optimizer_us=0.0)], recompute=row.recompute == "full")
     spans = run(made.tasks(overlap=True), [CONTENTION[mesh.device.kind]])
     forward_us = max((spans.stop_us[i] for i, e in enumerate(made.entries) if e.kind == FORWARD), default=0.0)

@@ -39,6 +39,7 @@ from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
 from hpml_compiler.runtime.devices import device_type, settle
 from hpml_compiler.runtime.doing import Spot
+from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
@@ -91,6 +92,7 @@ class _Compilation:
         self.gm, self.given_inputs, self.options = gm, example_inputs, options
         self.session = session.current()
         self.lowering = Lowering(options.compiler)
+        self.holding = Holding()
         self.planned: Planned | None = None
         self.watched: WatchedGraph | None = None
         self.positions: dict[str, int] = {}
@@ -105,7 +107,7 @@ class _Compilation:
         for number in compat.ints_of_sizes(self.gm):
             int(number)  # a guard, as for sizes; other integers, such as a place in a queue, may differ from call to call
         function = compat.aot_autograd(
-            fw_compiler=self.lowering.forward,
+            fw_compiler=lambda gm, examples: self.holding.around(gm, self.lowering.forward(gm, examples)),
             bw_compiler=self._backward,
             inference_compiler=self._inference,
             partition_fn=self._partition,
@@ -114,7 +116,7 @@ class _Compilation:
         assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
         same_values(own_values(self.inputs.described, self.given_inputs))
         installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh),
-                            self.inputs.gathered, self.inputs.written)
+                            self.inputs.gathered, self.inputs.written, self.holding)
 
         def call(*args: Any) -> Any:
             return function(*installed.locals(args))
@@ -165,7 +167,7 @@ class _Compilation:
         return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm))
 
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
-        return self.lowering.inference(self._rewrite(gm, None))
+        return self.holding.around(gm, self.lowering.inference(self._rewrite(gm, None)))
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
         annotated = self.inputs.annotate(gm, forward_outputs)
@@ -184,6 +186,8 @@ class _Compilation:
         self.session.options, self.session.cluster = self.options, planned.cluster
         self.session.rejected.extend(planned.rejected)
         self.positions = dict(annotated.interface.positions)
+        self.holding.note({annotated.graph.values[v].name: route for v, route in planned.decision.held.items()},
+                          self.positions)
         if annotated.interface.training:
             self.session.mesh = planned.mesh
         start = time.perf_counter()
@@ -257,8 +261,8 @@ class _Compilation:
         if not self.annotated.interface.training:
             return {}
         found = {}
-        for v, layout in self.planned.decision.inputs.items():
+        for v in self.planned.decision.inputs:
             value = self.annotated.graph.values[v]
             if value.kind == "parameter" and value.name not in self.annotated.interface.stored:
-                found[self.positions[value.name]] = session.to_dtensor(layout)
+                found[self.positions[value.name]] = session.to_dtensor(self.planned.decision.stored(v))
         return found

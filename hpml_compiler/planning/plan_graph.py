@@ -24,6 +24,7 @@ from passes.machine.cluster import Cluster
 from passes.partition.decide import ANSWER
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.meshes import Conditions
+from passes.partition.zero import Zero
 from passes.presets import deciding
 from passes.records import FrozenMap
 from passes.solve.solvers import SolverOptions
@@ -48,6 +49,15 @@ def solver_options(options: Options) -> SolverOptions:
     return SolverOptions(options.solver, options.time_limit, options.gap, extra=FrozenMap(options.solver_options))
 
 
+def zero_of(options: Options, obeys: bool) -> Zero:
+    """How parameters may be stored and gathered. What is gathered is held where that was asked for, or may be where bytes are
+    weighed; obeys: or where a plan says so."""
+    if options.zero == "auto":
+        return Zero(None, holds=obeys or options.memory_budget is not None)
+    level = max(options.zero, 2) if options.zero else 0
+    return Zero(level, holds=level == 2)
+
+
 def plan_graph(
     annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
@@ -65,7 +75,7 @@ def plan_graph(
     conditions = Conditions(
         capped, options.objective, options.memory_budget if budget_bytes is None else budget_bytes, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
-        solver=solver_options(options),
+        solver=solver_options(options), zero=zero_of(options, given is not None or options.plan is not None),
         rows=rows, shorter=shorter, further=further, lifetimes=lifetimes,
     )
 

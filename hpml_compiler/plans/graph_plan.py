@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hpml_compiler.plans.left_whole import left_whole
@@ -22,14 +22,13 @@ from hpml_compiler.plans.schema import (
 from passes.costs.prices import MeshPrices
 from passes.costs.terms import Kernel, Message, Slice, price
 from passes.graph.annotated import Annotated
-from passes.graph.decision import Route
 from passes.graph.layouts import Layout, local_bytes, parse_layout
 from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.mesh import Mesh
 from passes.partition.charges import LocalSizes, group_kernels, hop_term, reduction_messages
 from passes.partition.decode import pins
-from passes.partition.legs import Legs
+from passes.partition.legs import Legs, readers_of
 from passes.partition.place import Placed
 from passes.partition.reprice import boundary
 from passes.rules.base import format_placement
@@ -118,11 +117,13 @@ def _parameters(annotated: Annotated, answer: Placed, listed: Listing) -> dict[s
     for v, layout in answer.decision.inputs.items():
         value = annotated.graph.values[v]
         if value.kind == "parameter":
+            stored = answer.decision.stored(v)
             found[annotated.interface.names[value.name]] = ParameterPlan(
-                shape=value.spec.shape, dtype=value.spec.dtype, placements=placements(layout),
+                shape=value.spec.shape, dtype=value.spec.dtype, placements=placements(stored),
                 trainable=value.trainable, bytes_whole=value.bytes,
-                bytes_per_device=round(local_bytes(value, layout, answer.decision.axes)),
+                bytes_per_device=round(local_bytes(value, stored, answer.decision.axes)),
                 gradient=gradients.get(value.name, "") if value.trainable else "",
+                held=placements(layout) if v in answer.decision.held else (),
             )
     return found
 
@@ -163,7 +164,7 @@ def _priced_by(graph: PlacementGraph, answer: Placed, op: Operation, kernel: Ker
 
 def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
                      ) -> list[Redistribution]:
-    readers = _readers(graph, answer)
+    readers = readers_of(graph, answer.decision)
     found = []
     problem = answer.problem
     for leg in Legs(graph, problem.groups, problem.saved, answer.decision).legs:
@@ -172,7 +173,7 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: 
         found.append(Redistribution(
             value=listed.values[route.value], shape=value.spec.shape, dtype=value.spec.dtype,
             consumer=readers.get((route.value, route), ""), source=placements(layouts[0]),
-            target=placements(layouts[-1]), hops=_hops(value, layouts, mesh, answer, prices, leg.gradient),
+            target=placements(layouts[-1]), hops=_hops(value, layouts, mesh, answer, prices, leg.gradient), held=leg.held,
         ))
     return found
 
@@ -237,7 +238,26 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: Placed, pr
             consumer=consumer, target=placements(layouts[-1]), multiplicity=edge.multiplicity,
             hops=_hops(value, layouts, mesh, answer, prices, gradient),
         ))
-    return found
+    return [*found, *_class_held(graph, mesh, answer, prices, listed)]
+
+
+def _class_held(graph: PlacementGraph, mesh: Mesh, answer: Placed, prices: MeshPrices, listed: Listing,
+                ) -> Iterator[Redistribution]:
+    """One per class of parameters that are gathered once a step and held."""
+    told: set[int] = set()
+    trained = {parameter for _, parameter in graph.outputs}
+    for v, route in answer.decision.held.items():
+        number = answer.problem.entities.of_input[v]
+        if number in told or v not in trained:
+            continue
+        told.add(number)
+        value, layouts = graph.values[v], [route.layout(k) for k in range(len(route.hops) + 1)]
+        yield Redistribution(
+            value=listed.values[v], shape=value.spec.shape, dtype=value.spec.dtype, source=placements(layouts[0]),
+            consumer=next((graph.operations[i].name for i in value.users), ""), target=placements(layouts[-1]),
+            multiplicity=answer.solved.entities[number].multiplicity, held=True,
+            hops=_hops(value, layouts, mesh, answer, prices, False),
+        )
 
 
 def _end(graph: PlacementGraph, answer: Placed, listed: Listing, edge: Edge) -> tuple[int, str] | None:
@@ -262,13 +282,3 @@ def _hops(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: Placed, p
         term = hop_term(value, layout, axis, after[axis], LocalSizes(answer.decision.axes), bucket_bytes)
         hops.append(_hop(term, mesh, prices, axis))
     return tuple(hops)
-
-
-def _readers(graph: PlacementGraph, answer: Placed) -> dict[tuple[int, Route], str]:
-    """Some operation that reads a value at the end of a route."""
-    readers: dict[tuple[int, Route], str] = {}
-    for (index, _), route in answer.decision.routes.items():
-        for stop in range(len(route.hops) + 1):
-            key = (route.value, Route(route.value, route.source, route.hops[:stop]))
-            readers.setdefault(key, graph.operations[index].name)
-    return readers

@@ -45,8 +45,9 @@ class Record(BaseModel):
 
 
 class ParameterPlan(Record):
-    """One parameter (or buffer): its whole shape, how it is stored, its bytes whole and on one (the fullest) device, and
-    the node that its gradient is ("" where it has none, or nobody said)."""
+    """One parameter (or buffer): its whole shape, how it is stored, its bytes whole and, as it is stored, on one (the fullest)
+    device, and the node that its gradient is ("" where it has none, or nobody said). `held`: how it is held besides, where it
+    is gathered once per step of the optimizer; empty where it is not."""
 
     shape: Shape
     dtype: str
@@ -55,6 +56,7 @@ class ParameterPlan(Record):
     bytes_whole: Count
     bytes_per_device: Count
     gradient: str = ""
+    held: Placements = ()
 
 
 class OperationPlan(Record):
@@ -101,7 +103,8 @@ class HopPlan(Record):
 
 class Redistribution(Record):
     """A change of placement between the node, parameter or argument `value` and the node `consumer` ("" is the graph's
-    output or the optimizer); it stands for `multiplicity` equal ones in the whole model. `shape` is that of the whole value."""
+    output or the optimizer); it stands for `multiplicity` equal ones in the whole model. `shape` is that of the whole value.
+    `held`: the value is a parameter that stays so until the optimizer changes it, so that a step does this once."""
 
     value: str
     shape: Shape
@@ -111,6 +114,7 @@ class Redistribution(Record):
     target: Placements
     hops: Annotated[tuple[HopPlan, ...], Field(strict=False)]
     multiplicity: Annotated[int, Field(ge=1)] = 1
+    held: bool = False
 
 
 class LeftWhole(Record):
@@ -239,7 +243,8 @@ class GraphPlan(Record):
         return self
 
     def _all_placements(self) -> Iterable[tuple[str, Placements]]:
-        yield from ((f"parameter {name!r}", parameter.placements) for name, parameter in self.parameters.items())
+        yield from ((f"parameter {name!r}", each) for name, parameter in self.parameters.items()
+                    for each in (parameter.placements, parameter.held))
         for name, operation in self.operations.items():
             yield from ((f"operation {name!r}", each) for each in (*operation.inputs, *operation.outputs))
         for move in self.redistributions:

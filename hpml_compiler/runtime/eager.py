@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
+from hpml_compiler.runtime.gathered import note_change
 from hpml_compiler.runtime.routes import WRITES_UNSEEN, in_place
 from hpml_compiler.runtime.whole import local_part, reduced, whole
 from passes import compat
@@ -111,6 +112,7 @@ def keep(tensor: DTensor, value: torch.Tensor) -> None:
     if value.shape != tensor.shape:
         raise RuntimeError(f"a placed tensor keeps its shape {tuple(tensor.shape)}; in place it cannot become "
                            f"{tuple(value.shape)}. Make a new tensor instead")
+    note_change([tensor])
     tensor._local_tensor.copy_(local_part(value, tensor.device_mesh, tensor.placements))
     tensor._spec = reduced(tensor._spec, value)
     step = getattr(tensor, VIEW_STEP, None)

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hpml_compiler.runtime.alike import same_for_optimizer
 from hpml_compiler.runtime.doing import Spot, doing
+from hpml_compiler.runtime.gathered import note_change
 from hpml_compiler.runtime.local_ops import wrap
 from hpml_compiler.runtime.placed import PlacedTensor, place_like
 from passes import compat
@@ -47,6 +48,7 @@ def watch_optimizers() -> None:
                                "leave fullgraph out, or call step() outside of the compiled function")
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _after_step(optimizer, args, kwargs)  # in case the step before raised an error
+    note_change(parameter for group in optimizer.param_groups for parameter in group["params"])
     STEP.calls += 1
     doing.at, doing.inside = STEP, True
     if _placed.get(optimizer) is not optimizer.state:

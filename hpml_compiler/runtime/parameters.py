@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hpml_compiler.runtime.eager import keep
 from hpml_compiler.runtime.exporting import watch_torchscript
+from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
@@ -33,15 +34,16 @@ class Installed:
     """How one compiled graph gets this rank's parts of its arguments.
 
     gathered: placed arguments that the graph takes whole. written: those of them that it changes in place. rows: arguments
-    that are rows of a batch.
+    that are rows of a batch. holding: what it takes gathered of parameters that are stored in parts.
     """
 
     def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
                  olds: list[nn.Parameter], news: Sequence[nn.Parameter], gathered: Sequence[int] = (),
-                 written: Sequence[int] = (), rows: Sequence[int] = ()) -> None:
+                 written: Sequence[int] = (), rows: Sequence[int] = (), holding: Holding | None = None) -> None:
         self._placed, self._trainable = tuple(placed), tuple(trainable)
         self._names, self._olds, self._news = names, olds, list(news)
         self._gathered, self._written, self._rows = tuple(gathered), tuple(written), tuple(rows)
+        self._holding = holding or None
 
     def locals(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of a call with plain local tensors for DTensors, connected to them by autograd.
@@ -62,6 +64,8 @@ class Installed:
                 result[index] = view
         for index in self._gathered:
             result[index] = whole(args[index])
+        if self._holding is not None:
+            self._holding.take(args)
         return result
 
     def write_back(self, args: Sequence[Any], results: Sequence[Any]) -> None:
@@ -96,13 +100,14 @@ def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[i
 
 
 def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any],
-            mesh: DeviceMesh, gathered: Collection[int] = (), written: Collection[int] = ()) -> Installed:
+            mesh: DeviceMesh, gathered: Collection[int] = (), written: Collection[int] = (),
+            holding: Holding | None = None) -> Installed:
     """Place parameters of a graph, inside a Dynamo backend and before it returns.
 
     placements: position of a graph input -> its placement, one per axis of `mesh`; sizes must divide. `gm` and
     `example_inputs` as Dynamo gave them. Modules hold the placed parameters when this returns; names, order, ties,
     `requires_grad`, gradients and hooks stay. Inputs placed before (parameters in a recompile, rows of a batch) need
-    no entry. `gathered` and `written`: positions, see `Installed`. Raises BadInput for an input that cannot be placed.
+    no entry. `gathered`, `written` and `holding`: see `Installed`. Raises BadInput for an input that cannot be placed.
     """
     olds = [example_inputs[i] for i in placements]
     sites = find_sites(olds) if olds else {}
@@ -134,7 +139,7 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     compat.trace_as(PlacedTensor)
     return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered),
                      sorted(set(written) & set(gathered)),
-                     [i for i in before if isinstance(example_inputs[i], Rows)])
+                     [i for i in before if isinstance(example_inputs[i], Rows)], holding)
 
 
 def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:

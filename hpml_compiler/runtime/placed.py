@@ -24,6 +24,7 @@ from hpml_compiler.runtime.eager import (
     tensors_in,
 )
 from hpml_compiler.runtime.exporting import cannot_export
+from hpml_compiler.runtime.gathered import in_memory, note_change
 from hpml_compiler.runtime.local_ops import try_local
 from hpml_compiler.runtime.routes import (
     CASTS,
@@ -74,6 +75,8 @@ class PlacedTensor(DTensor):
                 return adopt(func(*args), PlacedTensor)  # the engine itself makes `.grad` a DTensor
             kwargs = kwargs or {}
             if name in ON_LOCALS:  # optimizers call thousands of these, so nothing else is looked at before
+                if in_memory and in_place(name):
+                    note_change(changed_tensors(name, args, kwargs))
                 result = try_local(func, name, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -98,6 +101,8 @@ class PlacedTensor(DTensor):
             shared = func(args[0]._local_tensor)
             return shared if name == "is_shared" else args[0]
         changed = changed_tensors(name, args, kwargs)
+        if changed and in_memory:
+            note_change(changed)
         plain = [operand for operand in operands if not isinstance(operand, DTensor)]
         if foreach.is_foreach(name) and (changed or _tracked(plain) or any(operand.dim() for operand in plain)):
             return cls._route_by_kind(func, name, args, kwargs)
@@ -317,6 +322,7 @@ def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:
         if value.shape != tensor.shape:
             raise ValueError(f"a placed tensor keeps its shape: {tuple(tensor.shape)}, not {tuple(value.shape)}")
         if name == "data":
+            note_change([tensor])
             _set_data(func, tensor, whole(value.detach()))
             return
         value = place_like(value, tensor)

@@ -44,8 +44,9 @@ def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float)
         target=move.target,
         hops=tuple(Hop(hop.collective, hop.axis, hop.bytes, prices.hop_us(move, hop, part),
                        prices.link_j(move, hop, part)) for hop in move.hops),
-        result_bytes=placed_bytes(move.shape, move.dtype, move.target, view.axes) * share,
+        result_bytes=0.0 if move.held else placed_bytes(move.shape, move.dtype, move.target, view.axes) * share,
         dtype=move.dtype,
         gradient=gradient,
         multiplicity=move.multiplicity,
+        once=move.held,
     )

@@ -15,6 +15,7 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
+from hpml_compiler.planning.plan_graph import zero_of
 from hpml_compiler.planning.reuse import pins_of
 from hpml_compiler.planning.shorten import LONG, depth, shortened
 from hpml_compiler.planning.traces import Traces, plan_traces
@@ -81,7 +82,7 @@ def formulas(
         base = [long]
     measured = measurements.load(parsed, cluster)
     conditions = Conditions(
-        cluster, parsed.objective, parsed.memory_budget, parsed.optimizer_states, measured,
+        cluster, parsed.objective, parsed.memory_budget, parsed.optimizer_states, zero_of(parsed, obeys=True), measured,
         shorter=shorter, further=source.further)
     prices, planned = conditions.prices(mesh_from_pin(plan.mesh, cluster)), source.planned(base)
     answers = [_obeyed(annotated, graph, plan, conditions) for annotated, graph in zip(base, planned)]

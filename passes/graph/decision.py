@@ -47,13 +47,15 @@ class Route:
 class Leg:
     """The part of a route that is paid for by itself: the hops from `start` up to `stop`, which is where the route ends.
 
-    gradient: its end is the gradient that the optimizer takes, so that its reductions go into buckets.
+    gradient: its end is the gradient that the optimizer takes, so that its reductions go into buckets. held: its end is a
+    parameter that the runtime holds.
     """
 
     route: Route
     start: int
     stop: int
     gradient: bool = False
+    held: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,6 +72,13 @@ class Decision:
     """Route of every output of the graph, in order."""
     copies: FrozenMap[tuple[int, Phase], Layout] = field(default_factory=FrozenMap)
     """(value, phase) -> layout of the copy of which several readers make theirs."""
+    held: FrozenMap[int, Route] = field(default_factory=FrozenMap)
+    """Parameter -> the way from where it is stored to how the runtime hands it in, where that is not the same: it is gone once
+    a step, before the first call of the graph, and the end is held until the optimizer changes the parameter."""
+
+    def stored(self, parameter: int) -> Layout:
+        """Where a parameter lies between steps, with its gradient and its optimizer state."""
+        return self.held[parameter].source if parameter in self.held else self.inputs[parameter]
 
     def __repr__(self) -> str:
         return f"Decision({dict((axis.name, axis.size) for axis in self.axes)}, {len(self.operations)} operations)"

@@ -1,5 +1,6 @@
 """What the name of a pinned mesh axis fixes: `dp` splits the batch, `tp` splits weights and anything else but the batch,
-other names nothing.
+other names nothing. What is computed of parameters alone, such as a cast, may be split on any: where they are stored in parts,
+it is done before they are gathered.
 
 On a pinned axis the heavy operations that can be split that way have to be: a pin is a wish, not a hint. On `tp` that
 is by their weights where they have any (Shoeybi et al., "Megatron-LM", 2019); sequences alone may be split in between.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.machine.axis import Axis
 from passes.partition.choices import AxisRule
+from passes.partition.zero import weights_of
 from passes.rules.base import Strategy
 
 FORCED = ("matmul", "attention", "convolution")
@@ -19,10 +21,11 @@ def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
     if axis.name not in ("dp", "tp"):
         return lambda op, strategy: True
     wanted = axis.name == "dp"
-    weights = set() if wanted else _weights(graph) | _gradients(graph)
+    weights = set() if wanted else weights_of(graph) | _gradients(graph)
+    alone = _of_parameters_alone(graph)
 
     def fits(op: Operation, strategy: Strategy) -> bool:
-        return all(
+        return op.index in alone or all(
             (placement in graph.values[v].batch) == wanted
             for v, placement in zip((*op.inputs, *op.outputs), strategy.inputs + strategy.outputs)
             if isinstance(placement, tuple)
@@ -44,7 +47,8 @@ def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
 
     forced = {
         op.index for op in graph.operations
-        if op.kind in FORCED and any(splits(op, s) and fits(op, s) and divides(op, s) for s in op.strategies)
+        if op.kind in FORCED and not (wanted and op.index in alone)
+        and any(splits(op, s) and fits(op, s) and divides(op, s) for s in op.strategies)
     }
 
     def allowed(op: Operation, strategy: Strategy) -> bool:
@@ -53,12 +57,14 @@ def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
     return allowed
 
 
-def _weights(graph: PlacementGraph) -> set[int]:
-    """Parameters as operations read them: as they are stored, or through views and casts."""
-    found = {v.index for v in graph.values if v.kind == "parameter"}
+def _of_parameters_alone(graph: PlacementGraph) -> set[int]:
+    """Operations, but for views, that read parameters, or what others of them make, and nothing else."""
+    values, found = {v.index for v in graph.values if v.kind == "parameter"}, set()
     for op in graph.operations:
-        if not op.heavy and len(op.inputs) == 1 and op.inputs[0] in found:
-            found.update(op.outputs)
+        if op.inputs and values.issuperset(op.inputs):
+            values.update(op.outputs)
+            if op.kind != "view":
+                found.add(op.index)
     return found
 
 

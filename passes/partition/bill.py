@@ -201,13 +201,26 @@ class _Walk:
             value = self.graph.values[v]
             if value.kind != "parameter":
                 continue
-            entity, held = self.problem.entities.of_input[v], self.sizes.bytes([(value, layout)])
+            stored = self.decision.stored(v)
+            entity, held = self.problem.entities.of_input[v], self.sizes.bytes([(value, stored)])
             weight = self.weight(entity)
             self.held[entity, "parameters", held] += weight
+            if v in self.decision.held:
+                self.held[entity, "parameters", self.sizes.bytes([(value, layout)])] += weight
+                if v in trained:
+                    self.gathered(entity, value, weight)
             if v in trained:
                 self.held[entity, "gradients", held] += weight * Fraction(state.gradient)
                 self.held[entity, "optimizer", held] += weight * Fraction(state.optimizer)
-                self.charges[entity, "optimizer", update(value, layout, self.sizes)] += weight
+                self.charges[entity, "optimizer", update(value, stored, self.sizes)] += weight
+
+    def gathered(self, entity: int, value: Value, count: Fraction) -> None:
+        """What the runtime gathers once a step, and holds."""
+        route = self.decision.held[value.index]
+        for k in range(len(route.hops)):
+            layout, after = route.layout(k), route.layout(k + 1)
+            [axis] = [a for a in range(len(layout)) if layout[a] != after[a]]
+            self.charges[entity, "communication", hop_term(value, layout, axis, after[axis], self.sizes)] += count
 
 
 def _total(parts: Iterable[tuple[AxisNumbers, Polynomial]]) -> Quantity:

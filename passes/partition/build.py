@@ -18,6 +18,7 @@ from passes.partition.offers import Offers
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.state import StateModel
 from passes.partition.wiring import Wiring
+from passes.partition.zero import Zero, weights_of
 from passes.solve.problem import Arc, Problem
 
 
@@ -35,7 +36,7 @@ class PlacementProblem:
     `rules`: what each axis allows (None: what its name says); `stored`: parameter name -> layout that it has already; `rows`:
     graph inputs handed in split by rows on all axes; `memo`: choices and arcs by what they follow from, to share between
     problems of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says); `lifetimes`: when
-    bytes are counted.
+    bytes are counted; `zero`: how parameters may be stored and gathered.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class PlacementProblem:
         merge: bool = True,
         bucket_bytes: float | None = None,
         lifetimes: Lifetimes = THROUGHOUT,
+        zero: Zero | None = None,
     ):
         self.graph, self.axes, self.prices, self.state = graph, axes, prices, state or StateModel()
         self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
-        memo = memo or Memo()
+        memo, zero = memo or Memo(), zero or Zero()
         rules = [axis_rule(axis, graph) for axis in axes] if rules is None else rules
         offers = Offers(graph, axes, prices, rules, memo.choices)
         self.groups = offers.groups(merge)
@@ -67,10 +69,14 @@ class PlacementProblem:
         marks = [(held, offers.allowed(group)) for group, held in zip(self.groups, self.held_inside)]
         classes, names = classes_of(self.groups, graph, fold, marks)
         self.lifetimes = lifetimes
-        self.entities = Entities(wiring, axes, prices, self.lifetimes)
+        self.entities = Entities(wiring, axes, prices, self.lifetimes, zero)
         self.entities.add_groups(names, classes, offers.choices, self.held_inside)
         self.entities.add_inputs(self.state, stored or {}, rows)
-        self.edges = Edges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs)
+        bound = weights_of(graph, {
+            v.index for v in graph.values if v.kind == "parameter"
+            and not zero.gathers_again(v.index in wiring.gradients, v.name in (stored or {}))})
+        self.edges = Edges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs, frozenset(bound),
+                           zero.scatters)
         self.entities.name_apart()
         self.problem = Problem(tuple(draft.finished() for draft in self.entities.drafts), self.edges.finished(), budget_bytes,
                                self.lifetimes.positions)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.layouts import Layout, parse_layout
-from passes.graph.phase import Phase
+from passes.graph.phase import FORWARD, Phase
 from passes.partition.build import PlacementProblem
 from passes.partition.choices import slices
 from passes.partition.edges import Chain
@@ -43,7 +43,16 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
     inputs = {v: _supplied(built, (number, 0), solution) for v, number in entities.of_input.items()}
     outputs = tuple(_route(v, source[v], edges.outputs[k], solution) for k, (v, _) in enumerate(graph.outputs))
     return Decision(built.axes, FrozenMap(inputs), FrozenMap(operations), FrozenMap(routes), outputs,
-                    FrozenMap(_copies(built, solution)))
+                    FrozenMap(_copies(built, solution)), FrozenMap(_held(built, solution)))
+
+
+def _held(built: PlacementProblem, solution: Solution) -> dict[int, Route]:
+    found = {}
+    for v, number in built.entities.of_input.items():
+        stored, *way = built.entities.drafts[number].options[solution.chosen[number]].gathered or ((),)
+        if way:
+            found[v] = Route(v, stored, tuple(Hop(layout, FORWARD) for layout in way))
+    return found
 
 
 def _copies(built: PlacementProblem, solution: Solution) -> dict[tuple[int, Phase], Layout]:

@@ -16,6 +16,7 @@ from passes.graph.placement_graph import PlacementGraph, Value
 from passes.partition.entities import Entities, Port
 from passes.partition.folding import value_signature
 from passes.partition.redistribution import hops_between
+from passes.rules.base import REPLICATE
 from passes.solve.problem import Arc, Edge
 
 Chain = tuple[tuple[int, Phase], ...]
@@ -34,11 +35,14 @@ class _End:
 class Edges:
     """All edges of a problem. sources: value -> the port that supplies it. reads: (group, value) -> chain to that group.
     outputs: number of an output of the graph -> chain to it. Copies and outputs are added to `entities`. memo: arcs by
-    what they follow from, to share between problems of one mesh."""
+    what they follow from, to share between problems of one mesh. bound: values that are never gathered. scatters: whether a
+    gradient of which the optimizer takes a part is never reduced whole."""
 
     def __init__(self, graph: PlacementGraph, entities: Entities, saved: frozenset[int], rows: frozenset[str],
-                 prices: Prices, bucket_bytes: float, memo: dict[Hashable, tuple[Arc, ...]] | None = None):
+                 prices: Prices, bucket_bytes: float, memo: dict[Hashable, tuple[Arc, ...]] | None = None,
+                 bound: frozenset[int] = frozenset(), scatters: bool = False):
         self.graph, self.entities, self.saved, self.rows = graph, entities, saved, rows
+        self.bound, self.scatters = bound, scatters
         self.prices, self.bucket_bytes = prices, bucket_bytes
         self.sources: dict[int, Port] = {}
         self.reads: dict[tuple[int, int], Chain] = {}
@@ -122,10 +126,16 @@ class Edges:
     def _arcs_between(self, source: Port, target: Port, value: Value) -> tuple[Arc, ...]:
         entities = self.entities
         ends = dict.fromkeys(entities.layouts_supplied(source) + entities.layouts_demanded(target))
-        bucket_bytes = self.bucket_bytes if entities.drafts[target[0]].kind == "parameter" else 0.0
-        key = (value.spec, value.factors, tuple(sorted(map(format_layout, ends))), bucket_bytes)
+        gradient = entities.drafts[target[0]].kind == "parameter"
+        bucket_bytes = self.bucket_bytes if gradient else 0.0
+        scattered = [axis for axis in range(len(entities.axes)) if gradient and self.scatters and all(
+            layout[axis] != REPLICATE for layout in entities.layouts_demanded(target))]
+        bound = value.index in self.bound
+        key = (value.spec, value.factors, tuple(sorted(map(format_layout, ends))), bucket_bytes, tuple(scattered), bound)
         if key not in self._arcs:
+            hops = hops_between(value, ends, entities.axes, self.prices, bucket_bytes)
             self._arcs[key] = tuple(
-                Arc(format_layout(s.source), format_layout(s.target), s.cost)
-                for s in hops_between(value, ends, entities.axes, self.prices, bucket_bytes))
+                Arc(format_layout(hop.source), format_layout(hop.target), hop.cost) for hop in hops
+                if not (bound and hop.collective in ("all_gather", "all_to_all"))
+                and not (hop.axis in scattered and hop.collective == "all_reduce"))
         return self._arcs[key]

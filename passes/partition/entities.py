@@ -1,16 +1,16 @@
 """What chooses in a placement problem: a class of groups (its joint strategies), a class of parameters (where it is
-stored, with gradient and optimizer state), a shared copy of a value with several readers, a graph input, a returned value.
+stored, with gradient and optimizer state, and in which layout it comes to its readers), a shared copy of a value with several
+readers, a graph input, a returned value.
 """
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from passes.costs.terms import Prices, price
 from passes.errors import BadInput
 from passes.graph.decision import OperationLayouts
-from passes.graph.layouts import Layout, format_layout, legal, local_bytes
+from passes.graph.layouts import Layout, format_layout, local_bytes
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes
 from passes.partition.charges import LocalSizes, update
@@ -18,8 +18,10 @@ from passes.partition.choices import GroupChoice
 from passes.partition.folding import value_signature
 from passes.partition.groups import Group
 from passes.partition.lifetimes import Held, Lifetimes
+from passes.partition.redistribution import cheapest_route
 from passes.partition.state import StateModel
 from passes.partition.wiring import Wiring
+from passes.partition.zero import Zero
 from passes.rules.base import REPLICATE
 from passes.solve.problem import Choice, Entity
 
@@ -31,12 +33,14 @@ Port = tuple[int, int]
 
 @dataclass(frozen=True)
 class Option:
-    """A choice with what its labels stand for. operations: of a group, layouts of each of them."""
+    """A choice with what its labels stand for. operations: of a group, layouts of each of them. gathered: of a parameter that
+    the runtime gathers and holds, the layouts on the way from where it is stored, that included, to its output."""
 
     choice: Choice
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     operations: tuple[OperationLayouts, ...] = ()
+    gathered: tuple[Layout, ...] = ()
 
 
 def option(cost: float, held: Held, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...],
@@ -67,6 +71,7 @@ class Entities:
     axes: Axes
     prices: Prices
     lifetimes: Lifetimes
+    zero: Zero = Zero()
     drafts: list[Draft] = field(default_factory=list)
     of_group: list[int] = field(default_factory=list)
     of_input: dict[int, int] = field(default_factory=dict)
@@ -135,30 +140,26 @@ class Entities:
         if trained and made_by is None or not readers:
             key = ("parameter", value.index)
 
-        def make() -> Draft:
-            return Draft(value.name, "parameter", [
-                option(cost, held, (layout,) * trained, (layout,))
-                for layout, cost, held in self._storage(value, trained, state, stored)
-            ])
+        self.of_input[value.index] = self._count(key, lambda: Draft(
+            value.name, "parameter", list(self._storage(value, trained, state, stored))))
 
-        self.of_input[value.index] = self._count(key, make)
-
-    def _storage(self, value: Value, trained: bool, state: StateModel, stored: Layout | None,
-                 ) -> list[tuple[Layout, float, Held]]:
-        """Layouts that a parameter may be stored in, each with the optimizer's time and the bytes held."""
-        if stored is not None:
-            layouts = [stored]
-        else:
-            dims = [(d, 0) for d in range(len(value.spec.shape)) if value.factors[d]]
-            per_axis = [[REPLICATE, *dims]] * len(self.axes)
-            layouts = [p for p in itertools.product(*per_axis) if legal(value, p, self.axes)]
-        rows = []
+    def _storage(self, value: Value, trained: bool, state: StateModel, stored: Layout | None) -> Iterator[Option]:
+        """Layouts that a parameter may be stored in, each with the optimizer's time and the bytes held; and for each those in
+        which the runtime may hold it besides, with a gather once a step of what is trained, else once for good."""
+        layouts = self.zero.storage(value, trained, self.axes) if stored is None else [stored]
         for p in layouts:
             local = local_bytes(value, p, self.axes)
             cost = price(update(value, p, LocalSizes(self.axes)), self.prices) if trained else 0.0
             held = self.lifetimes.parameter(local * (1.0 + state.optimizer * trained), local * state.gradient * trained)
-            rows.append((p, cost, held))
-        return rows
+            yield option(cost, held, (p,) * trained, (p,))
+            for q in self.zero.held(p) if trained or stored is not None else ():
+                route = cheapest_route(value, p, q, self.axes, self.prices)
+                if route is not None and all(hop.collective == "all_gather" for hop in route[1]):
+                    us, hops = route
+                    besides = self.lifetimes.parameter(local_bytes(value, q, self.axes), 0.0)
+                    both = tuple(map(sum, zip(held, besides, strict=True)))
+                    yield replace(option(cost + us * trained, both, (p,) * trained, (q,)),
+                                  gathered=(p, *(hop.target for hop in hops)))
 
     def add_output(self, position: int, value: Value) -> int:
         """What the graph returns, whole."""

@@ -10,6 +10,7 @@ or in backward; an output does so where its value is made, the tangents of backw
 - One reader alone pays its way from where the value is made, stored, or saved.
 - Inside a group nothing is paid: what one of its operations makes or the group has brought in, another may take a slice of.
 - The way of a gradient to the optimizer is its last part: reductions there share a collective with those of others.
+- A parameter that the runtime gathers and holds is gathered once a step if it is trained; else once for good, at no cost.
 
 The rewrite (`passes.transform.shard`) emits each hop of a value once for all routes that begin alike. That is what is
 counted here, except where two readers go the same way from their copy: the rewrite does then once what is paid twice.
@@ -57,6 +58,10 @@ class Legs:
         self._outputs()
         for value in graph.values:
             self.legs += (leg for leg in self._of(value) if leg.start < leg.stop)
+        trained = {parameter for _, parameter in graph.outputs}
+        for v, route in decision.held.items():
+            self._check(route, v, decision.inputs[v], decision.stored(v))
+            self.legs += [Leg(route, 0, len(route.hops), held=True)] if v in trained else []
 
     def _group(self, group: Group) -> None:
         """What the group brings in; its operations may only slice that, and what others of them make."""
@@ -78,13 +83,14 @@ class Legs:
     def _outputs(self) -> None:
         for (v, parameter), route in zip(self.graph.outputs, self.decision.outputs, strict=True):
             whole = (REPLICATE,) * len(self.decision.axes)
-            self._check(route, v, whole if parameter is None else self.decision.inputs[parameter])
+            self._check(route, v, whole if parameter is None else self.decision.stored(parameter))
             self._readers[v].append(_Reader(route, self._made_in[v], parameter is not None))
 
-    def _check(self, route: Route, v: int, wanted: Layout) -> None:
-        if (route.value, route.source, route.target) != (v, self._made[v], wanted):
+    def _check(self, route: Route, v: int, wanted: Layout, made: Layout | None = None) -> None:
+        made = self._made[v] if made is None else made
+        if (route.value, route.source, route.target) != (v, made, wanted):
             raise VerificationError(
-                f"{self._name(v)} is made as {self._made[v]} and read as {wanted}, which this does not lead to: {route}")
+                f"{self._name(v)} is made as {made} and read as {wanted}, which this does not lead to: {route}")
 
     def _of(self, value: Value) -> Iterator[Leg]:
         v, start = value.index, 0
@@ -141,3 +147,15 @@ def _part(route: Route, stop: int) -> Route:
 
 def _is_slice(layout: Layout, after: Layout) -> bool:
     return all(p == q or (p == REPLICATE and isinstance(q, tuple)) for p, q in zip(layout, after))
+
+
+def readers_of(graph: PlacementGraph, decision: Decision) -> dict[tuple[int, Route], str]:
+    """(value, way to a layout of it) -> the first operation that reads it there, or goes on from there."""
+    found: dict[tuple[int, Route], str] = {}
+    for (index, _), route in decision.routes.items():
+        for stop in range(len(route.hops) + 1):
+            found.setdefault((route.value, _part(route, stop)), graph.operations[index].name)
+    for v, route in decision.held.items():
+        if graph.values[v].users:
+            found[v, route] = graph.operations[graph.values[v].users[0]].name
+    return found

@@ -18,6 +18,7 @@ from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.objective import in_time, minimized_first
 from passes.partition.place import Placed, place
 from passes.partition.state import StateModel
+from passes.partition.zero import Zero
 from passes.solve.solvers import SolverOptions
 
 
@@ -26,8 +27,9 @@ class Conditions:
     """What an answer is priced by, and what it has to keep to.
 
     cluster: of like devices, at the speed that they run at. budget_bytes: of one device; None: its memory.
-    optimizer_states: tensors that the optimizer keeps for each parameter. measured: what prices are taken from; None: data
-    sheets alone. solver: its time limit is that of all meshes together. rows: names of graph inputs that come split by rows.
+    optimizer_states: tensors that the optimizer keeps for each parameter. zero: how parameters may be stored. measured: what
+    prices are taken from; None: data sheets alone. solver: its time limit is that of all meshes together. rows: names of graph
+    inputs that come split by rows.
     shorter, further: the same model with one layer less, and how many layers it really has beyond those of the graph.
     lifetimes: when bytes are counted.
     """
@@ -36,6 +38,7 @@ class Conditions:
     objective: Literal["time", "energy"] = "time"
     budget_bytes: float | None = None
     optimizer_states: int = 2
+    zero: Zero = Zero()
     measured: Measured | None = None
     solver: SolverOptions = SolverOptions()
     rows: frozenset[str] = frozenset()
@@ -110,7 +113,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
                 graph, mesh.layout_axes, prices, other_prices=others,
                 options=replace(conditions.solver, time_limit_s=max(0.7 * left, 1.0)),
                 state=StateModel(optimizer=float(conditions.optimizer_states)), budget_bytes=conditions.budget,
-                stored=stored, rows=conditions.rows, pinned=pinned,
+                stored=stored, rows=conditions.rows, zero=conditions.zero, pinned=pinned,
                 cutoff=best[1].solution.cost if best else None,
                 shorter=conditions.shorter, further=conditions.further,
                 lifetimes=conditions.lifetimes,

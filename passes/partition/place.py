@@ -18,6 +18,7 @@ from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.reprice import Cost, reprice
 from passes.partition.state import StateModel
+from passes.partition.zero import Zero
 from passes.solve.problem import Problem, Solution
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
@@ -52,6 +53,7 @@ def place(
     budget_bytes: float | None = None,
     stored: Mapping[str, Layout] | None = None,
     rows: frozenset[str] = frozenset(),
+    zero: Zero | None = None,
     pinned: Mapping[str, Pin] | None = None,
     cutoff: float | None = None,
     fold: bool = True,
@@ -72,7 +74,7 @@ def place(
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(
             which, axes, prices, state=state, budget_bytes=budget_bytes, stored=stored, rows=rows,
-            memo=memo, fold=fold, bucket_bytes=bucket_bytes, lifetimes=lifetimes,
+            memo=memo, fold=fold, bucket_bytes=bucket_bytes, lifetimes=lifetimes, zero=zero,
         )
 
     def cost_of(problem: PlacementProblem, decision: Decision, prices: Prices) -> Cost:

@@ -160,8 +160,8 @@ def reprice(
         value = graph.values[v]
         if value.kind != "parameter":
             continue
-        held = walk.local(v, layout)
-        parameters += held
+        held = walk.local(v, decision.stored(v))
+        parameters += held + (walk.local(v, layout) if v in decision.held else 0.0)
         if v in trained:
             gradients += held * state.gradient
             optimizer_bytes += held * state.optimizer

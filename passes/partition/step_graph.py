@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from passes.costs.terms import Message, Prices, price
-from passes.graph.decision import Decision, Route
+from passes.graph.decision import Decision
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.charges import LocalSizes, group_kernels
 from passes.partition.groups import Group
-from passes.partition.legs import Legs
+from passes.partition.legs import Legs, readers_of
 from passes.partition.redistribution import bucket_bytes_of, priced_hop
 from passes.partition.reprice import Cost, boundary
 from passes.rules.view_names import VIEWS, view_name
@@ -41,7 +42,7 @@ def step_graph(
         parameter_bytes=cost.parameter_bytes,
         gradient_bytes=cost.gradient_bytes,
         optimizer_bytes=cost.optimizer_bytes,
-        trained_bytes=tuple(local_bytes(graph.values[v], layout, decision.axes) for v, layout in decision.inputs.items()
+        trained_bytes=tuple(local_bytes(graph.values[v], decision.stored(v), decision.axes) for v in decision.inputs
                             if graph.values[v].kind == "parameter" and graph.values[v].trainable),
         call_us=call_us,
         optimizer_us=cost.optimizer,
@@ -85,13 +86,14 @@ class _Maker:
         )
 
     def legs(self) -> Iterator[Leg]:
-        readers = self._readers()
+        readers = readers_of(self.graph, self.decision)
         for leg in Legs(self.graph, self.groups, self.held, self.decision).legs:
             value, layouts = self.graph.values[leg.route.value], [leg.route.layout(k) for k in range(leg.start, leg.stop + 1)]
             reader = readers.get((value.index, leg.route), "")
             made_backward = value.producer is not None and self.graph.operations[value.producer].phase == BACKWARD
-            yield self._leg(value, reader, layouts, made_backward and not reader,
+            made = self._leg(value, reader, layouts, made_backward and not reader,
                              self.bucket_bytes if leg.gradient else 0.0)
+            yield replace(made, result_bytes=0.0, once=True) if leg.held else made
 
     def reductions(self) -> Iterator[Leg]:
         """Small partial sums that operations reduce right where they make them."""
@@ -122,12 +124,3 @@ class _Maker:
         """Of the call that makes a value, or of the graph's input."""
         value = self.graph.values[v]
         return value.name if value.producer is None else self.graph.operations[value.producer].name
-
-    def _readers(self) -> dict[tuple[int, Route], str]:
-        """The first operation that reads a value at the end of a route."""
-        found: dict[tuple[int, Route], str] = {}
-        for (index, _), route in self.decision.routes.items():
-            for stop in range(len(route.hops) + 1):
-                found.setdefault((route.value, Route(route.value, route.source, route.hops[:stop])),
-                                 self.graph.operations[index].name)
-        return found

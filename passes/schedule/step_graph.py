@@ -63,8 +63,8 @@ class Hop:
 class Leg:
     """A part of a redistribution that is paid for once: a value goes from one layout to another for `reader`, which is a
     call, the very call that makes it (a sum where it is made), or "" for what the graph returns. gradient: it is reduced
-    for the optimizer. result_bytes: of the value in its target layout. It stands for `multiplicity` equal ones in the
-    whole model."""
+    for the optimizer. result_bytes: of the value in its target layout, where a microbatch makes and drops it. once: a step
+    has it once, however many microbatches. It stands for `multiplicity` equal ones in the whole model."""
 
     value: str
     reader: str
@@ -75,6 +75,7 @@ class Leg:
     dtype: str = "float32"
     gradient: bool = False
     multiplicity: int = 1
+    once: bool = False
 
     @property
     def communicates(self) -> bool:

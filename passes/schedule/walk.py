@@ -92,7 +92,7 @@ class _Walk:
     def _run_one(self, each: Instance, phase: str, reduce: bool) -> None:
         program, call, label = self.program, each.call, each.call.name + _layer(each)
         program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
-        into = self.legs.into(each)
+        into = [(leg, repeats) for leg, repeats in self.legs.into(each) if not (leg.once and self.microbatch)]
         for leg, repeats in into:
             if leg.value != call.name:
                 self._leg_in(leg, repeats, each, phase)

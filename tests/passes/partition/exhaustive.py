@@ -6,7 +6,8 @@ What is taken from there: the price of one hop of a redistribution (`priced_hop`
 - Inside a group a value has one layout, but what cannot be split where it is made may be read in part.
 - Values between groups go the cheapest way, over shared copies: forward readers share one if there are several or if
   backward reads the value too, and backward readers share one if there are several.
-- A parameter is stored whole or in parts along the outermost factor of a dim; its optimizer costs time by its elements.
+- A parameter is stored whole or in parts along the outermost factor of a dim; its optimizer costs time by its elements. With
+  `holds`, one that is trained may be gathered once, along some axes or all, and read from there.
 """
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def possible(value: Value, layout: Layout, sizes: Sequence[int]) -> bool:
 
 
 class Game:
-    def __init__(self, graph: PlacementGraph, sizes: tuple[int, ...], prices, groups: Sequence[Group]):
+    def __init__(self, graph: PlacementGraph, sizes: tuple[int, ...], prices, groups: Sequence[Group], holds: bool = False):
+        self.holds = holds
         self.graph, self.sizes, self.prices, self.groups = graph, sizes, prices, groups
         self.whole = (REPLICATE,) * len(sizes)
         self.tables: dict[int, dict[tuple[Layout, Layout], float]] = {}
@@ -188,8 +190,8 @@ class Game:
             if value.kind == "parameter":
                 gradients = [g for g, p in graph.outputs if p == v]
                 best = math.inf
-                for stored in storages:
-                    total = self.fan_out_us(v, stored, fs, bs, False, self.copies(v))
+                for stored, start in [(p, q) for p in storages for q in self.starts(p, bool(gradients))]:
+                    total = self.distances(v)[stored, start] + self.fan_out_us(v, start, fs, bs, False, self.copies(v))
                     for g in gradients:
                         producer = graph.values[g].producer
                         owner = self.groups[self.owner[producer]]
@@ -207,6 +209,11 @@ class Game:
             return self.fan_out_us(v, source, fs, bs, kept, self.copies(v))
 
         return cost
+
+    def starts(self, stored: Layout, trained: bool) -> list[Layout]:
+        """Layouts from which a parameter goes to its readers."""
+        ways = [{p, REPLICATE} if self.holds and trained else {p} for p in stored]
+        return list(itertools.product(*ways))
 
     def copies(self, v: int) -> list[Layout]:
         value = self.graph.values[v]

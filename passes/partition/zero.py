@@ -1,0 +1,71 @@
+"""In which layouts a parameter may be stored, and in which it comes to whoever reads it: what a level of ZeRO allows.
+
+A parameter is stored with its gradient and its optimizer state, whole or in parts. What reads it whole where it is in parts
+gathers it: in forward, and in backward once more (level 3). Or the runtime gathers it, once after each step of the optimizer,
+and holds the result beside the part until the optimizer changes that (level 2, with the part more than the textbook's, which
+has no more than the whole; level 1 moves as much, holds more, and is read as 2). At level 0 nothing is gathered.
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.)
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from passes.graph.layouts import Layout, legal
+from passes.graph.placement_graph import PlacementGraph, Value
+from passes.machine.axis import Axes
+from passes.rules.base import REPLICATE
+
+Level = Literal[0, 2, 3]
+
+
+@dataclass(frozen=True)
+class Zero:
+    """level: of all parameters; None where each may have its own. holds: whether what is gathered may be held."""
+
+    level: Level | None = None
+    holds: bool = False
+
+    def storage(self, value: Value, trained: bool, axes: Axes) -> list[Layout]:
+        """Layouts that a parameter may be stored in."""
+        dims = [(d, 0) for d in range(len(value.spec.shape)) if value.factors[d]]
+        per_axis = [[REPLICATE, *dims]] * len(axes)
+        layouts = [p for p in itertools.product(*per_axis) if legal(value, p, axes)]
+        level = 0 if self.level == 2 and not trained else self.level  # a part of what nobody changes saves nothing
+        if level == 0:
+            return [p for p in layouts if not any(axis.name == "dp" and q != REPLICATE for q, axis in zip(p, axes))]
+        if level is None:
+            return layouts
+
+        def parts(layout: Layout) -> int:
+            return sum(p != REPLICATE and axis.name != "tp" for p, axis in zip(layout, axes))
+
+        most = max(map(parts, layouts))
+        return [p for p in layouts if parts(p) == most]
+
+    def held(self, stored: Layout) -> Iterator[Layout]:
+        """Layouts in which it may be held besides, one or more of the axes gathered."""
+        split = [a for a, p in enumerate(stored) if p != REPLICATE]
+        for count in range(1, len(split) + 1 if self.holds else 0):
+            for gathered in itertools.combinations(split, count):
+                yield tuple(REPLICATE if a in gathered else p for a, p in enumerate(stored))
+
+    def gathers_again(self, trained: bool, placed: bool) -> bool:
+        """Whether a graph may gather a parameter by itself. placed: another graph has decided how it is stored."""
+        return self.level in (None, 3) or (placed and not (self.level == 2 and trained))
+
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients of parameters in parts come in parts out of their reduction: never whole, to be cut then."""
+        return self.level in (2, 3)
+
+
+def weights_of(graph: PlacementGraph, parameters: set[int] | None = None) -> set[int]:
+    """Parameters as operations read them: as they are stored, or through views and casts. parameters: these alone."""
+    found = {v.index for v in graph.values if v.kind == "parameter"} if parameters is None else set(parameters)
+    for op in graph.operations:
+        if not op.heavy and len(op.inputs) == 1 and op.inputs[0] in found:
+            found.update(op.outputs)
+    return found
