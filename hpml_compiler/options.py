@@ -92,8 +92,15 @@ def parse_watts(value: object) -> float:
     return watts
 
 
+def _level(value: object) -> object:
+    if isinstance(value, bool):  # which equals 0 or 1
+        raise ValueError("it is neither on nor off, but one of 'auto', 0, 1, 2 and 3")
+    return value
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Watts = Annotated[float, BeforeValidator(parse_watts)]
+ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
 AxisSizes = Annotated[dict[str, int], BeforeValidator(_mesh_sizes)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
@@ -116,7 +123,7 @@ class Options(BaseModel):
         None, description='bytes per device that no step may exceed: an integer, or text such as "64MiB" or "24GB"; what '
         "does not fit is computed once more in backward"
     )
-    zero: Literal["auto", 0, 1, 2, 3] = Field(
+    zero: ZeroLevel = Field(
         "auto", description="how parameters are stored: 0 whole wherever they are read whole; 2 in parts, gathered once per "
         "step of the optimizer and held until it changes them; 3 in parts, gathered again in each forward and backward; 1 is "
         'read as 2; "auto" leaves it to the solver, parameter by parameter, which holds what was gathered only where there is '

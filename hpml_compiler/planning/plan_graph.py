@@ -54,7 +54,7 @@ def zero_of(options: Options, obeys: bool) -> Zero:
     weighed; obeys: or where a plan says so."""
     if options.zero == "auto":
         return Zero(None, holds=obeys or options.memory_budget is not None)
-    level = max(options.zero, 2) if options.zero else 0
+    level = 2 if options.zero == 1 else options.zero
     return Zero(level, holds=level == 2)
 
 
