@@ -20,7 +20,7 @@ from passes.machine.cluster import MOST_DEVICES
 
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 
-Offload = Literal["off", "saved"]
+Offload = Literal["off", "saved", "optimizer", "all"]
 
 # tensors of the parameter's own shape and dtype that torch.optim keeps for each parameter it updates
 OPTIMIZER_STATES: dict[OptimizerName, int] = {
@@ -157,7 +157,7 @@ class Options(BaseModel):
     optimizer: OptimizerName = Field("adamw", description="the optimizer whose state counts as memory")
     offload: Offload = Field(
         "off", description='what may leave the memory of the device while it is not used, for the memory of the host or, of a '
-        'CPU, a file: values "saved" for backward, under a memory_budget'
+        'CPU, a file: values "saved" for backward, under a memory_budget; the state of the "optimizer"; or "all" of that'
     )
     offload_folder: Folder | None = Field(None, description="where a CPU offloads to; without it, where temporary files are")
     monitor: bool = Field(True, description="whether a run compares what it takes with what was predicted")
@@ -195,6 +195,14 @@ class Options(BaseModel):
     def optimizer_states(self) -> int:
         """How many tensors of a trainable parameter's shape and dtype the optimizer keeps for it."""
         return OPTIMIZER_STATES[self.optimizer]
+
+    @property
+    def resident_states(self) -> int:
+        """How many of them are in the device's memory all the time."""
+        return 0 if self.offloads("optimizer") else self.optimizer_states
+
+    def offloads(self, part: Literal["saved", "optimizer"]) -> bool:
+        return self.offload in (part, "all")
 
     def load_plan(self) -> Plan | None:
         """The plan to obey, read from its file if a path was given. Raises BadInput."""

@@ -40,6 +40,7 @@ from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of
 from hpml_compiler.runtime.devices import device_type, settle
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
+from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
@@ -115,6 +116,9 @@ class _Compilation:
         )(self.gm, examples)
         assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
         same_values(own_values(self.inputs.described, self.given_inputs))
+        if self.options.offloads("optimizer"):
+            parameters = (value for value in self.given_inputs if isinstance(value, torch.nn.Parameter))
+            offload_state(parameters, self.options.offload_folder or "")
         installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh),
                             self.inputs.gathered, self.inputs.written, self.holding)
 
@@ -132,9 +136,12 @@ class _Compilation:
         half = of_forward(self.planned.record.name, self.inputs.described, self.given_inputs, self.draws)
         spot = Spot(f"forward of {self.planned.record.name}")
         training = self.annotated.interface.training
+        if self.watched is not None:
+            watch_optimizers(current_monitor)
+        if self.options.offloads("optimizer"):
+            watch_steps()
         if self.watched is None:
             return forward_call(call, spot, half, training)
-        watch_optimizers(current_monitor)
         return forward_call(self.watched.forward(call), spot, half, training)
 
     def _static(self, value: Any) -> Any:

@@ -10,7 +10,7 @@ from passes.machine.cluster import Cluster
 def offload_price(options: Options, cluster: Cluster) -> Callable[[int], float] | None:
     """µs by bytes, both ways, with nothing of it hidden behind computing; None where saved values stay on the device. A GPU
     copies to the memory of its host, a CPU to a file."""
-    if options.offload == "off":
+    if not options.offloads("saved"):
         return None
     group = cluster.groups[0]
     link = group.storage if group.device.kind == "cpu" else group.host

@@ -13,6 +13,7 @@ from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
 from hpml_compiler.compile.offload import offload_price
 from hpml_compiler.options import Options
+from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from passes import compat
 from passes.analysis.tape import MakeTape
 from passes.costs.prices import MeshPrices
@@ -22,6 +23,9 @@ from passes.presets import taping
 
 
 def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if options.offloads("optimizer"):
+        offload_state((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), options.offload_folder or "")
+        watch_steps()
     if options.memory_budget is not None and torch.is_grad_enabled():
         return _Budgeted(example_inputs, options).compile(gm)
     if options.compiler == "inductor":
@@ -61,7 +65,7 @@ class _Budgeted:
         held = session.current().state_bytes
         for value in self.inputs:
             if isinstance(value, torch.nn.Parameter):
-                states = self.options.optimizer_states if value.requires_grad else 0
+                states = self.options.resident_states if value.requires_grad else 0
                 storage = value.untyped_storage()
                 held[storage.data_ptr()] = storage.nbytes() * (1 + states)
         return sum(held.values())

@@ -76,7 +76,7 @@ def plan_graph(
         capped, options.objective, options.memory_budget if budget_bytes is None else budget_bytes, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
         solver=solver_options(options), zero=zero_of(options, given is not None or options.plan is not None),
-        rows=rows, shorter=shorter, further=further, lifetimes=lifetimes,
+        rows=rows, shorter=shorter, further=further, lifetimes=lifetimes, resident_states=options.resident_states,
     )
 
     def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> Planned:

@@ -66,6 +66,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         step.undo(optimizer)
 
 
+def placed_groups(optimizer: torch.optim.Optimizer) -> list[list[Any]] | None:
+    """While an optimizer makes its step on local tensors: the parameters that these stand for, by group; else None."""
+    step = _on_locals.get(optimizer)
+    return None if step is None else step.groups
+
+
 def place_state(optimizer: torch.optim.Optimizer) -> None:
     """Give state tensors of a placed parameter's shape its placement; others, such as step counts, stay as they are.
 

@@ -83,12 +83,12 @@ def formulas(
     measured = measurements.load(parsed, cluster)
     conditions = Conditions(
         cluster, parsed.objective, parsed.memory_budget, parsed.optimizer_states, zero_of(parsed, obeys=True), measured,
-        shorter=shorter, further=source.further)
+        shorter=shorter, further=source.further, resident_states=parsed.resident_states)
     prices, planned = conditions.prices(mesh_from_pin(plan.mesh, cluster)), source.planned(base)
     answers = [_obeyed(annotated, graph, plan, conditions) for annotated, graph in zip(base, planned)]
     notes: list[str] = []
     samples = _sample(source, base, varied_inputs(batch, dims), notes)
-    state = StateModel(optimizer=float(parsed.optimizer_states))
+    state = StateModel(optimizer=float(parsed.resident_states))
 
     def cost() -> SymbolicCost:
         interpolation = Interpolation(tuple(samples.inputs.sizes), tuple(samples.graphs), samples.up)

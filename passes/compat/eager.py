@@ -45,6 +45,12 @@ def will_accumulate(nodes: Any) -> bool:
         return False
 
 
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """A class's `step` without what torch wraps it in when the first of the class is made: hooks, and a profiler's range."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
 use_count: Callable[[torch.Tensor], int] = cast("Any", torch.Tensor)._use_count
 """How many hold a tensor: 1 for one that only Python knows, where all of Python's references count as one."""
 

@@ -31,7 +31,7 @@ class Conditions:
     prices are taken from; None: data sheets alone. solver: its time limit is that of all meshes together. rows: names of graph
     inputs that come split by rows.
     shorter, further: the same model with one layer less, and how many layers it really has beyond those of the graph.
-    lifetimes: when bytes are counted.
+    lifetimes: when bytes are counted. resident_states: how many tensors of the optimizer the device holds; None: all.
     """
 
     cluster: Cluster
@@ -45,10 +45,15 @@ class Conditions:
     shorter: PlacementGraph | None = None
     further: int = 0
     lifetimes: Lifetimes = THROUGHOUT
+    resident_states: int | None = None
 
     @property
     def budget(self) -> float:
         return float(self.cluster.device.memory_bytes if self.budget_bytes is None else self.budget_bytes)
+
+    @property
+    def states_held(self) -> float:
+        return float(self.optimizer_states if self.resident_states is None else self.resident_states)
 
     def prices(self, mesh: Mesh) -> MeshPrices:
         return MeshPrices(mesh, self.optimizer_states, self.measured)
@@ -112,7 +117,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
             answer = place(
                 graph, mesh.layout_axes, prices, other_prices=others,
                 options=replace(conditions.solver, time_limit_s=max(0.7 * left, 1.0)),
-                state=StateModel(optimizer=float(conditions.optimizer_states)), budget_bytes=conditions.budget,
+                state=StateModel(optimizer=conditions.states_held), budget_bytes=conditions.budget,
                 stored=stored, rows=conditions.rows, zero=conditions.zero, pinned=pinned,
                 cutoff=best[1].solution.cost if best else None,
                 shorter=conditions.shorter, further=conditions.further,

@@ -6,6 +6,7 @@ is free as soon as no tensor looks at it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import tempfile
@@ -28,6 +29,23 @@ def tensor_on(storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, tuple(size), tuple(stride))
 
 
+def moved(tensor: torch.Tensor, folder: str = "") -> torch.Tensor:
+    """A copy elsewhere, of the same strides where these leave no holes."""
+    there = tensor_on(reserve(tensor.numel() * tensor.element_size(), tensor.device, folder), tensor.dtype, tensor.shape,
+                      torch.empty_like(tensor, device="meta").stride())
+    return there.copy_(tensor)
+
+
+def is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether its memory is of here."""
+    return tensor.device.type == "cpu" and (tensor.untyped_storage().data_ptr() in _maps
+                                            or torch.cuda.is_available() and tensor.is_pinned())
+
+
+_maps: set[int] = set()
+"""Addresses of maps of files."""
+
+
 def _file(nbytes: int, folder: str) -> torch.UntypedStorage:
     try:
         handle, name = tempfile.mkstemp(prefix="hpml_", dir=folder)
@@ -48,15 +66,26 @@ def _file(nbytes: int, folder: str) -> torch.UntypedStorage:
 def _map(handle: int, nbytes: int) -> torch.UntypedStorage:
     """Not torch's own map of a file, which counts as allocated; nor Python's, which keeps the file open: a process may have a
     thousand."""
-    c = ctypes.CDLL(None, use_errno=True)
-    c.mmap.argtypes, c.mmap.restype = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long), ctypes.c_void_p
-    c.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
-    address = c.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, handle, 0)
+    address = _c().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, handle, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(memory, c.munmap, address, nbytes).atexit = False  # tensors may outlive Python's modules
+    _maps.add(address)
+    weakref.finalize(memory, _unmap, address, nbytes).atexit = False  # tensors may outlive Python's modules
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _maps.discard(address)
+    _c().munmap(address, nbytes)
+
+
+@functools.cache
+def _c() -> ctypes.CDLL:
+    c = ctypes.CDLL(None, use_errno=True)
+    c.mmap.argtypes, c.mmap.restype = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long), ctypes.c_void_p
+    c.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+    return c
 
 
 def _take_space(handle: int, nbytes: int) -> None:
