@@ -200,7 +200,8 @@ class _Compilation:
         start = time.perf_counter()
         kept = self.inputs.kept_gradients(annotated, forward_outputs)
         groups = self.session.groups(planned.mesh)
-        after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept)(gm)
+        after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
+                       compact=self.options.memory_budget is not None)(gm)
         planned.record.seconds["rewrite"] = time.perf_counter() - start
         self._save_plan()
         if dist.get_rank() == 0:

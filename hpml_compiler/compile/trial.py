@@ -35,7 +35,8 @@ class Trial:
         """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used."""
         gm, axes = copied(self.annotated.gm), device_axes(planned.mesh)
         groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
-        after_planning(planned.decision, groups, self.options.compiler, self.forward_outputs, self.kept_gradients)(gm)
+        after_planning(planned.decision, groups, self.options.compiler, self.forward_outputs, self.kept_gradients,
+                       compact=True)(gm)
         taping(self.tape(planned, groups))(gm)
         memory = planned.record.memory
         return decide_kept(gm, self.forward_outputs, memory.parameters + memory.optimizer, self.options, planned.record.name,

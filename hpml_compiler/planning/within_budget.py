@@ -20,8 +20,9 @@ from passes.partition.lifetimes import Lifetimes
 
 log = logging.getLogger("hpml")
 WHERE = "options['memory_budget']"
-ROUNDS = 4
-"""How often placements are planned with saved values counted, after an answer without that is slow or holds too much."""
+SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
+"""Parts of the saved values that count, one after another as long as no placements are found."""
+MOST_TRIALS = 6
 LITTLE = 0.005
 """Running again that takes no more than this part of a step is no reason to look for other placements."""
 
@@ -42,13 +43,11 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
     first = search.look(0.0, bytes_left)
     if first is not None and search.fits(first) and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
         return first
-    share = 1.0
-    for _ in range(ROUNDS):
-        if time.perf_counter() > end:
-            break
-        latest = search.look(share, bytes_left)
+    shares = list(SHARES)
+    while shares and len(search.tried) <= MOST_TRIALS and time.perf_counter() < end:
+        latest = search.look(shares[0], bytes_left)
         if latest is None:  # so many saved values fit nowhere, but some of them need not be kept
-            share /= 2
+            del shares[0]
         elif search.fits(latest):
             break
         else:

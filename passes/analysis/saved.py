@@ -31,7 +31,7 @@ from passes.rules.view_names import VIEWS, view_name
 @register
 @dataclass(frozen=True)
 class TorchCut(AnalysisPass):
-    """Writes `CUT`: what the partitioner of torch would save."""
+    """Writes `CUT`: what the partitioner of torch would save, of a graph that is ready to be cut."""
 
     name = "torch_cut"
     provides = (CUT,)
@@ -40,8 +40,8 @@ class TorchCut(AnalysisPass):
 
     def run(self, graph_module: fx.GraphModule) -> None:
         nodes = {node.name: node for node in graph_module.graph.nodes}
-        write(CUT, graph_module, frozenset(
-            _viewed(nodes[node.name]).name for node in _partitioned(graph_module, self.forward_outputs) if node.name in nodes))
+        found = _partitioned(graph_module, self.forward_outputs, False)
+        write(CUT, graph_module, frozenset(_viewed(nodes[node.name]).name for node in found if node.name in nodes))
 
 
 def _viewed(node: fx.Node) -> fx.Node:
@@ -56,7 +56,7 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
     """Indices of the values of `graph` that are held; parameters and inputs, which are there anyway, are not among them."""
     index = {value.name: value.index for value in graph.values}
     found: set[int] = set()
-    for node in _partitioned(gm, forward_outputs):
+    for node in _partitioned(gm, forward_outputs, True):
         value = index.get(node.name)
         if value is None and (owner := port_of(node)) is not None:
             value = index.get(f"{owner[0].name}.{owner[1]}")
@@ -66,9 +66,10 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
     return frozenset(_where_backward_reads(graph, _alike_in_repeated_blocks(graph, found, numbers), numbers))
 
 
-def _partitioned(gm: fx.GraphModule, forward_outputs: int) -> list[fx.Node]:
-    """Nodes that forward hands to backward."""
-    forward, _ = compat.min_cut_partition(copied(gm), (), forward_outputs, (), deduplicate=True)
+def _partitioned(gm: fx.GraphModule, forward_outputs: int, deduplicate: bool) -> list[fx.Node]:
+    """Nodes that forward hands to backward. deduplicate: equal calls count as one. A rewritten graph has no such calls but
+    those that are in backward on purpose, as where a parameter is gathered again."""
+    forward, _ = compat.min_cut_partition(copied(gm), (), forward_outputs, (), deduplicate=deduplicate)
     (output,) = forward.graph.find_nodes(op="output")
     return [x for x in compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)[forward_outputs:]
             if isinstance(x, fx.Node)]

@@ -132,6 +132,10 @@ class _Reader:
             (leaf,) = leaves
             self.number.setdefault(memory_of(leaf), reads[0])
             self.bases[reads[0]] = node.name
+            maker = self.storages[reads[0]].maker
+            if maker is not None and self.runs[maker].workspace_bytes:
+                self.runs.append(
+                    Run(node.name, node in self.backward, 0.0, reads, (), block=self.blocks[node], waits_for=maker))
             return
         if view_name(node.target) in VIEWS and reads:  # passes that replace what it views leave its memory as it was
             for leaf in leaves:
@@ -152,7 +156,8 @@ class _Reader:
                 "", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise), self._offload_us(leaf)))
         self.runs.append(Run(
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
-            self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node]))
+            self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node],
+            _workspace(node, leaves)))
 
     def _is_repeatable(self, node: Node) -> bool:
         return is_repeatable(node) and (
@@ -196,6 +201,16 @@ class _Reader:
 COLLECTIVES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
                "all_to_all_single": "all_to_all"}
 """What the functional collectives that the rewrite inserts are called in prices."""
+
+
+def _workspace(node: Node, leaves: list[torch.Tensor]) -> int:
+    """What a collective allocates besides its result. gloo, which is what CPUs have, gathers into memory that it copies from,
+    and reduces a copy of what it scatters, which its thread lets go of when it does the next (measured, torch 2.13); NCCL has
+    its buffers from the start."""
+    if not is_collective(node.target) or not leaves or leaves[0].device.type != "cpu":
+        return 0
+    name = view_name(node.target)
+    return _nbytes(leaves[0]) if "all_gather" in name else _nbytes(node.args[0].meta["val"]) if "reduce_scatter" in name else 0
 
 
 def _group(node: Node) -> str:

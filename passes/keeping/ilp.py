@@ -132,7 +132,7 @@ def _forward_rows(program: Program, around: Walk) -> Iterator[Row]:
     for position, number in enumerate(phase.order):
         read.update(dict.fromkeys(tape.runs[number].reads, position))
     for position in _tops(phase):
-        constant, terms = 0, {}
+        constant, terms = phase.workspace_bytes[position], {}
         for s, life in lives.items():
             if s in program.keep:
                 continue
@@ -163,7 +163,7 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
     made = {s: position for position, number in enumerate(phase.order) if number < 0 for s in tape.runs[-1 - number].makes}
     lives = {life.storage: life for life in phase.lives}
     for position in _tops(phase):
-        constant, terms = 0, {}
+        constant, terms = phase.workspace_bytes[position], {}
         for s, life in lives.items():
             if s not in program.keep and life.first <= position <= life.last:
                 constant += tape.storages[s].nbytes

@@ -46,7 +46,25 @@ class Phase:
             size = self.tape.storages[life.storage].nbytes
             change[max(life.first, 0)] += size
             change[life.last + 1] -= size
-        return tuple(accumulate(change))[:len(self.order)]
+        return tuple(map(sum, zip(accumulate(change), self.workspace_bytes)))
+
+    @cached_property
+    def workspace_bytes(self) -> tuple[int, ...]:
+        """At each position: what collectives take besides, until they are waited for. The latest one's goes when another one
+        has taken its own: the thread that did it has nothing else to do."""
+        waited = {self.tape.runs[number].waits_for for number in self.order if number >= 0}
+        open_ones: dict[int, int] = {}
+        held, latest = [], 0
+        for number in self.order:
+            run = self.tape.runs[number if number >= 0 else -1 - number]
+            held.append(latest + sum(open_ones.values()) + run.workspace_bytes)
+            if run.waits_for is not None:
+                latest = open_ones.pop(run.waits_for, latest)
+            elif run.workspace_bytes and number in waited:
+                open_ones[number], latest = run.workspace_bytes, 0
+            elif run.workspace_bytes:
+                latest = run.workspace_bytes
+        return tuple(held)
 
     def alive(self, position: int) -> list[int]:
         return [life.storage for life in self.lives if life.first <= position <= life.last]
@@ -100,7 +118,8 @@ def _forward_order(tape: Tape, kept: Collection[int]) -> list[int]:
     order = []
     for index in range(len(tape.runs) - 1, -1, -1):
         run = tape.runs[index]
-        if not run.backward and (wanted.intersection(run.makes) or not run.makes):
+        needed = wanted.intersection(run.reads if run.waits_for is not None else run.makes)
+        if not run.backward and (needed or not run.makes and run.waits_for is None):
             wanted.update(run.reads)
             order.append(index)
     return order[::-1]

@@ -7,14 +7,17 @@ Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, sec
 
 Nothing is delayed that something else than an output of the graph needs: such reductions share a bucket only as long
 as none of them is needed. Values do not change but for the order in which a backend adds up.
+
+Where bytes count, a bucket is waited for when the next one starts: what is whole until then need not be, and is not held until
+the end by all.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,35 +46,46 @@ class _Reduction:
     """What follows up to the outputs, if nothing else needs it: it can wait. None if something does."""
     needed_at: int
     nbytes: int
+    soon: bool = False
+    """Whether it can be waited for at once, with what follows."""
 
     def key(self) -> Hashable:
         operand, *how = self.start.args
-        return self.start.target, tuple(how), operand.meta["val"].dtype, self.later is None
+        return self.start.target, tuple(how), operand.meta["val"].dtype, self.later is None, self.soon
 
 
 @register
 @dataclass(frozen=True)
 class Bucket(TransformPass):
-    """See the module's docstring. bucket_bytes: where a bucket is full; 0 leaves every reduction by itself, but late."""
+    """See the module's docstring. bucket_bytes: where a bucket is full; 0 leaves every reduction by itself, but late. soon: one
+    bucket is under way at a time."""
 
     name = "bucket"
 
     bucket_bytes: int = BUCKET_BYTES
+    soon: bool = False
 
     def run(self, graph_module: GraphModule) -> bool:
         nodes = list(graph_module.graph.nodes)
         order = {node: k for k, node in enumerate(nodes)}
         reductions = [r for node in nodes for r in _reduction(node, order)]
+        if self.soon:
+            reductions = _soon(reductions, order)
         fused: set[Node] = set()
-        for bucket in self._buckets(reductions, order):
+        following = nodes[-1]
+        # The last one first, so that where the next one starts is known.
+        for bucket in sorted(self._buckets(reductions, order), key=lambda bucket: -order[bucket[-1].start]):
+            started, place = bucket[-1].start, following if bucket[0].soon else nodes[-1]
             if len(bucket) > 1:
-                # Not by `needed_at`: a bucket before this one may have replaced the node there.
+                # Not by `needed_at`: another bucket may have replaced the node there.
                 late = bucket[0].later is not None
-                needed = nodes[-1] if late else min(user for r in bucket for user in r.wait.users)
-                _fuse(bucket, needed, fake_mode_of(graph_module))
+                needed = place if late else min(user for r in bucket for user in r.wait.users)
+                started = _fuse(bucket, needed, fake_mode_of(graph_module))
                 fused.update(r.wait for r in bucket)
-        for node in sorted({n for r in reductions for n in r.later or ()} - fused, key=order.__getitem__):
-            nodes[-1].prepend(node)
+            if bucket[0].soon:
+                _move({n for r in bucket for n in r.later or ()} - fused, place, order)
+            following = started
+        _move({n for r in reductions for n in r.later or () if not r.soon} - fused, nodes[-1], order)
         return bool(reductions)
 
     def _buckets(self, reductions: Sequence[_Reduction], order: dict[Node, int]) -> list[list[_Reduction]]:
@@ -90,6 +104,12 @@ class Bucket(TransformPass):
         return [*full, *filling.values()]
 
 
+def _move(nodes: Iterable[Node], place: Node, order: dict[Node, int]) -> None:
+    """To before `place`, in the order that they have."""
+    for node in sorted(nodes, key=order.__getitem__):
+        place.prepend(node)
+
+
 def _reduction(node: Node, order: dict[Node, int]) -> list[_Reduction]:
     """The reduction of backward that `node` starts, if it does."""
     if node.target not in (ALL_REDUCE, REDUCE_SCATTER) or node.meta.get("partitioner_tag") != "is_backward":
@@ -101,6 +121,19 @@ def _reduction(node: Node, order: dict[Node, int]) -> list[_Reduction]:
     needed_at = min(order[user] for user in wait.users) if later is None else len(order) - 1
     value = node.args[0].meta["val"]
     return [_Reduction(node, wait, later, needed_at, value.numel() * value.element_size())]
+
+
+def _soon(reductions: Sequence[_Reduction], order: dict[Node, int]) -> list[_Reduction]:
+    """Marks those of which all that follows needs nothing else that is made after the reduction starts, or late."""
+    late: set[Node] = set()
+    while True:
+        found = [replace(r, soon=r.later is not None and all(
+            x in r.later or order[x] <= order[r.start] and x not in late for node in r.later for x in node.all_input_nodes)
+            and late.isdisjoint(r.later)) for r in reductions]
+        more = {node for r in found if not r.soon for node in r.later or ()}
+        if more <= late:
+            return found
+        late |= more
 
 
 def _only_for_outputs(wait: Node) -> tuple[Node, ...] | None:
@@ -119,8 +152,9 @@ def _only_for_outputs(wait: Node) -> tuple[Node, ...] | None:
     return tuple(found)
 
 
-def _fuse(bucket: Sequence[_Reduction], place: Node, fake_mode: Any) -> None:
-    """One collective over the operands side by side, waited for before `place`; every reduction is a part of its result."""
+def _fuse(bucket: Sequence[_Reduction], place: Node, fake_mode: Any) -> Node:
+    """One collective over the operands side by side, waited for before `place`; every reduction is a part of its result.
+    Returns what starts it."""
     last = bucket[-1].start
     insert = Inserter(last.graph, last, fake_mode=fake_mode)
     rows = [last.args[2], -1] if last.target is REDUCE_SCATTER else [-1]  # of a scatter, the first dim is shared out
@@ -138,3 +172,4 @@ def _fuse(bucket: Sequence[_Reduction], place: Node, fake_mode: Any) -> None:
         offset += size
     for r in bucket:
         last.graph.erase_node(r.start)
+    return started

@@ -8,6 +8,8 @@ gradient of another parameter. A script that then scales or clips one gradient i
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +22,7 @@ from passes.registry import register
 from passes.transform.insert import Inserter
 
 aten = torch.ops.aten
+GOOD_PART = 0.9
 
 
 @register
@@ -27,12 +30,14 @@ aten = torch.ops.aten
 class OwnGradients(TransformPass):
     """Copies a gradient that shares memory with an input, a forward output or another gradient. Parts of one tensor that
     do not overlap, as of a bucket, stay as they are. outputs: the places among the graph's outputs of the gradients that
-    are kept; forward_outputs: how many outputs come before all gradients."""
+    are kept; forward_outputs: how many outputs come before all gradients. compact: also copies what is a part of memory of
+    which nobody needs the rest, as where a gradient is reduced whole and a rank takes its part: all of it would stay."""
 
     name = "own_gradients"
 
     outputs: tuple[int, ...] = ()
     forward_outputs: int = 0
+    compact: bool = False
 
     def run(self, graph_module: GraphModule) -> bool:
         graph = graph_module.graph
@@ -41,6 +46,7 @@ class OwnGradients(TransformPass):
         taken = {memory_of(node) for node in (*graph.find_nodes(op="placeholder"), *returned[:self.forward_outputs])} - {None}
         kept = set(self.outputs)
         parts: dict[int, list[tuple[int, int]]] = {}
+        wasteful = _wasteful(returned) if self.compact else set()
         changed = False
         # Gradients that are passed on first: they need no memory of their own, but what they share must not be kept.
         for k in sorted(range(self.forward_outputs, len(returned)), key=lambda k: k in kept):
@@ -49,8 +55,9 @@ class OwnGradients(TransformPass):
             if memory is None:
                 continue
             start, end = _bytes(node)
-            if k in kept and (memory in taken or any(start < e and s < end for s, e in parts.get(memory, ()))):
-                insert = Inserter(graph, output, like=node, fake_mode=fake_mode_of(graph_module))
+            if k in kept and (memory in taken or memory in wasteful
+                              or any(start < e and s < end for s, e in parts.get(memory, ()))):
+                insert = Inserter(graph, _after(node), like=node, fake_mode=fake_mode_of(graph_module))
                 returned[k] = insert(aten.clone.default, node)
                 returned[k].meta["partitioner_tag"] = "is_backward"
                 changed = True
@@ -59,6 +66,26 @@ class OwnGradients(TransformPass):
         if changed:
             output.args = (tuple(returned) if isinstance(output.args[0], tuple) else returned,)
         return changed
+
+
+def _wasteful(returned: Sequence[object]) -> set[int]:
+    """Memory of which what is returned needs less than a good part."""
+    needed: dict[int, int] = defaultdict(int)
+    sizes: dict[int, int] = {}
+    for node in returned:
+        if (memory := memory_of(node)) is not None:
+            start, end = _bytes(node)
+            needed[memory] += end - start
+            sizes[memory] = node.meta["val"].untyped_storage().nbytes()
+    return {memory for memory, nbytes in needed.items() if nbytes < GOOD_PART * sizes[memory]}
+
+
+def _after(node: Node) -> Node:
+    """Where a copy is made: at once, so that what it is copied from can go."""
+    after = node.next
+    while after.op == "placeholder":
+        after = after.next
+    return after
 
 
 def _bytes(node: Node) -> tuple[int, int]:

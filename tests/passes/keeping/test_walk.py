@@ -1,6 +1,8 @@
 """Bytes along a tape, counted by hand and by a slower count that shares nothing with the walk."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from passes.keeping.tape import Run, Storage, Tape
@@ -62,6 +64,16 @@ def test_a_light_kernel_writes_over_what_nobody_reads_any_more():
     for fusing, peak in ((True, 10), (False, 20)):
         runs = (Run("a", False, 1.0, (0,), (1,)), Run("b", False, 1.0, (1,), (2,), True, False, fusing))
         assert walk(Tape(runs, storages, frozenset({2}), frozenset()), ()).peak == peak
+
+
+def test_the_workspace_of_a_collective_is_there_until_it_is_waited_for_and_another_one_is_over():
+    storages = tuple(Storage(f"s{k}", 1, None if not k else 0 if k == 1 else k, "" if k else "forward") for k in range(5))
+    runs = (Run("gather", False, 1.0, (0,), (1,), workspace_bytes=100), Run("wait", False, 0.0, (1,), (), waits_for=0),
+            Run("light", False, 1.0, (1,), (2,)), Run("gather_2", False, 1.0, (2,), (3,), workspace_bytes=50),
+            Run("last", False, 1.0, (3,), (4,)))
+    tape = Tape(runs, storages, frozenset({4}), frozenset())
+    assert walk(tape, ()).forward.nbytes == (101, 101, 102, 152, 52)
+    assert "wait" not in {tape.runs[k].name for k in walk(replace(tape, returned=frozenset()), ()).forward.order}
 
 
 def slow_count(tape: Tape, order, start, held) -> list[int]:

@@ -41,6 +41,31 @@ def test_gradients_are_reduced_together_and_waited_for_last():
     assert calls.index("wait_tensor") > calls.index("relu") and calls.index("mul") > calls.index("wait_tensor")
 
 
+def test_where_bytes_count_a_bucket_is_waited_for_when_the_next_one_starts():
+    b = RankGraph()
+    x = b.operand(4, 4)
+    outputs = []
+    for _ in range(3):
+        x = b.call(aten.mm.default, x, b.operand(4, 4))
+        outputs.append(b.call(aten.slice.Tensor, b.all_reduce(x), 0, 0, 2))
+    calls = after(b.outputs(*outputs), bucket_bytes=0, soon=True)
+    some = [c for c in calls if c in ("mm", "all_reduce", "wait_tensor")]
+    assert some == ["mm", "all_reduce", "mm", "wait_tensor", "all_reduce", "mm", "wait_tensor", "all_reduce", "wait_tensor"]
+    assert calls.index("slice") < calls.index("wait_tensor") + 2, "and what follows goes with it"
+
+
+@pytest.mark.parametrize("nbytes", [0, 10_000])
+def test_what_needs_two_reductions_comes_after_both(nbytes):
+    b = RankGraph()
+    x, y = b.operand(4), b.operand(4)
+    first = b.all_reduce(x)
+    heavy = b.call(aten.mul.Tensor, y, 3.0)
+    second = b.all_reduce(heavy)
+    alone = b.all_reduce(b.call(aten.mul.Tensor, heavy, 2.0))
+    calls = after(b.outputs(b.call(aten.add.Tensor, first, second), alone), bucket_bytes=nbytes, soon=True)
+    assert len(reductions(calls)) == (3 if not nbytes else 2)
+
+
 def test_scatters_are_laid_side_by_side():
     b = RankGraph()
     calls = after(b.outputs(*(b.reduce_scatter(b.operand(*shape)) for shape in [(4, 3), (2,), (6, 2)])))

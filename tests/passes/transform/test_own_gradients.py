@@ -56,6 +56,18 @@ def test_parts_of_a_bucket_stay():
     assert changed(b, kept=(0, 1, 2)) == [2]  # only this one overlaps
 
 
+def test_a_part_of_what_nobody_needs_the_rest_of_is_copied_where_memory_counts():
+    b = RankGraph()
+    reduced, bucket = b.all_reduce(b.operand(8)), b.call(aten.neg.default, b.operand(8))
+    b.outputs(b.call(aten.slice.Tensor, reduced, 0, 0, 4),
+              *(b.call(aten.slice.Tensor, bucket, 0, start, start + 4) for start in (0, 4)))
+    gm = b.graph_module()
+    OwnGradients((0, 1, 2), 0, compact=True).run(gm)
+    first, *others = gm.graph.output_node().args[0]
+    assert first.target == aten.clone.default and first.prev is first.args[0], "copied at once, so that the rest can go"
+    assert all(other.target == aten.slice.Tensor for other in others), "these two need all of theirs"
+
+
 def test_none_and_gradients_with_memory_of_their_own_stay():
     b = RankGraph()
     x = b.operand(2, 3)
