@@ -52,11 +52,67 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+class BrokenGPT(GPT):
+    """With a graph break in the middle: two graphs share a step."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        half = len(self.layers) // 2
+        for layer in self.layers[:half]:
+            x = layer(x)
+        torch._dynamo.graph_break()
+        for layer in self.layers[half:]:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+class UNet(nn.Module):
+    """Convolutions down and up again, where each level up reads what its level down has made: skip connections."""
+
+    def __init__(self, channels: int = 32, depth: int = 3, colors: int = 3):
+        super().__init__()
+        widths = [channels * 2**level for level in range(depth)]
+        self.down = nn.ModuleList(self._level(before, after) for before, after in zip([colors, *widths], widths))
+        self.middle = self._level(widths[-1], 2 * widths[-1])
+        above = [2 * widths[-1], *widths[:0:-1]]
+        self.up = nn.ModuleList(self._level(below + skip, skip) for below, skip in zip(above, widths[::-1]))
+        self.head = nn.Conv2d(channels, colors, 1)
+
+    @staticmethod
+    def _level(before: int, after: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+
+    def forward(self, images: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x, skips = images, []
+        for level in self.down:
+            skips.append(level(x))
+            x = nn.functional.max_pool2d(skips[-1], 2)
+        x = self.middle(x)
+        for level, skip in zip(self.up, skips[::-1]):
+            x = level(torch.cat([nn.functional.interpolate(x, scale_factor=2.0), skip], 1))
+        return nn.functional.mse_loss(self.head(x), target)
+
+
+GPTS = {  # width, layers, heads, vocabulary, sequence, batch
+    "gpt": (256, 4, 8, 2048, 128, 8), "gpt_memory": (512, 6, 8, 8192, 512, 4), "gpt_memory_small": (64, 2, 4, 256, 32, 4),
+    "gpt_4": (256, 4, 8, 4096, 256, 4), "gpt_2": (512, 2, 8, 2048, 128, 2), "logits": (64, 1, 4, 16384, 256, 8),
+    "gpt_broken": (256, 4, 8, 4096, 256, 4), "gpt_broken_small": (64, 4, 4, 256, 32, 4),
+}
+UNETS = {"unet": (32, 3, 8, 96), "unet_small": (8, 2, 2, 16)}  # channels, depth, batch, pixels
+
+
 def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     if name == "mlp_wide":
         return MLP(1024, 4096, 2), (torch.randn(16, 1024),)
     if name == "mlp_batch":
         return MLP(128, 256, 3), (torch.randn(4096, 128),)
-    ids = torch.randint(0, 2048, (8, 128))
-    return GPT(), (ids, ids.roll(-1, 1))
+    if name in UNETS:
+        channels, depth, batch, pixels = UNETS[name]
+        images = torch.randn(batch, 3, pixels, pixels)
+        return UNet(channels, depth), (images, images.flip(-1))
+    *sizes, batch = GPTS[name]
+    ids = torch.randint(0, sizes[3], (batch, sizes[4]))
+    return (BrokenGPT if "broken" in name else GPT)(*sizes), (ids, ids.roll(-1, 1))

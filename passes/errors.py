@@ -38,9 +38,10 @@ class BadInput(HpmlError):
 
 
 class Infeasible(HpmlError):
-    """No plan meets the constraints, such as a byte budget."""
+    """No plan meets the constraints, such as a byte budget. smallest_budget_bytes: one that works, where that is known."""
 
     exit_code = 3
+    smallest_budget_bytes: float | None = None
 
 
 class MissingDependency(HpmlError):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from hpml_compiler.commands._at_work import at_work
-from hpml_compiler.commands.plan import checked_options
+from hpml_compiler.commands.plan import checked_options, peak_of
 from hpml_compiler.targets import load_target
 from passes.errors import BadInput, shortened
 from passes.files import check_writable
@@ -41,14 +41,17 @@ def explain(
         typer.Option(metavar="KEY=VALUE", help="Of a TARGET: pin an option (plan=PLAN.json) or an axis (dp=2); repeatable."),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Show what a device holds when it holds most, and why.")] = False,
 ) -> None:
-    """Say where NAME lives, why, and what it costs; or, as formulas, how that grows."""
+    """Say where NAME lives, why, and what it costs; or, as formulas, how that grows; or whether it fits."""
     check_writable(save, "the formulas")
+    if memory and (name is not None or grow or what_if or save):
+        raise BadInput("--memory is about a whole plan", "explain", "leave out NAME, --grow, --what-if and --save")
     formulas_wanted = bool(grow or what_if or save)
     if target.endswith(".json"):
-        cost = _read(target, name, formulas_wanted)
+        cost = _read(target, name, formulas_wanted, memory)
     else:
-        cost = _make(target, name, formulas_wanted, cluster, fix or [], _sizes(dim or [], "--dim"))
+        cost = _make(target, name, formulas_wanted, cluster, fix or [], _sizes(dim or [], "--dim"), memory)
     if cost is None:
         return
     sizes = _sizes(what_if or [], "--what-if")
@@ -64,27 +67,35 @@ def explain(
     print(wrapped("\n\n".join(texts)), end="\n" if texts else "")
 
 
-def _read(path: str, name: str | None, formulas_wanted: bool) -> Any:
-    """The formulas in a file, or None where it is a plan, on which NAME is then explained."""
+def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool) -> Any:
+    """The formulas in a file, or None where it is a plan, on which NAME or its memory is then explained."""
     from hpml_compiler.symbolic.file import is_formulas, load
 
     if is_formulas(read_json(path)):
+        if memory:
+            raise BadInput("formulas do not say what is held when", path, "give a plan that `hpml plan --save` wrote")
         return load(path)
     from hpml_compiler.plans.plan import Plan
-    from hpml_compiler.visualize.terminal import columns
 
     found = Plan.load(path)
     if formulas_wanted:
         raise BadInput("a plan does not say how sizes grow", path,
                        f"give the model: `hpml explain TARGET --fix plan={path} --grow`")
-    print(found.explain(_required(name), columns()))
+    _say(found, name, memory)
     return None
 
 
+def _say(found: Any, name: str | None, memory: bool) -> None:
+    from hpml_compiler.visualize.memory import memory_text
+    from hpml_compiler.visualize.terminal import columns
+
+    print(memory_text(found, *peak_of(found)) if memory else found.explain(_required(name), columns()))
+
+
 def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | None, fixes: list[str],
-          dims: dict[str, int]) -> Any:
-    """The formulas of a target, or None where only NAME is to be explained."""
-    if not formulas_wanted:
+          dims: dict[str, int], memory: bool) -> Any:
+    """The formulas of a target, or None where only NAME, or its memory, is to be explained."""
+    if not formulas_wanted and not memory:
         _required(name)
     options = checked_options(fixes, {} if cluster is None else {"cluster": cluster})
     with at_work() as tell:
@@ -92,7 +103,6 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
         from hpml_compiler.planning import api
         from hpml_compiler.plans.plan import Plan
         from hpml_compiler.symbolic.build import formulas
-        from hpml_compiler.visualize.terminal import columns
 
         model, batch = load_target(target)
         tell("planning")
@@ -104,7 +114,7 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
     if not isinstance(found, Plan):
         raise BadInput("a plan over groups of different devices has no one place for a node", target,
                        "explain on one group, or `hpml plan` to see the parts")
-    print(found.explain(_required(name), columns()))
+    _say(found, name, memory)
     return None
 
 

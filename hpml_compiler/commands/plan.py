@@ -45,7 +45,7 @@ def plan(
     if save is not None:
         found.save(save)
     if as_json:
-        print(json.dumps(found.summary_json(), allow_nan=False))
+        print(json.dumps({**found.summary_json(), **_memory(found)}, allow_nan=False))
     else:
         _print_table(found)
     if svg is not None:  # last: without the program dot all else has been done
@@ -73,6 +73,23 @@ def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
     tell("planning")
     rest = dict(options)
     return api.plan(model, batch, cluster=rest.pop("cluster", None), **rest)
+
+
+def peak_of(found: Any) -> tuple[Any, bool]:
+    """What a device holds when it holds most, and whether that was counted along what it runs, or simulated."""
+    from hpml_compiler.simulate import simulate
+    from hpml_compiler.simulate.peak import simulated_peak
+
+    counted = found.peak
+    return (simulated_peak(found, simulate(found)), False) if counted is None else (counted, True)
+
+
+def _memory(found: Any) -> dict[str, Any]:
+    """Of a plan for like devices."""
+    from hpml_compiler.plans.plan import Plan
+    from hpml_compiler.visualize.memory import memory_json
+
+    return {"memory": memory_json(found, *peak_of(found))} if isinstance(found, Plan) and found.graphs else {}
 
 
 def _print_table(found: Any) -> None:

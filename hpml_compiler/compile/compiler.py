@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import from_rank_0, same_graph
 from hpml_compiler.compile.graph_inputs import GraphInputs
-from hpml_compiler.compile.kept import held_by_other_graphs, note_kept
+from hpml_compiler.compile.kept import held_by_other_graphs, kept_plan, note_kept
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.one_device import one_device
@@ -159,7 +158,9 @@ class _Compilation:
             tape = self._trial(num_fwd_outputs).tape(self.planned, self.session.groups(self.planned.mesh))
             taping(tape)(sharded)
             note_kept(self.planned.kept)
+            self._finish()
             return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
+        self._finish()
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
 
     def _trial(self, forward_outputs: int) -> Trial:
@@ -174,7 +175,20 @@ class _Compilation:
         return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm))
 
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
-        return self.holding.around(gm, self.lowering.inference(self._rewrite(gm, None)))
+        rewritten = self._rewrite(gm, None)
+        self._finish()
+        return self.holding.around(gm, self.lowering.inference(rewritten))
+
+    def _finish(self) -> None:
+        """The record of the graph is whole now."""
+        assert self.planned is not None
+        if self.planned.kept is not None:
+            record = self.planned.record.model_copy(update={"kept": kept_plan(self.planned.kept, self.options)})
+            self.planned = replace(self.planned, record=record)
+            self.session.graphs[-1] = record
+        if self.options.monitor:
+            self.watched = WatchedGraph(monitor_of(self.options), self.planned.record)
+        session.save_plan()
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
         annotated = self.inputs.annotate(gm, forward_outputs)
@@ -188,8 +202,6 @@ class _Compilation:
         record = planned.record.model_copy(update={"frame": compat.frame_being_compiled()})
         self.planned = planned = replace(planned, record=record)
         self.session.graphs.append(planned.record)
-        if self.options.monitor:
-            self.watched = WatchedGraph(monitor_of(self.options), planned.record)
         self.session.options, self.session.cluster = self.options, planned.cluster
         self.session.rejected.extend(planned.rejected)
         self.positions = dict(annotated.interface.positions)
@@ -203,7 +215,6 @@ class _Compilation:
         after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
                        compact=self.options.memory_budget is not None)(gm)
         planned.record.seconds["rewrite"] = time.perf_counter() - start
-        self._save_plan()
         if dist.get_rank() == 0:
             log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,
                      planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
@@ -211,15 +222,6 @@ class _Compilation:
             if dist.get_rank() == 0:
                 log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
         return gm
-
-    def _save_plan(self) -> None:
-        """HPML_SAVE_PLAN=path: rank 0 leaves the plan there, so that a script need not ask for it."""
-        path = os.environ.get("HPML_SAVE_PLAN")
-        if path and dist.get_rank() == 0:
-            try:
-                session.last_plan().save(path)
-            except BadInput as error:  # a training goes on without the file, and the other ranks know nothing of it
-                log.error("HPML_SAVE_PLAN: %s", error)
 
     def _look(self, annotated: Annotated) -> None:
         """Before the first plan, all ranks measure a little where there is no profile."""

@@ -12,11 +12,14 @@ from hpml_compiler.compile.kept import decide_kept, note_kept
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
 from hpml_compiler.compile.offload import offload_price
+from hpml_compiler.compile.unplanned import Unplanned
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from passes import compat
 from passes.analysis.tape import MakeTape
 from passes.costs.prices import MeshPrices
+from passes.graph.interface import graph_inputs
+from passes.keeping.keys import KeptNodes
 from passes.machine.mesh import enumerate_meshes
 from passes.presets import one_device as prepare
 from passes.presets import taping
@@ -42,12 +45,14 @@ class _Budgeted:
         self.lowering = Lowering(options.compiler)
 
     def compile(self, gm: GraphModule) -> Callable[..., Any]:
+        self.described = graph_inputs(gm, self.inputs)
         return compat.aot_autograd(
             fw_compiler=self.lowering.forward, bw_compiler=self.lowering.backward,
             inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
             decompositions=compat.inductor_decompositions() if self.options.compiler == "inductor" else None)(gm, self.inputs)
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        unplanned = Unplanned(joint, self.described, num_fwd_outputs, self.options)
         written = frozenset(compat.inputs_written(joint))
         prepare(self.options.compiler)(joint)
         cluster = local_cluster(self.options, 1)
@@ -58,7 +63,14 @@ class _Budgeted:
         taping(tape)(joint)
         kept = decide_kept(joint, num_fwd_outputs, self._state_bytes(), self.options, "the graph", strict=True)
         note_kept(kept)
+        self._note_plan(unplanned, kept)
         return self.lowering.cut(joint, kept, num_fwd_outputs, self.options.offload_folder or "")
+
+    def _note_plan(self, unplanned: Unplanned, kept: KeptNodes) -> None:
+        current, unplanned.kept = session.current(), kept
+        current.options, current.cluster = self.options, str(local_cluster(self.options, 1))
+        current.unplanned.append(unplanned.plan)
+        session.save_plan()
 
     def _state_bytes(self) -> int:
         """Parameters, and what the optimizer keeps for those that are trained, of all graphs so far."""

@@ -1,7 +1,9 @@
 """What one process has decided so far: the mesh in use, and the plans made on it."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,8 @@ from passes.machine.axis import device_axes
 from passes.rules.base import REPLICATE
 from passes.transform.collectives import MeshGroups
 
+log = logging.getLogger("hpml")
+
 
 @dataclass
 class Session:
@@ -44,6 +48,8 @@ class Session:
     monitor: Monitor | None = None
     saved_bytes: dict[str, int] = field(default_factory=dict)
     """By the piece of the script: what its graph holds between forward and backward, where that was decided here."""
+    unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)
+    """Of graphs that one device runs under a byte budget: what makes the plan of each, given a name for it."""
     state_bytes: dict[int, int] = field(default_factory=dict)
     """On one device, by address: bytes of a parameter and of what the optimizer keeps for it."""
 
@@ -139,9 +145,23 @@ def from_dtensor(placements: tuple[Placement, ...]) -> Layout:
 def last_plan() -> Plan:
     """The plan of what this process compiled so far; raises BadInput if nothing was."""
     made = current()
+    while made.unplanned:
+        made.graphs.append(made.unplanned[0](f"graph_{len(made.graphs)}"))
+        made.unplanned.pop(0)
     if not made.graphs:
-        raise BadInput("nothing was compiled for several ranks yet", "last_plan", "call the compiled model first")
+        raise BadInput("nothing was compiled for several ranks yet, nor under a byte budget", "last_plan",
+                       "call the compiled model first")
     training = [g for g in made.graphs if g.training] or made.graphs
     return as_plan(
         [*training, *(g for g in made.graphs if not g.training)], made.rejected, made.options, made.cluster
     )
+
+
+def save_plan() -> None:
+    """HPML_SAVE_PLAN=path: rank 0 leaves the plan there, so that a script need not ask for it."""
+    path = os.environ.get("HPML_SAVE_PLAN")
+    if path and not (dist.is_initialized() and dist.get_rank()):
+        try:
+            last_plan().save(path)
+        except BadInput as error:  # a training goes on without the file, and the other ranks know nothing of it
+            log.error("HPML_SAVE_PLAN: %s", error)

@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
+from hpml_compiler.plans.fields import Count, Microseconds, Record
 from hpml_compiler.plans.files import FORMAT_VERSION, PlanFile
 from hpml_compiler.plans.plan import Plan
-from hpml_compiler.plans.schema import Count, MemoryBytes, Microseconds, PredictedCost, Record
+from hpml_compiler.plans.schema import MemoryBytes, PredictedCost
 
 RowCounts = Annotated[tuple[Count, ...], Field(strict=False)]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpml_compiler.monitor.classes import CLASSES, class_of_kind
+from hpml_compiler.plans.peak import counted_peak
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, Redistribution
 from hpml_compiler.simulate import simulated_peak_bytes
 
@@ -26,7 +27,8 @@ class GraphCost:
     """The predicted µs of one graph: of a forward and a backward call by class, as they are when nothing overlaps.
 
     graph_us: both calls together, with overlap. optimizer_us: by parameter, since graphs may share parameters.
-    peak_bytes: of a step of this graph alone, as simulated. energy_j: of that step on all devices; None if not known.
+    peak_bytes: of a step of this graph alone, as simulated or, where a budget decided what is kept, as counted. energy_j: of
+    that step on all devices; None if not known.
     """
 
     name: str
@@ -77,7 +79,8 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
         name=plan.name, training=plan.training, forward_us=dict(forward), backward_us=dict(backward),
         graph_us=max(plan.predicted.step_time_us - plan.predicted.optimizer_us, 0.0),
         optimizer_us={name: plan.predicted.optimizer_us * size / total for name, size in trained.items()},
-        peak_bytes=simulated_peak_bytes(plan), energy_j=plan.predicted.energy_j,
+        peak_bytes=simulated_peak_bytes(plan) if (counted := counted_peak([plan])) is None else counted.bytes,
+        energy_j=plan.predicted.energy_j,
     )
 
 

@@ -92,7 +92,7 @@ class _Search:
             f"whatever is computed once more, the step holds {format_bytes(least)} at least, and the budget is "
             f"{format_bytes(self.budget_bytes)}", WHERE,
             f"give {int(least) + 1} bytes or more, fewer rows, or more devices")
-        error.smallest_budget_bytes = least  # type: ignore[attr-defined]
+        error.smallest_budget_bytes = least
         raise error
 
 

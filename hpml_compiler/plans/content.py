@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, model_validator
 
+from hpml_compiler.plans.fields import Mesh, Record
 from hpml_compiler.plans.files import FORMAT_VERSION, PlanFile
+from hpml_compiler.plans.peak import Peak, counted_peak
 from hpml_compiler.plans.schema import (
     CollectiveTotal,
     GraphPlan,
     MemoryBytes,
-    Mesh,
     MeshAttempt,
     PredictedCost,
-    Record,
     collective_totals,
 )
 
@@ -71,6 +71,12 @@ class PlanContent(PlanFile):
     def memory(self) -> MemoryBytes:
         """Sum over the graphs of a step: an upper bound where several graphs share parameters."""
         return MemoryBytes(**_sums((graph.memory for graph in self.step_graphs), MemoryBytes))
+
+    @property
+    def peak(self) -> Peak | None:
+        """What a device holds when it holds most, counted along what it runs; None where no byte budget decided what is kept
+        for backward. (`hpml_compiler.simulate` says what follows from the plan alone.)"""
+        return counted_peak([graph for graph in self.step_graphs if graph.training])
 
     @property
     def collectives(self) -> dict[str, CollectiveTotal]:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from typing_extensions import Self
 
-from hpml_compiler.plans.schema import Record
+from hpml_compiler.plans.fields import Record
 from passes.errors import BadInput
 from passes.files import read_text, write_file
 from passes.records import parse_json

@@ -11,19 +11,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
-Placement = Annotated[str, StringConstraints(pattern=r"^(R|P|M|S\(\d+(\.\d+)?\))$")]
-# strict=False lets a list (which is what JSON has) become the tuple that a frozen model holds; items stay strict
-Placements = Annotated[tuple[Placement, ...], Field(strict=False)]
-PlacementsOfEach = Annotated[tuple[Placements, ...], Field(strict=False)]
-Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
-Names = Annotated[tuple[str, ...], Field(strict=False)]
-# solvers number their classes, JSON's keys are strings
-ClassId = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
-Count = Annotated[int, Field(ge=0)]
-Microseconds = Annotated[float, Field(ge=0.0)]
-Mesh = dict[str, Annotated[int, Field(ge=1)]]
+from hpml_compiler.plans.fields import (
+    ClassId,
+    Count,
+    Mesh,
+    Microseconds,
+    Names,
+    Placements,
+    PlacementsOfEach,
+    Record,
+    Shape,
+)
+from hpml_compiler.plans.kept import KeptPlan
+
 Objective = Literal["time", "energy"]
 
 ROOT = "(root)"
@@ -36,12 +38,6 @@ class CollectiveTotal:
 
     count: int
     bytes: int
-
-
-class Record(BaseModel):
-    """Base of all parts of a plan: immutable, every field checked, no NaN or infinity."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ParameterPlan(Record):
@@ -202,6 +198,8 @@ class GraphPlan(Record):
 
     `frame` names the piece of the script that the graph was compiled from, "" where that is not known; compiled again,
     the same piece gives another graph of the same frame.
+
+    `kept`: what of forward is kept for backward, where a byte budget decided that; None where none did.
     """
 
     graph_hash: str
@@ -221,6 +219,7 @@ class GraphPlan(Record):
     tangents: dict[str, Count] = Field(default_factory=dict)
     rows: Annotated[int, Field(ge=0)] | None = None
     frame: str = ""
+    kept: KeptPlan | None = None
 
     def runs(self, operation: OperationPlan) -> int:
         """How many times in one step of the whole model the listed `operation` runs."""

@@ -5,7 +5,8 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from hpml_compiler.plans.schema import GraphPlan, Redistribution, Shape
+from hpml_compiler.plans.fields import Shape
+from hpml_compiler.plans.schema import GraphPlan, Redistribution
 from passes.costs.efficiency import item_bytes
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.machine.axis import Axes, device_axes

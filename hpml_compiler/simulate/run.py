@@ -157,7 +157,7 @@ def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[Stage], microbatch
     each = world // devices
     ranks = [tuple(range(d * each, (d + 1) * each)) for d in range(devices)]
     kernels = ["" if not label.work else "pointwise" if label.kind == "optimizer" else "matmul" for label in built.labels]
-    return Lanes(built.tasks, built.labels, built.intervals, built.held_bytes, ranks,
+    return Lanes(built.tasks, built.labels, built.intervals, [{"held": nbytes} for nbytes in built.held_bytes], ranks,
                  [mesh.device if mesh else None] * devices, kernels, 0.0)
 
 
@@ -180,6 +180,7 @@ def _simulation(built: Lanes, spans: Spans) -> Simulation:
         memory=curves[lane],
         ranks_of_lane=tuple(built.ranks),
         fullest_lane=lane,
+        parts=built.parts(spans, lane),
     )
 
 

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from passes.schedule.assembly import Event
@@ -23,7 +23,8 @@ class Simulation:
     bubble_us: neither stream has anything to do. communication_us: all communication, hidden or not, when nothing else
     runs. peak_bytes, memory: of the rank that needs most; memory is (µs, bytes held from then on). energy_j: of all
     ranks together; `energy_label` says where it is from, None where the power of the device is not known. A lane is a
-    class of ranks that do the same; fullest_lane: the one that memory is of.
+    class of ranks that do the same; fullest_lane: the one that memory is of. parts: the same as memory, by part ("parameters",
+    "optimizer", "gradients", "saved", "recomputed", "gathered", "transient"; of stages that were given, "held").
     """
 
     step_us: float
@@ -39,6 +40,7 @@ class Simulation:
     memory: tuple[tuple[float, int], ...]
     ranks_of_lane: tuple[tuple[int, ...], ...]
     fullest_lane: int = 0
+    parts: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """All but events and memory over time, as plain JSON values; ranks as counts."""
@@ -51,7 +53,7 @@ class Simulation:
         return json.dumps({**found, "events": [asdict(event) for event in self.events]}, allow_nan=False) + "\n"
 
 
-_LONG = ("events", "memory", "ranks_of_lane")
+_LONG = ("events", "memory", "parts", "ranks_of_lane")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

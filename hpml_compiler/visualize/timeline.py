@@ -1,8 +1,9 @@
 """The timeline of a simulated step: two rows per lane of ranks (compute, communication), and bytes held below."""
 from __future__ import annotations
 
+import bisect
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ COLORS = {
     "all_gather": "#54a24b", "reduce_scatter": "#88d27a", "all_reduce": "#e45756", "all_to_all": "#ff9da6",
     "send_recv": "#9d755d", "broadcast": "#eeca3b",
 }
+MEMORY_COLORS = {"parameters": "#d8dcd6", "optimizer": "#bab0ac", "gradients": "#f58518", "saved": "#4c78a8",
+                 "recomputed": "#9ecae9", "gathered": "#54a24b", "transient": "#eeca3b", "held": "#d8dcd6"}
 OTHER = "#bab0ac"
 MOST_LANES = 16
 CHARACTER = 0.0085
@@ -81,17 +84,26 @@ def _lane(axes: Any, events: list[Event], row: int, scale: float, step_us: float
 
 def _memory(axes: Any, simulation: Simulation, scale: float) -> None:
     size, name = _bytes_unit(simulation.peak_bytes)
-    times = [us / scale for us, _ in simulation.memory]
-    held = [nbytes / size for _, nbytes in simulation.memory]
-    constant = min(held)
-    axes.fill_between(times, held, constant, step="post", color="#72b7b2", alpha=0.8, linewidth=0, label="activations")
-    axes.fill_between(times, constant, step="post", color="#d8dcd6", linewidth=0, label="held all the time")
-    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2, borderaxespad=0.1)
+    times = [us for us, _ in simulation.memory]
+    below = [0.0] * len(times)
+    for part, curve in simulation.parts.items():
+        above = [low + nbytes / size for low, nbytes in zip(below, _at(curve, times))]
+        if above != below:
+            axes.fill_between([us / scale for us in times], above, below, step="post", linewidth=0, alpha=0.9, label=part,
+                              color=MEMORY_COLORS.get(part, OTHER))
+        below = above
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=7, borderaxespad=0.1)
     axes.axhline(simulation.peak_bytes / size, color="#444444", linewidth=0.6, linestyle="--")
     axes.annotate(f"peak {format_bytes(simulation.peak_bytes)}", (1, simulation.peak_bytes / size), ha="right",
                   va="bottom", fontsize=8, xycoords=("axes fraction", "data"))
     axes.set_ylim(0, 1.4 * simulation.peak_bytes / size or 1)
     axes.set_ylabel(f"held ({name})")
+
+
+def _at(curve: Sequence[tuple[float, int]], times: Sequence[float]) -> list[int]:
+    """Bytes of a curve at each of these times."""
+    starts = [us for us, _ in curve]
+    return [curve[max(bisect.bisect_right(starts, us) - 1, 0)][1] for us in times]
 
 
 def _legend(axes: Any, events: Iterable[Event]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from passes.annotations import Key
+from passes.keeping.account import Account
 from passes.keeping.tape import Tape
 
 TAPE: Key[Tape] = Key("tape", Tape, scope="graph")
@@ -16,7 +17,7 @@ class KeptNodes:
     once more. again: how many calls that are; again_us: what they take. forward_bytes, backward_bytes: what a call holds at
     most besides what it is given; saved_bytes: from forward to backward. budget_bytes: what a call was to hold at most.
     seconds: that deciding took. offloaded: of `names`, those that are out of the device's memory between forward and backward;
-    offloaded_bytes: how much that is; offload_us: what moving it takes."""
+    offloaded_bytes: how much that is; offload_us: what moving it takes. account: all of that by name."""
 
     names: frozenset[str]
     again: int
@@ -29,6 +30,7 @@ class KeptNodes:
     offloaded: frozenset[str] = frozenset()
     offloaded_bytes: int = 0
     offload_us: float = 0.0
+    account: Account = Account()
 
     @property
     def fits(self) -> bool:

@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from passes.annotations import read, write
 from passes.base import AnalysisPass
+from passes.keeping.account import account
 from passes.keeping.keep import TooSmall, keep
 from passes.keeping.keys import CUT, KEPT, TAPE, KeptNodes
 from passes.registry import register
@@ -46,7 +47,7 @@ class Keep(AnalysisPass):
             sum(tape.runs[k].us for k in walked.again), max(walked.forward.nbytes, default=0),
             max(walked.backward.nbytes, default=0), tape.bytes_of(walked.kept - walked.offloaded | tape.returned),
             self.budget_bytes, time.perf_counter() - start, frozenset(tape.storages[s].name for s in walked.offloaded),
-            tape.bytes_of(walked.offloaded), sum(tape.storages[s].offload_us for s in walked.offloaded)))
+            tape.bytes_of(walked.offloaded), sum(tape.storages[s].offload_us for s in walked.offloaded), account(walked)))
 
 
 @register

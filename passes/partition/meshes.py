@@ -151,5 +151,5 @@ def _finite(value: float) -> float | None:
 def _nothing_fits(misses: Sequence[Infeasible]) -> HpmlError:
     if not misses:
         return BadInput("no mesh gave an answer in time", "solver", "raise time_limit, or pin the mesh")
-    budgets = [getattr(miss, "smallest_budget_bytes", None) or math.inf for miss in misses]
+    budgets = [miss.smallest_budget_bytes or math.inf for miss in misses]
     return misses[budgets.index(min(budgets))]

@@ -1,13 +1,13 @@
 """What runs on the lanes of a step: one for a class of ranks that do the same; lanes of unlike devices side by side."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.machine.device import Device
 from passes.schedule.assembly import Label, memory_over_time
 from passes.schedule.events import COMMUNICATION, Spans, Task, run
-from passes.schedule.liveness import Interval
+from passes.schedule.liveness import GRADIENTS, Interval
 from passes.schedule.program import OPTIMIZER
 from passes.schedule.step_graph import StepGraph
 from passes.schedule.walk import program
@@ -22,12 +22,12 @@ GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
 @dataclass(frozen=True)
 class Lanes:
     """Tasks, with the label and the sort of kernel of each ("" for communication); of each lane, which bytes live when,
-    the bytes held all the time, its ranks and their device (None: not known); and the joules that links take."""
+    the bytes held all the time by part, its ranks and their device (None: not known); and the joules that links take."""
 
     tasks: list[Task]
     labels: list[Label]
     intervals: list[list[Interval]]
-    held_bytes: list[float]
+    held: list[Mapping[str, float]]
     ranks: list[tuple[int, ...]]
     devices: list[Device | None]
     kernels: list[str]
@@ -36,7 +36,7 @@ class Lanes:
     @staticmethod
     def idle(ranks: int, device: Device | None) -> Lanes:
         """One lane whose ranks have nothing to do."""
-        return Lanes([], [], [[]], [0.0], [tuple(range(ranks))], [device], [], 0.0)
+        return Lanes([], [], [[]], [{}], [tuple(range(ranks))], [device], [], 0.0)
 
     def run(self, contention: float | None = None) -> Spans:
         """contention: None takes what is usual for each lane's device."""
@@ -45,7 +45,16 @@ class Lanes:
 
     def memory(self, spans: Spans) -> list[tuple[tuple[float, int], ...]]:
         """(µs, bytes held from then on) of a rank of each lane."""
-        return [memory_over_time(intervals, spans, held) for intervals, held in zip(self.intervals, self.held_bytes)]
+        return [memory_over_time(intervals, spans, sum(held.values()))
+                for intervals, held in zip(self.intervals, self.held)]
+
+    def parts(self, spans: Spans, lane: int) -> dict[str, tuple[tuple[float, int], ...]]:
+        """The same of one lane, by part."""
+        by_part: dict[str, list[Interval]] = {part: [] for part in self.held[lane]}
+        for each in self.intervals[lane]:
+            by_part.setdefault(each.part, []).append(each)
+        return {part: memory_over_time(intervals, spans, self.held[lane].get(part, 0.0))
+                for part, intervals in by_part.items()}
 
 
 def one_lane(graphs: Sequence[StepGraph], *, ranks: int = 1, device: Device | None = None, microbatches: int = 1,
@@ -55,9 +64,10 @@ def one_lane(graphs: Sequence[StepGraph], *, ranks: int = 1, device: Device | No
     entries = made.entries
     # Gradients that no listed call is seen to make count all the time.
     unseen = max(0.0, sum(graph.gradient_bytes for graph in graphs) - made.ledger.gradient_bytes)
-    held = sum(graph.parameter_bytes + graph.optimizer_bytes for graph in graphs)
+    held = {"parameters": sum(graph.parameter_bytes for graph in graphs),
+            "optimizer": sum(graph.optimizer_bytes for graph in graphs), GRADIENTS: unseen}
     return Lanes(made.tasks(overlap), [Label(e.name, e.kind, e.is_work) for e in entries], [made.ledger.intervals],
-                 [held + unseen], [tuple(range(ranks))], [device], [e.kernel for e in entries],
+                 [held], [tuple(range(ranks))], [device], [e.kernel for e in entries],
                  sum(e.link_j for e in entries) * ranks)
 
 
@@ -98,7 +108,7 @@ def side_by_side(parts: Sequence[Lanes], summing: Sequence[int], sum_us: float, 
         [replace(each, first=_moved(each.first, offset), last=_moved(each.last, offset)) for each in part.intervals[0]]
         for part, offset in zip(parts, _offsets(parts))
     ]
-    return Lanes(tasks, labels, intervals, [part.held_bytes[0] for part in parts], ranks,
+    return Lanes(tasks, labels, intervals, [part.held[0] for part in parts], ranks,
                  [part.devices[0] for part in parts], kernels, sum_j + sum(part.link_j for part in parts))
 
 

@@ -17,18 +17,22 @@ from passes.schedule.step_graph import Call, Leg, StepGraph, storage_of
 from passes.schedule.unroll import OUTSIDE, Group, Instance, carried
 
 RECOMPUTE = "recompute"
+GRADIENTS, SAVED, RECOMPUTED, GATHERED, TRANSIENT = "gradients", "saved", "recomputed", "gathered", "transient"
+"""Parts of what is held. gathered: copies of what a graph is given, such as a parameter, in another layout."""
 Key = tuple[str, int]
 """(storage, layer)."""
 
 
 @dataclass(slots=True)
 class Interval:
-    """Bytes held from the start of one entry (None: of the step) to the stop of another; `late`: from its stop on."""
+    """Bytes held from the start of one entry (None: of the step) to the stop of another; `late`: from its stop on. part: what
+    they are, which is `TRANSIENT` where nothing else is said."""
 
     nbytes: float
     first: int | None
     last: int | None
     late: bool = False
+    part: str = TRANSIENT
 
 
 @dataclass(slots=True)
@@ -42,6 +46,7 @@ class _Storage:
     needed_last: int | None = None  # by what is recomputed from it, too
     sources: tuple[Key, ...] = ()
     late: bool = False  # born when `born` stops
+    part: str = SAVED  # what is kept
 
 
 class Ledger:
@@ -52,10 +57,11 @@ class Ledger:
         self.gradient_bytes = 0.0
         """Of reduced gradients, which live from where they are made to the end of the step."""
 
-    def add(self, nbytes: float, first: int | None, last: int | None, late: bool = False) -> Interval | None:
+    def add(self, nbytes: float, first: int | None, last: int | None, late: bool = False, part: str = TRANSIENT,
+            ) -> Interval | None:
         if nbytes <= 0:
             return None
-        self.intervals.append(Interval(nbytes, first, last, late))
+        self.intervals.append(Interval(nbytes, first, last, late, part))
         return self.intervals[-1]
 
 
@@ -84,7 +90,7 @@ class GraphLedger:
         """With entry `index`, its first one: it is given tangents, and what forward has computed on its behalf."""
         self.backward_born = index
         for name, nbytes in self.graph.tangents.items():
-            self.made[name, 0] = _Storage(nbytes, 0.0, index, index)
+            self.made[name, 0] = _Storage(nbytes, 0.0, index, index, part=TRANSIENT)
             self.latest[name] = (name, 0)
 
     def call(self, each: Instance, phase: str, index: int | None, late: bool) -> None:
@@ -107,7 +113,8 @@ class GraphLedger:
         dropped = max(0.0, (0.0 if name in self.inner else call.bytes) - kept)
         old = self.made.get((name, each.layer))
         born = self.backward_born if call.phase == BACKWARD and kept else index
-        storage = _Storage(kept, dropped, born, index, sources=tuple(sources), late=late and born == index)
+        storage = _Storage(kept, dropped, born, index, sources=tuple(sources), late=late and born == index,
+                           part=RECOMPUTED if phase == RECOMPUTE else SAVED)
         if old is not None:  # made again: the first one was dropped, but for what forward has to keep
             self._close(old)
         self.made[name, each.layer] = storage
@@ -128,7 +135,8 @@ class GraphLedger:
             made = self.graph.by_name.get(leg.value)
             saved = phase == BACKWARD or (made is not None and any(made.saved))
             nbytes = leg.result_bytes
-            self.copies[key] = _Storage(nbytes if saved else 0.0, 0.0 if saved else nbytes, index, index)
+            part = GATHERED if made is None else SAVED if made.phase != phase else TRANSIENT
+            self.copies[key] = _Storage(nbytes if saved else 0.0, 0.0 if saved else nbytes, index, index, part=part)
 
     def reduced(self, leg: Leg, layer: int, index: int | None) -> None:
         """A gradient's reduction is done with entry `index`."""
@@ -208,13 +216,14 @@ class GraphLedger:
             storage.needed_last = index if storage.needed_last is None else max(storage.needed_last, index)
 
     def _close(self, storage: _Storage) -> None:
-        last = storage.forward_last
+        last, gathered = storage.forward_last, GATHERED if storage.part == GATHERED else TRANSIENT
         if storage.kept:
             later = [i for i in (last, storage.backward_last, storage.needed_last) if i is not None]
-            self.ledger.add(storage.kept, storage.born, max(later, default=None), storage.late)
-        self.ledger.add(storage.dropped, storage.born, last, storage.late)
+            self.ledger.add(storage.kept, storage.born, max(later, default=None), storage.late, storage.part)
+        self.ledger.add(storage.dropped, storage.born, last, storage.late, gathered)
         if storage.backward_first is not None and storage.backward_first != last:
-            self.ledger.add(storage.dropped, storage.backward_first, storage.backward_last)
+            again = RECOMPUTED if gathered == TRANSIENT else GATHERED
+            self.ledger.add(storage.dropped, storage.backward_first, storage.backward_last, part=again)
 
     def _gradient(self, each: Instance, index: int | None) -> None:
         """A gradient lives until the optimizer has read it; what it takes beyond its reduced part, until it is reduced."""
@@ -227,6 +236,6 @@ class GraphLedger:
         reduced = (leg.result_bytes for leg in self.graph.legs
                    if leg.reader == "" and self.storage.get(leg.value) == each.call.name)
         kept = min([nbytes, *reduced])
-        self.ledger.add(kept, index, None)
+        self.ledger.add(kept, index, None, part=GRADIENTS)
         self.ledger.gradient_bytes += kept
-        self.unreduced[key] = self.ledger.add(nbytes - kept, index, index)
+        self.unreduced[key] = self.ledger.add(nbytes - kept, index, index, part=GRADIENTS)

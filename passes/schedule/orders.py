@@ -22,7 +22,7 @@ from typing import Literal
 from passes.errors import BadInput
 from passes.schedule.assembly import Label
 from passes.schedule.events import COMMUNICATION, Task
-from passes.schedule.liveness import Interval
+from passes.schedule.liveness import SAVED, Interval
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
@@ -118,7 +118,7 @@ def pipeline(
         _finish(built, stages, device, p, number[own[-1]])
     for (kind, s, i), index in number.items():
         if kind == "F":
-            built.intervals[s % p].append(Interval(stages[s].activation_bytes, index, number["B", s, i]))
+            built.intervals[s % p].append(Interval(stages[s].activation_bytes, index, number["B", s, i], part=SAVED))
     for s, stage in enumerate(stages):
         built.held_bytes[s % p] += stage.held_bytes
     return built

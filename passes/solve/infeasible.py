@@ -78,7 +78,7 @@ def _over_budget(problem: Problem, least: _Least) -> Infeasible:
     exactly = "smallest that works" if smallest <= least.bound else "smallest known to work"
     error = Infeasible(f"no assignment fits the memory budget; the {exactly} is {_bytes(smallest)}", where,
                        f"set the budget to at least {math.ceil(smallest)} bytes, or use more devices")
-    error.smallest_budget_bytes = smallest  # type: ignore[attr-defined]
+    error.smallest_budget_bytes = smallest
     return error
 
 

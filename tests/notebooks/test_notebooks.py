@@ -9,7 +9,8 @@ import pytest
 from tests.notebooks.outputs import FOLDER, comparable, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-EXPECTED = ["01_trace_and_annotate", "02_partition_with_an_ilp", "03_compile_and_run", "04_a_cluster_one_does_not_have"]
+EXPECTED = ["01_trace_and_annotate", "02_partition_with_an_ilp", "03_compile_and_run", "04_a_cluster_one_does_not_have",
+            "05_the_memory_frontier"]
 AGAIN = "run `make notebooks`, look at what changed, and commit it"
 
 

@@ -1,0 +1,39 @@
+"""The plan of a graph that one device runs under a byte budget: made when somebody asks for it.
+
+What is kept for backward was decided on the graph itself, which needs no placements. The plan is for people, and for those
+who play it; so it is made from a copy of the graph as it was traced, later.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.kept import kept_plan
+from hpml_compiler.compile.local import local_cluster
+from hpml_compiler.options import Options
+from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.plans.schema import GraphPlan
+from passes import compat
+from passes.graph.copied import copied
+from passes.graph.interface import GraphInput
+from passes.keeping.keys import KeptNodes
+from passes.presets import annotate
+
+
+class Unplanned:
+    """A graph as it was traced, before any pass, and what was decided of it."""
+
+    def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options):
+        self.joint = copied(joint)
+        self.inputs, self.forward_outputs, self.options = inputs, forward_outputs, options
+        self.frame = compat.frame_being_compiled()
+        self.kept: KeptNodes | None = None
+
+    def plan(self, name: str) -> GraphPlan:
+        assert self.kept is not None, "deciding comes first"
+        # Where everything lies is no question on one device, and what is kept has been decided.
+        options = self.options.model_copy(update={"memory_budget": None, "mesh": None, "plan": None})
+        annotated = annotate(self.joint, self.inputs, self.forward_outputs)
+        record = plan_graph(annotated, options, local_cluster(options, 1), name=name).record
+        return record.model_copy(update={"frame": self.frame, "kept": kept_plan(self.kept, self.options)})

@@ -1,0 +1,24 @@
+"""What the parts of a plan are made of: the base of all records, and the kinds of numbers and texts in them."""
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+
+Placement = Annotated[str, StringConstraints(pattern=r"^(R|P|M|S\(\d+(\.\d+)?\))$")]
+# strict=False lets a list (which is what JSON has) become the tuple that a frozen model holds; items stay strict
+Placements = Annotated[tuple[Placement, ...], Field(strict=False)]
+PlacementsOfEach = Annotated[tuple[Placements, ...], Field(strict=False)]
+Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+# solvers number their classes, JSON's keys are strings
+ClassId = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
+Count = Annotated[int, Field(ge=0)]
+Microseconds = Annotated[float, Field(ge=0.0)]
+Mesh = dict[str, Annotated[int, Field(ge=1)]]
+
+
+class Record(BaseModel):
+    """Base of all parts of a plan: immutable, every field checked, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

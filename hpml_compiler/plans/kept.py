@@ -1,0 +1,59 @@
+"""What a rank keeps of forward for backward under a byte budget, as part of a plan."""
+from __future__ import annotations
+
+from pydantic import Field
+
+from hpml_compiler.plans.fields import Count, Microseconds, Record
+
+
+class KeptValue(Record):
+    """A value that is kept: the block that it is made in, and its bytes on one device."""
+
+    block: str
+    bytes: Count
+
+
+class OffloadedValue(KeptValue):
+    """One that is out of the device's memory in between, and what moving it out and back takes."""
+
+    predicted_us: Microseconds
+
+
+class CallAgain(Record):
+    """A call of forward that backward runs once more: the block that it is in, and what that takes."""
+
+    block: str
+    predicted_us: Microseconds
+
+
+class FullestMoment(Record):
+    """When forward or backward of a graph holds most: the node that runs then, and bytes by part ("gradients", "saved",
+    "recomputed", "transient"). again: whether it is a node of forward that backward runs once more."""
+
+    node: str
+    block: str
+    again: bool
+    parts: dict[str, Count]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+class KeptPlan(Record):
+    """What a byte budget decided of one graph, by the nodes that a rank runs, and what a call of it holds besides parameters,
+    the optimizer's state and its inputs: when forward and backward hold most; `saved_bytes` from forward to backward;
+    `gradient_bytes` afterwards, until the optimizer has read them. `budget_bytes`: what a whole step may hold."""
+
+    budget_bytes: Count
+    saved_bytes: Count
+    gradient_bytes: Count
+    saved: dict[str, KeptValue]
+    offloaded: dict[str, OffloadedValue] = Field(default_factory=dict)
+    again: dict[str, CallAgain]
+    forward: FullestMoment
+    backward: FullestMoment
+
+    @property
+    def again_us(self) -> float:
+        return sum(call.predicted_us for call in self.again.values())

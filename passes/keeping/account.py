@@ -1,0 +1,72 @@
+"""What a walk comes to, in words: what is kept and what is run once more, and whose bytes are held when most are."""
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from passes.keeping.walk import Phase, Walk
+from passes.records import FrozenMap
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The moment of forward or backward at which most is held. name: of what runs then, block: where it is from; again:
+    whether it is of forward, run once more in backward. parts: bytes of gradients, of what is saved, of what was recomputed,
+    and of the rest, which is transient."""
+
+    name: str = ""
+    block: str = ""
+    again: bool = False
+    parts: FrozenMap[str, int] = FrozenMap({})
+
+
+@dataclass(frozen=True)
+class Account:
+    """saved: (name, block, bytes) of what is kept, the largest first; offloaded: with the us that moving it takes, of what is
+    kept out of the device's memory. again: (name, block, us) of what is run once more. gradient_bytes: of what backward hands
+    out."""
+
+    forward: Fullest = Fullest()
+    backward: Fullest = Fullest()
+    saved: tuple[tuple[str, str, int], ...] = ()
+    offloaded: tuple[tuple[str, str, int, float], ...] = ()
+    again: tuple[tuple[str, str, float], ...] = ()
+    gradient_bytes: int = 0
+
+
+def account(walk: Walk) -> Account:
+    tape = walk.tape
+    kept = sorted(walk.kept, key=lambda s: -tape.storages[s].nbytes)
+    return Account(
+        _fullest(walk, walk.forward), _fullest(walk, walk.backward),
+        tuple((tape.storages[s].name, tape.runs[tape.maker(s)].block, tape.storages[s].nbytes)
+              for s in kept if s not in walk.offloaded),
+        tuple((tape.storages[s].name, tape.runs[tape.maker(s)].block, tape.storages[s].nbytes, tape.storages[s].offload_us)
+              for s in kept if s in walk.offloaded),
+        tuple((tape.runs[k].name, tape.runs[k].block, tape.runs[k].us) for k in walk.again),
+        tape.bytes_of(tape.gradients))
+
+
+def _fullest(walk: Walk, phase: Phase) -> Fullest:
+    if not phase.order:
+        return Fullest()
+    position = phase.nbytes.index(max(phase.nbytes))
+    number = phase.order[position]
+    run = walk.tape.runs[number if number >= 0 else -1 - number]
+    return Fullest(run.name, run.block, number < 0, FrozenMap(_parts(walk, phase, position)))
+
+
+def _parts(walk: Walk, phase: Phase, position: int) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for storage in phase.alive(position):
+        found[_part(walk, storage, phase is walk.backward)] += walk.tape.storages[storage].nbytes
+    return dict(found)
+
+
+def _part(walk: Walk, storage: int, backward: bool) -> str:
+    tape = walk.tape
+    if storage in walk.kept or (backward and storage in tape.returned):
+        return "saved"
+    if backward and storage in tape.gradients:
+        return "gradients"
+    return "recomputed" if backward and tape.is_forward(storage) else "transient"
