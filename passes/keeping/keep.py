@@ -29,7 +29,7 @@ PAIRS_OF = 24
 
 
 class TooSmall(Infeasible):
-    """Nothing fits. walk: what holds least of all that was tried."""
+    """Nothing fits. walk: what holds least of what is looked at whatever the budget is."""
 
     def __init__(self, what: str, where: str = "", next_step: str = "", walk: Walk | None = None) -> None:
         super().__init__(what, where, next_step)
@@ -63,17 +63,19 @@ def keep(tape: Tape, budget_bytes: float, options: SolverOptions | None = None,
     for kept in suggested:
         if search.look(kept).peak <= budget_bytes:
             return search.answer()
-    search.look(frozenset(s for s in tape.candidates if not tape.runs[tape.maker(s)].inlined))
+    least = search.look(frozenset(s for s in tape.candidates if not tape.runs[tape.maker(s)].inlined))
     search.improve()
+    if search.best() is None:  # from where no budget has led: what is named as the least is found again
+        least = search.shrink(least)
     if search.best() is None:
-        search.shrink()
+        search.shrink(search.least())
     best = search.best()
     if best is None:
         raise TooSmall(
-            f"a call of this graph holds {search.least().peak} bytes at least besides its inputs, whatever is computed once "
+            f"a call of this graph holds {least.peak} bytes at least besides its inputs, whatever is computed once "
             f"more{' or offloaded' if tape.offloadable else ''}, where {max(budget_bytes, 0):.0f} are left", "memory_budget",
             "give more bytes, fewer rows or more devices" + ("" if tape.offloadable else ", or offload saved values"),
-            search.least())
+            least)
     search.keep_more(best)
     return search.answer()
 
@@ -131,28 +133,29 @@ class _Search:
         self.solves += 1
         return ilp.solve(around, within, self.options, min(self.seconds_left, SOLVE_SECONDS))
 
-    def shrink(self) -> None:
-        """Down from what holds least: by programs that look for less still, then one storage at a time."""
+    def shrink(self, least: Walk) -> Walk:
+        """Down from there until it fits, or to the end: by programs that look for less still, then one storage at a time."""
         for _ in range(ROUNDS):
-            choice = self._solve(self.least(), None)
-            if choice is None or choice in self.walks:
+            choice = self._solve(least, None)
+            if choice is None or self.look(*choice).peak >= least.peak:
                 break
-            self.look(*choice)
-        while self.least().peak > self.budget_bytes and self._step_down():
-            pass
+            least = self.look(*choice)
+        while least.peak > self.budget_bytes and (lower := self._step_down(least)) is not None:
+            least = lower
+        return least
 
-    def _step_down(self) -> bool:
-        """One storage more or less, or two, or one elsewhere, so that the peak is lower; whether there is such a change."""
-        least, largest = self.least(), self._largest_first()
+    def _step_down(self, least: Walk) -> Walk | None:
+        """One storage more or less, or two, or one elsewhere, so that the peak is lower; None if there is no such change."""
+        largest = self._largest_first()
         changes = ({s} for s in largest), itertools.combinations(largest[:PAIRS_OF], 2)
         kept = ((least.kept ^ frozenset(change), least.offloaded) for change in itertools.chain(*changes))
         elsewhere = sorted(self.tape.offloadable - least.offloaded, key=lambda s: -self.tape.storages[s].nbytes)
         for choice in itertools.chain(((least.kept | {s}, least.offloaded | {s}) for s in elsewhere), kept):
             if self.seconds_left <= 0:
-                return False
-            if self.look(*choice).peak < least.peak:
-                return True
-        return False
+                return None
+            if (tried := self.look(*choice)).peak < least.peak:
+                return tried
+        return None
 
     def _largest_first(self) -> list[int]:
         free = (s for s in self.tape.candidates if s not in self.tape.bound_to_keep)

@@ -102,3 +102,13 @@ def test_of_random_tapes_every_budget_that_can_be_met_is_met_at_nearly_the_least
             assert answer.peak <= budget
             ratios.append((answer.us + 1) / (best + 1))
     assert sum(ratio < 1.001 for ratio in ratios) >= 0.8 * len(ratios) and max(ratios) < 2.5, ratios
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_named_as_the_least_is_found(seed):
+    tape = random_tape(seed, layers=8)
+    with pytest.raises(TooSmall) as caught:
+        keep(tape, 1.0)
+    assert caught.value.walk is not None
+    least = caught.value.walk.peak
+    assert keep(tape, float(least)).walk.peak <= least
