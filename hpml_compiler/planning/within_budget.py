@@ -23,6 +23,8 @@ WHERE = "options['memory_budget']"
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 """Parts of the saved values that count, one after another as long as no placements are found."""
 MOST_TRIALS = 6
+LONGER = 3.0
+"""How many times the time limit is spent before a budget is refused."""
 LITTLE = 0.005
 """Running again that takes no more than this part of a step is no reason to look for other placements."""
 
@@ -33,18 +35,20 @@ TryOut = Callable[[Planned], KeptNodes]
 def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float, others_bytes: float = 0.0) -> Planned:
     """plan: placements by these lifetimes within so many bytes, which raises Infeasible where there are none. try_out: what is
     kept by them, with a `budget_bytes` that parameters, optimizer state and `others_bytes`, what other graphs of the step keep,
-    leave. Another plan is looked for until `seconds` are over.
+    leave. Another plan is looked for until `seconds` are over, or longer if none fits yet.
 
     Raises Infeasible, with the smallest budget that is known to work, where no trial fits.
     """
     search = _Search(plan, try_out, budget_bytes, others_bytes)
-    end = time.perf_counter() + seconds
+    start = time.perf_counter()
     bytes_left = budget_bytes - others_bytes
     first = search.look(0.0, bytes_left)
     if first is not None and search.fits(first) and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
         return first
     shares = list(SHARES)
-    while shares and len(search.tried) <= MOST_TRIALS and time.perf_counter() < end:
+    while shares and len(search.tried) <= MOST_TRIALS:
+        if time.perf_counter() - start > (seconds if search.fitting() else LONGER * seconds):
+            break
         latest = search.look(shares[0], bytes_left)
         if latest is None:  # so many saved values fit nowhere, but some of them need not be kept
             del shares[0]
@@ -79,9 +83,12 @@ class _Search:
     def fits(self, planned: Planned) -> bool:
         return _held(planned) + self.others_bytes <= self.budget_bytes
 
+    def fitting(self) -> list[Planned]:
+        return [each for each in self.tried if self.fits(each)]
+
     def best(self) -> Planned:
         """The fastest that fits."""
-        fitting = [each for each in self.tried if self.fits(each)]
+        fitting = self.fitting()
         if fitting:
             return min(fitting, key=_us)
         if not self.tried:

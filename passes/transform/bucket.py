@@ -73,8 +73,10 @@ class Bucket(TransformPass):
             reductions = _soon(reductions, order)
         fused: set[Node] = set()
         following = nodes[-1]
-        # The last one first, so that where the next one starts is known.
-        for bucket in sorted(self._buckets(reductions, order), key=lambda bucket: -order[bucket[-1].start]):
+        buckets = self._buckets(reductions, order)
+        if self.soon:  # the last one first, so that where the next one starts is known
+            buckets.sort(key=lambda bucket: -order[bucket[-1].start])
+        for bucket in buckets:
             started, place = bucket[-1].start, following if bucket[0].soon else nodes[-1]
             if len(bucket) > 1:
                 # Not by `needed_at`: another bucket may have replaced the node there.
