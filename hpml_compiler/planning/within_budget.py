@@ -56,6 +56,8 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
             break
         else:
             bytes_left -= _held(latest) + others_bytes - budget_bytes
+    if not search.fitting() and search.least_bytes is not None:
+        search.look(0.0, search.least_bytes)  # whatever it takes: as little as can be held of parameters and their state
     return search.best()
 
 
@@ -64,6 +66,8 @@ class _Search:
         self.plan, self.try_out, self.budget_bytes, self.others_bytes = plan, try_out, budget_bytes, others_bytes
         self.tried: list[Planned] = []
         self.refusal: Infeasible | None = None
+        self.least_bytes: float | None = None
+        """With which the latest placements that were refused would have been found."""
 
     def look(self, share: float, bytes_left: float) -> Planned | None:
         """Placements by this share of the saved values, tried out; None where there are none."""
@@ -71,6 +75,7 @@ class _Search:
             planned = self.plan(Lifetimes(share), max(bytes_left, 0.0))
         except Infeasible as refusal:
             self.refusal = self.refusal or refusal
+            self.least_bytes = getattr(refusal, "smallest_budget_bytes", None)
             return None
         same = next((each for each in self.tried if (each.mesh, each.decision) == (planned.mesh, planned.decision)), None)
         if same is None:

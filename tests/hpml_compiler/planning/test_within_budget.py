@@ -66,6 +66,21 @@ def test_what_other_graphs_keep_is_taken_off():
     assert Table(whole={**WHOLE, "again_us": 0.0}, split=SPLIT).answer(100, others=15.0) == "split"
 
 
+def test_the_last_thing_tried_is_as_little_state_as_can_be():
+    class Refusing(Table):
+        def plan(self, lifetimes, nbytes):
+            try:
+                return super().plan(lifetimes, nbytes)
+            except Infeasible as refusal:
+                refusal.smallest_budget_bytes = min(row["counted"][lifetimes.saved_share > 0] for row in self.plans.values())
+                raise
+
+    least = {"us": 150.0, "again_us": 90.0, "state": 15, "above": 30, "counted": (15, 80)}
+    heavy = {**WHOLE, "above": 99, "counted": (15.5, 120)}
+    table = Refusing(heavy=heavy, least=least)
+    assert table.answer(46) == "least" and table.asked[-1] == (0.0, 15)
+
+
 def test_a_budget_that_no_trial_meets_is_refused_with_the_least():
     with pytest.raises(Infeasible, match="holds 80 B at least") as caught:
         Table(whole=WHOLE, split=SPLIT).answer(79)
