@@ -18,6 +18,7 @@ from passes.analysis.operations import kind_of
 from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.costs.terms import Kernel, Prices, copy, price
+from passes.graph.checkpointed import Said, said_of
 from passes.graph.interface import input_position
 from passes.graph.nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
 from passes.keeping.keys import TAPE
@@ -84,6 +85,7 @@ class _Reader:
         self.runs: list[Run] = []
         self.number: dict[int, int] = {}  # of the storage, by memory
         self.bases: list[str] = []  # of each storage, the node that is kept of it, of which views are made
+        self.said: list[Said] = []  # of each storage, what the script said of it or of a view of it
         self.backward: set[Node] = set()
         self.blocks = assign_blocks(gm)
 
@@ -97,7 +99,8 @@ class _Reader:
         returned = frozenset(self._numbers(outputs[: self.forward_outputs]))
         gradients = frozenset(self._numbers(outputs[self.forward_outputs:]))
         there = {s for s, storage in enumerate(self.storages) if storage.given == "forward"}
-        named = tuple(replace(storage, name=base) for storage, base in zip(self.storages, self.bases, strict=True))
+        named = tuple(replace(storage, name=base, said=said)
+                      for storage, base, said in zip(self.storages, self.bases, self.said, strict=True))
         return Tape(tuple(self.runs), named, returned - there, gradients - there)
 
     def _numbers(self, values: Any) -> Iterator[int]:
@@ -116,12 +119,20 @@ class _Reader:
             self.number[where] = len(self.storages)
             self.storages.append(Storage(node.name, _nbytes(node.meta["val"]), None, "backward" if tangent else "forward"))
             self.bases.append(node.name)
+            self.said.append("")
             if input_position(node) in self.written:
                 self.changed.add(self.number[where])
 
     def _call(self, node: Node) -> None:
         if node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE or any(x in self.backward for x in node.all_input_nodes):
             self.backward.add(node)
+        self._place(node)
+        if node not in self.backward and said_of(node) == "keep":
+            for number in self._numbers([node]):
+                self.said[number] = "keep"
+
+    def _place(self, node: Node) -> None:
+        """Among the storages what is new, and the run that makes it."""
         reads = tuple(dict.fromkeys(self._numbers(node.all_input_nodes)))
         if node.target is operator.getitem:
             for number in self._numbers([node]):
@@ -152,6 +163,7 @@ class _Reader:
             self.number[where] = len(self.storages)
             makes.append(len(self.storages))
             self.bases.append(node.name if isinstance(node.meta["val"], torch.Tensor) else "")
+            self.said.append(self._said(node, reads))
             self.storages.append(Storage(
                 "", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise), self._offload_us(leaf)))
         self.runs.append(Run(
@@ -162,6 +174,13 @@ class _Reader:
     def _is_repeatable(self, node: Node) -> bool:
         return is_repeatable(node) and (
             not is_collective(node.target) or view_name(node.target) in COLLECTIVES and _group(node) in self.axis_of)
+
+    def _said(self, node: Node, reads: tuple[int, ...]) -> Said:
+        """What backward computes of what is computed again is, too: it may be there without a gradient, as 1 - tanh² is."""
+        if node in self.backward:
+            return ""
+        derived = node.meta.get("partitioner_tag") == "is_backward" and any(self.said[s] == "again" for s in reads)
+        return said_of(node) or ("again" if derived else "")
 
     def _us(self, node: Node, leaves: list[torch.Tensor], pointwise: bool) -> float:
         """A heavy call is a kernel by itself. Of light ones, what is computed by its readers only adds arithmetic to their

@@ -53,6 +53,11 @@ def function_being_compiled() -> str:
     return f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
 
 
+def ends_in_a_break(gm: torch.fx.GraphModule) -> bool:
+    """Whether Dynamo ended this graph where the script breaks it, so that there will be more."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
 def on_recompile_limit(callback: Callable[[str, int, str, str], None]) -> None:
     """Call back whenever Dynamo gives up compiling a function anew: with the name of the limit in its config, the limit,
     the function, and what differed the last time. It only logs that, so its log is what is listened to."""

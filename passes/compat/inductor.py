@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 
 from passes.compat.tracing import fake_mode_of
@@ -95,9 +96,12 @@ def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
     `passes.transform.deduplicate`.
     """
     from torch._functorch import config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch.partitioners import has_recomputable_ops, min_cut_rematerialization_partition
 
-    with config.patch(cse=deduplicate):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(cse=deduplicate))
+        if has_recomputable_ops(joint) and detect_fake_mode() is None:  # random numbers in a checkpointed region ask for it
+            stack.enter_context(fake_mode_of(joint))
         return min_cut_rematerialization_partition(
             joint, inputs, compiler="inductor", num_fwd_outputs=forward_outputs,
             static_lifetime_input_indices=static_inputs,

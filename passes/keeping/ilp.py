@@ -67,7 +67,7 @@ def build(around: Walk, budget_bytes: float | None) -> Program:
     runs = sorted({tape.maker(v) for v in tape.candidates if tape.repeatable(v)})
     program = Program(
         model,
-        {v: model.add_variable(f"keep_{v}", cat=pulp.LpBinary) for v in tape.candidates},
+        {v: model.add_variable(f"keep_{v}", 0, int(v not in tape.never_kept), pulp.LpInteger) for v in tape.candidates},
         {v: model.add_variable(f"away_{v}", cat=pulp.LpBinary) for v in tape.candidates if v in tape.offloadable},
         {o: model.add_variable(f"again_{o}", 0, 1) for o in runs},
         model.add_variable("peak", 0),
@@ -111,6 +111,8 @@ def _there(program: Program, tape: Tape, v: int) -> pulp.LpAffineExpression:
 def _peak(program: Program, around: Walk, unit: float) -> None:
     """(3) Bytes at the fullest moments, in units of the budget (or of the walk's peak)."""
     rows = [*_forward_rows(program, around), *_backward_rows(program, around)]
+    if around.tape.between_bytes:
+        rows.append(_between_row(program, around))
     least = CLOSE * min(around.peak, unit)
     rows = sorted((row for row in rows if row[0] >= least), key=lambda row: -row[0])[:MOST_ROWS]
     for number, (_, constant, terms) in enumerate(rows):
@@ -182,6 +184,13 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
                     again = program.again[tape.maker(s)]
                     terms[again] = terms.get(again, 0) + nbytes
         yield phase.nbytes[position], constant, terms
+
+
+def _between_row(program: Program, around: Walk) -> Row:
+    """What is kept is there at once when forward is over."""
+    tape = around.tape
+    constant = tape.bytes_of(tape.returned) + tape.between_bytes
+    return around.between, constant, {x: tape.storages[s].nbytes for s, x in program.keep.items() if s not in tape.returned}
 
 
 def _tops(phase: Phase) -> Iterator[int]:

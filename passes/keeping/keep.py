@@ -100,6 +100,7 @@ class _Search:
         return Kept(best, time.perf_counter() - self.start, self.solves)
 
     def look(self, kept: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Walk:
+        kept = kept - self.tape.never_kept
         choice = kept, offloaded & kept
         if choice not in self.walks:
             self.walks[choice] = walk(self.tape, *choice)
@@ -158,7 +159,8 @@ class _Search:
         return None
 
     def _largest_first(self) -> list[int]:
-        free = (s for s in self.tape.candidates if s not in self.tape.bound_to_keep)
+        bound = self.tape.bound_to_keep | self.tape.never_kept
+        free = (s for s in self.tape.candidates if s not in bound)
         return sorted(free, key=lambda s: -self.tape.storages[s].nbytes)
 
     def keep_more(self, best: Walk) -> None:

@@ -15,9 +15,10 @@ TAPE: Key[Tape] = Key("tape", Tape, scope="graph")
 class KeptNodes:
     """names: of the nodes of forward whose results backward finds; everything else that it reads of forward is computed
     once more. again: how many calls that are; again_us: what they take. forward_bytes, backward_bytes: what a call holds at
-    most besides what it is given; saved_bytes: from forward to backward. budget_bytes: what a call was to hold at most.
-    seconds: that deciding took. offloaded: of `names`, those that are out of the device's memory between forward and backward;
-    offloaded_bytes: how much that is; offload_us: what moving it takes. account: all of that by name."""
+    most besides what it is given; after_bytes: while its gradients are used; saved_bytes: from forward to backward. All of
+    these count what others take meanwhile. budget_bytes: what a call was to hold at most. seconds: that deciding took.
+    offloaded: of `names`, those that are out of the device's memory between forward and backward; offloaded_bytes: how much
+    that is; offload_us: what moving it takes. account: all of that by name."""
 
     names: frozenset[str]
     again: int
@@ -31,6 +32,7 @@ class KeptNodes:
     offloaded_bytes: int = 0
     offload_us: float = 0.0
     account: Account = Account()
+    after_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -38,7 +40,7 @@ class KeptNodes:
 
     @property
     def peak_bytes(self) -> int:
-        return max(self.forward_bytes, self.backward_bytes)
+        return max(self.forward_bytes, self.backward_bytes, self.after_bytes)
 
 
 KEPT: Key[KeptNodes] = Key("kept", KeptNodes, scope="graph")

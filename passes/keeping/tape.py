@@ -39,7 +39,8 @@ class Storage:
     """name: of the node that has it first, which is what is kept; "" of a result that nobody reads. nbytes: of one rank.
     maker: number of the run that makes it; None for what a graph is given. given: "" or, of what a graph is given, "forward"
     (parameters, a batch: there all the time) or "backward" (tangents). save_us: what writing it in forward and reading it in
-    backward takes; offload_us: moving it out of the device's memory and back, infinite where that cannot be."""
+    backward takes; offload_us: moving it out of the device's memory and back, infinite where that cannot be. said: what the
+    script said of it by activation checkpointing, nothing, "keep" or "again"."""
 
     name: str
     nbytes: int
@@ -47,17 +48,21 @@ class Storage:
     given: str = ""
     save_us: float = 0.0
     offload_us: float = math.inf
+    said: str = ""
 
 
 @dataclass(frozen=True)
 class Tape:
     """runs: in the order of the graph. returned: storages that forward hands out, which its caller may hold until backward
-    is over; gradients: that backward hands out, held until the step ends."""
+    is over; gradients: that backward hands out, held until the step ends. between_bytes: that others take between forward and
+    backward; after_bytes: while the gradients are used."""
 
     runs: tuple[Run, ...]
     storages: tuple[Storage, ...]
     returned: frozenset[int]
     gradients: frozenset[int]
+    between_bytes: int = 0
+    after_bytes: int = 0
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -93,14 +98,20 @@ class Tape:
         backward reads is made of them again.)"""
         return frozenset(s for s in self.wanted if not self.repeatable(s))
 
+    @cached_property
+    def never_kept(self) -> frozenset[int]:
+        """Candidates of which the script says that they are made again, where that can be."""
+        return frozenset(s for s in self.candidates if self.storages[s].said == "again" and self.repeatable(s))
+
     def repeatable(self, storage: int) -> bool:
-        """Whether the run that makes it gives the same again."""
-        return self.runs[self.maker(storage)].repeatable
+        """Whether the run that makes it gives the same again; to what the script says is kept, that does not happen."""
+        return self.runs[self.maker(storage)].repeatable and self.storages[storage].said != "keep"
 
     @cached_property
     def offloadable(self) -> frozenset[int]:
         """Candidates that can be elsewhere between forward and backward: not what the caller of forward holds."""
-        return frozenset(s for s in self.candidates if math.isfinite(self.storages[s].offload_us)) - self.returned
+        finite = frozenset(s for s in self.candidates if math.isfinite(self.storages[s].offload_us))
+        return finite - self.returned - self.never_kept
 
     def maker(self, storage: int) -> int:
         maker = self.storages[storage].maker

@@ -84,7 +84,17 @@ class Walk:
     @cached_property
     def peak(self) -> int:
         """The most bytes held at once, without what a graph is given for forward."""
-        return max((*self.forward.nbytes, *self.backward.nbytes), default=0)
+        return max((*self.forward.nbytes, *self.backward.nbytes, self.between, self.after), default=0)
+
+    @cached_property
+    def between(self) -> int:
+        """Bytes held when forward is over, by others too."""
+        return self.tape.bytes_of(self.kept - self.offloaded | self.tape.returned) + self.tape.between_bytes
+
+    @cached_property
+    def after(self) -> int:
+        """Bytes held when backward is over, by others too."""
+        return self.tape.bytes_of(self.tape.gradients) + self.tape.after_bytes
 
     @cached_property
     def again(self) -> tuple[int, ...]:
@@ -146,7 +156,7 @@ def _bring(tape: Tape, storage: int, there: set[int], order: list[int], bound: s
             stack.pop()
             continue
         maker = tape.maker(stack[-1])
-        if not tape.runs[maker].repeatable:
+        if not tape.repeatable(stack[-1]):
             there.add(stack[-1])
             bound.add(stack[-1])
             continue

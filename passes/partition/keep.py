@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
@@ -18,7 +18,8 @@ from passes.solve.solvers import SolverOptions
 @register
 @dataclass(frozen=True)
 class Keep(AnalysisPass):
-    """Writes `KEPT`: the least time in which a call of the graph holds no more than `budget_bytes` besides its inputs.
+    """Writes `KEPT`: the least time in which a call of the graph holds no more than `budget_bytes` besides its inputs, and
+    leaves `between_bytes` of them to others while forward is over and backward is not begun, and `after_bytes` once it is over.
 
     strict: raise `TooSmall` where nothing fits; else what holds least of all that was tried is the answer.
     """
@@ -30,9 +31,12 @@ class Keep(AnalysisPass):
     budget_bytes: float = float("inf")
     options: SolverOptions = SolverOptions()
     strict: bool = True
+    between_bytes: int = 0
+    after_bytes: int = 0
 
     def run(self, graph_module: GraphModule) -> None:
-        tape, cut = read(TAPE, graph_module), read(CUT, graph_module)
+        cut = read(CUT, graph_module)
+        tape = replace(read(TAPE, graph_module), between_bytes=self.between_bytes, after_bytes=self.after_bytes)
         named = {storage.name: s for s, storage in enumerate(tape.storages)}
         suggested = frozenset(named[name] for name in cut if name in named) & frozenset(tape.candidates)
         start = time.perf_counter()
@@ -47,7 +51,8 @@ class Keep(AnalysisPass):
             sum(tape.runs[k].us for k in walked.again), max(walked.forward.nbytes, default=0),
             max(walked.backward.nbytes, default=0), tape.bytes_of(walked.kept - walked.offloaded | tape.returned),
             self.budget_bytes, time.perf_counter() - start, frozenset(tape.storages[s].name for s in walked.offloaded),
-            tape.bytes_of(walked.offloaded), sum(tape.storages[s].offload_us for s in walked.offloaded), account(walked)))
+            tape.bytes_of(walked.offloaded), sum(tape.storages[s].offload_us for s in walked.offloaded), account(walked),
+            walked.after))
 
 
 @register

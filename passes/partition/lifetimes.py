@@ -13,9 +13,11 @@ class Lifetimes:
     """saved_share: None, if the whole step is one moment, at which all saved values and all gradients are there. Else there
     are two: the end of forward, when saved values are there and gradients are not, and the end of backward, when it is the
     other way round. In between, one goes as the other comes. Of the saved values this share counts: the rest can be computed
-    once more (`passes.keeping` decides which, of the graph that a rank really runs)."""
+    once more (`passes.keeping` decides which, of the graph that a rank really runs). made: at the second moment, tensors of a
+    gradient's size that the optimizer makes during its step."""
 
     saved_share: float | None = None
+    made: float = 0.0
 
     @property
     def positions(self) -> tuple[str, ...]:
@@ -23,7 +25,7 @@ class Lifetimes:
 
     def parameter(self, state: float, gradient: float) -> Held:
         """Of a parameter. state: bytes of itself and of what the optimizer keeps for it."""
-        return (state + gradient,) if self.saved_share is None else (state, state + gradient)
+        return (state + gradient,) if self.saved_share is None else (state, state + (1 + self.made) * gradient)
 
     def saved(self, nbytes: float) -> Held:
         return (nbytes,) if self.saved_share is None else (self.saved_share * nbytes, 0.0)

@@ -12,9 +12,11 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from passes.compat import pytree
+from passes.graph.checkpointed import CHECKPOINTED
 
 PROVENANCE = (
-    "nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "source_fn_stack", "original_aten", "from_node",
+    "nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "source_fn_stack", "original_aten", "from_node", "custom",
+    *CHECKPOINTED,
 )
 
 

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
+from passes.graph.checkpointed import hand_on
 from passes.registry import register
 from passes.rules.opaque import is_opaque
 from passes.rules.table import is_heavy, is_random
@@ -258,6 +259,7 @@ def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False
         for key in ("partitioner_tag", "seq_nr", "nn_module_stack"):
             if key in user.meta:
                 copies[x].meta[key] = user.meta[key]
+        hand_on(user, copies[x])
     return copies[x]
 
 

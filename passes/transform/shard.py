@@ -21,7 +21,8 @@ from torch.fx import Graph, GraphModule, Node
 from passes.annotations import read
 from passes.base import TransformPass
 from passes.compat import fake_mode_of, pytree
-from passes.graph.decision import Decision, OperationLayouts, Route
+from passes.graph.checkpointed import REGION, hand_on
+from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.nodes import BACKWARD_ON_PURPOSE
@@ -29,7 +30,7 @@ from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
 from passes.registry import register
 from passes.result import attribute_of
-from passes.rules.base import REPLICATE, Rule
+from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Rule
 from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import operand_nodes
 from passes.transform.collectives import MeshGroups, Redistributor
@@ -39,11 +40,13 @@ from passes.transform.localize import localize, ordered_ranges, shifted_ranges
 
 
 class _Appender(Inserter):
-    """Appends to the graph under construction instead of inserting before a node."""
+    """Appends to the graph under construction instead of inserting before a node. marked: the node whose marks of
+    checkpointing are handed on."""
 
     def __init__(self, graph: Graph, like: Node, fake_mode: Any, tag: str | None = None):
         super().__init__(graph, like, like, fake_mode)
         self.tag = tag
+        self.marked: Node | None = like
 
     def _value(self, x: Any) -> Any:
         if not isinstance(x, Node):
@@ -55,6 +58,7 @@ class _Appender(Inserter):
         for key in PROVENANCE:
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]
+        hand_on(self.marked, node)
         if self.tag is not None:
             node.meta["partitioner_tag"] = self.tag
         if node.meta.get("partitioner_tag") != "is_backward" and any(
@@ -167,9 +171,9 @@ class Sharder:
                 # A gradient's own phase is backward; a forward value (or an input) is moved there on purpose.
                 made_backward = node.meta.get("partitioner_tag") == "is_backward"
                 tag = "is_forward" if hop.phase == FORWARD else "is_backward" if made_backward else BACKWARD_ON_PURPOSE
-                self.moved[key] = self.redistributor.hop(
-                    _Appender(self.new, reader, self.fake_mode, tag), node, value, layout, hop.layout
-                )
+                insert = _Appender(self.new, reader, self.fake_mode, tag)
+                insert.marked = _marked(node, reader, layout, hop)
+                self.moved[key] = self.redistributor.hop(insert, node, value, layout, hop.layout)
             node, layout = self.moved[key], hop.layout
         return node
 
@@ -255,6 +259,15 @@ class Sharder:
         args = pytree.tree_map(swap, node.args, is_leaf=lambda x: isinstance(x, Node))
         new = self.new.output(args[0])
         new.meta = dict(node.meta)
+
+
+def _marked(made: Node, reader: Node, layout: Layout, hop: Hop) -> Node | None:
+    """As what a hop is checkpointed: what adds up partial sums belongs to the region that makes them, so that what it hands
+    to the next one is kept as a sum; what gathers, to the region that reads, so that the part is kept."""
+    if hop.phase != FORWARD:
+        return None
+    adds_up = any(p != q and p in (PARTIAL, PARTIAL_MAX) for p, q in zip(layout, hop.layout))
+    return made if adds_up or REGION not in reader.meta else reader
 
 
 def shard(gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision, groups: MeshGroups,

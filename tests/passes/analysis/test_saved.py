@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
@@ -37,6 +38,15 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
+class Checkpointed(Deep):
+    """With dropout, which is no business of a process without devices."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = nn.functional.dropout(checkpoint(block, x, use_reentrant=False), 0.1)
+        return x.square().mean()
+
+
 def held_bytes(model: nn.Module, *batch: torch.Tensor) -> int:
     """Of tensors that the compiled model's forward keeps for backward, but for parameters and inputs."""
     kept: dict[int, int] = {}
@@ -61,7 +71,8 @@ def held_bytes(model: nn.Module, *batch: torch.Tensor) -> int:
     lambda: (Deep(), (torch.randn(4, 8, 16),)),
     lambda: transformer(vocabulary=65, width=32, heads=2, layers=2, rows=4, length=16),
     lambda: (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), (torch.randn(4, 8, 16),)),
-], ids=["deep", "gpt", "mlp"])
+    lambda: (Checkpointed(), (torch.randn(4, 8, 16),)),
+], ids=["deep", "gpt", "mlp", "checkpointed"])
 def test_as_many_bytes_as_the_compiled_model_keeps(make):
     torch.manual_seed(0)
     model, batch = make()

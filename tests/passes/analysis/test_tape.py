@@ -4,6 +4,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from passes.analysis.flops import Flops
 from passes.analysis.shapes import Shapes
@@ -85,3 +86,21 @@ def test_what_is_computed_from_an_input_that_is_changed_afterwards_cannot_run_ag
         return [tape.runs[k].repeatable for k in tape.readers[first]]
 
     assert all(reading_first_input(set())) and not any(reading_first_input({0}))
+
+
+def test_what_the_script_says_by_checkpointing_is_said_of_storages():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(MLP() for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(lambda t, block=block: block.down(torch.tanh(block.up(t))).view(-1, 8), x, use_reentrant=False)
+            return x.sum()
+
+    tape = tape_of(Checkpointed(), X)
+    said = {storage.name: storage.said for s, storage in enumerate(tape.storages) if s in tape.candidates}
+    assert set(said.values()) == {"keep", "again"}
+    (kept,) = tape.bound_to_keep
+    assert tape.storages[kept].name.startswith("mm"), "of which a view is what the first block hands to the second"

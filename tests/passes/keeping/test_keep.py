@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -16,7 +18,7 @@ from tests.passes.keeping.tapes import chain, random_tape
 
 
 def every_walk(tape):
-    free = [s for s in tape.candidates if s not in tape.bound_to_keep]
+    free = [s for s in tape.candidates if s not in tape.bound_to_keep | tape.never_kept]
     for kept in subsets(free):
         for offloaded in subsets(tape.offloadable.intersection({*kept, *tape.bound_to_keep})):
             yield walk(tape, {*kept, *tape.bound_to_keep}, offloaded)
@@ -89,11 +91,36 @@ def test_random_numbers_can_be_offloaded():
     assert (keep(tape, 9).walk.kept, keep(tape, 9).offloaded) == ({1}, frozenset())
 
 
+def told(tape, seed):
+    """The same, of which the script says something about some."""
+    draw = random.Random(seed)
+    said = [draw.choice(["", "", "", "keep", "again"]) if tape.is_forward(s) else "" for s in range(len(tape.storages))]
+    return replace(tape, storages=tuple(replace(each, said=word) for each, word in zip(tape.storages, said, strict=True)))
+
+
+def test_what_the_script_says_of_a_value_is_done():
+    tape = chain([10] * 6)
+    again = replace(tape, storages=tuple(replace(each, said={2: "again", 4: "keep"}.get(s, ""))
+                                         for s, each in enumerate(tape.storages)))
+    assert again.bound_to_keep == {4} and again.never_kept == {2}
+    for budget in (10**6, 70, 60):
+        answer = keep(again, budget, suggested=[frozenset({1, 2, 3})])
+        assert 4 in answer.storages and 2 not in answer.storages
+
+
+def test_others_have_their_bytes_when_forward_is_over():
+    tape = chain([10] * 6)
+    alone, shared = keep(tape, 70), keep(replace(tape, between_bytes=30), 70)
+    assert alone.walk.between > 40 >= shared.walk.between - 30
+    assert shared.walk.peak <= 70
+
+
 @pytest.mark.parametrize("offloading", [False, True])
 def test_of_random_tapes_every_budget_that_can_be_met_is_met_at_nearly_the_least_cost(offloading):
     ratios = []
     for seed in range(12):
         tape = random_tape(seed, offloading=offloading)
+        tape = tape if seed % 2 else told(tape, seed)
         walks = list(every_walk(tape))
         peaks = sorted({each.peak for each in walks})
         for budget in {peaks[0], peaks[len(peaks) // 3], peaks[-1]}:
