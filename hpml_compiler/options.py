@@ -15,9 +15,11 @@ from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plans.files import describe_errors
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import Objective
+from hpml_compiler.quantities import parse_budget, parse_watts
 from passes.errors import BadInput, shortened
 from passes.machine.cluster import MOST_DEVICES
 
+OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 
 Offload = Literal["off", "saved", "optimizer", "all"]
@@ -26,31 +28,6 @@ Offload = Literal["off", "saved", "optimizer", "all"]
 OPTIMIZER_STATES: dict[OptimizerName, int] = {
     "adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "rmsprop": 1, "adagrad": 1,
 }
-
-_UNITS = {"b": 1} | {f"{letter}{suffix}": base ** power
-                     for power, letter in enumerate("kmgt", start=1) for suffix, base in (("b", 1000), ("ib", 1024))}
-
-
-MOST_BYTES = 10**18
-
-
-def parse_bytes(value: object) -> int:
-    """Bytes from an int or a text such as "64MiB" (2**20), "24GB" (10**9) or "1.5 TiB". Raises ValueError."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-        unit = _UNITS.get(match[2].lower() or "b") if match else None
-        if match is None or unit is None:
-            raise ValueError(f"{shortened(repr(value))} is no number of bytes: write 64MiB (2**20), 24GB (10**9) or an "
-                             "integer")
-        exact = "." not in match[1] and len(match[1]) < 20
-        size = int(match[1]) * unit if exact else int(min(float(match[1]) * unit, 2.0 * MOST_BYTES))
-    if size < 1:
-        raise ValueError(f"{shortened(str(value))!r} is less than one byte")
-    if size > MOST_BYTES:
-        raise ValueError("it is more than an exabyte, which no device has")
-    return size
 
 
 def _mesh_sizes(value: object) -> object:
@@ -78,27 +55,13 @@ def _path_text(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def parse_watts(value: object) -> float:
-    """Watts from a number or a text such as "300W" or "0.3 kW". Raises ValueError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k?)w?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
-    if match:
-        watts = float(match[1]) * (1000 if match[2] else 1)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        watts = float(min(value, 1e18))
-    else:
-        raise ValueError(f"{shortened(repr(value))} is no power: write 300 or 300W")
-    if not 0 < watts < 1e18:
-        raise ValueError(f"{shortened(repr(value))} is no positive, finite number of watts")
-    return watts
-
-
 def _level(value: object) -> object:
     if isinstance(value, bool):  # which equals 0 or 1
         raise ValueError("it is neither on nor off, but one of 'auto', 0, 1, 2 and 3")
     return value
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Budget = Annotated[int | float, BeforeValidator(parse_budget)]
 Watts = Annotated[float, BeforeValidator(parse_watts)]
 ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
 AxisSizes = Annotated[dict[str, int], BeforeValidator(_mesh_sizes)]
@@ -119,9 +82,9 @@ class Options(BaseModel):
         description='sizes by axis, such as {"dp": 2, "tp": 2}, multiplying to the number of ranks; on dp the batch is '
         "sharded, on tp weights and other dims, on an axis of any other name the solver decides",
     )
-    memory_budget: Bytes | None = Field(
-        None, description='bytes per device that no step may exceed: an integer, or text such as "64MiB" or "24GB"; what '
-        "does not fit is computed once more in backward"
+    memory_budget: Budget | None = Field(
+        None, description='bytes per device that no step may exceed: an integer, or text such as "64MiB" or "24GB"; or a '
+        'fraction of its memory, such as 0.8 or "80%"; what does not fit is computed once more in backward'
     )
     zero: ZeroLevel = Field(
         "auto", description="how parameters are stored: 0 whole wherever they are read whole; 2 in parts, gathered once per "
@@ -154,7 +117,10 @@ class Options(BaseModel):
     power_cap: Watts | None = Field(
         None, description='watts that each device may draw: a number, or text such as "300W"; above its idle power'
     )
-    optimizer: OptimizerName = Field("adamw", description="the optimizer whose state counts as memory")
+    optimizer: OptimizerOption = Field(
+        "auto", description='the optimizer whose state counts as memory; "auto": with a memory budget the one that holds the '
+        "parameters when they are compiled, else adamw"
+    )
     offload: Offload = Field(
         "off", description='what may leave the memory of the device while it is not used, for the memory of the host or, of a '
         'CPU, a file: values "saved" for backward, under a memory_budget; the state of the "optimizer"; or "all" of that'
@@ -192,9 +158,18 @@ class Options(BaseModel):
                            next_step=f"{name}: {cls.model_fields[name].description}") from error
 
     @property
+    def optimizer_name(self) -> OptimizerName:
+        return "adamw" if self.optimizer == "auto" else self.optimizer
+
+    @property
     def optimizer_states(self) -> int:
         """How many tensors of a trainable parameter's shape and dtype the optimizer keeps for it."""
-        return OPTIMIZER_STATES[self.optimizer]
+        return OPTIMIZER_STATES[self.optimizer_name]
+
+    def budget_bytes(self, memory_bytes: int) -> int | None:
+        """The budget on a device with that much memory; None if there is none but that."""
+        budget = self.memory_budget
+        return int(budget * memory_bytes) if isinstance(budget, float) else budget
 
     @property
     def resident_states(self) -> int:

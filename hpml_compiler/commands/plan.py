@@ -27,7 +27,7 @@ def plan(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Pin an option by its name, else an axis (dp=2); repeatable."),
     ] = None,
-    memory_budget: Annotated[str | None, typer.Option(help="Bytes per device: 64MiB, 24GB.")] = None,
+    memory_budget: Annotated[str | None, typer.Option(help="Per device: 64MiB, 24GB, 80%.")] = None,
     solver: Annotated[str | None, typer.Option(help="A solver, by PuLP's name for it.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds the solver may take.")] = None,
     gap: Annotated[float | None, typer.Option(help="Relative gap to the bound at which the solver may stop.")] = None,

@@ -15,12 +15,13 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import from_rank_0, same_graph
 from hpml_compiler.compile.graph_inputs import GraphInputs
-from hpml_compiler.compile.kept import held_by_other_graphs, kept_plan, note_kept
+from hpml_compiler.compile.kept import kept_plan
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.one_device import one_device
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.refused import refuse
+from hpml_compiler.compile.room import Sharing
 from hpml_compiler.compile.trial import Trial
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.energy import PowerMeter
@@ -91,6 +92,11 @@ class _Compilation:
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options):
         self.gm, self.given_inputs, self.options = gm, example_inputs, options
         self.session = session.current()
+        self.sharing: Sharing | None = None
+        if options.memory_budget is not None:
+            memory_bytes = local_cluster(options, dist.get_world_size()).device.memory_bytes
+            self.sharing = Sharing(self.session.step, gm, example_inputs, options, memory_bytes)
+            self.options = self.sharing.options
         self.lowering = Lowering(options.compiler)
         self.holding = Holding()
         self.planned: Planned | None = None
@@ -152,20 +158,20 @@ class _Compilation:
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         sharded = self._rewrite(joint, num_fwd_outputs)
-        if self.options.memory_budget is not None:
+        if self.sharing is not None:
             assert self.planned is not None
             assert self.planned.kept is not None, "under a budget, what is kept is planned"
-            tape = self._trial(num_fwd_outputs).tape(self.planned, self.session.groups(self.planned.mesh))
-            taping(tape)(sharded)
-            note_kept(self.planned.kept)
+            trial = self._trial(num_fwd_outputs, self.sharing)
+            taping(trial.tape(self.planned, self.session.groups(self.planned.mesh)))(sharded)
+            self.sharing.enter(trial.held(self.planned), self.planned.kept)
             self._finish()
             return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
         self._finish()
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
 
-    def _trial(self, forward_outputs: int) -> Trial:
+    def _trial(self, forward_outputs: int, sharing: Sharing) -> Trial:
         return Trial(self.annotated, self.options, local_cluster(self.options, dist.get_world_size()), forward_outputs,
-                     self.inputs.kept_gradients(self.annotated, forward_outputs), frozenset(self.inputs.written))
+                     self.inputs.kept_gradients(self.annotated, forward_outputs), frozenset(self.inputs.written), sharing)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         call = self.lowering.backward(gm, inputs)
@@ -246,10 +252,11 @@ class _Compilation:
             fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}", rows=rows, given=given,
             like=self.session.decided.get(key), quick=self.session.quick,
         )
-        if self.options.memory_budget is not None and forward_outputs is not None:
+        if self.sharing is not None and forward_outputs is not None:
+            trial, made = self._trial(forward_outputs, self.sharing), self.sharing.making.at_once
             planned = within_budget(
-                lambda lifetimes, nbytes: plan(lifetimes=lifetimes, budget_bytes=nbytes), self._trial(forward_outputs),
-                self.options.memory_budget, self.options.time_limit, held_by_other_graphs())
+                lambda lifetimes, nbytes: plan(lifetimes=replace(lifetimes, made=made), budget_bytes=nbytes), trial,
+                self.sharing.budget, self.options.time_limit, self.sharing.held_by_others)
         else:
             planned = plan()
         self.session.decided.setdefault(key, planned.record)

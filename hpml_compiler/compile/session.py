@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from hpml_compiler.compile.room import Step
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning.traces import as_plan
@@ -46,12 +47,10 @@ class Session:
     """What a quick look at these devices found (`hpml_compiler.profile.quick`), where there is no profile."""
     device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
     monitor: Monitor | None = None
-    saved_bytes: dict[str, int] = field(default_factory=dict)
-    """By the piece of the script: what its graph holds between forward and backward, where that was decided here."""
+    step: Step = field(default_factory=Step)
+    """Under a memory budget, what the graphs of a step hold."""
     unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)
     """Of graphs that one device runs under a byte budget: what makes the plan of each, given a name for it."""
-    state_bytes: dict[int, int] = field(default_factory=dict)
-    """On one device, by address: bytes of a parameter and of what the optimizer keeps for it."""
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """The DeviceMesh of these axes; made once, by all ranks together."""

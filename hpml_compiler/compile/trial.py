@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hpml_compiler.compile.kept import decide_kept
 from hpml_compiler.compile.offload import offload_price
+from hpml_compiler.compile.room import Held, Sharing
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import Planned
 from passes.analysis.tape import MakeTape
@@ -22,7 +23,8 @@ from passes.transform.collectives import MeshGroups
 
 @dataclass(frozen=True)
 class Trial:
-    """kept_gradients: numbers of the outputs that `.grad` will hold. written: positions of inputs that a call changes."""
+    """kept_gradients: numbers of the outputs that `.grad` will hold. written: positions of inputs that a call changes.
+    sharing: what it leaves to other graphs of the step."""
 
     annotated: Annotated
     options: Options
@@ -30,6 +32,7 @@ class Trial:
     forward_outputs: int
     kept_gradients: Sequence[int]
     written: frozenset[int]
+    sharing: Sharing
 
     def __call__(self, planned: Planned) -> KeptNodes:
         """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used."""
@@ -38,9 +41,14 @@ class Trial:
         after_planning(planned.decision, groups, self.options.compiler, self.forward_outputs, self.kept_gradients,
                        compact=True)(gm)
         taping(self.tape(planned, groups))(gm)
-        memory = planned.record.memory
-        return decide_kept(gm, self.forward_outputs, memory.parameters + memory.optimizer, self.options, planned.record.name,
-                           strict=False)
+        room = self.sharing.room(self.held(planned))
+        return decide_kept(gm, self.forward_outputs, room, self.options, planned.record.name, strict=False)
+
+    def held(self, planned: Planned) -> Held:
+        """By this graph on a rank, besides what it keeps."""
+        memory, whole = planned.record.memory, self.sharing.held()
+        part = memory.gradients / whole.gradients if whole.gradients else 1.0
+        return Held(self.sharing.name, memory.parameters, memory.gradients, memory.optimizer, part * whole.largest)
 
     def tape(self, planned: Planned, groups: MeshGroups) -> MakeTape:
         prices = MeshPrices(mesh_from_pin(planned.mesh, self.cluster), self.options.optimizer_states)

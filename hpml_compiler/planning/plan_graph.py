@@ -72,8 +72,10 @@ def plan_graph(
     Infeasible if no mesh meets the budget, with the smallest budget that any meets.
     """
     capped = capped_cluster(cluster, options.power_cap)
+    if budget_bytes is None:
+        budget_bytes = options.budget_bytes(capped.device.memory_bytes)
     conditions = Conditions(
-        capped, options.objective, options.memory_budget if budget_bytes is None else budget_bytes, options.optimizer_states,
+        capped, options.objective, budget_bytes, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
         solver=solver_options(options), zero=zero_of(options, given is not None or options.plan is not None),
         rows=rows, shorter=shorter, further=further, lifetimes=lifetimes, resident_states=options.resident_states,

@@ -34,16 +34,16 @@ TryOut = Callable[[Planned], KeptNodes]
 
 def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float, others_bytes: float = 0.0) -> Planned:
     """plan: placements by these lifetimes within so many bytes, which raises Infeasible where there are none. try_out: what is
-    kept by them, with a `budget_bytes` that parameters, optimizer state and `others_bytes`, what other graphs of the step keep,
-    leave. Another plan is looked for until `seconds` are over, or longer if none fits yet.
+    kept by them, with a `budget_bytes` that parameters, optimizer state and what other graphs of the step hold leave; of the
+    latter, `others_bytes` are known beforehand. Another plan is looked for until `seconds` are over, or longer if none fits.
 
     Raises Infeasible, with the smallest budget that is known to work, where no trial fits.
     """
-    search = _Search(plan, try_out, budget_bytes, others_bytes)
+    search = _Search(plan, try_out, budget_bytes)
     start = time.perf_counter()
     bytes_left = budget_bytes - others_bytes
     first = search.look(0.0, bytes_left)
-    if first is not None and search.fits(first) and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
+    if first is not None and _excess(first) <= 0 and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
         return first
     shares = list(SHARES)
     while shares and len(search.tried) <= MOST_TRIALS:
@@ -52,18 +52,18 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
         latest = search.look(shares[0], bytes_left)
         if latest is None:  # so many saved values fit nowhere, but some of them need not be kept
             del shares[0]
-        elif search.fits(latest):
+        elif _excess(latest) <= 0:
             break
         else:
-            bytes_left -= _held(latest) + others_bytes - budget_bytes
+            bytes_left -= _excess(latest)
     if not search.fitting() and search.least_bytes is not None:
         search.look(0.0, search.least_bytes)  # whatever it takes: as little as can be held of parameters and their state
     return search.best()
 
 
 class _Search:
-    def __init__(self, plan: Plan, try_out: TryOut, budget_bytes: float, others_bytes: float):
-        self.plan, self.try_out, self.budget_bytes, self.others_bytes = plan, try_out, budget_bytes, others_bytes
+    def __init__(self, plan: Plan, try_out: TryOut, budget_bytes: float):
+        self.plan, self.try_out, self.budget_bytes = plan, try_out, budget_bytes
         self.tried: list[Planned] = []
         self.refusal: Infeasible | None = None
         self.least_bytes: float | None = None
@@ -85,11 +85,8 @@ class _Search:
                      format_us(_us(same)), format_bytes(_held(same)), format_us(_again_us(same)))
         return same
 
-    def fits(self, planned: Planned) -> bool:
-        return _held(planned) + self.others_bytes <= self.budget_bytes
-
     def fitting(self) -> list[Planned]:
-        return [each for each in self.tried if self.fits(each)]
+        return [each for each in self.tried if _excess(each) <= 0]
 
     def best(self) -> Planned:
         """The fastest that fits."""
@@ -99,11 +96,14 @@ class _Search:
         if not self.tried:
             assert self.refusal is not None, "nothing was tried because nothing was found"
             raise self.refusal
-        least = min(map(_held, self.tried)) + self.others_bytes
+        closest = min(self.tried, key=_excess)
+        least = self.budget_bytes + _excess(closest)
+        stepping = _kept(closest).after_bytes == _kept(closest).peak_bytes
+        when = ", while the optimizer makes its step" if stepping else ""
         error = Infeasible(
-            f"whatever is computed once more, the step holds {format_bytes(least)} at least, and the budget is "
-            f"{format_bytes(self.budget_bytes)}", WHERE,
-            f"give {int(least) + 1} bytes or more, fewer rows, or more devices")
+            f"whatever is computed once more, the step holds {format_bytes(least)} at least{when}, and the budget is "
+            f"{format_bytes(self.budget_bytes)}", WHERE, f"give {int(least) + 1} bytes or more, fewer rows, or more devices" +
+            ("; an optimizer with foreach=False or fused=True makes less meanwhile" if stepping else ""))
         error.smallest_budget_bytes = least
         raise error
 
@@ -119,6 +119,11 @@ def _again_us(planned: Planned) -> float:
 
 def _us(planned: Planned) -> float:
     return planned.record.predicted.step_time_us + _again_us(planned)
+
+
+def _excess(planned: Planned) -> float:
+    """Bytes above what it was to hold at most."""
+    return _kept(planned).peak_bytes - _kept(planned).budget_bytes
 
 
 def _held(planned: Planned) -> float:

@@ -82,7 +82,8 @@ def formulas(
         base = [long]
     measured = measurements.load(parsed, cluster)
     conditions = Conditions(
-        cluster, parsed.objective, parsed.memory_budget, parsed.optimizer_states, zero_of(parsed, obeys=True), measured,
+        cluster, parsed.objective, parsed.budget_bytes(cluster.device.memory_bytes), parsed.optimizer_states,
+        zero_of(parsed, obeys=True), measured,
         shorter=shorter, further=source.further, resident_states=parsed.resident_states)
     prices, planned = conditions.prices(mesh_from_pin(plan.mesh, cluster)), source.planned(base)
     answers = [_obeyed(annotated, graph, plan, conditions) for annotated, graph in zip(base, planned)]

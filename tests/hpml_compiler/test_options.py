@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_compiler.options import Options, parse_bytes, parse_fixes
+from hpml_compiler.options import Options, parse_fixes
+from hpml_compiler.quantities import parse_bytes
 from passes.errors import BadInput
 from tests.helpers.plans import gpt_plan
 
@@ -20,6 +21,22 @@ def test_bytes(text, size):
 def test_no_bytes(text):
     with pytest.raises(ValueError, match=r"no number of bytes|less than one byte"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(("given", "budget"), [
+    (0.8, 0.8), (1.0, 1.0), ("80%", 0.8), (" 12.5 %", 0.125), ("0.8", 0.8), ("100%", 1.0), (1, 1), ("24GB", 24 * 10**9)])
+def test_budgets(given, budget):
+    found = Options.parse({"memory_budget": given}).memory_budget
+    assert found == budget and type(found) is type(budget)
+    assert Options.parse({"memory_budget": given}).budget_bytes(10**9) == (
+        budget if isinstance(budget, int) else int(budget * 10**9))
+
+
+@pytest.mark.parametrize("given", [0.0, "0%", "0.0", 1.5, "1.5", "120%", -0.5, float("nan"), float("inf"), 24e9])
+def test_no_budgets(given):
+    with pytest.raises(BadInput, match="no number of bytes, and no fraction of a device's memory") as caught:
+        Options.parse({"memory_budget": given})
+    assert "write 24GB, 0.8 or 80%" in str(caught.value)
 
 
 def test_defaults():
@@ -42,6 +59,7 @@ def test_to_json_gives_the_same_options_again():
 @pytest.mark.parametrize(("optimizer", "states"), [("adamw", 2), ("sgd", 0), ("sgd_momentum", 1)])
 def test_optimizer_states(optimizer, states):
     assert Options.parse({"optimizer": optimizer}).optimizer_states == states
+    assert Options.parse({}).optimizer_states == 2, "as AdamW, where nothing is known"
 
 
 def test_optimizer_states_are_those_torch_keeps():

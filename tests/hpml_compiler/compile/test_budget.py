@@ -40,10 +40,10 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def trained(options: dict[str, Any] | None, dropout: float = 0.0) -> tuple[list[torch.Tensor], int]:
+def trained(options: dict[str, Any] | None, dropout: float = 0.0, kind: type[Deep] = Deep) -> tuple[list[torch.Tensor], int]:
     """Losses, gradients and parameters of three steps, and the bytes that the last one held at most."""
     hpml_compiler.reset()
-    model = Deep(dropout)
+    model = kind(dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     call = torch.compile(model, backend="hpml", options=options)
     x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin()

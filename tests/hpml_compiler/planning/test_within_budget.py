@@ -35,9 +35,11 @@ class Table:
     def try_out(self, planned):
         self.tried.append(planned.record.name)
         row = self.plans[planned.record.name]
-        return KeptNodes(frozenset(), 1, row["again_us"], 0, row["above"], 0, 0.0, 0.0)
+        return KeptNodes(frozenset(), 1, row["again_us"], 0, row["above"], 0, self.left - row["state"], 0.0,
+                         after_bytes=row.get("stepping", 0))
 
     def answer(self, budget, others=0.0):
+        self.left = budget - others
         return within_budget(self.plan, self.try_out, budget, 10.0, others).record.name
 
 
@@ -85,6 +87,12 @@ def test_a_budget_that_no_trial_meets_is_refused_with_the_least():
     with pytest.raises(Infeasible, match="holds 80 B at least") as caught:
         Table(whole=WHOLE, split=SPLIT).answer(79)
     assert caught.value.smallest_budget_bytes == 80
+
+
+def test_an_optimizers_step_that_does_not_fit_is_named():
+    with pytest.raises(Infeasible, match="holds 95 B at least, while the optimizer makes its step") as caught:
+        Table(split={**SPLIT, "stepping": 75}).answer(90)
+    assert "foreach=False" in caught.value.next_step
 
 
 def test_a_budget_that_no_placements_meet_is_refused_as_they_are():

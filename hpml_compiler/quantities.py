@@ -1,0 +1,60 @@
+"""Bytes and watts as people write them."""
+from __future__ import annotations
+
+import re
+
+from passes.errors import shortened
+
+_UNITS = {"b": 1} | {f"{letter}{suffix}": base ** power
+                     for power, letter in enumerate("kmgt", start=1) for suffix, base in (("b", 1000), ("ib", 1024))}
+
+
+MOST_BYTES = 10**18
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes from an int or a text such as "64MiB" (2**20), "24GB" (10**9) or "1.5 TiB". Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+        unit = _UNITS.get(match[2].lower() or "b") if match else None
+        if match is None or unit is None:
+            raise ValueError(f"{shortened(repr(value))} is no number of bytes: write 64MiB (2**20), 24GB (10**9) or an "
+                             "integer")
+        exact = "." not in match[1] and len(match[1]) < 20
+        size = int(match[1]) * unit if exact else int(min(float(match[1]) * unit, 2.0 * MOST_BYTES))
+    if size < 1:
+        raise ValueError(f"{shortened(str(value))!r} is less than one byte")
+    if size > MOST_BYTES:
+        raise ValueError("it is more than an exabyte, which no device has")
+    return size
+
+
+def parse_budget(value: object) -> int | float:
+    """Bytes, as `parse_bytes` reads them, or the fraction of a device's memory that 0.8 and "80%" are. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?\s*%|\d+\.\d+)\s*", value) if isinstance(value, str) else None
+    if match:
+        share = float(match[1].rstrip("% ")) / (100 if "%" in match[1] else 1)
+    elif isinstance(value, float):
+        share = value
+    else:
+        return parse_bytes(value)
+    if not 0 < share <= 1:
+        raise ValueError(f"{shortened(repr(value))} is no number of bytes, and no fraction of a device's memory, which is "
+                         "above 0 and not above 1: write 24GB, 0.8 or 80%")
+    return share
+
+
+def parse_watts(value: object) -> float:
+    """Watts from a number or a text such as "300W" or "0.3 kW". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k?)w?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    if match:
+        watts = float(match[1]) * (1000 if match[2] else 1)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        watts = float(min(value, 1e18))
+    else:
+        raise ValueError(f"{shortened(repr(value))} is no power: write 300 or 300W")
+    if not 0 < watts < 1e18:
+        raise ValueError(f"{shortened(repr(value))} is no positive, finite number of watts")
+    return watts

@@ -1,0 +1,60 @@
+"""Optimizers as a script makes them -> which one holds the parameters, and what its step makes, against a real step."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hpml_compiler.compile.optimizers import holding, making, name_of
+from hpml_compiler.monitor.profiled import StepProfile
+
+MAKES = {
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
+    "adam l2": lambda p, **kw: torch.optim.Adam(p, weight_decay=0.1, **kw),
+    "sgd": lambda p, **kw: torch.optim.SGD(p, lr=0.1, **kw),
+    "sgd l2": lambda p, **kw: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, **kw),
+    "momentum": lambda p, **kw: torch.optim.SGD(p, lr=0.1, momentum=0.9, **kw),
+    "nesterov": lambda p, **kw: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, **kw),
+    "rmsprop": torch.optim.RMSprop, "rmsprop l2": lambda p, **kw: torch.optim.RMSprop(p, weight_decay=0.1, **kw),
+    "adagrad": torch.optim.Adagrad,
+    "adagrad l2": lambda p, **kw: torch.optim.Adagrad(p, weight_decay=0.1, **kw),
+}
+SIZE, COUNT = 100_000, 4
+
+
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"foreach": False}], ids=["at once", "one by one"])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
+def test_a_step_makes_as_much_as_is_said(make, settings):
+    weights = [nn.Parameter(torch.ones(SIZE)) for _ in range(COUNT)]
+    optimizer = make(weights, **settings)
+    for _ in range(2):  # the first makes the state
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        profile = StepProfile("cpu")
+        optimizer.step()
+        peak = profile.stop().peak_bytes
+    said = making(name_of(optimizer), "cpu", optimizer).bytes_of(4 * SIZE * COUNT, 4 * SIZE)
+    assert peak == pytest.approx(said, abs=10_000)
+
+
+def test_defaults_are_those_of_a_device():
+    assert making("adamw", "cuda").at_once == 1 and making("adamw", "cpu").at_once == 0
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], fused=True)
+    assert making("adamw", "cuda", optimizer).bytes_of(100, 10) == 0
+
+
+def test_the_optimizer_that_holds_them_is_found_and_others_are_not():
+    mine, others = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert holding(list(mine.parameters())) == []
+    optimizer, other = torch.optim.RMSprop(mine.parameters()), torch.optim.SGD(others.parameters(), lr=0.1)
+    assert holding(list(mine.parameters())) == [optimizer] and holding([others.weight]) == [other]
+    assert (name_of(optimizer), name_of(other)) == ("rmsprop", "sgd")
+
+
+def test_a_class_of_its_own_is_known_by_what_it_derives_from_or_not_at_all():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    weights = [nn.Parameter(torch.ones(3))]
+    assert name_of(Mine(weights)) == "adamw" and name_of(torch.optim.Rprop(weights)) is None
+    assert name_of(torch.optim.SGD(weights, lr=0.1, momentum=0.5)) == "sgd_momentum"
