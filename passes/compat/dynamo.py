@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch._C._dynamo import eval_frame
 from torch._guards import CompileContext, TracingContext
+from torch._higher_order_ops import utils as inner_graphs
 
 
 @contextlib.contextmanager
@@ -141,6 +142,27 @@ def trace_as(kind: type) -> None:
 
     builder.wrap_to_fake_tensor_and_record = fake_of_same_class
     TensorVariable.method_attr_data = detached
+    _let_inner_graphs_read(bare)
+
+
+def _let_inner_graphs_read(kind: type) -> None:
+    """Up to torch 2.12 Dynamo stops where a graph inside an operator, such as a branch of `torch.cond`, reads a DTensor.
+
+    It asks for fake tensors there, to find out which share storage. Later releases take a DTensor's local part for that.
+    """
+    if hasattr(inner_graphs, "is_traceable_wrapper_subclass"):
+        return
+    collect: Any = inner_graphs._collect_fake_inputs
+
+    @functools.wraps(collect)
+    def collect_local_parts(inputs: Any) -> list[Any]:
+        found: list[Any] = []
+        for given in inputs:
+            example = getattr(getattr(given, "node", given), "meta", {}).get("example_value")
+            found += [example._local_tensor] if isinstance(example, kind) else collect([given])
+        return found
+
+    inner_graphs._collect_fake_inputs = collect_local_parts
 
 
 def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
