@@ -5,6 +5,7 @@ import bisect
 import itertools
 import os
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ class StepProfile:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
         self._profile = profile(activities=activities, profile_memory=True)
         self._log_level = compat.set_cpp_log_level(2)  # it warns of each such thing that goes
-        with _quiet_kineto():
+        with _quiet_kineto(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11, even where there were none
             self._profile.start()
 
     def begin_graph(self) -> Any:
@@ -89,10 +91,12 @@ class StepProfile:
         """Look at the varying bytes."""
         self._notes.append((time.time_ns(), self.varying_bytes()))
 
-    def stop(self, steady_bytes: int = 0) -> Profiled:
-        """What was seen. steady_bytes: held from before the profile until after it."""
+    def stop(self, steady_bytes: int = 0) -> Profiled | None:
+        """What was seen; None if the script profiled something meanwhile. steady_bytes: held from before the profile until
+        after it."""
         self.note()
-        self.cancel()
+        if not self.cancel():
+            return None
         found: Any = self._profile.profiler
         raw = found.kineto_results.events()
         events = [_event(each) for each in raw if each.name() != MEMORY_EVENT and not _is_mirrored(each)]
@@ -102,13 +106,17 @@ class StepProfile:
         by_class = kernel_us(events) if self.on_device else graph_us(events)
         return Profiled(by_class, self.on_device, steady_bytes + peak(changes, self._notes))
 
-    def cancel(self) -> None:
-        """Stop, and look at nothing."""
+    def cancel(self) -> bool:
+        """Stop, and look at nothing. Returns whether there is anything to look at: the end of a profile that was begun
+        inside this one has ended both, and what was seen is in the other."""
+        running = compat.profiler_is_on()
         try:
-            self._profile.stop()
+            if running:
+                self._profile.stop()
         finally:
             if self._log_level is not None:
                 compat.set_cpp_log_level(self._log_level)
+        return running
 
 
 def graph_us(events: Iterable[Event]) -> dict[str, float]:

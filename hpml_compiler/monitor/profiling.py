@@ -77,7 +77,11 @@ class Profiling:
             self.give_up()
             return
         running, self._running = self._running, None
-        self.result, self.step = running.stop(steady_bytes), step
+        result = running.stop(steady_bytes)
+        if result is None:  # the script has profiled inside
+            self._tries_left -= 1
+        else:
+            self.result, self.step = result, step
 
     def give_up(self) -> None:
         """Stop a profile that is running."""

@@ -150,6 +150,19 @@ def test_an_evaluation_while_profiling_gives_the_profile_up():
     assert second.log[-1] == "stop"
 
 
+def test_a_step_in_which_the_script_profiled_something_is_not_it():
+    class Taken(FakeProfile):
+        def stop(self, steady_bytes=0):
+            super().stop()
+
+    taken, used = Taken(), FakeProfile()
+    script, monitor = loop([taken, used])
+    for _ in range(20):
+        right(script)
+    assert taken.log[-1] == used.log[-1] == "stop"
+    assert monitor.report is not None and monitor.report.classes
+
+
 def test_nobody_s_own_profile_is_disturbed_and_the_report_comes_without_classes(said, monkeypatch):
     monkeypatch.setattr(compat, "profiler_is_on", lambda: True)
     used = FakeProfile()

@@ -86,7 +86,7 @@ def test_a_real_profile_of_matrix_products_on_known_bytes():
     profile.end_graph(entered)
     torch.mm(a, a)
     found = profile.stop(steady_bytes=100)
-    assert found.peak_bytes is not None
+    assert found is not None and found.peak_bytes is not None
     assert 8 * MIB + 100 <= found.peak_bytes < 8 * MIB + 20_000
     assert set(found.classes_us) <= {"matmul", "pointwise", "overhead"}
     assert found.classes_us["matmul"] > found.classes_us["pointwise"] > 0
@@ -117,12 +117,16 @@ def test_the_profiler_s_times_are_those_that_notes_are_taken_by():
     assert start - 1_000_000 < seen[0].start_ns() < end + 1_000_000
 
 
-def test_a_profile_of_the_script_s_own_inside_is_not_harmed():
+def test_a_profile_of_the_script_s_own_inside_is_not_harmed_and_has_seen_what_this_one_has_not():
     profile = StepProfile("cpu")
     with torch.profiler.profile() as own:
         torch.ones(3)
-    profile.stop()
+    assert profile.stop() is None
     assert "aten::ones" in {event.key for event in own.key_averages()}
+    again = StepProfile("cpu")
+    held = torch.ones(1000)
+    found = again.stop()
+    assert found is not None and found.peak_bytes == held.nbytes
 
 
 def test_bytes_of_what_is_held():
