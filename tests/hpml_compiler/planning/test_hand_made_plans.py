@@ -171,9 +171,14 @@ def is_residual(value: Value) -> bool:
     return len(value.spec.shape) == 3 and value.factors[1:] == ((LENGTH,), (HIDDEN,))
 
 
+def is_look_up(op: Operation) -> bool:
+    """Whether it reads an embedding or adds up its gradient, which up to torch 2.12 is written as `index_put`."""
+    return op.kind == "embedding" or op.target == "aten.index_put.default"
+
+
 def data(model: Annotated, size: int) -> AxisRule:
     rule = axis_rule(Axis("dp", size), model.graph)
-    return lambda op, s: rule(op, s) and (op.kind != "embedding" or s.splits)
+    return lambda op, s: rule(op, s) and (not is_look_up(op) or s.splits)
 
 
 def idle(model: Annotated, size: int) -> AxisRule:
@@ -187,7 +192,7 @@ def sequence(model: Annotated, size: int) -> AxisRule:
         if op.kind == "attention":
             return by_heads(op, s)
         split = [(v, p) for v, p in placed(op, s, graph) if isinstance(p, tuple)]
-        if op.kind in ("matmul", "embedding"):
+        if op.kind == "matmul" or is_look_up(op):
             return any(by_sequence(v, p) for v, p in split)
         return all(by_sequence(v, p) or len(v.spec.shape) > 3 and p[0] in (1, 2) for v, p in split)
 

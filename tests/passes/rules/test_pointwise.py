@@ -96,4 +96,4 @@ def test_what_torch_tags_pointwise_is(op):
 
 
 def test_most_tagged_operators_run_here():
-    assert sum(arguments(op) is not None for op in TAGGED) > 250
+    assert sum(arguments(op) is not None for op in TAGGED) > 0.9 * len(TAGGED)

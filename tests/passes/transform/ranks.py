@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
+from packaging.version import Version
 from torch import fx
 
 from passes.graph.layouts import Layout
@@ -13,6 +15,8 @@ from passes.transform.collectives import MeshGroups
 from tests.helpers.axes import axes_of
 
 c10d = torch.ops._c10d_functional
+aten = torch.ops.aten
+RELEASE = Version(torch.__version__).release
 
 
 def coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -85,6 +89,7 @@ def run(graphs: Sequence[fx.GraphModule], groups: Sequence[MeshGroups], inputs: 
     env: list[dict] = [{} for _ in graphs]
     given = [iter(own) for own in inputs]
     results: list[list] = []
+    mistaken: set[fx.Node] = set()
     for nodes in zip(*order):
         (target,) = {str(n.target) for n in nodes if n.op != "placeholder"} or {""}
         calls = [fx.map_arg((n.args, n.kwargs), own.__getitem__) for n, own in zip(nodes, env)]
@@ -104,14 +109,34 @@ def run(graphs: Sequence[fx.GraphModule], groups: Sequence[MeshGroups], inputs: 
             elif node.target == c10d.wait_tensor.default:
                 env[rank][node] = args[0]
             else:
-                env[rank][node] = node.target(*args, **kwargs)
-            _check(node, env[rank].get(node))
+                env[rank][node] = _as_described(node, node.target(*args, **kwargs))
+            _check(node, env[rank].get(node), mistaken)
         assert target is not None
     return results
 
 
-def _check(node: fx.Node, value) -> None:
-    """The graph says of every value what it is: partitioning and lowering go by that."""
+def _as_described(node: fx.Node, value):
+    """Fakes of torch 2.11 have other strides than FFTs on a CPU make, wherever a dim but the last is transformed. Inductor
+    stops there with an error, on one device too; here the graph is believed."""
+    fake = node.meta.get("val")
+    if RELEASE < (2, 12) and "_fft_" in str(node.target) and isinstance(fake, torch.Tensor):
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=value.dtype).copy_(value)
+    return value
+
+
+def _check(node: fx.Node, value, mistaken: set[fx.Node]) -> None:
+    """The graph says of every value what it is: partitioning and lowering go by that. mistaken: filled with nodes of which
+    torch does not say it, attention's logsumexp of float64 on a CPU and what is made of that. Up to torch 2.12 these are
+    float32 by their fakes, and inductor stops with an error, on one device too."""
     fake = node.meta.get("val")
     if isinstance(value, torch.Tensor) and isinstance(fake, torch.Tensor):
-        assert (tuple(fake.shape), fake.dtype) == (tuple(value.shape), value.dtype), (node, fake, value.shape)
+        assert tuple(fake.shape) == tuple(value.shape), (node, fake, value.shape)
+        if fake.dtype != value.dtype:
+            assert RELEASE < (2, 13) and _is_logsumexp(node) or mistaken.intersection(node.all_input_nodes), (
+                node, fake, value.dtype)
+            mistaken.add(node)
+
+
+def _is_logsumexp(node: fx.Node) -> bool:
+    made_by = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return node.target is operator.getitem and node.args[1] == 1 and node.args[0].target is made_by
