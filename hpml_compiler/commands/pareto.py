@@ -9,6 +9,7 @@ import typer
 
 from hpml_compiler.commands._at_work import at_work
 from hpml_compiler.energy.pareto import Sweep
+from hpml_compiler.quantities import parse_watts
 from hpml_compiler.targets import load_target
 from hpml_compiler.visualize.pictures import check_picture
 from passes.errors import BadInput, shortened
@@ -61,8 +62,6 @@ def _options(fixes: list[str]) -> Any:
 
 
 def _caps(text: str | None) -> list[float | None] | None:
-    from hpml_compiler.options import parse_watts
-
     try:
         return None if text is None else [
             None if part.strip() == "none" else parse_watts(part) for part in text.split(",")]

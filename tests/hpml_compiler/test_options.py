@@ -4,23 +4,8 @@ from __future__ import annotations
 import pytest
 
 from hpml_compiler.options import Options, parse_fixes
-from hpml_compiler.quantities import parse_bytes
 from passes.errors import BadInput
 from tests.helpers.plans import gpt_plan
-
-
-@pytest.mark.parametrize(("text", "size"), [
-    (1000, 1000), ("1000", 1000), ("64MiB", 64 * 2**20), ("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("2 kb", 2000),
-    ("1TiB", 2**40),
-])
-def test_bytes(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["24G", "GB", "-1GB", "1e9", "", "nan", True, 1.5, 0, -5, None, "0.0001KB"])
-def test_no_bytes(text):
-    with pytest.raises(ValueError, match=r"no number of bytes|less than one byte"):
-        parse_bytes(text)
 
 
 @pytest.mark.parametrize(("given", "budget"), [

@@ -8,8 +8,9 @@ import torch
 
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
-from hpml_compiler.options import Options, parse_watts
+from hpml_compiler.options import Options
 from hpml_compiler.plans.plan import Plan
+from hpml_compiler.quantities import parse_watts
 from passes.costs.energy import Power, capped_cluster, link_j
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
