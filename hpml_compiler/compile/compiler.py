@@ -255,7 +255,8 @@ class _Compilation:
         if self.sharing is not None and forward_outputs is not None:
             trial, made = self._trial(forward_outputs, self.sharing), self.sharing.making.at_once
             planned = within_budget(
-                lambda lifetimes, nbytes: plan(lifetimes=replace(lifetimes, made=made), budget_bytes=nbytes), trial,
+                lambda lifetimes, nbytes, seconds: plan(
+                    lifetimes=replace(lifetimes, made=made), budget_bytes=nbytes, time_limit=seconds), trial,
                 self.sharing.budget, self.options.time_limit, self.sharing.held_by_others)
         else:
             planned = plan()

@@ -20,6 +20,9 @@ from passes.machine.mesh import mesh_from_pin
 from passes.presets import after_planning, taping
 from passes.transform.collectives import MeshGroups
 
+TRIALS = 8
+"""Each may take this part of the time limit."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -42,7 +45,8 @@ class Trial:
                        compact=True)(gm)
         taping(self.tape(planned, groups))(gm)
         room = self.sharing.room(self.held(planned))
-        return decide_kept(gm, self.forward_outputs, room, self.options, planned.record.name, strict=False)
+        options = self.options.model_copy(update={"time_limit": self.options.time_limit / TRIALS})
+        return decide_kept(gm, self.forward_outputs, room, options, planned.record.name, strict=False)
 
     def held(self, planned: Planned) -> Held:
         """By this graph on a rank, besides what it keeps."""

@@ -23,32 +23,30 @@ WHERE = "options['memory_budget']"
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 """Parts of the saved values that count, one after another as long as no placements are found."""
 MOST_TRIALS = 6
-LONGER = 3.0
-"""How many times the time limit is spent before a budget is refused."""
+LEAST_SECONDS = 2.0
+"""For one solve, however little is left."""
 LITTLE = 0.005
 """Running again that takes no more than this part of a step is no reason to look for other placements."""
 
-Plan = Callable[[Lifetimes, float], Planned]
+Plan = Callable[[Lifetimes, float, float], Planned]
 TryOut = Callable[[Planned], KeptNodes]
 
 
 def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float, others_bytes: float = 0.0) -> Planned:
-    """plan: placements by these lifetimes within so many bytes, which raises Infeasible where there are none. try_out: what is
-    kept by them, with a `budget_bytes` that parameters, optimizer state and what other graphs of the step hold leave; of the
-    latter, `others_bytes` are known beforehand. Another plan is looked for until `seconds` are over, or longer if none fits.
+    """plan: placements by these lifetimes within so many bytes, found in so many seconds, which raises Infeasible where there
+    are none. try_out: what is kept by them, with a `budget_bytes` that parameters, optimizer state and what other graphs of the
+    step hold leave; of the latter, `others_bytes` are known beforehand. Another plan is looked for until `seconds` are over:
+    other ranks wait, no longer than their process group's timeout.
 
     Raises Infeasible, with the smallest budget that is known to work, where no trial fits.
     """
-    search = _Search(plan, try_out, budget_bytes)
-    start = time.perf_counter()
+    search = _Search(plan, try_out, budget_bytes, seconds)
     bytes_left = budget_bytes - others_bytes
     first = search.look(0.0, bytes_left)
     if first is not None and _excess(first) <= 0 and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
         return first
     shares = list(SHARES)
-    while shares and len(search.tried) <= MOST_TRIALS:
-        if time.perf_counter() - start > (seconds if search.fitting() else LONGER * seconds):
-            break
+    while shares and len(search.tried) <= MOST_TRIALS and search.seconds_left > 0:
         latest = search.look(shares[0], bytes_left)
         if latest is None:  # so many saved values fit nowhere, but some of them need not be kept
             del shares[0]
@@ -62,17 +60,23 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
 
 
 class _Search:
-    def __init__(self, plan: Plan, try_out: TryOut, budget_bytes: float):
+    def __init__(self, plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float):
         self.plan, self.try_out, self.budget_bytes = plan, try_out, budget_bytes
+        self.end = time.perf_counter() + seconds
         self.tried: list[Planned] = []
         self.refusal: Infeasible | None = None
         self.least_bytes: float | None = None
         """With which the latest placements that were refused would have been found."""
 
+    @property
+    def seconds_left(self) -> float:
+        return self.end - time.perf_counter()
+
     def look(self, share: float, bytes_left: float) -> Planned | None:
         """Placements by this share of the saved values, tried out; None where there are none."""
         try:
-            planned = self.plan(Lifetimes(share), max(bytes_left, 0.0))
+            seconds = max(self.seconds_left / 2, LEAST_SECONDS)
+            planned = self.plan(Lifetimes(share), max(bytes_left, 0.0), seconds)
         except Infeasible as refusal:
             self.refusal = self.refusal or refusal
             self.least_bytes = getattr(refusal, "smallest_budget_bytes", None)

@@ -20,7 +20,7 @@ class Table:
     def __init__(self, **plans):
         self.plans, self.asked, self.tried = plans, [], []
 
-    def plan(self, lifetimes, nbytes):
+    def plan(self, lifetimes, nbytes, seconds):
         self.asked.append((lifetimes.saved_share, nbytes))
         share = lifetimes.saved_share
         found = [(name, row) for name, row in self.plans.items()
@@ -70,9 +70,9 @@ def test_what_other_graphs_keep_is_taken_off():
 
 def test_the_last_thing_tried_is_as_little_state_as_can_be():
     class Refusing(Table):
-        def plan(self, lifetimes, nbytes):
+        def plan(self, lifetimes, nbytes, seconds):
             try:
-                return super().plan(lifetimes, nbytes)
+                return super().plan(lifetimes, nbytes, seconds)
             except Infeasible as refusal:
                 refusal.smallest_budget_bytes = min(row["counted"][lifetimes.saved_share > 0] for row in self.plans.values())
                 raise
