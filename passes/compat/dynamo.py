@@ -158,7 +158,7 @@ def _let_inner_graphs_read(kind: type) -> None:
     def collect_local_parts(inputs: Any) -> list[Any]:
         found: list[Any] = []
         for given in inputs:
-            example = getattr(getattr(given, "node", given), "meta", {}).get("example_value")
+            example: Any = getattr(getattr(given, "node", given), "meta", {}).get("example_value")
             found += [example._local_tensor] if isinstance(example, kind) else collect([given])
         return found
 
