@@ -23,6 +23,8 @@ WHERE = "options['memory_budget']"
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 """Parts of the saved values that count, one after another as long as no placements are found."""
 MOST_TRIALS = 6
+LONGER = 0.5
+"""Part of the time limit that is spent besides before a budget is refused."""
 LEAST_SECONDS = 2.0
 """For one solve, however little is left."""
 LITTLE = 0.005
@@ -46,7 +48,7 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
     if first is not None and _excess(first) <= 0 and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
         return first
     shares = list(SHARES)
-    while shares and len(search.tried) <= MOST_TRIALS and search.seconds_left > 0:
+    while shares and len(search.tried) <= MOST_TRIALS and search.seconds_left > (0 if search.fitting() else -LONGER * seconds):
         latest = search.look(shares[0], bytes_left)
         if latest is None:  # so many saved values fit nowhere, but some of them need not be kept
             del shares[0]
