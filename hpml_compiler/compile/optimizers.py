@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,17 +36,18 @@ class Making:
 
 
 def holding(parameters: Collection[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """The optimizers that are there and hold any of these. A look at every object of the process: for compiling, where some
-    of it is done anyway, and not for a step."""
+    """The optimizers that are there and hold any of these, those of a known name first. A look at every object of the process:
+    for compiling, where that is done anyway, and not for a step."""
     wanted = {id(parameter) for parameter in parameters}
     made = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    return [each for each in made if any(id(p) in wanted for p in held_by([each]))]
+    found = [each for each in made if any(id(p) in wanted for p in held_by([each]))]
+    return sorted(found, key=lambda each: name_of(each) is None)
 
 
-def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Each once: a library's wrapper holds what the optimizer inside does."""
+    groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
+    return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:

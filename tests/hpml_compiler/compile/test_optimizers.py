@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.compile.optimizers import holding, making, name_of
+from hpml_compiler.compile.optimizers import held_by, holding, making, name_of
 from hpml_compiler.monitor.profiled import StepProfile
 
 MAKES = {
@@ -58,3 +58,19 @@ def test_a_class_of_its_own_is_known_by_what_it_derives_from_or_not_at_all():
     weights = [nn.Parameter(torch.ones(3))]
     assert name_of(Mine(weights)) == "adamw" and name_of(torch.optim.Rprop(weights)) is None
     assert name_of(torch.optim.SGD(weights, lr=0.1, momentum=0.5)) == "sgd_momentum"
+
+
+def test_a_wrapper_of_an_optimizer_is_not_another():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inside: torch.optim.Optimizer) -> None:
+            self.inside = inside
+
+        @property
+        def param_groups(self) -> list:
+            return self.inside.param_groups
+
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    wrapper = Wrapper(torch.optim.SGD(weights, lr=0.1))
+    found = holding(weights[:1])
+    assert len(found) == 2 and found[0] is wrapper.inside and found[1] is wrapper
+    assert len(held_by(found)) == 2, "each once"
