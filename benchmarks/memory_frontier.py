@@ -152,7 +152,7 @@ def peers(contest: Contest) -> Iterator[Point]:
     yield contest.enter("eager", contest.copy())
     yield contest.enter("inductor", contest.compiled(contest.copy()))
     for share in SHARES:
-        with torch._functorch.config.patch(activation_memory_budget=share):
+        with torch._functorch.config.patch(activation_memory_budget=share):  # pyright: ignore
             yield contest.enter(f"activation_memory_budget {share}", contest.compiled(contest.copy()))
     yield contest.enter("checkpoint", contest.compiled(checkpointed(contest.copy())))
 

@@ -84,6 +84,7 @@ def kept_plan(kept: KeptNodes, options: Options) -> KeptPlan:
         for each in (account.forward, account.backward))
     return KeptPlan(
         budget_bytes=options.memory_budget, saved_bytes=kept.saved_bytes, gradient_bytes=account.gradient_bytes,
+        step_bytes=max(round(kept.after_bytes + options.memory_budget - kept.budget_bytes), 0),
         saved={name: KeptValue(block=block, bytes=nbytes) for name, block, nbytes in account.saved},
         offloaded={name: OffloadedValue(block=block, bytes=nbytes, predicted_us=us)
                    for name, block, nbytes, us in account.offloaded},

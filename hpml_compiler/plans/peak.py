@@ -35,7 +35,15 @@ def counted_peak(graphs: Sequence[GraphPlan]) -> Peak | None:
     state = _state(graphs)
     moments = [_moment(graph, each, state, kept, number, backward) for number, (graph, each) in enumerate(zip(graphs, kept))
                for backward in (False, True)]
-    return max(moments, key=lambda moment: moment.bytes)
+    return max((*moments, _optimizer(state, kept)), key=lambda moment: moment.bytes)
+
+
+def _optimizer(state: Mapping[str, int], kept: Sequence[KeptPlan]) -> Peak:
+    """While it makes its step, which the graph that was compiled last knows most of."""
+    rest = max(kept[-1].step_bytes - sum(state.values()), 0)
+    gradients = min(rest, sum(each.gradient_bytes for each in kept))
+    parts = {**state, "gradients": gradients, "transient": rest - gradients}
+    return Peak({part: parts[part] for part in PARTS if parts.get(part)}, "", "optimizer", "", "optimizer")
 
 
 def _moment(graph: GraphPlan, kept: KeptPlan, state: Mapping[str, int], of_step: Sequence[KeptPlan], number: int,

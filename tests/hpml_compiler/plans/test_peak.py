@@ -41,6 +41,15 @@ def test_a_graph_runs_beside_what_others_saved_and_their_gradients():
     assert peak.bytes == state(first) + 5 + 20 + 9  # parameters are those of the first
 
 
+def test_the_optimizer_may_be_what_holds_most():
+    graph = with_kept(gpt_graph(), {"saved": 10}, {"saved": 10}, gradients=40)
+    more = {"step_bytes": state(graph) + 100}
+    graph = graph.model_copy(update={"kept": graph.kept.model_copy(update=more)})
+    peak = counted_peak([graph])
+    assert (peak.phase, peak.bytes) == ("optimizer", state(graph) + 100)
+    assert (peak.parts["gradients"], peak.parts["transient"]) == (40, 60)
+
+
 def test_a_plan_without_a_budget_was_not_counted():
     assert gpt_plan().peak is None and counted_peak([gpt_graph(), with_kept(gpt_graph(), {}, {})]) is None
 
