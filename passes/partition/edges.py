@@ -16,6 +16,7 @@ from passes.graph.placement_graph import PlacementGraph, Value
 from passes.partition.entities import Entities, Port
 from passes.partition.folding import value_signature
 from passes.partition.redistribution import hops_between
+from passes.partition.zero import weights_of
 from passes.rules.base import REPLICATE
 from passes.solve.problem import Arc, Edge
 
@@ -43,6 +44,7 @@ class Edges:
                  bound: frozenset[int] = frozenset(), scatters: bool = False):
         self.graph, self.entities, self.saved, self.rows = graph, entities, saved, rows
         self.bound, self.scatters = bound, scatters
+        self.weights = weights_of(graph)
         self.prices, self.bucket_bytes = prices, bucket_bytes
         self.sources: dict[int, Port] = {}
         self.reads: dict[tuple[int, int], Chain] = {}
@@ -90,7 +92,7 @@ class Edges:
         kept = computed and made == FORWARD and bool(backward)
         if kept or len(forward) > 1:
             copy = (self.entities.add_copy("kept" if kept else "shared", source, [e.port for e in forward or backward],
-                                           value, kept and value.index in self.saved), 0)
+                                           value, kept and value.index in self.saved, kept and value.index in self.weights), 0)
             way: Chain = ((self._edge(source, copy, value), made),)
             self._arrive(value, copy, way, forward)
             if kept:

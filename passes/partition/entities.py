@@ -166,12 +166,14 @@ class Entities:
         return self._count(("output", position), lambda: Draft(
             f"output:{value.name}", "output", [option(0.0, self.lifetimes.nothing(), (self.whole,), ())]))
 
-    def add_copy(self, role: str, source: Port, readers: Sequence[Port], value: Value, held: bool) -> int:
-        """A copy that readers share: one layout for all of them, among those that an end supplies or demands."""
+    def add_copy(self, role: str, source: Port, readers: Sequence[Port], value: Value, held: bool, weight: bool = False) -> int:
+        """A copy that readers share: one layout for all of them, among those that an end supplies or demands. weight: it is of
+        a parameter, and kept for backward."""
 
         def make() -> Draft:
             demanded = (layout for reader in readers for layout in self.layouts_demanded(reader))
             layouts = dict.fromkeys([*self.layouts_supplied(source), *demanded, self.whole])
+            layouts = self.zero.kept(layouts, self.axes) if weight else layouts
             return Draft(f"{role}:{value.name}", role, [
                 option(0.0, self.lifetimes.saved(local_bytes(value, p, self.axes) if held else 0.0), (p,), (p,))
                 for p in layouts])

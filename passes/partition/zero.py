@@ -9,7 +9,7 @@ has no more than the whole; level 1 moves as much, holds more, and is read as 2)
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,14 +36,11 @@ class Zero:
         level = 0 if self.level == 2 and not trained else self.level  # a part of what nobody changes saves nothing
         if level == 0:
             return [p for p in layouts if not any(axis.name == "dp" and q != REPLICATE for q, axis in zip(p, axes))]
-        if level is None:
-            return layouts
+        return layouts if level is None else _most_split(layouts, axes)
 
-        def parts(layout: Layout) -> int:
-            return sum(p != REPLICATE and axis.name != "tp" for p, axis in zip(layout, axes))
-
-        most = max(map(parts, layouts))
-        return [p for p in layouts if parts(p) == most]
+    def kept(self, layouts: Iterable[Layout], axes: Axes) -> list[Layout]:
+        """Of these layouts, those in which what forward makes of a parameter alone, as a cast, may be kept for backward."""
+        return _most_split(list(layouts), axes) if self.level == 3 else list(layouts)
 
     def held(self, stored: Layout) -> Iterator[Layout]:
         """Layouts in which it may be held besides, one or more of the axes gathered."""
@@ -60,6 +57,16 @@ class Zero:
     def scatters(self) -> bool:
         """Whether gradients of parameters in parts come in parts out of their reduction: never whole, to be cut then."""
         return self.level in (2, 3)
+
+
+def _most_split(layouts: Sequence[Layout], axes: Axes) -> list[Layout]:
+    """Along a `tp` axis it is the work that is split, which no level of ZeRO has a say in."""
+
+    def parts(layout: Layout) -> int:
+        return sum(isinstance(p, tuple) and axis.name != "tp" for p, axis in zip(layout, axes))
+
+    most = max(map(parts, layouts))
+    return [p for p in layouts if parts(p) == most]
 
 
 def weights_of(graph: PlacementGraph, parameters: set[int] | None = None) -> set[int]:

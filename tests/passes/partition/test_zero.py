@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,6 +73,23 @@ def test_a_gradient_that_is_taken_in_parts_is_never_reduced_whole():
         answer = placed(graph, {"dp": 2}, zero, Cheap(), stored=None if zero.level else {"parameter_1": ((0, 0),)})
         (route,) = [r for r, (_, p) in zip(answer.decision.outputs, graph.outputs) if p == values["w"]]
         assert len(route.hops) == hops
+
+
+def test_a_weight_is_cast_before_it_is_gathered_and_no_level_3_keeps_what_was_gathered():
+    b = Builder()
+    cast = torch.ops.prims.convert_element_type.default
+    x, w, t = b.input((8, 4)), b.input((4, 6), "parameter"), b.input((8, 6), "tangent")
+    half = b.call(cast, V(w), torch.bfloat16)
+    y = b.call(aten.mm.default, V(b.call(cast, V(x), torch.bfloat16)), V(half))
+    b.backward = True
+    low = b.call(cast, V(t), torch.bfloat16)
+    back = b.call(aten.mm.default, V(low), V(b.call(aten.permute.default, V(half), [1, 0])))
+    graph = b.finish([y, back])
+    answer = placed(graph, {"dp": 2}, Zero(3))
+    assert answer.decision.operations[0].outputs == (((0, 0),),)
+    assert [v for v, _ in gathers(answer) if v in (w, half)] == [half, half]
+    free = placed(graph, {"dp": 2}, Zero(), stored={f"parameter_{w}": ((0, 0),)})
+    assert [v for v, _ in gathers(free) if v in (w, half)] == [half], "what is kept whole is gathered once"
 
 
 def test_tp_splits_as_before_and_other_axes_hold_all_that_they_can():
