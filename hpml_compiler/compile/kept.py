@@ -55,6 +55,8 @@ def _too_small(least: Walk, room: Room) -> Infeasible:
              "fewer rows, or more devices which share them")
     remedies = [f"{room.remedy} (the optimizer)"] if room.made and least.after == least.peak and room.remedy else []
     remedies += [f"give {smallest} bytes", fewer]
+    if not least.tape.offloadable:
+        remedies.append("offload saved values")
     if room.others:
         remedies.append("take out the break between these graphs, which are decided together then")
     error = Infeasible(f"a step holds {format_bytes(smallest)} at least, whatever is computed once more, and the budget is "
