@@ -35,7 +35,7 @@ def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: O
             keeping(forward_outputs, keep)(joint)
     except TooSmall as error:
         assert error.walk is not None, "the least that was found comes with it"
-        raise _too_small(error.walk, room) from None
+        raise _too_small(error.walk, room, options) from None
     kept = read(KEPT, joint)
     log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
              "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
@@ -46,7 +46,7 @@ def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: O
     return kept
 
 
-def _too_small(least: Walk, room: Room) -> Infeasible:
+def _too_small(least: Walk, room: Room, options: Options) -> Infeasible:
     """The error that says whose bytes they are, and what would make them fewer. least: what holds least of all tried."""
     smallest = round(room.budget - room.left + least.peak)
     when, parts = _fullest(least, room)
@@ -59,8 +59,14 @@ def _too_small(least: Walk, room: Room) -> Infeasible:
         remedies.append("offload saved values")
     if room.others:
         remedies.append("take out the break between these graphs, which are decided together then")
-    error = Infeasible(f"a step holds {format_bytes(smallest)} at least, whatever is computed once more, and the budget is "
-                       f"{format_bytes(room.budget)}; when {when}: {told}", WHERE, ", or ".join(remedies))
+    if not options.offloads("saved"):
+        remedies.append('offload="saved"')
+    if 2 * room.state > smallest and options.resident_states:
+        remedies.append('offload="optimizer"')
+    offloaded = " or offloaded" if options.offloads("saved") else ""
+    error = Infeasible(
+        f"a step holds {format_bytes(smallest)} at least, whatever is computed once more{offloaded}, and the budget is "
+        f"{format_bytes(room.budget)}; when {when}: {told}", WHERE, ", or ".join(remedies))
     error.smallest_budget_bytes = smallest
     return error
 

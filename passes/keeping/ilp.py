@@ -54,21 +54,24 @@ class Program:
         return kept | away, away - kept
 
 
-def solve(around: Walk, budget_bytes: float | None, options: SolverOptions, time_limit_s: float) -> Choice | None:
-    """What to keep at the least cost in time; without a budget, at the least peak. None: there is no answer by (3)."""
-    program = build(around, budget_bytes)
+def solve(around: Walk, budget_bytes: float | None, options: SolverOptions, time_limit_s: float, offloading: bool = True,
+          ) -> Choice | None:
+    """What to keep at the least cost in time; without a budget, at the least peak. None: there is no answer by (3).
+    offloading: whether what can be offloaded may be."""
+    program = build(around, budget_bytes, offloading)
     outcome = run(program.model, options, integer=True, time_limit_s=time_limit_s, start=False)
     return program.choice() if outcome.state in ("optimal", "feasible") else None
 
 
-def build(around: Walk, budget_bytes: float | None) -> Program:
+def build(around: Walk, budget_bytes: float | None, offloading: bool = True) -> Program:
     tape = around.tape
+    offloadable = tape.offloadable if offloading else frozenset[int]()
     model = pulp.LpProblem("keeping", pulp.LpMinimize)
     runs = sorted({tape.maker(v) for v in tape.candidates if tape.repeatable(v)})
     program = Program(
         model,
         {v: model.add_variable(f"keep_{v}", 0, int(v not in tape.never_kept), pulp.LpInteger) for v in tape.candidates},
-        {v: model.add_variable(f"away_{v}", cat=pulp.LpBinary) for v in tape.candidates if v in tape.offloadable},
+        {v: model.add_variable(f"away_{v}", cat=pulp.LpBinary) for v in tape.candidates if v in offloadable},
         {o: model.add_variable(f"again_{o}", 0, 1) for o in runs},
         model.add_variable("peak", 0),
     )

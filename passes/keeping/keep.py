@@ -19,8 +19,8 @@ from passes.solve.solvers import SolverOptions
 ROUNDS = 6
 """How often a program is built around the answer before, at most."""
 MOST_SECONDS, SOLVE_SECONDS, GAP = 8.0, 2.0, 0.01
-"""For all of it, and for one program, which need not be solved closer than this: what it says is an estimate. Other ranks wait
-for the answer, after they have waited for that of the placements."""
+"""For all of it, or twice that where values can be offloaded, and for one program, which need not be solved closer than this:
+what it says is an estimate. Other ranks wait for the answer, after they have waited for that of the placements."""
 TIGHTER = 0.5
 """How much of what an answer holds beyond the budget is taken off the budget of the next round."""
 
@@ -64,7 +64,9 @@ def keep(tape: Tape, budget_bytes: float, options: SolverOptions | None = None,
         if search.look(kept).peak <= budget_bytes:
             return search.answer()
     least = search.look(frozenset(s for s in tape.candidates if not tape.runs[tape.maker(s)].inlined))
-    search.improve()
+    search.improve(offloading=False)
+    if tape.offloadable:  # a program of its own: it is twice as large, and finds less in its time
+        search.improve(offloading=True)
     if search.best() is None:  # from where no budget has led: what is named as the least is found again
         least = search.shrink(least)
     if search.best() is None:
@@ -74,7 +76,7 @@ def keep(tape: Tape, budget_bytes: float, options: SolverOptions | None = None,
         raise TooSmall(
             f"a call of this graph holds {least.peak} bytes at least besides its inputs, whatever is computed once "
             f"more{' or offloaded' if tape.offloadable else ''}, where {max(budget_bytes, 0):.0f} are left", "memory_budget",
-            "give more bytes, fewer rows or more devices" + ("" if tape.offloadable else ", or offload saved values"),
+            "give more bytes, fewer rows or more devices",
             least)
     search.keep_more(best)
     return search.answer()
@@ -86,7 +88,7 @@ class _Search:
         # A wrong answer, which HiGHS's presolve has been seen to give, is no danger here: every answer is walked.
         presolve = {"presolve": "on"} if options.solver == "HiGHS" else {}
         self.options = replace(options, gap=max(options.gap, GAP), extra={**presolve, **options.extra})
-        self.seconds = min(options.seconds, MOST_SECONDS)
+        self.seconds = min(options.seconds, MOST_SECONDS * (2 if tape.offloadable else 1))
         self.start, self.solves = time.perf_counter(), 0
         self.walks: dict[ilp.Choice, Walk] = {}
 
@@ -115,24 +117,24 @@ class _Search:
         """What holds least."""
         return min(self.walks.values(), key=lambda each: (each.peak, each.us))
 
-    def improve(self) -> None:
+    def improve(self, offloading: bool) -> None:
         """Solve, walk, and solve again around the answer."""
-        around, within = self.least(), self.budget_bytes
+        around, within = self.best() or self.least(), self.budget_bytes
         for _ in range(ROUNDS):
-            choice = self._solve(around, within)
+            choice = self._solve(around, within, offloading)
             if choice is None:  # there is none by these rows; an answer of less than all can be built around
-                choice = self._solve(around, None)
+                choice = self._solve(around, None, offloading)
             if choice is None or choice in self.walks:
                 return
             around = self.look(*choice)
             over = around.peak - self.budget_bytes
             within = self.budget_bytes if over <= 0 else max(within - TIGHTER * over, 0.5 * self.budget_bytes)
 
-    def _solve(self, around: Walk, within: float | None) -> ilp.Choice | None:
+    def _solve(self, around: Walk, within: float | None, offloading: bool = True) -> ilp.Choice | None:
         if self.seconds_left <= 0:
             return None
         self.solves += 1
-        return ilp.solve(around, within, self.options, min(self.seconds_left, SOLVE_SECONDS))
+        return ilp.solve(around, within, self.options, min(self.seconds_left, SOLVE_SECONDS), offloading)
 
     def shrink(self, least: Walk) -> Walk:
         """Down from there until it fits, or to the end: by programs that look for less still, then one storage at a time."""
