@@ -43,7 +43,7 @@ from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.together import CALLING, together
-from hpml_compiler.runtime.world import ensure_process_group
+from hpml_compiler.runtime.world import ensure_process_group, group_timeout
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
 from passes.errors import BadInput
@@ -52,6 +52,8 @@ from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
 
 log = logging.getLogger("hpml")
+WAIT_SHARE = 0.4
+"""Of the timeout of the other ranks' process group, who wait for the plan: what may be spent on trials under a budget."""
 
 
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -257,7 +259,8 @@ class _Compilation:
             planned = within_budget(
                 lambda lifetimes, nbytes, seconds: plan(
                     lifetimes=replace(lifetimes, made=made), budget_bytes=nbytes, time_limit=seconds), trial,
-                self.sharing.budget, self.options.time_limit, self.sharing.held_by_others)
+                self.sharing.budget, min(self.options.time_limit, WAIT_SHARE * group_timeout().total_seconds()),
+                self.sharing.held_by_others)
         else:
             planned = plan()
         self.session.decided.setdefault(key, planned.record)

@@ -57,7 +57,9 @@ class OwnGradients(TransformPass):
             start, end = _bytes(node)
             if k in kept and (memory in taken or memory in wasteful
                               or any(start < e and s < end for s, e in parts.get(memory, ()))):
-                insert = Inserter(graph, _after(node), like=node, fake_mode=fake_mode_of(graph_module))
+                # At once where the rest can go then; not where a phase is told by what comes before the outputs of forward.
+                place = node.next if memory in wasteful and node.op == "call_function" else output
+                insert = Inserter(graph, place, like=node, fake_mode=fake_mode_of(graph_module))
                 returned[k] = insert(aten.clone.default, node)
                 returned[k].meta["partitioner_tag"] = "is_backward"
                 changed = True
@@ -78,14 +80,6 @@ def _wasteful(returned: Sequence[object]) -> set[int]:
             needed[memory] += end - start
             sizes[memory] = node.meta["val"].untyped_storage().nbytes()
     return {memory for memory, nbytes in needed.items() if nbytes < GOOD_PART * sizes[memory]}
-
-
-def _after(node: Node) -> Node:
-    """Where a copy is made: at once, so that what it is copied from can go."""
-    after = node.next
-    while after.op == "placeholder":
-        after = after.next
-    return after
 
 
 def _bytes(node: Node) -> tuple[int, int]:

@@ -139,7 +139,7 @@ OPTIONS = [
     ("plan models.py:tiny --memory-budget 0", 2, "less than one byte", "no bytes"),
     ("plan models.py:tiny --memory-budget 1XB", 2, "number of bytes", "a unit that nobody knows"),
     (f"plan models.py:tiny --memory-budget {LONG}", 2, "exabyte", "bytes without end"),
-    (f"plan models.py:tiny --memory-budget {LONG}.5", 2, "exabyte", "the same with a fraction"),
+    (f"plan models.py:tiny --memory-budget {LONG}.5", 2, "no number of bytes", "the same with a fraction"),
     ("plan models.py:tiny --memory-budget nan", 2, "number of bytes", "not a number"),
     ("plan models.py:tiny --fix memory_budget=NaN", 2, "number of bytes", "not a number, as JSON"),
     ("plan models.py:tiny --time-limit 0", 2, "time_limit", "no time"),

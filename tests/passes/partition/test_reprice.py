@@ -232,12 +232,12 @@ def everything_shares_a_collective(self, source, target, value):
     return found
 
 
-def copy_takes_no_bytes(self, role, source, readers, value, held):
-    return COPY(self, role, source, readers, value, False)
+def copy_takes_no_bytes(self, role, source, readers, value, held, weight=False):
+    return COPY(self, role, source, readers, value, False, weight)
 
 
-def every_copy_takes_bytes(self, role, source, readers, value, held):
-    return COPY(self, role, source, readers, value, True)
+def every_copy_takes_bytes(self, role, source, readers, value, held, weight=False):
+    return COPY(self, role, source, readers, value, True, weight)
 
 
 def nobody_shares(self, value, source, made, ends):

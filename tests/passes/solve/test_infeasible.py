@@ -75,7 +75,7 @@ def test_an_edge_without_a_path_is_named(supplied):
     with pytest.raises(Infeasible) as error:
         solve(problem)
     assert error.value.where == (f"edge 'value 1' from 'op 1' (supplies {supplied or 'nothing'}) to 'op 2' (demands R)")
-    assert not hasattr(error.value, "smallest_budget_bytes")
+    assert error.value.smallest_budget_bytes is None
 
 
 def test_edges_that_can_be_met_one_by_one_but_not_together_are_found():
