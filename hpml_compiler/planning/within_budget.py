@@ -81,7 +81,7 @@ class _Search:
             planned = self.plan(Lifetimes(share), max(bytes_left, 0.0), seconds)
         except Infeasible as refusal:
             self.refusal = self.refusal or refusal
-            self.least_bytes = getattr(refusal, "smallest_budget_bytes", None)
+            self.least_bytes = refusal.smallest_budget_bytes
             return None
         same = next((each for each in self.tried if (each.mesh, each.decision) == (planned.mesh, planned.decision)), None)
         if same is None:

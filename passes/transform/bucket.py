@@ -26,14 +26,14 @@ from torch.fx import GraphModule, Node
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.costs.base import BUCKET_BYTES
-from passes.graph.nodes import is_collective
+from passes.graph.nodes import WAIT, is_collective
 from passes.registry import register
 from passes.rules.table import is_heavy, is_random
 from passes.transform.collectives import reshape
 from passes.transform.insert import Inserter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-ALL_REDUCE, REDUCE_SCATTER, WAIT = c10d.all_reduce.default, c10d.reduce_scatter_tensor.default, c10d.wait_tensor.default
+ALL_REDUCE, REDUCE_SCATTER = c10d.all_reduce.default, c10d.reduce_scatter_tensor.default
 MAX_LATER = 16
 """Nodes between a reduction and the outputs that may be moved behind everything else with it."""
 

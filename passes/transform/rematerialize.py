@@ -37,6 +37,9 @@ class Rematerialize(TransformPass):
         kept, tape = read(KEPT, graph_module), read(TAPE, graph_module)
         backward = {run.name for run in tape.runs if run.backward}
         repeatable = {run.name for run in tape.runs if run.repeatable}
+        if missing := kept.names - {node.name for node in graph_module.graph.nodes}:
+            raise HpmlError(f"there is no {', '.join(sorted(missing))} to keep", "rematerialize",
+                            "what is kept was decided of another graph: this is a mistake in the pass that decides it")
         return _Rewrite(graph_module.graph, kept.names, backward, repeatable).run()
 
 
