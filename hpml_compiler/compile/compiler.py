@@ -1,7 +1,6 @@
 """Compile one Dynamo graph for N ranks: trace the joint graph, agree on a plan, rewrite, lower, place parameters."""
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,25 +12,23 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.agreement import from_rank_0, same_graph
+from hpml_compiler.compile.agreement import same_graph
 from hpml_compiler.compile.graph_inputs import GraphInputs
-from hpml_compiler.compile.kept import kept_plan
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.one_device import one_device
+from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.refused import refuse
-from hpml_compiler.compile.room import Sharing
-from hpml_compiler.compile.trial import Trial
+from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
-from hpml_compiler.planning.plan_graph import Planned, plan_graph
-from hpml_compiler.planning.reuse import structure
-from hpml_compiler.planning.within_budget import within_budget
-from hpml_compiler.profile import quick
+from hpml_compiler.planning.kept import with_kept
+from hpml_compiler.planning.plan_graph import Planned
+from hpml_compiler.planning.room import Sharing
 from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.at import at
@@ -43,17 +40,13 @@ from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.together import CALLING, together
-from hpml_compiler.runtime.world import ensure_process_group, group_timeout
+from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
-from passes.errors import BadInput
-from passes.graph.annotated import Annotated
 from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
 
 log = logging.getLogger("hpml")
-WAIT_SHARE = 0.4
-"""Of the timeout of the other ranks' process group, who wait for the plan: what may be spent on trials under a budget."""
 
 
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -97,7 +90,7 @@ class _Compilation:
         self.sharing: Sharing | None = None
         if options.memory_budget is not None:
             memory_bytes = local_cluster(options, dist.get_world_size()).device.memory_bytes
-            self.sharing = Sharing(self.session.step, gm, example_inputs, options, memory_bytes)
+            self.sharing = sharing_of(self.session.step, gm, example_inputs, options, memory_bytes)
             self.options = self.sharing.options
         self.lowering = Lowering(options.compiler)
         self.holding = Holding()
@@ -163,17 +156,13 @@ class _Compilation:
         if self.sharing is not None:
             assert self.planned is not None
             assert self.planned.kept is not None, "under a budget, what is kept is planned"
-            trial = self._trial(num_fwd_outputs, self.sharing)
+            trial = self.planner.trial(self.sharing)
             taping(trial.tape(self.planned, self.session.groups(self.planned.mesh)))(sharded)
-            self.sharing.enter(trial.held(self.planned), self.planned.kept)
+            self.session.step.enter(self.sharing, trial.held(self.planned), self.planned.kept)
             self._finish()
             return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
         self._finish()
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
-
-    def _trial(self, forward_outputs: int, sharing: Sharing) -> Trial:
-        return Trial(self.annotated, self.options, local_cluster(self.options, dist.get_world_size()), forward_outputs,
-                     self.inputs.kept_gradients(self.annotated, forward_outputs), frozenset(self.inputs.written), sharing)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         call = self.lowering.backward(gm, inputs)
@@ -191,9 +180,8 @@ class _Compilation:
         """The record of the graph is whole now."""
         assert self.planned is not None
         if self.planned.kept is not None:
-            record = self.planned.record.model_copy(update={"kept": kept_plan(self.planned.kept, self.options)})
-            self.planned = replace(self.planned, record=record)
-            self.session.graphs[-1] = record
+            self.planned = replace(self.planned, record=with_kept(self.planned.record, self.planned.kept, self.options))
+            self.session.graphs[-1] = self.planned.record
         if self.options.monitor:
             self.watched = WatchedGraph(monitor_of(self.options), self.planned.record)
         session.save_plan()
@@ -203,12 +191,10 @@ class _Compilation:
         with compat.outside_tracing():
             together("compiling a graph", CALLING, every=0)
         same_graph(annotated.hash(), annotated.text)
-        self._look(annotated)
         self.draws = draws_random_numbers(gm)
         self.annotated = annotated
-        planned = from_rank_0(lambda: self._plan(annotated, forward_outputs))
-        record = planned.record.model_copy(update={"frame": compat.frame_being_compiled()})
-        self.planned = planned = replace(planned, record=record)
+        self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs)
+        self.planned = planned = self.planner.agreed()
         self.session.graphs.append(planned.record)
         self.session.options, self.session.cluster = self.options, planned.cluster
         self.session.rejected.extend(planned.rejected)
@@ -230,51 +216,6 @@ class _Compilation:
             if dist.get_rank() == 0:
                 log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
         return gm
-
-    def _look(self, annotated: Annotated) -> None:
-        """Before the first plan, all ranks measure a little where there is no profile."""
-        if self.session.looked:
-            return
-        self.session.looked = True
-        cluster = local_cluster(self.options, dist.get_world_size())
-        if quick.wanted(self.options, cluster, annotated.hash()):
-            start = time.perf_counter()
-            self.session.quick = quick.look(annotated, cluster)
-            annotated.seconds["look"] = time.perf_counter() - start
-
-    def _plan(self, annotated: Annotated, forward_outputs: int | None) -> Planned:
-        given = self.options.load_plan()
-        if given is not None and annotated.interface.training:
-            given.check(annotated.hash(), torch.__version__, dist.get_world_size())
-        names = {p: n for n, p in annotated.interface.positions.items()}
-        rows = frozenset(names[p] for p in self.inputs.rows if p in names)
-        key = structure(annotated, self.options, rows)
-        plan = functools.partial(
-            plan_graph, annotated, self.options, local_cluster(self.options, dist.get_world_size()),
-            fixed_mesh=self._mesh_in_use(annotated), name=f"graph_{len(self.session.graphs)}", rows=rows, given=given,
-            like=self.session.decided.get(key), quick=self.session.quick,
-        )
-        if self.sharing is not None and forward_outputs is not None:
-            trial, made = self._trial(forward_outputs, self.sharing), self.sharing.making.at_once
-            planned = within_budget(
-                lambda lifetimes, nbytes, seconds: plan(
-                    lifetimes=replace(lifetimes, made=made), budget_bytes=nbytes, time_limit=seconds), trial,
-                self.sharing.budget, min(self.options.time_limit, WAIT_SHARE * group_timeout().total_seconds()),
-                self.sharing.held_by_others)
-        else:
-            planned = plan()
-        self.session.decided.setdefault(key, planned.record)
-        return planned
-
-    def _mesh_in_use(self, annotated: Annotated) -> dict[str, int] | None:
-        """The mesh that this graph has to share: that of its placed parameters, or of the graphs before it."""
-        mesh = self.inputs.mesh
-        if mesh is None or self.options.mesh in (None, mesh):
-            return mesh
-        if annotated.interface.stored:
-            raise BadInput(f"parameters are placed on the mesh {mesh} already, and {self.options.mesh} is asked for",
-                           where="options['mesh']", next_step="give one mesh for all that a model is compiled for")
-        return None
 
     def _placements(self) -> dict[int, Any]:
         """Position of every parameter that gets placed now -> its DTensor placements."""

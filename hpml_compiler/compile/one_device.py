@@ -8,22 +8,16 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.kept import decide_kept
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
-from hpml_compiler.compile.offload import offload_price
-from hpml_compiler.compile.room import Sharing
+from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.compile.unplanned import Unplanned
 from hpml_compiler.options import Options
+from hpml_compiler.planning.one_device import keep_on_one_device
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from passes import compat
-from passes.analysis.tape import MakeTape
-from passes.costs.prices import MeshPrices
 from passes.graph.interface import graph_inputs
 from passes.keeping.keys import KeptNodes
-from passes.machine.mesh import enumerate_meshes
-from passes.presets import one_device as prepare
-from passes.presets import taping
 
 
 def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -43,7 +37,8 @@ class _Budgeted:
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], options: Options):
         self.gm, self.inputs = gm, inputs
-        self.sharing = Sharing(session.current().step, gm, inputs, options, local_cluster(options, 1).device.memory_bytes)
+        memory_bytes = local_cluster(options, 1).device.memory_bytes
+        self.sharing = sharing_of(session.current().step, gm, inputs, options, memory_bytes)
         self.options = self.sharing.options
         self.lowering = Lowering(options.compiler)
 
@@ -57,17 +52,8 @@ class _Budgeted:
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         unplanned = Unplanned(joint, self.described, num_fwd_outputs, self.options)
-        written = frozenset(compat.inputs_written(joint))
-        prepare(self.options.compiler)(joint)
-        cluster = local_cluster(self.options, 1)
-        (mesh,) = enumerate_meshes(cluster)
-        prices = MeshPrices(mesh, self.options.optimizer_states)
-        tape = MakeTape(num_fwd_outputs, prices, self.options.compiler == "inductor", written,
-                        offload_us=offload_price(self.options, cluster))
-        taping(tape)(joint)
-        held = self.sharing.held()
-        kept = decide_kept(joint, num_fwd_outputs, self.sharing.room(held), self.options, self.sharing.name, strict=True)
-        self.sharing.enter(held, kept)
+        kept = keep_on_one_device(joint, num_fwd_outputs, self.sharing, local_cluster(self.options, 1))
+        session.current().step.enter(self.sharing, self.sharing.whole, kept)
         self._note_plan(unplanned, kept)
         return self.lowering.cut(joint, kept, num_fwd_outputs, self.options.offload_folder or "")
 

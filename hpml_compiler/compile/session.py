@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from hpml_compiler.compile.room import Step
+from hpml_compiler.compile.sharing import Step
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning.traces import as_plan

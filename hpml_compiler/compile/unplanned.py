@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.kept import kept_plan
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
+from hpml_compiler.planning.kept import with_kept
 from hpml_compiler.planning.plan_graph import plan_graph
 from hpml_compiler.plans.schema import GraphPlan
 from passes import compat
@@ -36,4 +36,4 @@ class Unplanned:
         options = self.options.model_copy(update={"memory_budget": None, "mesh": None, "plan": None})
         annotated = annotate(self.joint, self.inputs, self.forward_outputs)
         record = plan_graph(annotated, options, local_cluster(options, 1), name=name).record
-        return record.model_copy(update={"frame": self.frame, "kept": kept_plan(self.kept, self.options)})
+        return with_kept(record.model_copy(update={"frame": self.frame}), self.kept, self.options)

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.compile.optimizers import held_by, holding, making, name_of
+from hpml_compiler.compile.optimizers import held_by, holding, name_of
 from hpml_compiler.monitor.profiled import StepProfile
+from hpml_compiler.options import Options
+from hpml_compiler.planning.making import Making, making
 
 MAKES = {
     "adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
@@ -22,6 +24,10 @@ MAKES = {
 SIZE, COUNT = 100_000, 4
 
 
+def made(optimizer: torch.optim.Optimizer, device_type: str = "cpu") -> Making:
+    return making(Options.parse({"optimizer": name_of(optimizer)}), device_type, optimizer.param_groups)
+
+
 @pytest.mark.parametrize("settings", [{"foreach": True}, {"foreach": False}], ids=["at once", "one by one"])
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
 def test_a_step_makes_as_much_as_is_said(make, settings):
@@ -33,14 +39,15 @@ def test_a_step_makes_as_much_as_is_said(make, settings):
         profile = StepProfile("cpu")
         optimizer.step()
         peak = profile.stop().peak_bytes
-    said = making(name_of(optimizer), "cpu", optimizer).bytes_of(4 * SIZE * COUNT, 4 * SIZE)
+    said = made(optimizer).bytes_of(4 * SIZE * COUNT, 4 * SIZE)
     assert peak == pytest.approx(said, abs=10_000)
 
 
 def test_defaults_are_those_of_a_device():
-    assert making("adamw", "cuda").at_once == 1 and making("adamw", "cpu").at_once == 0
+    adamw = Options.parse({"optimizer": "adamw"})
+    assert making(adamw, "cuda").at_once == 1 and making(adamw, "cpu").at_once == 0
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], fused=True)
-    assert making("adamw", "cuda", optimizer).bytes_of(100, 10) == 0
+    assert made(optimizer, "cuda").bytes_of(100, 10) == 0
 
 
 def test_the_optimizer_that_holds_them_is_found_and_others_are_not():

@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpml_compiler.compile.kept import decide_kept
-from hpml_compiler.compile.offload import offload_price
-from hpml_compiler.compile.room import Held, Sharing
 from hpml_compiler.options import Options
+from hpml_compiler.planning.kept import decide_kept
+from hpml_compiler.planning.offload_price import offload_price
 from hpml_compiler.planning.plan_graph import Planned
+from hpml_compiler.planning.room import Held, Sharing
 from passes.analysis.tape import MakeTape
 from passes.costs.prices import MeshPrices
 from passes.graph.annotated import Annotated
@@ -50,9 +50,9 @@ class Trial:
 
     def held(self, planned: Planned) -> Held:
         """By this graph on a rank, besides what it keeps."""
-        memory, whole = planned.record.memory, self.sharing.held()
+        memory, whole = planned.record.memory, self.sharing.whole
         part = memory.gradients / whole.gradients if whole.gradients else 1.0
-        return Held(self.sharing.name, memory.parameters, memory.gradients, memory.optimizer, part * whole.largest)
+        return Held(whole.name, memory.parameters, memory.gradients, memory.optimizer, part * whole.largest)
 
     def tape(self, planned: Planned, groups: MeshGroups) -> MakeTape:
         prices = MeshPrices(mesh_from_pin(planned.mesh, self.cluster), self.options.optimizer_states)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.compile import room
-from hpml_compiler.compile.room import Held, Sharing, Step
+from hpml_compiler.compile import sharing as module
+from hpml_compiler.compile.sharing import Step, sharing_of
 from hpml_compiler.options import Options
+from hpml_compiler.planning.room import Held, Sharing
 from passes.keeping.keys import KeptNodes
 from tests.hpml_compiler.compile.test_budget import Deep, equal, trained
 
@@ -19,10 +20,10 @@ def compiling(monkeypatch):
     """`compiling(step, frame, parameters, ...)`: as if Dynamo compiled that piece."""
     def sharing(step: Step, frame: str, parameters: list[nn.Parameter], budget: int = 10 * MB,
                 breaks: bool = False) -> Sharing:
-        monkeypatch.setattr(room.compat, "frame_being_compiled", lambda: frame)
-        monkeypatch.setattr(room.compat, "function_being_compiled", lambda: f"piece {frame}")
-        monkeypatch.setattr(room.compat, "ends_in_a_break", lambda gm: breaks)
-        return Sharing(step, None, parameters, Options.parse({"memory_budget": budget}), 2**40)  # type: ignore[arg-type]
+        monkeypatch.setattr(module.compat, "frame_being_compiled", lambda: frame)
+        monkeypatch.setattr(module.compat, "function_being_compiled", lambda: f"piece {frame}")
+        monkeypatch.setattr(module.compat, "ends_in_a_break", lambda gm: breaks)
+        return sharing_of(step, None, parameters, Options.parse({"memory_budget": budget}), 2**40)  # type: ignore[arg-type]
 
     return sharing
 
@@ -37,7 +38,7 @@ def kept(nbytes: int) -> KeptNodes:
 
 def test_a_graph_alone_has_what_its_parameters_and_their_state_leave(compiling):
     sharing = compiling(Step(), "0", weights(MB))
-    found = sharing.room(sharing.held())
+    found = sharing.room(sharing.whole)
     assert (found.state, found.left, found.between) == (3 * MB, 7 * MB, 0)
     assert found.made == found.after == 3 * MB, "AdamW, one parameter after another, makes three of the largest"
 
@@ -47,20 +48,20 @@ def test_what_the_optimizer_holds_and_no_graph_had_is_left_room_in_proportion(co
     optimizer = torch.optim.SGD([*first, *second], lr=0.1)
     step = Step()
     sharing = compiling(step, "0", first, 20 * MB)
-    found = sharing.room(sharing.held())
+    found = sharing.room(sharing.whole)
     assert sharing.options.optimizer == "sgd" and found.state == 4 * MB, "no state"
     assert found.left == (20 - 4 - 3) * MB, "gradients of the second are there while the first is in its backward"
     assert found.between == 0.75 * found.left
-    sharing.enter(sharing.held(), kept(2 * MB))
+    step.enter(sharing, sharing.whole, kept(2 * MB))
     sharing = compiling(step, "1", second, 20 * MB)
-    found = sharing.room(sharing.held())
+    found = sharing.room(sharing.whole)
     assert (found.left, found.between, found.others) == ((20 - 4 - 2) * MB, 0, {"piece 0": 2 * MB})
     assert optimizer.param_groups, "it is there as long as it is looked for"
 
 
 def test_a_break_leaves_half_where_nothing_is_known_of_what_follows(compiling):
     sharing = compiling(Step(), "0", weights(MB), 11 * MB, breaks=True)
-    found = sharing.room(sharing.held())
+    found = sharing.room(sharing.whole)
     assert found.between == found.left / 2
 
 
@@ -68,8 +69,8 @@ def test_a_graph_compiled_once_more_is_not_counted_twice(compiling):
     step, own = Step(), weights(MB)
     for _ in range(2):
         sharing = compiling(step, "0", own)
-        found = sharing.room(sharing.held())
-        sharing.enter(sharing.held(), kept(MB))
+        found = sharing.room(sharing.whole)
+        step.enter(sharing, sharing.whole, kept(MB))
     assert found.left == 7 * MB and not found.others and sharing.held_by_others == 0
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.compile.kept import decide_kept
-from hpml_compiler.compile.room import Room
 from hpml_compiler.options import Options
+from hpml_compiler.planning.kept import decide_kept
+from hpml_compiler.planning.room import Room
 from passes.analysis.tape import MakeTape
 from passes.errors import Infeasible
 from passes.presets import taping

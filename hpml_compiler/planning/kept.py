@@ -1,4 +1,4 @@
-"""Under a byte budget: what of one graph's forward is kept for backward."""
+"""Under a byte budget: what of one graph's forward is kept for backward, and how a plan says it."""
 from __future__ import annotations
 
 import logging
@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.room import Room
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import solver_options
+from hpml_compiler.planning.room import Room
 from hpml_compiler.plans.kept import CallAgain, FullestMoment, KeptPlan, KeptValue, OffloadedValue
+from hpml_compiler.plans.peak import counted_peak
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.visualize.text import format_bytes, format_us
 from passes.annotations import read
 from passes.errors import Infeasible
@@ -83,8 +85,16 @@ def _fullest(walk: Walk, room: Room) -> tuple[str, dict[str, float]]:
     return f"{at.name} runs", {**parts, **others, **at.parts}
 
 
-def kept_plan(kept: KeptNodes, options: Options) -> KeptPlan:
-    """The decision as part of a plan."""
+def with_kept(record: GraphPlan, kept: KeptNodes, options: Options) -> GraphPlan:
+    """The plan of a graph with what it keeps, and with the bytes that it holds so."""
+    record = record.model_copy(update={"kept": _kept_plan(kept, options)})
+    peak = counted_peak([record])
+    assert peak is not None, "it says what is kept"
+    memory = record.memory.model_copy(update={"activations": kept.saved_bytes, "peak": peak.bytes})
+    return record.model_copy(update={"memory": memory})
+
+
+def _kept_plan(kept: KeptNodes, options: Options) -> KeptPlan:
     assert isinstance(options.memory_budget, int), "there is a budget, in bytes"
     account = kept.account
     forward, backward = (
