@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 
 import torch
 
@@ -18,9 +18,17 @@ def holding(parameters: Collection[torch.Tensor]) -> list[torch.optim.Optimizer]
     """The optimizers that are there and hold any of these, those of a known name first. A look at every object of the process:
     for compiling, where that is done anyway, and not for a step."""
     wanted = {id(parameter) for parameter in parameters}
-    made = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    found = [each for each in made if any(id(p) in wanted for p in held_by([each]))]
+    found = _holding(wanted)
+    if len(found) > 1:
+        del found
+        gc.collect()  # one that the script has dropped for another steps no more, however long it waits to be collected
+        found = _holding(wanted)
     return sorted(found, key=lambda each: name_of(each) is None)
+
+
+def _holding(wanted: Set[int]) -> list[torch.optim.Optimizer]:
+    made = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [each for each in made if any(id(p) in wanted for p in held_by([each]))]
 
 
 def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

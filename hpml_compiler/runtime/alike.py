@@ -116,6 +116,7 @@ def _to_host(values: list[torch.Tensor]) -> list[int]:
 
 def _of_all_modules() -> dict[str, torch.Tensor]:
     """Parameters and buffers of all modules that are there, as far as a name tells which is which on every rank."""
+    gc.collect()  # a copy that only waits to be collected, on one rank perhaps, would have the same names
     modules = [item for item in gc.get_objects() if isinstance(type(item), type) and issubclass(type(item), nn.Module)]
     below = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
     found: list[tuple[str, torch.Tensor]] = []

@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch.distributed as dist
@@ -81,8 +81,9 @@ def watch_compiled_modules() -> None:
 
 
 def watch_fsdp() -> None:
-    """From now on, FullyShardedDataParallel refuses what is compiled for this backend. (`fully_shard` is a function that
-    scripts import by name: it is noticed at the next compilation.)"""
+    """From now on, FullyShardedDataParallel refuses what is compiled for this backend, and `fully_shard` what is placed by it.
+    (That is a function that scripts import by name: where nothing is placed yet, it is noticed at the next compilation.)"""
+    compat.look_at_what_is_sharded(_before_sharding)
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is None or getattr(kind.__init__, "_hpml", False):
         return
@@ -97,6 +98,14 @@ def watch_fsdp() -> None:
 
     init._hpml = True  # type: ignore[attr-defined]
     kind.__init__ = init
+
+
+def _before_sharding(parameter: Any) -> None:
+    """torch, which takes a placed parameter for one of tensor parallelism, says that something is None."""
+    module = sys.modules.get("hpml_compiler.runtime.placed")
+    if module is not None and isinstance(parameter, module.PlacedTensor):
+        raise BadInput("fully_shard is put around a model that was compiled with backend='hpml' and split already",
+                       "fully_shard", REMEDY)
 
 
 def _before_compiling(module: nn.Module) -> None:
@@ -126,12 +135,19 @@ def refuse_other_wrappers(inputs: Any) -> None:
     """Raise BadInput if a parameter among a graph's inputs belongs to a wrapper that was not seen above: one that was made
     before this was loaded, or whose forward is part of what is compiled."""
     wanted = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
-    for wrapper in _wrappers():
-        if any(id(parameter) in wanted for parameter in wrapper.parameters()) or any(map(is_split, wrapper.modules())):
-            what = _shards_by_itself(wrapper)
-            raise BadInput(f"{what} shards the parameters of this model already" if what else
-                           "DDP is around this model, and its reductions would not see the gradients",
-                           type(wrapper).__name__, REMEDY)
+    if _wrapper_of(wanted) is not None:
+        gc.collect()  # what is only waiting to be collected wraps nothing any more, and does not wait on all ranks alike
+    if (wrapper := _wrapper_of(wanted)) is not None:
+        what = _shards_by_itself(wrapper)
+        raise BadInput(f"{what} shards the parameters of this model already" if what else
+                       "DDP is around this model, and its reductions would not see the gradients",
+                       type(wrapper).__name__, REMEDY)
+
+
+def _wrapper_of(wanted: Set[int]) -> Any:
+    """One that holds any of these parameters, by their ids, or a model that is compiled for this backend."""
+    return next((wrapper for wrapper in _wrappers() if any(map(is_split, wrapper.modules()))
+                 or any(id(parameter) in wanted for parameter in wrapper.parameters())), None)
 
 
 def _wrappers() -> list[Any]:

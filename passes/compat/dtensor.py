@@ -1,6 +1,9 @@
 """DTensor's insides, for parameters that are DTensors (hpml_compiler/runtime)."""
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,3 +57,20 @@ def norm_partial(order: float) -> Any:
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
     return _NormPartial(order)
+
+
+def look_at_what_is_sharded(look: Callable[[Any], None]) -> None:
+    """From now on, `look` is called with each parameter that `fully_shard` is about to shard. Nothing is done as long as that
+    is not loaded."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param"), "FSDPParam", None)
+    if kind is None or getattr(kind.__init__, "looks", None) is look:
+        return
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+        look(param)
+        original(self, param, *args, **kwargs)
+
+    init.looks = look  # type: ignore[attr-defined]
+    kind.__init__ = init

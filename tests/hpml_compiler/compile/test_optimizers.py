@@ -1,6 +1,8 @@
 """Optimizers as a script makes them -> which one holds the parameters, and what its step makes, against a real step."""
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -56,6 +58,19 @@ def test_the_optimizer_that_holds_them_is_found_and_others_are_not():
     optimizer, other = torch.optim.RMSprop(mine.parameters()), torch.optim.SGD(others.parameters(), lr=0.1)
     assert holding(list(mine.parameters())) == [optimizer] and holding([others.weight]) == [other]
     assert (name_of(optimizer), name_of(other)) == ("rmsprop", "sgd")
+
+
+def test_one_that_was_dropped_for_another_is_not_found_although_it_is_not_collected_yet():
+    model = nn.Linear(2, 2)
+    dropped: list = [torch.optim.AdamW(model.parameters())]
+    dropped.append(dropped)  # a cycle, as a scheduler's wrapper of `step` makes
+    gc.disable()
+    try:
+        del dropped
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert holding(list(model.parameters())) == [optimizer]
+    finally:
+        gc.enable()
 
 
 def test_a_class_of_its_own_is_known_by_what_it_derives_from_or_not_at_all():

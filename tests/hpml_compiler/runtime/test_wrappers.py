@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hpml_compiler
 from hpml_compiler.compile import session
+from hpml_compiler.runtime import wrappers
 from hpml_compiler.runtime.ddp import SplitDDP
 from tests.hpml_compiler.runtime.common import assert_close, full
 
@@ -220,7 +222,7 @@ REFUSED = {
     "FSDP1(compiled)": (lambda: fsdp1(compile_it(linear())), "leave the wrapper out"),
     "compiled(FSDP1)": (lambda: compile_it(fsdp1(linear())), "leave the wrapper out"),
     "fully_shard(compiled)": (lambda: fully_shard(compile_it(linear()))(X), "leave the wrapper out"),
-    "fully_shard(compiled) later": (lambda: sharded_after(linear()), "leave"),
+    "fully_shard(compiled) later": (lambda: sharded_after(linear()), "leave the wrapper out"),
     "compiled(fully_shard)": (lambda: compile_it(fully_shard(linear()))(X), "leave the wrapper out"),
     "fully_shard(model).compile()": (in_place_inside(fully_shard), "leave the wrapper out"),
     "step around DDP": (lambda: compile_it(lambda model, x: model(x).sum())(DDP(linear()), X), "leave the wrapper out"),
@@ -237,6 +239,17 @@ def test_what_is_refused_says_so(launch):
     launch(refusals, world_size=2, timeout_s=90)
 
 
+def forgotten(rank):
+    gc.collect()
+    gc.disable()
+    assert "leave the wrapper out" in says(lambda: fully_shard(compile_it(linear()))(X))
+    assert wrappers._wrappers(), "what was refused waits to be collected"
+    afresh()
+    compile_it(linear())(X).sum().backward()
+
+
+def test_a_wrapper_that_is_forgotten_but_not_collected_yet_is_in_nobodys_way(launch):
+    launch(forgotten, world_size=2)
 
 
 def test_on_one_rank_ddp_is_left_alone(launch):
