@@ -32,7 +32,8 @@ class Device:
     sharing: int = 1
 
 
-_settled: tuple[int, Device] | None = None
+_settled: tuple[Any, Device] | None = None
+"""In which process group: kept, so that a later one, of which ranks have to agree anew, is never taken for it."""
 
 
 def forget() -> None:
@@ -43,7 +44,7 @@ def forget() -> None:
 
 def device_type() -> str:
     """What the ranks compute on, cpu or cuda: what the first graph did; before there is one, what the process group is for."""
-    if _settled is not None and _settled[0] == _group():
+    if _settled is not None and _settled[0] is dist.group.WORLD:
         return _settled[1].kind
     if not torch.cuda.is_available():
         return "cpu"
@@ -55,7 +56,7 @@ def device_type() -> str:
 
 def ranks_on_this_device() -> int:
     """Ranks that share this rank's GPU; 1 on CPUs."""
-    return _settled[1].sharing if _settled is not None and _settled[0] == _group() else 1
+    return _settled[1].sharing if _settled is not None and _settled[0] is dist.group.WORLD else 1
 
 
 def memory_bytes() -> int:
@@ -70,10 +71,10 @@ def settle(tensors: Iterable[Any]) -> None:
     they compute on. Raises BadInput on all ranks if that differs, or if ranks share a GPU and the group is nccl's.
     """
     global _settled
-    if _settled is not None and _settled[0] == _group():
+    if _settled is not None and _settled[0] is dist.group.WORLD:
         return
     if not torch.cuda.is_available():
-        _settled = _group(), Device("cpu")
+        _settled = dist.group.WORLD, Device("cpu")
         return
     indices = [t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"]
     if indices:
@@ -85,7 +86,7 @@ def settle(tensors: Iterable[Any]) -> None:
     device = agreed(names, dist.get_rank(), dist.get_backend_config())
     if device.kind == "cuda" and "nccl" not in dist.get_backend_config():
         compat.collectives_through_host()
-    _settled = _group(), device
+    _settled = dist.group.WORLD, device
 
 
 def agreed(names: list[str], rank: int, backends: str) -> Device:
@@ -134,7 +135,3 @@ def init_group_on_gpus(timeout: timedelta) -> None:
 def moved(batch: Any, kind: str) -> Any:
     """A batch with its tensors on a kind of device."""
     return compat.pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(kind), batch)
-
-
-def _group() -> int:
-    return id(dist.group.WORLD)

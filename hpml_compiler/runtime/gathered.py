@@ -135,11 +135,11 @@ def _part_of(tensor: DTensor) -> _Part:
     known = _parts.get(key)
     if known is None or known.ref() is not part:
         known = _parts[key] = _Part(weakref.ref(part, functools.partial(_forget, key)), part.detach(), versions)
-        in_memory.setdefault(_address(part), []).append(known)
+        _enter_memory(known)
     elif known.alias.data_ptr() != part.data_ptr():  # `p.data = ...`
         _leave_memory(known)
         known.alias, known.versions = part.detach(), versions
-        in_memory.setdefault(_address(part), []).append(known)
+        _enter_memory(known)
     elif known.versions != versions:
         known.wholes.clear()
         known.versions = versions
@@ -152,6 +152,12 @@ def _forget(key: int, ref: Any) -> None:
     if known is not None and known.ref is ref:
         del _parts[key]
         _leave_memory(known)
+
+
+def _enter_memory(part: _Part) -> None:
+    """In a new list: another may be forgotten at any moment, and the list that was there with it."""
+    address = _address(part.alias)
+    in_memory[address] = [*in_memory.get(address, ()), part]
 
 
 def _leave_memory(part: _Part) -> None:
