@@ -61,14 +61,15 @@ def line_of_script() -> str:
     return ""
 
 
-def collective_of_script() -> str:
-    """The collective of torch.distributed that the main thread is in, such as "barrier"; "" if it is in none."""
+def collective_of_script() -> tuple[str, int]:
+    """The collective of torch.distributed that the main thread is in, such as "barrier", or "" if it is in none; and a number
+    that stays as long as it is in that call."""
     frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = ""
+    found = "", 0
     while frame is not None:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.endswith("distributed_c10d.py") and not name.startswith(("_", "wrapper")):
-            found = name
+            found = name, id(frame)
         frame = frame.f_back
     return found
 

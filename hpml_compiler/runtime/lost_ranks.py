@@ -39,13 +39,16 @@ class _Board:
     rank: int
     world: int
     beats: int = 0
+    collective: tuple[str, int] = ("", 0)
+    """That the script was in when it posted last."""
 
     def post(self, watch: Watch, ended: bool = False) -> None:
         age = watch.age_s()
         self.beats += 1
+        before, self.collective = self.collective, collective_of_script() if age > SLOW_S and not doing.inside else ("", 0)
         record = SignOfLife(self.beats, str(doing.at), doing.inside, age, time.time(), ended, doing.raised,
                         line_of_script() if age > SLOW_S else "", doing.calls, doing.meetings, doing.meets,
-                        collective_of_script() if age > SLOW_S and not doing.inside else "")
+                        self.collective[0] if self.collective == before else "")
         self.store.set(f"record{self.rank}", json.dumps(asdict(record)))
 
     def post_failure(self, failure: Failure) -> None:

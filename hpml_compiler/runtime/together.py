@@ -60,11 +60,12 @@ def _meet(board: lost_ranks.SharedBoard, what: str, next_step: str) -> None:
         now = time.monotonic()
         if here < board.world and now - looked > LOOK_S:
             looked = now
-            for rank, record in board.records().items():
-                does = "" if rank == board.rank else _does_instead(record, what, now - begun, board.timeout_s)
-                if does:
-                    raise Alone(f"rank {board.rank} is alone in {what}: rank {rank} is {does} and does not take part",
-                                f"rank {board.rank}, {doing.place()}", next_step)
+            found = ((rank, _does_instead(record, what, now - begun, board.timeout_s))
+                     for rank, record in board.records().items() if rank != board.rank)
+            rank, does = next(((rank, does) for rank, does in found if does), (-1, ""))
+            if does and board.add(key, 0) < board.world:  # it may have come and gone meanwhile
+                raise Alone(f"rank {board.rank} is alone in {what}: rank {rank} is {does} and does not take part",
+                            f"rank {board.rank}, {doing.place()}", next_step)
 
 
 def _does_instead(record: SignOfLife, what: str, waited_s: float, timeout_s: float) -> str:
