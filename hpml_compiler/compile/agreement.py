@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hpml_compiler.runtime.at import at
+from hpml_compiler.runtime.patience import after_rank_0
 from hpml_compiler.runtime.world import control_group
 from passes import compat
 from passes.errors import HpmlError
@@ -55,7 +56,7 @@ def _compare(digest: str, text: Callable[[], str]) -> None:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make()` gives on rank 0, on every rank; what it raises there is raised everywhere."""
+    """What `make()` gives on rank 0, on every rank, however long that takes; what it raises there is raised everywhere."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -64,6 +65,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
         except Exception as error:  # sent to the ranks that wait for the answer, and raised again below
             box = [(False, error)]
     with compat.outside_tracing(), at("waiting for the plan, which rank 0 makes"):
+        after_rank_0()
         dist.broadcast_object_list(box, src=0, group=control_group())
     good, answer = box[0]
     if good:
