@@ -21,6 +21,7 @@ from passes.costs.terms import Kernel, Prices, copy, price
 from passes.graph.checkpointed import Said, said_of
 from passes.graph.interface import input_position
 from passes.graph.nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
+from passes.keeping.fold import fold
 from passes.keeping.keys import TAPE
 from passes.keeping.tape import Run, Storage, Tape
 from passes.records import FrozenMap
@@ -47,7 +48,8 @@ class MakeTape(AnalysisPass):
     offload_us: what moving so many bytes out of the device's memory and back takes; None where that is not to be.
     fuses: whether what compiles the graph computes light operations in the kernels of their readers. written: positions of
     the inputs that each call changes when forward is over: what was computed from one cannot be computed again. axis_of: number
-    of the mesh axis by name of the process group, for the time of collectives; one of another group is never run again."""
+    of the mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists:
+    blocks of the graph that stand for `layers` layers, of each list of them (`passes.keeping.fold`)."""
 
     name = "make_tape"
     requires = (FLOPS,)
@@ -58,10 +60,13 @@ class MakeTape(AnalysisPass):
     fuses: bool = True
     written: frozenset[int] = frozenset()
     axis_of: FrozenMap[str, int] = FrozenMap()
+    lists: tuple[tuple[str, ...], ...] = ()
+    layers: int = 0
     offload_us: Callable[[int], float] | None = None
 
     def run(self, graph_module: GraphModule) -> None:
-        write(TAPE, graph_module, _Reader(graph_module, self).tape())
+        tape = _Reader(graph_module, self).tape()
+        write(TAPE, graph_module, fold(tape, self.lists, self.layers) if self.lists else tape)
 
 
 def is_repeatable(node: Node) -> bool:

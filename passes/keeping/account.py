@@ -4,7 +4,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from passes.keeping.walk import Phase, Walk
+from passes.keeping.phase import Phase
+from passes.keeping.walk import Walk
 from passes.records import FrozenMap
 
 
@@ -23,8 +24,8 @@ class Fullest:
 @dataclass(frozen=True)
 class Account:
     """saved: (name, block, bytes) of what is kept, the largest first; offloaded: with the us that moving it takes, of what is
-    kept out of the device's memory. again: (name, block, us) of what is run once more. gradient_bytes: of what backward hands
-    out."""
+    kept out of the device's memory. again: (name, block, us) of what is run once more. All of these are of one layer; layers:
+    how many, by name, where that is more than one. gradient_bytes: of what backward hands out."""
 
     forward: Fullest = Fullest()
     backward: Fullest = Fullest()
@@ -32,6 +33,7 @@ class Account:
     offloaded: tuple[tuple[str, str, int, float], ...] = ()
     again: tuple[tuple[str, str, float], ...] = ()
     gradient_bytes: int = 0
+    layers: FrozenMap[str, int] = FrozenMap({})
 
 
 def account(walk: Walk) -> Account:
@@ -44,7 +46,9 @@ def account(walk: Walk) -> Account:
         tuple((tape.storages[s].name, tape.runs[tape.maker(s)].block, tape.storages[s].nbytes, tape.storages[s].offload_us)
               for s in kept if s in walk.offloaded),
         tuple((tape.runs[k].name, tape.runs[k].block, tape.runs[k].us) for k in walk.again),
-        tape.bytes_of(tape.gradients))
+        tape.bytes_of(tape.gradients),
+        FrozenMap({**{tape.storages[s].name: tape.copies[s] for s in kept if tape.copies[s] > 1},
+                   **{tape.runs[k].name: tape.layers[k] for k in walk.again if tape.layers[k] > 1}}))
 
 
 def _fullest(walk: Walk, phase: Phase) -> Fullest:
@@ -60,7 +64,10 @@ def _parts(walk: Walk, phase: Phase, position: int) -> dict[str, int]:
     found: Counter[str] = Counter()
     for storage in phase.alive(position):
         found[_part(walk, storage, phase is walk.backward)] += walk.tape.storages[storage].nbytes
-    return dict(found)
+    before, after = phase.others(position)
+    found["saved"] += before
+    found["gradients" if phase is walk.backward else "saved"] += after
+    return {part: nbytes for part, nbytes in found.items() if nbytes}
 
 
 def _part(walk: Walk, storage: int, backward: bool) -> str:

@@ -17,7 +17,8 @@ Constraints
 
 When a storage is made again, and how long it is read, depends on what else is. In (3) it is as in the walk that the program
 is built around: v counts with keep[v] as long as that walk reads it after p, and with again[maker] or away[v] from where
-that walk first reads it (in forward, with away[v] until it is read last there). So `passes.keeping.keep` solves, walks anew,
+that walk first reads it (in forward, with away[v] until it is read last there). A layer that stands for several
+has its coefficients in (3) as `passes.keeping.phase` says, for the first and for the last of these layers. So `passes.keeping.keep` solves, walks anew,
 and solves again. One binary for each storage and one variable for each run: smaller by orders than a program with a variable
 for every run at every moment (Jain et al., "Checkmate", MLSys 2020).
 """
@@ -28,8 +29,9 @@ from dataclasses import dataclass
 
 import pulp
 
-from passes.keeping.tape import Tape
-from passes.keeping.walk import Phase, Walk
+from passes.keeping.phase import Phase
+from passes.keeping.tape import StandIn, Tape
+from passes.keeping.walk import Walk
 from passes.solve.solvers import SolverOptions, run
 
 CLOSE = 0.6
@@ -75,9 +77,9 @@ def build(around: Walk, budget_bytes: float | None, offloading: bool = True) -> 
         {o: model.add_variable(f"again_{o}", 0, 1) for o in runs},
         model.add_variable("peak", 0),
     )
-    us = {**{program.again[o]: tape.runs[o].us for o in runs},
-          **{x: tape.storages[v].save_us for v, x in program.keep.items()},
-          **{x: tape.storages[v].offload_us for v, x in program.away.items()}}
+    us = {**{program.again[o]: tape.us_of(o) for o in runs},
+          **{x: tape.save_us_of(v) for v, x in program.keep.items()},
+          **{x: tape.offload_us_of(v) for v, x in program.away.items()}}
     if budget_bytes is None:
         unit = max(around.peak, 1)
         model.setObjective(pulp.LpAffineExpression({program.peak: 1e3, **{x: 1e-3 * c / _most(us) for x, c in us.items()}}))
@@ -136,8 +138,15 @@ def _forward_rows(program: Program, around: Walk) -> Iterator[Row]:
     read: dict[int, int] = {}
     for position, number in enumerate(phase.order):
         read.update(dict.fromkeys(tape.runs[number].reads, position))
+    others = {s: (phase.position(_section(tape, s)[0]), (tape.copies[s] - 1) * tape.storages[s].nbytes)
+              for s in {*program.keep, *tape.returned} if tape.copies[s] > 1}
     for position in _tops(phase):
         constant, terms = phase.workspace_bytes[position], {}
+        for s, (start, nbytes) in others.items():  # of layers that are over
+            if position >= start and s in program.keep:
+                terms[program.keep[s]] = nbytes
+            elif position >= start:
+                constant += nbytes
         for s, life in lives.items():
             if s in program.keep:
                 continue
@@ -150,7 +159,7 @@ def _forward_rows(program: Program, around: Walk) -> Iterator[Row]:
             if position <= read.get(s, -1) and s in lives:  # it is there at this moment, kept or not
                 constant += nbytes
             else:
-                terms[x] = nbytes
+                terms[x] = terms.get(x, 0) + nbytes
                 if s in program.away and position <= max(first, read.get(s, -1)):
                     terms[program.away[s]] = nbytes
         yield phase.nbytes[position], constant, terms
@@ -167,8 +176,12 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
             last[s] = position
     made = {s: position for position, number in enumerate(phase.order) if number < 0 for s in tape.runs[-1 - number].makes}
     lives = {life.storage: life for life in phase.lives}
-    for position in _tops(phase):
-        constant, terms = phase.workspace_bytes[position], {}
+    stretches = {stretch.stand_in: stretch for stretch in phase.stretches}
+    others = {s: (tape.copies[s] - 1) * tape.storages[s].nbytes for s in program.keep if s not in tape.returned}
+    returned = sum((tape.copies[s] - 1) * tape.storages[s].nbytes for s in tape.returned)
+    for position, last_layer in _moments(phase):
+        over = {each for each, stretch in stretches.items() if position >= stretch.end or each == last_layer}
+        constant, terms = phase.workspace_bytes[position] + returned + sum(stretches[each].made for each in over), {}
         for s, life in lives.items():
             if s not in program.keep and life.first <= position <= life.last:
                 constant += tape.storages[s].nbytes
@@ -176,8 +189,10 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
             nbytes = tape.storages[s].nbytes
             life = lives.get(s)
             end = max(last.get(s, -1), life.last if life is not None else -1)
+            if end >= 0 and others.get(s) and tape.stand_in_of[tape.maker(s)] not in over:
+                terms[x] = others[s]  # of layers that are still to come
             if position <= end:
-                terms[x] = nbytes
+                terms[x] = terms.get(x, 0) + nbytes
                 if min(first.get(s, end), made.get(s, end)) > position:
                     continue
                 if s in program.away:
@@ -189,11 +204,28 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
         yield phase.nbytes[position], constant, terms
 
 
+def _moments(phase: Phase) -> Iterator[tuple[int, StandIn | None]]:
+    """Moments that may be the peak; where a layer runs that stands for several: as the first and, with it, as the last of them."""
+    for position in _tops(phase):
+        yield position, None
+        for stretch in phase.stretches:
+            if stretch.start <= position < stretch.end:
+                yield position, stretch.stand_in
+
+
 def _between_row(program: Program, around: Walk) -> Row:
     """What is kept is there at once when forward is over."""
     tape = around.tape
     constant = tape.bytes_of(tape.returned) + tape.between_bytes
-    return around.between, constant, {x: tape.storages[s].nbytes for s, x in program.keep.items() if s not in tape.returned}
+    return around.between, constant, {x: tape.bytes_of([s]) for s, x in program.keep.items() if s not in tape.returned}
+
+
+def _section(tape: Tape, storage: int) -> tuple[int, int]:
+    """Of a storage that a layer makes which stands for several: the runs of the phase that makes it."""
+    maker = tape.maker(storage)
+    stand_in = tape.stand_in_of[maker]
+    assert stand_in is not None, "its maker has layers"
+    return next(section for section in (stand_in.forward, stand_in.backward) if section[0] <= maker < section[1])
 
 
 def _tops(phase: Phase) -> Iterator[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from passes.errors import Infeasible
 from passes.keeping import ilp
+from passes.keeping.fold import shared_out
 from passes.keeping.tape import Tape
 from passes.keeping.walk import Walk, walk
 from passes.solve.solvers import SolverOptions
@@ -21,6 +22,8 @@ ROUNDS = 6
 MOST_SECONDS, SOLVE_SECONDS, GAP = 8.0, 2.0, 0.01
 """For all of it, or twice that where values can be offloaded, and for one program, which need not be solved closer than this:
 what it says is an estimate. Other ranks wait for the answer, after they have waited for that of the placements."""
+LEAST_SECONDS = 1.0
+"""For what more can be kept, however little is left."""
 TIGHTER = 0.5
 """How much of what an answer holds beyond the budget is taken off the budget of the next round."""
 
@@ -79,7 +82,18 @@ def keep(tape: Tape, budget_bytes: float, options: SolverOptions | None = None,
             "give more bytes, fewer rows or more devices",
             least)
     search.keep_more(best)
-    return search.answer()
+    return search.answer() if not tape.stand_ins else _shared_out(search, search.answer())
+
+
+def _shared_out(search: _Search, kept: Kept) -> Kept:
+    """Where layers stand for several: as many as fit of the kind that takes less time, and then again what more can be kept."""
+    walked = shared_out(kept.walk, search.budget_bytes)
+    if walked is kept.walk:
+        return kept
+    other = _Search(walked.tape, search.budget_bytes, replace(
+        search.options, time_limit_s=max(search.seconds_left, LEAST_SECONDS)))
+    other.keep_more(other.look(walked.kept, walked.offloaded))
+    return replace(other.answer(), seconds=time.perf_counter() - search.start, solves=search.solves)
 
 
 class _Search:

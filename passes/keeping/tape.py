@@ -51,11 +51,27 @@ class Storage:
     said: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """A layer on a tape that stands for several equal ones, one after another. block: its path; layers: how many. forward,
+    backward: the first of its runs in each phase, and the first that follows."""
+
+    block: str
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    layers: int
+
+    @property
+    def runs(self) -> tuple[int, ...]:
+        return *range(*self.forward), *range(*self.backward)
+
+
 @dataclass(frozen=True)
 class Tape:
     """runs: in the order of the graph. returned: storages that forward hands out, which its caller may hold until backward
     is over; gradients: that backward hands out, held until the step ends. between_bytes: that others take between forward and
-    backward; after_bytes: while the gradients are used."""
+    backward; after_bytes: while the gradients are used. stand_ins: layers that stand for several (`passes.keeping.fold`), two
+    neighbors of each list of layers after another."""
 
     runs: tuple[Run, ...]
     storages: tuple[Storage, ...]
@@ -63,6 +79,42 @@ class Tape:
     gradients: frozenset[int]
     between_bytes: int = 0
     after_bytes: int = 0
+    stand_ins: tuple[StandIn, ...] = ()
+
+    @cached_property
+    def stand_in_of(self) -> tuple[StandIn | None, ...]:
+        """Of each run, the layer that it is part of, where that stands for several."""
+        found: list[StandIn | None] = [None] * len(self.runs)
+        for stand_in in self.stand_ins:
+            for run in stand_in.runs:
+                found[run] = stand_in
+        return tuple(found)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Of each run, how often the model has it."""
+        return tuple(1 if stand_in is None else stand_in.layers for stand_in in self.stand_in_of)
+
+    @cached_property
+    def copies(self) -> tuple[int, ...]:
+        """Of each storage, how often the model has it."""
+        return tuple(1 if storage.maker is None else self.layers[storage.maker] for storage in self.storages)
+
+    @cached_property
+    def for_all_layers(self) -> frozenset[int]:
+        """What forward makes and layers read that stand for several, the same for all, as a mask; or what it is computed from."""
+        outside = {s for s in range(len(self.storages)) if self.is_forward(s) and self.stand_in_of[self.maker(s)] is None}
+        found: set[int] = set()
+        for one, other in zip(self.stand_ins[::2], self.stand_ins[1::2]):
+            read_by = [{s for run in each.runs for s in self.runs[run].reads} for each in (one, other)]
+            found |= outside.intersection(*read_by)
+        stack = list(found)
+        while stack:
+            run = self.runs[self.maker(stack.pop())]
+            more = outside.intersection(run.reads) - found if run.inlined else set()
+            found |= more
+            stack += more
+        return frozenset(found)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -119,4 +171,15 @@ class Tape:
         return maker
 
     def bytes_of(self, storages: Sequence[int] | frozenset[int]) -> int:
-        return sum(self.storages[s].nbytes for s in storages)
+        """Of all layers."""
+        return sum(self.storages[s].nbytes * self.copies[s] for s in storages)
+
+    def us_of(self, run: int) -> float:
+        """What running it once more takes in all layers."""
+        return self.runs[run].us * self.layers[run]
+
+    def save_us_of(self, storage: int) -> float:
+        return self.storages[storage].save_us * self.copies[storage]
+
+    def offload_us_of(self, storage: int) -> float:
+        return self.storages[storage].offload_us * self.copies[storage]

@@ -9,65 +9,15 @@ computed inside the kernels of its readers takes nothing, but what it is compute
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 
+from passes.keeping.phase import Life, Phase
 from passes.keeping.tape import Run, Tape
 
 MOST_READS, MOST_READS_IF_SHARED = 8, 4
 """Inductor puts a result into memory that is computed from more storages than that, or that several read who would read so
 many each (`realize_acc_reads_threshold`, `realize_reads_threshold` of its configuration)."""
-
-
-@dataclass(frozen=True)
-class Life:
-    """Positions in the order of one phase: `first` makes a storage (-1: it was there before), `last` reads it last (the
-    length of the phase: it is handed on)."""
-
-    storage: int
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
-class Phase:
-    """order: numbers of runs; -1 - number for one of forward that backward runs once more. lives: of what takes memory."""
-
-    tape: Tape
-    order: tuple[int, ...]
-    lives: tuple[Life, ...]
-
-    @cached_property
-    def nbytes(self) -> tuple[int, ...]:
-        """Held while each run runs."""
-        change = [0] * (len(self.order) + 2)
-        for life in self.lives:
-            size = self.tape.storages[life.storage].nbytes
-            change[max(life.first, 0)] += size
-            change[life.last + 1] -= size
-        return tuple(map(sum, zip(accumulate(change), self.workspace_bytes)))
-
-    @cached_property
-    def workspace_bytes(self) -> tuple[int, ...]:
-        """At each position: what collectives take besides, until they are waited for. The latest one's goes when another one
-        has taken its own: the thread that did it has nothing else to do."""
-        waited = {self.tape.runs[number].waits_for for number in self.order if number >= 0}
-        open_ones: dict[int, int] = {}
-        held, latest = [], 0
-        for number in self.order:
-            run = self.tape.runs[number if number >= 0 else -1 - number]
-            held.append(latest + sum(open_ones.values()) + run.workspace_bytes)
-            if run.waits_for is not None:
-                latest = open_ones.pop(run.waits_for, latest)
-            elif run.workspace_bytes and number in waited:
-                open_ones[number], latest = run.workspace_bytes, 0
-            elif run.workspace_bytes:
-                latest = run.workspace_bytes
-        return tuple(held)
-
-    def alive(self, position: int) -> list[int]:
-        return [life.storage for life in self.lives if life.first <= position <= life.last]
 
 
 @dataclass(frozen=True)
@@ -105,8 +55,8 @@ class Walk:
     def us(self) -> float:
         """What running again takes, writing and reading what is kept, and moving what is offloaded."""
         tape = self.tape
-        return (sum(tape.runs[k].us for k in self.again) + sum(tape.storages[s].offload_us for s in self.offloaded)
-                + sum(tape.storages[s].save_us for s in self.kept - self.offloaded))
+        return (sum(map(tape.us_of, self.again)) + sum(map(tape.offload_us_of, self.offloaded))
+                + sum(map(tape.save_us_of, self.kept - self.offloaded)))
 
 
 def walk(tape: Tape, kept: Collection[int], offloaded: Collection[int] = ()) -> Walk:
@@ -187,8 +137,22 @@ def _phase(tape: Tape, order: list[int], start: frozenset[int], held: frozenset[
                 last[s] = max(last[s], position)
     last.update((s, len(order)) for s in held if s in last)
     lives = {s: Life(s, first[s], last[s]) for s in first if last[s] >= 0}
+    if tape.stand_ins:
+        _through_layers(Phase(tape, tuple(order), ()), lives)
     _reuse(tape, runs, lives, offloaded)
     return Phase(tape, tuple(order), tuple(lives.values()))
+
+
+def _through_layers(phase: Phase, lives: dict[int, Life]) -> None:
+    """What all layers read is there for each of those that one stands for: the first of them brings it, the last is rid of it."""
+    for s in phase.tape.for_all_layers.intersection(lives):
+        life = lives[s]
+        for stretch in phase.stretches:
+            if stretch.start <= life.first < stretch.end:
+                life = replace(life, first=stretch.start)
+            if stretch.start <= life.last < stretch.end:
+                life = replace(life, last=stretch.end - 1)
+        lives[s] = life
 
 
 def _touched(tape: Tape, runs: list[Run], start: frozenset[int], held: frozenset[int]) -> list[frozenset[int]]:

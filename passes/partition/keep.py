@@ -11,6 +11,8 @@ from passes.base import AnalysisPass
 from passes.keeping.account import account
 from passes.keeping.keep import TooSmall, keep
 from passes.keeping.keys import CUT, KEPT, TAPE, KeptNodes
+from passes.keeping.seam import NotAlike
+from passes.keeping.unfold import counts_alike
 from passes.registry import register
 from passes.solve.solvers import SolverOptions
 
@@ -21,7 +23,8 @@ class Keep(AnalysisPass):
     """Writes `KEPT`: the least time in which a call of the graph holds no more than `budget_bytes` besides its inputs, and
     leaves `between_bytes` of them to others while forward is over and backward is not begun, and `after_bytes` once it is over.
 
-    strict: raise `TooSmall` where nothing fits; else what holds least of all that was tried is the answer.
+    strict: raise `TooSmall` where nothing fits; else what holds least of all that was tried is the answer. Raises `NotAlike`
+    where a layer cannot stand for several.
     """
 
     name = "keep"
@@ -46,13 +49,15 @@ class Keep(AnalysisPass):
             if self.strict or error.walk is None:
                 raise
             walked = error.walk
+        tape = walked.tape
+        if tape.stand_ins and not counts_alike(walked):
+            raise NotAlike
         write(KEPT, graph_module, KeptNodes(
-            frozenset(tape.storages[s].name for s in walked.kept), len(walked.again),
-            sum(tape.runs[k].us for k in walked.again), max(walked.forward.nbytes, default=0),
+            frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers[k] for k in walked.again),
+            sum(map(tape.us_of, walked.again)), max(walked.forward.nbytes, default=0),
             max(walked.backward.nbytes, default=0), tape.bytes_of(walked.kept - walked.offloaded | tape.returned),
             self.budget_bytes, time.perf_counter() - start, frozenset(tape.storages[s].name for s in walked.offloaded),
-            tape.bytes_of(walked.offloaded), sum(tape.storages[s].offload_us for s in walked.offloaded), account(walked),
-            walked.after))
+            tape.bytes_of(walked.offloaded), sum(map(tape.offload_us_of, walked.offloaded)), account(walked), walked.after))
 
 
 @register

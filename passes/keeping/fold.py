@@ -1,0 +1,112 @@
+"""The tape of a few equal layers as that of many: the two in the middle stand for all but the first and the last.
+
+Two, so that some layers may keep what others compute again: a budget that lies between all of one kind and all of the other
+is used up. The layers of one kind follow one another. What a layer hands on to the next is kept, so that none has to be
+computed again for another one; where it depends on parameters alone, as a weight that is gathered early, it is never kept.
+"""
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+
+from passes.graph.checkpointed import Said
+from passes.keeping.seam import NotAlike, Seam, seam
+from passes.keeping.tape import Run, StandIn, Tape
+from passes.keeping.walk import Walk, walk
+
+
+def fold(tape: Tape, lists: Sequence[Sequence[str]], layers: int) -> Tape:
+    """lists: of each list of equal layers, the blocks on the tape: the first layer, two in the middle, the last. layers: how
+    many each list has. Raises NotAlike where these do not do the same, or hand on what the layers between them cannot."""
+    middle = layers - 2
+    stand_ins = [each for blocks in lists for each in _stand_ins(tape, blocks, (middle - middle // 2, middle // 2))]
+    taken = [run for each in stand_ins for run in each.runs]
+    if len(set(taken)) < len(taken):
+        raise NotAlike
+    folded = replace(tape, stand_ins=tuple(stand_ins))
+    for number in range(len(lists)):
+        folded = _handing_on(folded, seam(folded, *stand_ins[2 * number: 2 * number + 2]))
+    return folded
+
+
+def _stand_ins(tape: Tape, blocks: Sequence[str], layers: tuple[int, int]) -> tuple[StandIn, StandIn]:
+    """A layer's part of a phase is from its first run there to that of the layer that comes next."""
+    turn = next((k for k, run in enumerate(tape.runs) if run.backward), len(tape.runs))
+    first, one, other, last = blocks
+    ahead = {block: _first(tape, block, 0, turn) for block in (one, other, last)}
+    back = {block: _first(tape, block, turn, len(tape.runs)) for block in blocks}
+    if not ahead[one] < ahead[other] < ahead[last] or not back[last] < back[other] < back[one] < back[first]:
+        raise NotAlike
+    return (StandIn(one, (ahead[one], ahead[other]), (back[one], back[first]), layers[0]),
+            StandIn(other, (ahead[other], ahead[last]), (back[other], back[one]), layers[1]))
+
+
+def _first(tape: Tape, block: str, start: int, stop: int) -> int:
+    found = next((k for k in range(start, stop) if tape.runs[k].block == block), None)
+    if found is None:
+        raise NotAlike
+    return found
+
+
+def _handing_on(tape: Tape, seam: Seam) -> Tape:
+    """What a layer hands on to the next is kept until that one's backward begins at least, or never."""
+    if any(tape.is_forward(s) and not _of_given(tape, seam.other, s) for s in seam.leaving):
+        raise NotAlike
+    said: dict[int, Said] = {}
+    read_by: dict[int, list[int]] = {}
+    for s, before in seam.entering.items():
+        handed_on = before, s, seam.twins[s]  # to the first that stands for several, to the second, and to the last
+        if not all(map(tape.is_forward, handed_on)) or not set(handed_on).intersection(tape.candidates):
+            continue
+        never = _of_given(tape, seam.one, s)
+        if any(tape.storages[each].said == ("keep" if never else "again") for each in handed_on):
+            raise NotAlike
+        said.update(dict.fromkeys(handed_on, "again" if never else "keep"))
+        if not never:
+            begin, end = seam.one.backward[0], seam.other.backward[0]
+            readers = (next(k for k in range(begin, len(tape.runs)) if _is_kernel(tape.runs[k])),
+                       next(k for k in range(end, begin) if _is_kernel(tape.runs[k])),
+                       next(k for k in range(end - 1, -1, -1) if _is_kernel(tape.runs[k])))
+            for each, reader in zip(handed_on, readers, strict=True):
+                read_by.setdefault(reader, []).append(each)
+    storages = tuple(replace(storage, said=said[s], offload_us=math.inf) if s in said else storage
+                     for s, storage in enumerate(tape.storages))
+    runs = tuple(replace(run, reads=tuple(dict.fromkeys((*run.reads, *read_by.get(k, ()))))) for k, run in enumerate(tape.runs))
+    return replace(tape, storages=storages, runs=runs)
+
+
+def _of_given(tape: Tape, layer: StandIn, storage: int) -> bool:
+    """Whether a layer computes something from parameters, or other inputs, alone."""
+    found = {s for s, each in enumerate(tape.storages) if each.given == "forward"}
+    for run in (tape.runs[k] for k in layer.runs):
+        if run.repeatable and found.issuperset(run.reads):
+            found.update(run.makes)
+    return storage in found
+
+
+def _is_kernel(run: Run) -> bool:
+    """Whether it is a call of backward that is not computed by its readers."""
+    return run.backward and not run.inlined and bool(run.makes)
+
+
+def shared_out(walked: Walk, budget_bytes: float) -> Walk:
+    """The same kept, where there are as many layers as fit of the kind that takes less time. walked: what fits; it is the
+    answer itself where both kinds take as much, or no more fit."""
+    ones, others = (walked.tape.stand_ins[k].layers for k in (0, 1))
+    walks = {ones: walked}
+
+    def look(number: int) -> Walk:
+        if number not in walks:
+            tape = replace(walked.tape, stand_ins=tuple(
+                replace(each, layers=(ones + others - number) if k % 2 else number)
+                for k, each in enumerate(walked.tape.stand_ins)))
+            walks[number] = walk(tape, walked.kept, walked.offloaded)
+        return walks[number]
+
+    if others == 1 or look(ones + 1).us == walked.us:
+        return walked
+    numbers = range(ones, ones + others) if look(ones + 1).us < walked.us else range(ones, 0, -1)
+    too_many = bisect_left(numbers, True, key=lambda number: look(number).peak > budget_bytes)  # more of them hold more
+    return look(numbers[too_many - 1])
