@@ -96,15 +96,15 @@ def with_kept(record: GraphPlan, kept: KeptNodes, options: Options) -> GraphPlan
 
 def _kept_plan(kept: KeptNodes, options: Options) -> KeptPlan:
     assert isinstance(options.memory_budget, int), "there is a budget, in bytes"
-    account = kept.account
+    account, layers = kept.account, kept.account.layers
     forward, backward = (
         FullestMoment(node=each.name, block=each.block, again=each.again, parts=dict(each.parts))
         for each in (account.forward, account.backward))
     return KeptPlan(
         budget_bytes=options.memory_budget, saved_bytes=kept.saved_bytes, gradient_bytes=account.gradient_bytes,
         step_bytes=max(round(kept.after_bytes + options.memory_budget - kept.budget_bytes), 0),
-        saved={name: KeptValue(block=block, bytes=nbytes) for name, block, nbytes in account.saved},
-        offloaded={name: OffloadedValue(block=block, bytes=nbytes, predicted_us=us)
+        saved={name: KeptValue(block=block, bytes=nbytes, layers=layers.get(name, 1)) for name, block, nbytes in account.saved},
+        offloaded={name: OffloadedValue(block=block, bytes=nbytes, predicted_us=us, layers=layers.get(name, 1))
                    for name, block, nbytes, us in account.offloaded},
-        again={name: CallAgain(block=block, predicted_us=us) for name, block, us in account.again},
+        again={name: CallAgain(block=block, predicted_us=us, layers=layers.get(name, 1)) for name, block, us in account.again},
         forward=forward, backward=backward)

@@ -7,10 +7,12 @@ from hpml_compiler.plans.fields import Count, Microseconds, Record
 
 
 class KeptValue(Record):
-    """A value that is kept: the block that it is made in, and its bytes on one device."""
+    """A value that is kept: the block that it is made in, and its bytes on one device. layers: how many have such a value,
+    where the block stands for several; bytes, and times, are of one of them."""
 
     block: str
     bytes: Count
+    layers: int = 1
 
 
 class OffloadedValue(KeptValue):
@@ -20,10 +22,11 @@ class OffloadedValue(KeptValue):
 
 
 class CallAgain(Record):
-    """A call of forward that backward runs once more: the block that it is in, and what that takes."""
+    """A call of forward that backward runs once more: the block that it is in, and what that takes, in each of `layers`."""
 
     block: str
     predicted_us: Microseconds
+    layers: int = 1
 
 
 class FullestMoment(Record):
@@ -58,4 +61,4 @@ class KeptPlan(Record):
 
     @property
     def again_us(self) -> float:
-        return sum(call.predicted_us for call in self.again.values())
+        return sum(call.predicted_us * call.layers for call in self.again.values())

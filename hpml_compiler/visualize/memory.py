@@ -36,8 +36,9 @@ def memory_json(plan: PlanContent, peak: Peak, counted: bool) -> dict[str, Any]:
         "at": {"graph": peak.graph, "node": peak.node, "block": peak.block, "phase": peak.phase},
         "graphs": {graph.name: {
             "saved": {name: nbytes for name, (_, nbytes) in saved_values(graph).items()},
-            "offloaded": {name: value.bytes for name, value in graph.kept.offloaded.items()} if graph.kept else {},
-            "recomputed_s": {name: call.predicted_us * 1e-6 for name, call in graph.kept.again.items()} if graph.kept else {},
+            "offloaded": {name: each.bytes * each.layers for name, each in graph.kept.offloaded.items()} if graph.kept else {},
+            "recomputed_s": {name: each.predicted_us * each.layers * 1e-6 for name, each in graph.kept.again.items()}
+            if graph.kept else {},
         } for graph in plan.step_graphs},
     }
 
@@ -58,7 +59,7 @@ def describe_moment(peak: Peak) -> str:
 def saved_values(graph: GraphPlan) -> dict[str, tuple[str, int]]:
     """Block and bytes of each value that is saved, the largest first; of one that stands for several layers, of all."""
     if graph.kept is not None:
-        found = {name: (value.block, value.bytes) for name, value in graph.kept.saved.items()}
+        found = {name: (value.block, value.bytes * value.layers) for name, value in graph.kept.saved.items()}
     else:
         found = {}
         for name, operation in graph.operations.items():
@@ -80,10 +81,11 @@ def _of_graph(graph: GraphPlan) -> Iterator[str]:
 def _offloaded(graph: GraphPlan, kept: KeptPlan) -> Iterator[str]:
     if kept.offloaded:
         values = kept.offloaded.values()
-        yield (f"{graph.name} offloads {_values(len(values))}, {format_bytes(sum(value.bytes for value in values))}: "
-               f"{format_us(sum(value.predicted_us for value in values))} to move them")
-        yield from _largest({name: (value.block, value.bytes, format_bytes(value.bytes))
-                             for name, value in kept.offloaded.items()})
+        sizes = {name: (value.block, value.bytes * value.layers) for name, value in kept.offloaded.items()}
+        yield (f"{graph.name} offloads {_values(sum(value.layers for value in values))}, "
+               f"{format_bytes(sum(nbytes for _, nbytes in sizes.values()))}: "
+               f"{format_us(sum(value.predicted_us * value.layers for value in values))} to move them")
+        yield from _largest({name: (block, nbytes, format_bytes(nbytes)) for name, (block, nbytes) in sizes.items()})
 
 
 def _recomputed(graph: GraphPlan, kept: KeptPlan) -> Iterator[str]:
@@ -91,10 +93,12 @@ def _recomputed(graph: GraphPlan, kept: KeptPlan) -> Iterator[str]:
         yield f"{graph.name} recomputes nothing"
         return
     share = f", {kept.again_us / graph.predicted.step_time_us:.1%} of a step" if graph.predicted.step_time_us else ""
-    calls = "1 call" if len(kept.again) == 1 else f"{len(kept.again)} calls"
+    count = sum(call.layers for call in kept.again.values())
+    calls = "1 call" if count == 1 else f"{count} calls"
     yield f"{graph.name} runs {calls} of forward once more in backward: {format_us(kept.again_us)}{share}"
-    slowest = sorted(kept.again.items(), key=lambda item: -item[1].predicted_us)
-    yield from _largest({name: (call.block, call.predicted_us, format_us(call.predicted_us)) for name, call in slowest})
+    took = {name: (call.block, call.predicted_us * call.layers) for name, call in kept.again.items()}
+    slowest = sorted(took.items(), key=lambda item: -item[1][1])
+    yield from _largest({name: (block, us, format_us(us)) for name, (block, us) in slowest})
 
 
 def _largest(named: Mapping[str, tuple[str, float, str]]) -> Iterator[str]:

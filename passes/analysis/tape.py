@@ -60,9 +60,9 @@ class MakeTape(AnalysisPass):
     fuses: bool = True
     written: frozenset[int] = frozenset()
     axis_of: FrozenMap[str, int] = FrozenMap()
+    offload_us: Callable[[int], float] | None = None
     lists: tuple[tuple[str, ...], ...] = ()
     layers: int = 0
-    offload_us: Callable[[int], float] | None = None
 
     def run(self, graph_module: GraphModule) -> None:
         tape = _Reader(graph_module, self).tape()

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
-from passes.graph.checkpointed import Said
 from passes.keeping.seam import NotAlike, Seam, seam
 from passes.keeping.tape import Run, StandIn, Tape
 from passes.keeping.walk import Walk, walk
@@ -54,7 +53,7 @@ def _handing_on(tape: Tape, seam: Seam) -> Tape:
     """What a layer hands on to the next is kept until that one's backward begins at least, or never."""
     if any(tape.is_forward(s) and not _of_given(tape, seam.other, s) for s in seam.leaving):
         raise NotAlike
-    said: dict[int, Said] = {}
+    said: dict[int, str] = {}
     read_by: dict[int, list[int]] = {}
     for s, before in seam.entering.items():
         handed_on = before, s, seam.twins[s]  # to the first that stands for several, to the second, and to the last

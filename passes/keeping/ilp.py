@@ -17,10 +17,12 @@ Constraints
 
 When a storage is made again, and how long it is read, depends on what else is. In (3) it is as in the walk that the program
 is built around: v counts with keep[v] as long as that walk reads it after p, and with again[maker] or away[v] from where
-that walk first reads it (in forward, with away[v] until it is read last there). A layer that stands for several
-has its coefficients in (3) as `passes.keeping.phase` says, for the first and for the last of these layers. So `passes.keeping.keep` solves, walks anew,
+that walk first reads it (in forward, with away[v] until it is read last there). So `passes.keeping.keep` solves, walks anew,
 and solves again. One binary for each storage and one variable for each run: smaller by orders than a program with a variable
 for every run at every moment (Jain et al., "Checkmate", MLSys 2020).
+
+Where a layer stands for several, what it takes counts as often, and (3) has a row for the first of them and one for the last
+(`passes.keeping.phase`): the program is as large for any depth.
 """
 from __future__ import annotations
 
@@ -205,7 +207,7 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
 
 
 def _moments(phase: Phase) -> Iterator[tuple[int, StandIn | None]]:
-    """Moments that may be the peak; where a layer runs that stands for several: as the first and, with it, as the last of them."""
+    """Moments that may be the peak; where a layer runs that stands for several, as the first and, with it, as the last."""
     for position in _tops(phase):
         yield position, None
         for stretch in phase.stretches:

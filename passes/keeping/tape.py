@@ -102,7 +102,7 @@ class Tape:
 
     @cached_property
     def for_all_layers(self) -> frozenset[int]:
-        """What forward makes and layers read that stand for several, the same for all, as a mask; or what it is computed from."""
+        """What forward makes and layers read that stand for several, one for all, as a mask; or what it is computed from."""
         outside = {s for s in range(len(self.storages)) if self.is_forward(s) and self.stand_in_of[self.maker(s)] is None}
         found: set[int] = set()
         for one, other in zip(self.stand_ins[::2], self.stand_ins[1::2]):

@@ -33,7 +33,7 @@ class Unfolded:
         return walk(self.tape, kept, away)
 
     def most(self, phase: Phase) -> dict[int, int]:
-        """By number of a run of the folded tape, as in the order of its phase: bytes in that of its layers where most is held."""
+        """By number of a run, as in the order of the folded tape's phase: bytes in that of its layers where most is held."""
         found: dict[int, int] = {}
         for number, nbytes in zip(phase.order, phase.nbytes, strict=True):
             source = self.run_source[number] if number >= 0 else -1 - self.run_source[-1 - number]

@@ -144,7 +144,7 @@ def _phase(tape: Tape, order: list[int], start: frozenset[int], held: frozenset[
 
 
 def _through_layers(phase: Phase, lives: dict[int, Life]) -> None:
-    """What all layers read is there for each of those that one stands for: the first of them brings it, the last is rid of it."""
+    """What all layers read is there for each of those that one stands for: the first brings it, the last is rid of it."""
     for s in phase.tape.for_all_layers.intersection(lives):
         life = lives[s]
         for stretch in phase.stretches:

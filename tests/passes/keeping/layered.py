@@ -50,7 +50,8 @@ def template(seed: int, inlining: bool = True) -> tuple[list[Call], list[Call]]:
     for k in range(draw.randint(2, 5)):
         reads = ["after", draw.choice([*made, "before", "weight", shared]), draw.choice([n for n, *_ in backward] + made)]
         fusing = inlining and draw.random() < 0.4
-        backward.append((f"d{k}", tuple(reads), draw.randint(1, 20), {"fusing": fusing, "inlined": fusing and draw.random() < 0.5}))
+        rest = {"fusing": fusing, "inlined": fusing and draw.random() < 0.5}
+        backward.append((f"d{k}", tuple(reads), draw.randint(1, 20), rest))
     if draw.random() < 0.3:
         backward.append(("gathered", ("weight",), 7, {"workspace_bytes": 7}))
     backward.append(("g", ("after", "before", *(name for name, *_ in backward if name != "late")), 10, {}))
