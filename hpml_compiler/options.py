@@ -99,7 +99,10 @@ class Options(BaseModel):
     # below the default timeout of a process group (60 s), within which the other ranks wait for the plan
     time_limit: float = Field(30.0, gt=0, description="seconds the solver may take, over all meshes together")
     gap: float = Field(1e-3, ge=0, description="relative gap to the proven bound at which the solver may stop")
-    plan: PlanOrPath | None = Field(None, description="a Plan or the path of one, obeyed in place of solving")
+    plan: PlanOrPath | None = Field(
+        None, description="a Plan or the path of one, obeyed in place of solving; if it was made under a memory_budget and no "
+        "other is given, that is the budget"
+    )
     cluster: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; without it, the devices here"
     )
@@ -182,6 +185,12 @@ class Options(BaseModel):
     def load_plan(self) -> Plan | None:
         """The plan to obey, read from its file if a path was given. Raises BadInput."""
         return Plan.load(self.plan) if isinstance(self.plan, str) else self.plan
+
+    def with_budget_of_plan(self, world_size: int) -> Options:
+        """Where none is given, the budget that the plan to obey was made under, if it is for so many ranks."""
+        given = self.load_plan() if self.memory_budget is None else None
+        budgets = [g.kept.budget_bytes for g in given.graphs if g.kept] if given and given.world_size == world_size else []
+        return self.model_copy(update={"memory_budget": budgets[0]}) if budgets else self
 
     def check_mesh(self, world_size: int) -> None:
         """Raises BadInput if a pinned mesh does not multiply to the number of ranks."""

@@ -4,7 +4,7 @@
     deciding          -> with a decision, on rank 0 alone or without any rank
     after_planning    -> what this rank runs
     taping            -> where there is a budget: with what it runs and holds, in plain numbers
-    keeping           -> with what is kept for backward, on rank 0 alone
+    keeping           -> with what is kept for backward, on rank 0 alone; or `obeying`, as a saved plan says
     rematerializing   -> with what is computed once more in backward, or offloaded, ready to be cut
 
 Then the graph is cut into forward and backward, by torch's partitioner where nothing says what is kept, and each half is
@@ -35,6 +35,7 @@ from passes.partition.decide import Adopt, Decide, Obey
 from passes.partition.entities import Pin
 from passes.partition.keep import AdoptKept, Keep
 from passes.partition.meshes import Conditions
+from passes.partition.obey_kept import ObeyKept
 from passes.records import FrozenMap
 from passes.transform.before_partition import InductorJoint, TagPhases
 from passes.transform.bucket import Bucket
@@ -79,6 +80,13 @@ def taping(tape: MakeTape) -> PassManager:
 def keeping(forward_outputs: int, keep: Keep) -> PassManager:
     """From there to what is kept of forward under a budget."""
     manager = PassManager((TorchCut(forward_outputs), keep))
+    manager.check(available=(TAPE,))
+    return manager
+
+
+def obeying(kept: ObeyKept) -> PassManager:
+    """The same, as a saved plan says."""
+    manager = PassManager((kept,))
     manager.check(available=(TAPE,))
     return manager
 

@@ -14,6 +14,7 @@ from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.compile.unplanned import Unplanned
 from hpml_compiler.options import Options
 from hpml_compiler.planning.one_device import keep_on_one_device
+from hpml_compiler.plans.kept import KeptPlan
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from passes import compat
 from passes.graph.interface import graph_inputs
@@ -52,10 +53,17 @@ class _Budgeted:
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         unplanned = Unplanned(joint, self.described, num_fwd_outputs, self.options)
-        kept = keep_on_one_device(joint, num_fwd_outputs, self.sharing, local_cluster(self.options, 1))
+        kept = keep_on_one_device(joint, num_fwd_outputs, self.sharing, local_cluster(self.options, 1), self._pinned(unplanned))
         session.current().step.enter(self.sharing, self.sharing.whole, kept)
         self._note_plan(unplanned, kept)
         return self.lowering.cut(joint, kept, num_fwd_outputs, self.options.offload_folder or "")
+
+    def _pinned(self, unplanned: Unplanned) -> KeptPlan | None:
+        """What a plan for one device keeps, where there is one."""
+        given = self.options.load_plan()
+        if given is None or given.world_size != 1 or not any(graph.kept for graph in given.graphs):
+            return None
+        return given.check(unplanned.hash(), torch.__version__, 1).kept
 
     def _note_plan(self, unplanned: Unplanned, kept: KeptNodes) -> None:
         current, unplanned.kept = session.current(), kept

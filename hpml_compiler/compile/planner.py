@@ -59,9 +59,9 @@ class Planner:
             self.annotated.seconds["look"] = time.perf_counter() - start
 
     def _plan(self) -> Planned:
-        annotated, given = self.annotated, self.options.load_plan()
+        annotated, given, pinned = self.annotated, self.options.load_plan(), None
         if given is not None and annotated.interface.training:
-            given.check(annotated.hash(), torch.__version__, dist.get_world_size())
+            pinned = given.check(annotated.hash(), torch.__version__, dist.get_world_size()).kept
         names = {p: n for n, p in annotated.interface.positions.items()}
         rows = frozenset(names[p] for p in self.inputs.rows if p in names)
         key = structure(annotated, self.options, rows)
@@ -71,7 +71,7 @@ class Planner:
             quick=self.session.quick)
         if self.sharing is not None and self.forward_outputs is not None:
             seconds = min(self.options.time_limit, WAIT_SHARE * group_timeout().total_seconds())
-            planned = plan_in_trials(plan, self.trial(self.sharing), seconds)
+            planned = plan_in_trials(plan, self.trial(self.sharing), seconds, pinned)
         else:
             planned = plan()
         self.session.decided.setdefault(key, planned.record)

@@ -11,8 +11,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
-from hpml_compiler.planning.kept import with_kept
-from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.planning.one_device import plan_of_one_device
 from hpml_compiler.plans.schema import GraphPlan
 from passes import compat
 from passes.graph.copied import copied
@@ -30,10 +29,12 @@ class Unplanned:
         self.frame = compat.frame_being_compiled()
         self.kept: KeptNodes | None = None
 
+    def hash(self) -> str:
+        return annotate(copied(self.joint), self.inputs, self.forward_outputs).hash()
+
     def plan(self, name: str) -> GraphPlan:
         assert self.kept is not None, "deciding comes first"
-        # Where everything lies is no question on one device, and what is kept has been decided.
-        options = self.options.model_copy(update={"memory_budget": None, "mesh": None, "plan": None})
         annotated = annotate(self.joint, self.inputs, self.forward_outputs)
-        record = plan_graph(annotated, options, local_cluster(options, 1), name=name).record
-        return with_kept(record.model_copy(update={"frame": self.frame}), self.kept, self.options)
+        options = self.options.model_copy(update={"mesh": None})
+        record = plan_of_one_device(annotated, self.kept, options, local_cluster(options, 1), name).record
+        return record.model_copy(update={"frame": self.frame})

@@ -14,13 +14,14 @@ from hpml_compiler.plans.peak import counted_peak
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.visualize.text import format_bytes, format_us
 from passes.annotations import read
-from passes.errors import Infeasible
+from passes.errors import BadInput, Infeasible
 from passes.keeping.account import account
 from passes.keeping.keep import TooSmall
 from passes.keeping.keys import KEPT, KeptNodes
 from passes.keeping.walk import Walk
 from passes.partition.keep import Keep
-from passes.presets import keeping
+from passes.partition.obey_kept import ObeyKept
+from passes.presets import keeping, obeying
 
 log = logging.getLogger("hpml")
 WHERE = "options['memory_budget']"
@@ -46,6 +47,25 @@ def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: O
         log.info("%s: %d of these, %s, are offloaded (%s)", name, len(kept.offloaded), format_bytes(kept.offloaded_bytes),
                  format_us(kept.offload_us))
     return kept
+
+
+def obey_kept(joint: GraphModule, room: Room, pinned: KeptPlan, name: str) -> KeptNodes | None:
+    """What a plan keeps of a graph that has its tape; None where it was made for another budget and does not fit this one.
+    Raises BadInput where it cannot be obeyed."""
+    obeying(ObeyKept(frozenset({*pinned.saved, *pinned.offloaded}), frozenset(pinned.offloaded), room.left,
+                     round(room.after)))(joint)
+    kept = read(KEPT, joint)
+    held = format_bytes(room.budget - room.left + kept.peak_bytes)
+    if kept.fits:
+        log.info("%s: %d values are kept for backward, as the plan says; a step holds %s", name, len(kept.names), held)
+        return kept
+    if room.budget == pinned.budget_bytes:
+        raise BadInput(f"by what the plan keeps a step holds {held}, where its budget, as the one here, is "
+                       f"{format_bytes(room.budget)}", "options['plan']",
+                       "plan again with the optimizer and the graphs that this step has")
+    log.warning("%s: by what the plan keeps a step holds %s: for a budget of %s it is decided anew", name, held,
+                format_bytes(room.budget))
+    return None
 
 
 def _too_small(least: Walk, room: Room, options: Options) -> Infeasible:

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from hpml_compiler.options import Options
+from hpml_compiler.planning.budgeted import Budgeted
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.shorten import LONG, SHORT, depth, neighbors, repeated_paths, shortened
 from hpml_compiler.plans.plan import Plan
 from passes.graph.annotated import Annotated
+from passes.graph.copied import copied
 from passes.graph.placement_graph import PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.partition.depth import NotLinear
@@ -26,15 +28,27 @@ log = logging.getLogger("hpml")
 
 
 class Traces:
-    """A model traced on one batch: made when first needed, and then planned on one cluster after another."""
+    """A model traced on one batch: made when first needed, and then planned on one cluster after another. alone: as one device
+    runs it, of which that matters."""
 
-    def __init__(self, model: nn.Module, batch: Any, options: Options):
-        self.model, self.batch, self.options = model, batch, options
+    def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False):
+        self.model, self.batch, self.options, self.alone = model, batch, options, alone
+
+    @cached_property
+    def traced(self) -> list[Traced]:
+        """All graphs of the whole model, under a budget before any pass."""
+        return trace(self.model, self.batch, self.options.compiler, self.alone)
 
     @cached_property
     def whole(self) -> list[Annotated]:
-        """All graphs of the whole model."""
-        return [_annotate(traced) for traced in trace(self.model, self.batch, self.options.compiler)]
+        """The same, ready to be planned."""
+        budget = self.options.memory_budget is not None
+        return [_annotate(replace(each, gm=copied(each.gm)) if budget else each) for each in self.traced]
+
+    @property
+    def trained(self) -> dict[str, float]:
+        """Bytes of the parameters that are trained, by name."""
+        return {name: float(p.numel() * p.element_size()) for name, p in self.model.named_parameters() if p.requires_grad}
 
     @cached_property
     def shortened(self) -> tuple[PlacementGraph, Annotated, int] | None:
@@ -80,13 +94,15 @@ def _annotate(traced: Traced) -> Annotated:
 
 def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan | None) -> list[Planned]:
     results: list[Planned] = []
+    budgeted = Budgeted(options, cluster, traces.trained, given) if options.memory_budget is not None else None
     for number, annotated in enumerate(traces.whole):
         if given is not None:
             given.check(annotated.hash(), torch.__version__, cluster.world_size)
-        results.append(plan_graph(
-            annotated, options, cluster, name=f"graph_{number}", given=given,
-            fixed_mesh=results[0].mesh if results else None,
-        ))
+        name, mesh = f"graph_{number}", results[0].mesh if results else None
+        if budgeted is not None:
+            results.append(budgeted.plan(name, traces.traced[number], annotated, mesh))
+        else:
+            results.append(plan_graph(annotated, options, cluster, name=name, given=given, fixed_mesh=mesh))
     return results
 
 
@@ -100,6 +116,9 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None
+    if options.memory_budget is not None:
+        log.info("of %d equal layers, %d were traced: all saved values are counted as if none could be computed once more; "
+                 "with trace_all_layers=True it is decided what is kept", layers, LONG)
     return [_with_all_parameters(planned, traces.model)]
 
 

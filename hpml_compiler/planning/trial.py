@@ -4,11 +4,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.fx import GraphModule
+
 from hpml_compiler.options import Options
-from hpml_compiler.planning.kept import decide_kept
+from hpml_compiler.planning.kept import decide_kept, obey_kept
 from hpml_compiler.planning.offload_price import offload_price
 from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.planning.room import Held, Sharing
+from hpml_compiler.plans.kept import KeptPlan
 from passes.analysis.tape import MakeTape
 from passes.costs.prices import MeshPrices
 from passes.graph.annotated import Annotated
@@ -39,14 +42,22 @@ class Trial:
 
     def __call__(self, planned: Planned) -> KeptNodes:
         """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used."""
+        options = self.options.model_copy(update={"time_limit": self.options.time_limit / TRIALS})
+        return decide_kept(self.rewritten(planned), self.forward_outputs, self.sharing.room(self.held(planned)), options,
+                           planned.record.name, strict=False)
+
+    def obey(self, planned: Planned, pinned: KeptPlan) -> KeptNodes | None:
+        """What it keeps as a saved plan says; None where that does not fit, since the budget is another one."""
+        return obey_kept(self.rewritten(planned), self.sharing.room(self.held(planned)), pinned, planned.record.name)
+
+    def rewritten(self, planned: Planned) -> GraphModule:
+        """With its tape. (A layer that stands for several would be told to the tape here.)"""
         gm, axes = copied(self.annotated.gm), device_axes(planned.mesh)
         groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
         after_planning(planned.decision, groups, self.options.compiler, self.forward_outputs, self.kept_gradients,
                        compact=True)(gm)
         taping(self.tape(planned, groups))(gm)
-        room = self.sharing.room(self.held(planned))
-        options = self.options.model_copy(update={"time_limit": self.options.time_limit / TRIALS})
-        return decide_kept(gm, self.forward_outputs, room, options, planned.record.name, strict=False)
+        return gm
 
     def held(self, planned: Planned) -> Held:
         """By this graph on a rank, besides what it keeps."""

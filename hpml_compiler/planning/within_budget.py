@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from hpml_compiler.planning.bound import proven
 from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.visualize.text import format_bytes, format_us
 from passes.errors import Infeasible
@@ -34,11 +35,12 @@ Plan = Callable[[Lifetimes, float, float], Planned]
 TryOut = Callable[[Planned], KeptNodes]
 
 
-def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float, others_bytes: float = 0.0) -> Planned:
+def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float, others_bytes: float = 0.0,
+                  wanted_gap: float = 0.0) -> Planned:
     """plan: placements by these lifetimes within so many bytes, found in so many seconds, which raises Infeasible where there
     are none. try_out: what is kept by them, with a `budget_bytes` that parameters, optimizer state and what other graphs of the
     step hold leave; of the latter, `others_bytes` are known beforehand. Another plan is looked for until `seconds` are over:
-    other ranks wait, no longer than their process group's timeout.
+    other ranks wait, no longer than their process group's timeout. wanted_gap: to the bound, at which it counts as optimal.
 
     Raises Infeasible, with the smallest budget that is known to work, where no trial fits.
     """
@@ -46,7 +48,7 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
     bytes_left = budget_bytes - others_bytes
     first = search.look(0.0, bytes_left)
     if first is not None and _excess(first) <= 0 and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
-        return first
+        return proven(first, first, wanted_gap)
     shares = list(SHARES)
     while shares and len(search.tried) <= MOST_TRIALS and search.seconds_left > (0 if search.fitting() else -LONGER * seconds):
         latest = search.look(shares[0], bytes_left)
@@ -58,7 +60,7 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
             bytes_left -= _excess(latest)
     if not search.fitting() and search.least_bytes is not None:
         search.look(0.0, search.least_bytes)  # whatever it takes: as little as can be held of parameters and their state
-    return search.best()
+    return proven(search.best(), first, wanted_gap)
 
 
 class _Search:
@@ -87,7 +89,7 @@ class _Search:
         if same is None:
             same = replace(planned, kept=self.try_out(planned))
             self.tried.append(same)
-            log.info("%s: mesh %s in %s holds %s, %s of which to run once more", same.record.name, same.mesh,
+            log.info("%s: mesh %s in %s holds %s, %s of which to run once more or to move", same.record.name, same.mesh,
                      format_us(_us(same)), format_bytes(_held(same)), format_us(_again_us(same)))
         return same
 
@@ -120,7 +122,8 @@ def _kept(planned: Planned) -> KeptNodes:
 
 
 def _again_us(planned: Planned) -> float:
-    return _kept(planned).again_us
+    """What running again takes, and moving what is offloaded."""
+    return _kept(planned).again_us + _kept(planned).offload_us
 
 
 def _us(planned: Planned) -> float:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from hpml_compiler.plans.fields import Shape
 from hpml_compiler.plans.schema import GraphPlan, Redistribution
+from hpml_compiler.simulate.kept import KeptView
 from passes.costs.efficiency import item_bytes
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.machine.axis import Axes, device_axes
@@ -21,10 +22,13 @@ def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], axes: Axes
 
 
 class LocalView:
-    """Look-ups in the plan of one graph."""
+    """Look-ups in the plan of one graph. obeys_kept: whether what is saved is what the plan says, if it does; else it is what
+    torch's partitioner would save."""
 
-    def __init__(self, graph: GraphPlan):
+    def __init__(self, graph: GraphPlan, obeys_kept: bool = True):
         self.graph, self.axes = graph, device_axes(graph.mesh)
+        listed_whole = not graph.multiplicity  # else what is kept in one layer is not what is kept in the one that is listed
+        self.kept = KeptView(graph, graph.kept) if graph.kept is not None and obeys_kept and listed_whole else None
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
@@ -36,11 +40,12 @@ class LocalView:
                 block=each.block,
                 us=0.0,
                 reads=tuple(zip(each.sources, each.inputs)),
-                saved=each.saved,
+                saved=each.saved if self.kept is None else self.kept.saved[name],
                 view_of=each.sources[0] if each.sources and view_name(each.op) in VIEWS else None,
                 kernel=each.kind,
                 fused=each.class_id,
                 runs=self.graph.runs(each),
+                again_us=None if self.kept is None else self.kept.again_us.get(name),
             ) for name, each in self.graph.operations.items())
         return with_gradients(found) if self.graph.training else found
 

@@ -43,7 +43,8 @@ def simulate(
 
     cluster: None takes the plan's own predicted times; else every operation and collective is priced anew for it (a
     cluster, or its text as for `hpml plan --cluster`). cost: asked for prices instead of the roofline of that cluster.
-    recompute: "full" runs the repeated blocks' forward (all of forward where there are none) once more for backward.
+    recompute: "full" runs the repeated blocks' forward (all of forward where there are none) once more for backward; "none"
+    what the plan says, where a byte budget decided what is kept.
     microbatches: forward and backward run that often, each on that part of the rows; gradients are reduced after the last.
     overlap: False runs everything one after another, which is what a plan's `predicted` adds up. contention: how much both
     streams slow down while both run, 1 to 2; None: `CONTENTION` by the device's kind. stages: what each pipeline stage
@@ -139,7 +140,7 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
     for graph in graphs:
         model = Repriced(graph, MeshPrices(mesh, states, cost=cost)) if mesh else None
         prices.append(model if model and (anew or cost is not None) else AsPlanned(graph, model))
-    return one_lane([step_graph(graph, each, 1.0 / microbatches) for graph, each in zip(graphs, prices)],
+    return one_lane([step_graph(graph, each, 1.0 / microbatches, not recompute) for graph, each in zip(graphs, prices)],
                     ranks=plan.world_size, device=mesh.device if mesh else None, microbatches=microbatches,
                     recompute=recompute, overlap=overlap)
 

@@ -9,9 +9,9 @@ from hpml_compiler.simulate.prices import PlanPrices
 from passes.schedule.step_graph import Call, Hop, Leg, StepGraph
 
 
-def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0) -> StepGraph:
-    """part: the share of the rows that a microbatch has."""
-    view = LocalView(graph)
+def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_kept: bool = True) -> StepGraph:
+    """part: the share of the rows that a microbatch has. obeys_kept: as in `LocalView`."""
+    view = LocalView(graph, obeys_kept)
     return StepGraph(
         name=graph.name,
         training=graph.training,
@@ -30,8 +30,11 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0) -> StepG
 
 def _call(view: LocalView, call: Call, prices: PlanPrices, part: float) -> Call:
     share = 1.0 if call.name in view.fixed or call.gradient else part
-    results = view.graph.operations[call.name].result_bytes
-    return replace(call, us=prices.operation_us(call.name, part), result_bytes=tuple(nbytes * share for nbytes in results))
+    operation, us = view.graph.operations[call.name], prices.operation_us(call.name, part)
+    again_us = call.again_us  # as the plan says; for other prices in proportion
+    if again_us is not None:
+        again_us *= us / operation.predicted_us if operation.predicted_us else part
+    return replace(call, us=us, result_bytes=tuple(nbytes * share for nbytes in operation.result_bytes), again_us=again_us)
 
 
 def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Leg:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -38,12 +38,14 @@ from passes.analysis.symbolic_sizes import (
 )
 from passes.annotations import drop, read
 from passes.costs.energy import capped_cluster
+from passes.costs.prices import Measured
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.bill import bill
 from passes.partition.decide import ANSWER
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.meshes import Conditions
 from passes.partition.place import Placed
 from passes.partition.state import StateModel
@@ -81,13 +83,12 @@ def formulas(
         shorter, long, _ = traces.shortened
         base = [long]
     measured = measurements.load(parsed, cluster)
-    conditions = Conditions(
-        cluster, parsed.objective, parsed.budget_bytes(cluster.device.memory_bytes), parsed.optimizer_states,
-        zero_of(parsed, obeys=True), measured,
-        shorter=shorter, further=source.further, resident_states=parsed.resident_states)
-    prices, planned = conditions.prices(mesh_from_pin(plan.mesh, cluster)), source.planned(base)
+    planned = source.planned(base)
+    conditions = replace(_conditions(planned, cluster, parsed, measured), shorter=shorter, further=source.further)
+    prices = conditions.prices(mesh_from_pin(plan.mesh, cluster))
     answers = [_obeyed(annotated, graph, plan, conditions) for annotated, graph in zip(base, planned)]
-    notes: list[str] = []
+    notes = [f"{graph.name}: a byte budget decided what is kept for backward at these sizes; the formulas count all that "
+             "may be saved, and nothing that runs once more" for graph in planned if graph.kept]
     samples = _sample(source, base, varied_inputs(batch, dims), notes)
     state = StateModel(optimizer=float(parsed.resident_states))
 
@@ -141,6 +142,14 @@ class _Source:
         if None in found or len(found) != len(known):
             raise PlanMismatch("the plan is of another model or batch", "formulas", "plan again, or leave out the plan")
         return [graph for graph in found if graph is not None]
+
+
+def _conditions(planned: Sequence[GraphPlan], cluster: Cluster, options: Options, measured: Measured | None) -> Conditions:
+    """Under which the graphs of a plan are priced anew: where it was decided what is kept, not all that may be has to fit."""
+    return Conditions(
+        cluster, options.objective, options.budget_bytes(cluster.device.memory_bytes), options.optimizer_states,
+        zero_of(options, obeys=True), measured, resident_states=options.resident_states,
+        lifetimes=Lifetimes(0.0) if any(graph.kept for graph in planned) else THROUGHOUT)
 
 
 def _obeyed(annotated: Annotated, graph: GraphPlan, plan: Plan, conditions: Conditions) -> Placed:

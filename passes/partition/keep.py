@@ -13,6 +13,7 @@ from passes.keeping.keep import TooSmall, keep
 from passes.keeping.keys import CUT, KEPT, TAPE, KeptNodes
 from passes.keeping.seam import NotAlike
 from passes.keeping.unfold import counts_alike
+from passes.keeping.walk import Walk
 from passes.registry import register
 from passes.solve.solvers import SolverOptions
 
@@ -49,15 +50,20 @@ class Keep(AnalysisPass):
             if self.strict or error.walk is None:
                 raise
             walked = error.walk
-        tape = walked.tape
-        if tape.stand_ins and not counts_alike(walked):
+        if walked.tape.stand_ins and not counts_alike(walked):
             raise NotAlike
-        write(KEPT, graph_module, KeptNodes(
-            frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers[k] for k in walked.again),
-            sum(map(tape.us_of, walked.again)), max(walked.forward.nbytes, default=0),
-            max(walked.backward.nbytes, default=0), tape.bytes_of(walked.kept - walked.offloaded | tape.returned),
-            self.budget_bytes, time.perf_counter() - start, frozenset(tape.storages[s].name for s in walked.offloaded),
-            tape.bytes_of(walked.offloaded), sum(map(tape.offload_us_of, walked.offloaded)), account(walked), walked.after))
+        write(KEPT, graph_module, kept_nodes(walked, self.budget_bytes, time.perf_counter() - start))
+
+
+def kept_nodes(walked: Walk, budget_bytes: float, seconds: float) -> KeptNodes:
+    """A walk in the words of an annotation."""
+    tape = walked.tape
+    return KeptNodes(
+        frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers[k] for k in walked.again),
+        sum(map(tape.us_of, walked.again)), max(walked.forward.nbytes, default=0), max(walked.backward.nbytes, default=0),
+        tape.bytes_of(walked.kept - walked.offloaded | tape.returned), budget_bytes, seconds,
+        frozenset(tape.storages[s].name for s in walked.offloaded), tape.bytes_of(walked.offloaded),
+        sum(map(tape.offload_us_of, walked.offloaded)), account(walked), walked.after)
 
 
 @register

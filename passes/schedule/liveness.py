@@ -19,6 +19,8 @@ from passes.schedule.unroll import OUTSIDE, Group, Instance, carried
 RECOMPUTE = "recompute"
 GRADIENTS, SAVED, RECOMPUTED, GATHERED, TRANSIENT = "gradients", "saved", "recomputed", "gathered", "transient"
 """Parts of what is held. gathered: copies of what a graph is given, such as a parameter, in another layout."""
+LIGHT = ("view", "pointwise")
+"""Kernels that are computed in those of their readers."""
 Key = tuple[str, int]
 """(storage, layer)."""
 
@@ -96,7 +98,7 @@ class GraphLedger:
     def call(self, each: Instance, phase: str, index: int | None, late: bool) -> None:
         """A call runs in entry `index`, or takes no time after it (`late`): operands are read, results made."""
         call, name = each.call, each.call.name
-        heavy = call.kernel not in ("view", "pointwise") or phase == RECOMPUTE
+        heavy = call.kernel not in LIGHT or (phase == RECOMPUTE and call.again_us is None)
         sources = []
         for source, layout in call.reads:
             sources.append(self._key(source, each))
@@ -170,6 +172,8 @@ class GraphLedger:
 
     def _kept_bytes(self, each: Instance, phase: str) -> float:
         call = each.call
+        if phase == RECOMPUTE and call.again_us is not None:
+            return call.bytes if call.kernel not in LIGHT else 0.0
         if phase == FORWARD and (each.group in self.recomputed or self.recomputed == {OUTSIDE}):
             crosses = any(r.block != call.block for r in self._forward_readers(call.name))
             return call.bytes if crosses or call.name in self.carried.values() else 0.0

@@ -22,7 +22,8 @@ class Call:
     the results are, so that they take none of their own. scratch_bytes: what the call takes besides, while it runs.
     block: where it is from, as `h.3`; kernel: the sort of kernel; fused: calls of one block, phase and `fused` are one
     kernel. gradient: the optimizer takes its results, or views of them, so that they are held until the step ends.
-    runs: how often it runs in a step of the whole model, where one layer is listed for many.
+    runs: how often it runs in a step of the whole model, where one layer is listed for many. again_us: what running it once
+    more takes, where backward does so because its results are not saved.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Call:
     fused: Hashable = None
     gradient: bool = False
     runs: int = 1
+    again_us: float | None = None
 
     @property
     def bytes(self) -> float:

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.schedule.buckets import Buckets
 from passes.schedule.legs import Legs
 from passes.schedule.liveness import RECOMPUTE, GraphLedger
 from passes.schedule.program import Program
-from passes.schedule.step_graph import Hop, Leg, StepGraph
+from passes.schedule.step_graph import Call, Hop, Leg, StepGraph
 from passes.schedule.unroll import OUTSIDE, Group, Instance, unroll
 
 
@@ -41,6 +42,8 @@ class _Walk:
             blocks = [each for each in self.phases[FORWARD] if each.group != OUTSIDE]
             for each in blocks or self.phases[FORWARD]:
                 self.recomputed[each.group if blocks else OUTSIDE].append(each)
+        self.again = {(each.call.name, each.layer): replace(each, call=replace(each.call, us=each.call.again_us))
+                      for each in self.phases[FORWARD] if each.call.again_us is not None}
         self.memory = GraphLedger(program.ledger, graph, self.recomputed)
         self.buckets = Buckets(program, self._after_bucket)
         self.microbatch = 0
@@ -62,13 +65,14 @@ class _Walk:
         if self.graph.training:
             self.program.compute(f"call {self.graph.name}", BACKWARD, self.graph.call_us)
             self.memory.backward_begins(self.program.now)
-        self.microbatch = microbatch
+        self.microbatch, self.brought = microbatch, set[tuple[str, int]]()
         phase = self.phases[BACKWARD]
         waiting = dict(self.recomputed) if phase else {}
         for each in phase:
             group = each.group if each.group in waiting else OUTSIDE if OUTSIDE in waiting else None
             if group is not None:
                 self._run(waiting.pop(group), RECOMPUTE)
+            self._bring(each)
             self._run_one(each, BACKWARD, last)
         if microbatch and phase:
             self.program.compute("accumulate gradients", BACKWARD, self.graph.accumulate_us)
@@ -89,10 +93,21 @@ class _Walk:
         for each in instances:
             self._run_one(each, phase, False)
 
+    def _bring(self, each: Instance) -> None:
+        """Run once more what it reads that forward has dropped, and what that is made of."""
+        for source, _ in each.call.reads:
+            name = self.memory.storage.get(source, source)
+            made = self.again.get((name, each.layer), self.again.get((name, 0)))
+            if made is not None and (name, made.layer) not in self.brought:
+                self.brought.add((name, made.layer))
+                self._bring(made)
+                self._run_one(made, RECOMPUTE, False)
+
     def _run_one(self, each: Instance, phase: str, reduce: bool) -> None:
         program, call, label = self.program, each.call, each.call.name + _layer(each)
         program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
-        into = [(leg, repeats) for leg, repeats in self.legs.into(each) if not (leg.once and self.microbatch)]
+        into = [(leg, repeats) for leg, repeats in self.legs.into(each)
+                if not (leg.once and self.microbatch) and (phase != RECOMPUTE or self._comes_again(leg, call))]
         for leg, repeats in into:
             if leg.value != call.name:
                 self._leg_in(leg, repeats, each, phase)
@@ -114,6 +129,11 @@ class _Walk:
                     self._return(leg, self._hops(leg.hops, label, [index]))
                 elif reduce:
                     self._reduce(leg, 0, index, each.layer, label)
+
+    def _comes_again(self, leg: Leg, reader: Call) -> bool:
+        """Whether what a call reads is redistributed once more where that runs once more: not what is saved as it reads it."""
+        made = self.graph.by_name.get(leg.value)
+        return reader.again_us is None or made is None or made is reader or made.again_us is not None
 
     def _return(self, leg: Leg, index: int | None) -> None:
         """What a phase returns is waited for when it ends, and stays with the caller until the microbatch does."""

@@ -19,12 +19,15 @@ from passes.tracing.errors import check_batch, check_products, not_traceable
 
 @dataclass
 class Traced:
-    """Joint graph, its inputs in the order of the Dynamo graph, and the number of its forward outputs."""
+    """Joint graph, its inputs in the order of the Dynamo graph, and the number of its forward outputs. leaves: positions of the
+    inputs whose gradients `.grad` will hold; breaks: whether the graph ends where the script breaks it."""
 
     gm: GraphModule
     inputs: list[GraphInput]
     forward_outputs: int
     seconds: float
+    leaves: frozenset[int] = frozenset()
+    breaks: bool = False
 
 
 class _Stop(BaseException):
@@ -47,23 +50,26 @@ def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
 
 
 def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
-                 compiler: str = "inductor", dynamic: bool | None = False) -> list[Traced]:
+                 compiler: str = "inductor", dynamic: bool | None = False, alone: bool = False) -> list[Traced]:
     """The joint graphs of one call, one per graph that Dynamo makes: AOTAutograd is stopped where it would cut them in two.
 
-    dynamic: as in torch.compile.
+    dynamic: as in torch.compile. alone: on one device, which runs without a compiler what "eager" does not take apart.
     """
     start = time.perf_counter()
     found: list[Traced] = []
 
     def backend(gm: GraphModule, examples: Sequence[Any]) -> Any:
-        inputs = graph_inputs(gm, examples)
+        inputs, breaks = graph_inputs(gm, examples), compat.ends_in_a_break(gm)
+        leaves = frozenset(position for position, value in enumerate(examples)
+                           if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf)
 
         def partition(joint: GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            found.append(Traced(joint, inputs, num_fwd_outputs, time.perf_counter() - start))
+            found.append(Traced(joint, inputs, num_fwd_outputs, time.perf_counter() - start, leaves, breaks))
             raise _Stop
 
         return compat.aot_autograd(
-            fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=decompositions(compiler)
+            fw_compiler=lambda graph, _: graph, partition_fn=partition,
+            decompositions=None if alone and compiler == "eager" else decompositions(compiler),
         )(gm, examples)
 
     torch.compiler.reset()
@@ -77,8 +83,9 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
     return found
 
 
-def trace(model: nn.Module, batch: Any, compiler: str = "inductor") -> list[Traced]:
-    """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler.
+def trace(model: nn.Module, batch: Any, compiler: str = "inductor", alone: bool = False) -> list[Traced]:
+    """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler;
+    alone: on one device.
 
     Real, fake and meta tensors are taken alike: weights and batch are replaced by fake ones on the device that they are
     on (meta: cpu, since on meta the loss has no gradient). Raises BadInput if nothing is differentiable.
@@ -87,7 +94,7 @@ def trace(model: nn.Module, batch: Any, compiler: str = "inductor") -> list[Trac
     with _fake_weights(model):
         args, kwargs = call_arguments(_fake(batch))
         try:
-            found = joint_graphs(model, args, kwargs, compiler=compiler)
+            found = joint_graphs(model, args, kwargs, compiler=compiler, alone=alone)
         except Exception as error:
             raise not_traceable(model, batch, error) from error
     if not found:

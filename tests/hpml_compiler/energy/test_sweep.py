@@ -55,12 +55,13 @@ def test_the_front_has_both_ends(found):
 
 
 def test_plans_that_do_not_fit_are_listed_and_none_at_all_is_an_error():
-    memory = hpml_compiler.plan(*mlp(), cluster="1x1:a100-80g").memory
-    held = memory.parameters + memory.gradients + memory.optimizer + memory.activations
-    options = Options.parse({"memory_budget": held - 1})  # two devices hold less each
+    with pytest.raises(Infeasible) as caught:
+        hpml_compiler.plan(*mlp(), cluster="1x1:a100-80g", memory_budget=64)
+    least = round(caught.value.smallest_budget_bytes or 0)
+    options = Options.parse({"memory_budget": least - 1})  # two devices hold less each
     some = sweep(*mlp(), CLUSTER, options, caps=[None], counts=[2, 1])
     assert {p.devices for p in some.points} == {2} and {m.devices for m in some.missed} == {1}
-    assert all("smallest that works" in m.reason for m in some.missed)
+    assert all("holds" in m.reason and "at least" in m.reason for m in some.missed)
     with pytest.raises(Infeasible):
         sweep(*mlp(), CLUSTER, Options.parse({"memory_budget": 64}), caps=[None], counts=[1])
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
+from passes.machine.cluster import Cluster
 
 
 def wide_batch() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -17,14 +19,16 @@ def wide_batch() -> tuple[nn.Module, tuple[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(("share", "warned"), [(1.0, True), (10.0, False)])
-def test_a_call_that_takes_more_than_the_budget_leaves_is_warned_of(caplog, share, warned):
+def test_a_call_that_takes_more_than_the_memory_leaves_is_warned_of(caplog, share, warned):
     (graph,) = hpml_compiler.plan(*wide_batch(), cluster="1x2:cpu").graphs
     memory = graph.memory
     held = memory.parameters + memory.gradients + memory.optimizer + memory.activations
     assert held < memory.peak
     caplog.clear()
     with caplog.at_level(logging.WARNING, "hpml"):
-        hpml_compiler.plan(*wide_batch(), cluster="1x2:cpu", memory_budget=int(held * share))
+        (group,) = Cluster.parse("1x2:cpu").groups
+        small = replace(group, device=replace(group.device, memory_bytes=int(held * share)))
+        hpml_compiler.plan(*wide_batch(), cluster=Cluster((small,)))
     assert any("the largest call takes" in r.message for r in caplog.records) == warned
 
 

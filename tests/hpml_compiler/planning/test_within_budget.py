@@ -1,16 +1,16 @@
 """Plans that a table offers -> the one that is taken."""
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.planning.within_budget import within_budget
+from hpml_compiler.plans.schema import MeshAttempt
 from passes.errors import Infeasible
 from passes.graph.decision import Decision
 from passes.keeping.keys import KeptNodes
 from passes.records import FrozenMap
+from tests.helpers.plans import gpt_graph
 
 
 class Table:
@@ -28,9 +28,13 @@ class Table:
         if not found:
             raise Infeasible("no assignment fits", "here", "more")
         name, row = min(found, key=lambda each: each[1]["us"])
-        record = SimpleNamespace(name=name, predicted=SimpleNamespace(step_time_us=row["us"]),
-                                 memory=SimpleNamespace(parameters=row["state"], optimizer=0))
-        return Planned({name: 2}, Decision((), FrozenMap(), FrozenMap(), FrozenMap(), ()), record, ())
+        made = gpt_graph()
+        record = made.model_copy(update={
+            "name": name, "predicted": made.predicted.model_copy(update={"step_time_us": row["us"]}),
+            "memory": made.memory.model_copy(update={"parameters": row["state"], "optimizer": 0}),
+            "solver": made.solver.model_copy(update={"cost": row["us"], "bound": row["us"], "gap": 0.0})})
+        others = tuple(MeshAttempt(mesh={}, cost=None, bound=bound, reason="") for bound in row.get("other_bounds", ()))
+        return Planned({name: 2}, Decision((), FrozenMap(), FrozenMap(), FrozenMap(), ()), record, others)
 
     def try_out(self, planned):
         self.tried.append(planned.record.name)
@@ -39,8 +43,11 @@ class Table:
                          after_bytes=row.get("stepping", 0))
 
     def answer(self, budget, others=0.0):
+        return self.planned(budget, others).record.name
+
+    def planned(self, budget, others=0.0):
         self.left = budget - others
-        return within_budget(self.plan, self.try_out, budget, 10.0, others).record.name
+        return within_budget(self.plan, self.try_out, budget, 10.0, others, wanted_gap=0.01)
 
 
 WHOLE = {"us": 100.0, "again_us": 30.0, "state": 40, "above": 50, "counted": (40, 120)}
@@ -98,3 +105,19 @@ def test_an_optimizers_step_that_does_not_fit_is_named():
 def test_a_budget_that_no_placements_meet_is_refused_as_they_are():
     with pytest.raises(Infeasible, match="no assignment fits"):
         Table(whole=WHOLE, split=SPLIT).answer(10)
+
+
+def test_the_bound_is_that_of_placements_with_nothing_saved_whatever_is_taken():
+    solver = Table(whole=WHOLE, split=SPLIT).planned(100).record.solver
+    assert (solver.cost, solver.bound) == (110.0, 100.0), "split is taken, whole is what nothing can be faster than"
+    assert solver.gap == pytest.approx(10 / 110) and solver.status == "feasible"
+
+
+def test_running_again_is_part_of_the_cost_and_a_small_gap_is_optimal():
+    solver = Table(whole={**WHOLE, "again_us": 0.5}, split=SPLIT).planned(100).record.solver
+    assert (solver.cost, solver.bound, solver.status) == (100.5, 100.0, "optimal") and 0 < solver.gap < 0.01
+
+
+def test_a_mesh_that_was_given_up_may_lower_the_bound():
+    solver = Table(whole={**WHOLE, "other_bounds": (95.0, None)}, split=SPLIT).planned(100).record.solver
+    assert solver.bound == 95.0, "None: nothing fits on that mesh"

@@ -1,0 +1,127 @@
+"""Plans under a byte budget, without a run -> what a run of the same decides, and what is proven of it."""
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import hpml_compiler
+from hpml_compiler.simulate import simulate
+from passes.errors import BadInput, Infeasible
+from tests.hpml_compiler.compile.test_budget import ROWS, WIDTH, Block, Deep
+from tests.passes.traced import transformer
+
+X = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin()
+EAGER = {"compiler": "eager", "costs": "roofline"}
+
+
+def planned(cluster: str = "1x1:cpu", **options):
+    return hpml_compiler.plan(Deep(), (X,), cluster=cluster, **EAGER, **options)
+
+
+def run(options, model: nn.Module | None = None):
+    """The plan of a step on one device."""
+    hpml_compiler.reset()
+    torch.compile(model or Deep(), backend="hpml", options={**EAGER, "cluster": "1x1:cpu", **options})(X)
+    return hpml_compiler.last_plan()
+
+
+@pytest.fixture(scope="module")
+def needs():
+    """Bytes that a step holds where they are no limit."""
+    return planned(memory_budget="1GiB").peak.bytes
+
+
+@pytest.mark.parametrize("share", [0.85, 0.7])
+def test_one_device_keeps_what_it_keeps_in_a_run(needs, share):
+    budget = int(share * needs)
+    plan = planned(memory_budget=budget)
+    ran = run({"memory_budget": budget})
+    assert plan.peak == ran.peak and plan.peak.bytes <= budget
+    (graph,), (ran_graph,) = plan.graphs, ran.graphs
+    assert graph.kept == ran_graph.kept and graph.kept.again and graph.solver.bound == ran_graph.solver.bound
+    assert graph.memory.peak == plan.peak.bytes and graph.memory.activations == graph.kept.saved_bytes
+
+
+def test_a_budget_that_is_too_small_is_refused_with_one_that_works(needs):
+    with pytest.raises(Infeasible) as caught:
+        planned(memory_budget=needs // 3)
+    least = caught.value.smallest_budget_bytes
+    assert least is not None and "fewer rows" in caught.value.next_step
+    assert planned(memory_budget=round(least)).peak.bytes <= round(least)
+
+
+def test_the_optimizer_is_counted_with_what_its_step_makes(needs):
+    adam, sgd = (planned(memory_budget="1GiB", optimizer=name) for name in ("adamw", "sgd"))
+    state = adam.memory.optimizer
+    assert sgd.memory.optimizer == 0 and state == 2 * adam.memory.parameters
+    makes = [plan.graphs[0].kept.step_bytes - plan.memory.parameters - plan.memory.optimizer - plan.memory.gradients
+             for plan in (adam, sgd)]
+    assert makes == [3 * 4 * WIDTH * 4 * WIDTH, 0], "on a CPU one parameter after another, the largest counts"
+
+
+def test_ranks_are_planned_in_trials_without_process_groups(needs):
+    wide = planned("1x2:cpu", memory_budget="1GiB", mesh={"dp": 2})
+    tight = planned("1x2:cpu", memory_budget=int(0.85 * wide.peak.bytes), mesh={"dp": 2})
+    assert tight.peak.bytes <= 0.85 * wide.peak.bytes
+    (before,), (after,) = wide.graphs, tight.graphs
+    assert after.solver.bound is not None and after.solver.cost >= after.solver.bound
+    assert after.kept.again_us + after.predicted.step_time_us >= before.predicted.step_time_us
+
+
+def test_the_simulator_plays_what_is_kept(needs):
+    wide, tight = (planned(memory_budget=int(share * needs)) for share in (1.0, 0.7))
+    before, after = (simulate(plan, overlap=False) for plan in (wide, tight))
+    again_us = tight.graphs[0].kept.again_us
+    assert after.step_us - before.step_us == pytest.approx(again_us - wide.graphs[0].kept.again_us, rel=0.2)
+    assert any(event.kind == "recompute" for event in after.events)
+    for plan, found in ((wide, before), (tight, after)):
+        assert found.peak_bytes == pytest.approx(plan.peak.bytes, rel=0.1)
+
+
+def test_of_folded_layers_nothing_is_decided_yet_and_the_log_says_so(caplog):
+    model, batch = transformer(64, 32, 2, 9, rows=4, length=8)
+    with caplog.at_level(logging.INFO, "hpml"):
+        plan = hpml_compiler.plan(model, batch, cluster="1x2:cpu", memory_budget="1GiB", **EAGER)
+    assert plan.graphs[0].kept is None and "trace_all_layers=True" in caplog.text
+
+
+def test_a_saved_plan_pins_what_is_kept(needs, tmp_path, caplog):
+    plan = planned(memory_budget=int(0.7 * needs))
+    plan.save(tmp_path / "plan.json")
+    with caplog.at_level(logging.INFO, "hpml"):
+        obeyed = run({"plan": str(tmp_path / "plan.json")})
+    assert "as the plan says" in caplog.text and "keep: wrote" not in caplog.text, "nothing is decided"
+    assert obeyed.graphs[0].kept == plan.graphs[0].kept and obeyed.peak == plan.peak
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "hpml"):
+        tighter = run({"plan": plan, "memory_budget": int(0.65 * needs)})
+    assert "decided anew" in caplog.text and tighter.peak.bytes <= 0.65 * needs
+    roomy = run({"plan": plan, "memory_budget": 2 * needs})
+    assert roomy.graphs[0].kept.saved == plan.graphs[0].kept.saved
+
+
+def test_a_plan_that_keeps_something_else_is_refused(needs):
+    plan = planned(memory_budget=int(0.7 * needs))
+    (graph,) = plan.graphs
+    value = next(iter(graph.kept.saved.values()))
+    kept = graph.kept.model_copy(update={"saved": {**graph.kept.saved, "nothing": value}})
+    wrong = plan.model_copy(update={"graphs": (graph.model_copy(update={"kept": kept}),)})
+    with pytest.raises(BadInput, match="finds no nothing"):
+        hpml_compiler.plan(Deep(), (X,), cluster="1x1:cpu", plan=wrong, **EAGER)
+
+
+def test_a_plan_of_another_model_is_refused(needs):
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(0.0)
+
+        def forward(self, x):
+            return self.block(x).square().mean()
+
+    plan = planned(memory_budget=int(0.7 * needs))
+    with pytest.raises(Exception, match="another model or batch"):
+        run({"plan": plan}, Other())
