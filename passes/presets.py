@@ -37,10 +37,13 @@ from passes.partition.keep import AdoptKept, Keep
 from passes.partition.meshes import Conditions
 from passes.partition.obey_kept import ObeyKept
 from passes.records import FrozenMap
+from passes.transform.apart import Apart
 from passes.transform.before_partition import InductorJoint, TagPhases
 from passes.transform.bucket import Bucket
+from passes.transform.channels_last import ChannelsLast
 from passes.transform.collectives import MeshGroups
 from passes.transform.deduplicate import Deduplicate
+from passes.transform.early import Early
 from passes.transform.normalize import Normalize
 from passes.transform.offload import Offload
 from passes.transform.own_gradients import OwnGradients
@@ -74,7 +77,7 @@ def deciding(conditions: Conditions, mesh: Mapping[str, int] | None, pins: Mappi
 
 def taping(tape: MakeTape) -> PassManager:
     """From a joint graph that is ready to be cut to what keeping and rematerializing know of it."""
-    return PassManager((Shapes(), Flops(), tape))
+    return PassManager((*((ChannelsLast(), Apart()) if tape.fuses else ()), Early(), Shapes(), Flops(), tape))
 
 
 def keeping(forward_outputs: int, keep: Keep) -> PassManager:

@@ -93,8 +93,10 @@ class Lowering:
         output = gm.graph.find_nodes(op="output")[0]
         results = compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
         visible = len(results) if is_backward or is_inference else self.forward_outputs or 0
+        # Under a budget, also what forward hands on as it is given: inductor would save a copy of a convolution's weight.
         output.meta["user_visible_output_idxs"] = [
-            i for i, x in enumerate(results[:visible]) if isinstance(x, torch.fx.Node)
+            i for i, x in enumerate(results)
+            if isinstance(x, torch.fx.Node) and (i < visible or not self.reuse and x.op == "placeholder")
         ]
         # Saved tensors and parameters keep their addresses between calls only for cudagraphs, which are not used here.
         return compat.compile_with_inductor(

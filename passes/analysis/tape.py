@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from passes.analysis.blocks import assign_blocks
 from passes.analysis.flops import FLOPS
+from passes.analysis.fused import is_fusing, is_inlined, scratch_bytes
 from passes.analysis.operations import kind_of
 from passes.annotations import read, write
 from passes.base import AnalysisPass
@@ -27,15 +28,9 @@ from passes.keeping.tape import Run, Storage, Tape
 from passes.records import FrozenMap
 from passes.registry import register
 from passes.rules.opaque import is_opaque, leaves_of
-from passes.rules.table import is_heavy, is_pointwise, is_random, rule_of, spec_of
+from passes.rules.table import is_heavy, is_random, rule_of, spec_of
 from passes.rules.view_names import VIEWS, view_name
 
-INLINED = {"clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "iota", "arange",
-           "scalar_tensor", "where", "constant_pad_nd", "slice_scatter", "select_scatter", "flip", "repeat"}
-"""Operators beside the pointwise ones that inductor computes wherever their results are read."""
-FUSING = INLINED | {"sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "prod", "any", "all", "argmax",
-                    "argmin", "index", "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random"}
-"""Operators whose kernels read other results before these are in memory."""
 LEAST_OFFLOADED_BYTES = 4096
 INLINED_SHARE = 0.25
 """What computing a result inside another kernel takes, as a share of what writing it would."""
@@ -161,9 +156,7 @@ class _Reader:
         if leaves and not new:
             return  # a view, too
         makes = []
-        target = node.target
-        pointwise = self.fuses and (is_pointwise(target) or view_name(target) in INLINED)
-        fusing = pointwise or self.fuses and view_name(target) in FUSING
+        pointwise, fusing = self.fuses and is_inlined(node), self.fuses and is_fusing(node)
         for where, leaf in new.items():
             self.number[where] = len(self.storages)
             makes.append(len(self.storages))
@@ -174,7 +167,7 @@ class _Reader:
         self.runs.append(Run(
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
             self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node],
-            _workspace(node, leaves)))
+            _workspace(node, leaves), scratch_bytes=scratch_bytes(node)))
 
     def _is_repeatable(self, node: Node) -> bool:
         return is_repeatable(node) and (

@@ -130,6 +130,15 @@ def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
     return partition(joint, inputs, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=static_inputs)
 
 
+def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
+    """Whether inductor will have the convolutions of a graph read and make what is in that order of dims."""
+    if not any(node.target is torch.ops.aten.convolution.default for node in gm.graph.nodes):
+        return False
+    from torch._inductor.graph import GraphLowering
+
+    return GraphLowering.decide_layout_opt(gm, is_inference=False)
+
+
 _graph_ids = itertools.count()
 
 
@@ -137,14 +146,17 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
                           is_inference: bool, reuse: bool = True) -> Callable[..., Any]:
     """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
 
-    reuse: whether a buffer that nobody reads any more may stay for a later one of its size, instead of being freed at once.
+    reuse: whether a buffer that nobody reads any more may stay for a later one of its size, instead of being freed at once, and
+    kernels may run in another order than the graph's.
 
     Never into CUDA graphs, also where inductor is set up for them: not every collective can be captured.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    with config.patch({"triton.cudagraphs": False, "allow_buffer_reuse": reuse and config.allow_buffer_reuse}):
+    from passes.compat.schedule import as_in_graph
+
+    with contextlib.nullcontext() if reuse else as_in_graph(), config.patch({"triton.cudagraphs": False}):
         return compile_fx_inner(
             gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
             is_inference=is_inference, graph_id=next(_graph_ids),

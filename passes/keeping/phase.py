@@ -72,14 +72,14 @@ class Phase:
 
     @cached_property
     def workspace_bytes(self) -> tuple[int, ...]:
-        """At each position: what collectives take besides, until they are waited for. The latest one's goes when another one
-        has taken its own: the thread that did it has nothing else to do."""
+        """At each position: what a run takes besides while it runs; of a collective, until it is waited for. The latest
+        collective's goes when another one has taken its own: the thread that did it has nothing else to do."""
         waited = {self.tape.runs[number].waits_for for number in self.order if number >= 0}
         open_ones: dict[int, int] = {}
         held, latest = [], 0
         for number in self.order:
             run = self.tape.runs[number if number >= 0 else -1 - number]
-            held.append(latest + sum(open_ones.values()) + run.workspace_bytes)
+            held.append(latest + sum(open_ones.values()) + run.workspace_bytes + run.scratch_bytes)
             if run.waits_for is not None:
                 latest = open_ones.pop(run.waits_for, latest)
             elif run.workspace_bytes and number in waited:

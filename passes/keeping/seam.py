@@ -98,7 +98,7 @@ class _Pairing:
 
 
 def _does(run: Run) -> tuple[object, ...]:
-    return (run.backward, run.us, run.repeatable, run.inlined, run.fusing, run.workspace_bytes, run.waits_for is None,
+    return (run.backward, run.us, run.repeatable, run.inlined, run.fusing, run.workspace_bytes, run.scratch_bytes, run.waits_for is None,
             len(run.reads), len(run.makes))
 
 

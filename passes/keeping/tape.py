@@ -18,7 +18,8 @@ class Run:
     `repeatable`, which is to say that it gives the same again. us: what that takes. reads, makes: storages, each once.
     inlined: whether a compiler that fuses computes it in the kernels of whoever reads it, so that its result takes no
     memory where all of these are `fusing`. block: where it is from. workspace_bytes: of a collective, besides what it reads
-    and makes, until it is waited for. waits_for: the run that this one waits for, and nothing else.
+    and makes, until it is waited for. waits_for: the run that this one waits for, and nothing else. scratch_bytes: of any run,
+    besides, while it runs.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Run:
     block: str = ""
     workspace_bytes: int = 0
     waits_for: int | None = None
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

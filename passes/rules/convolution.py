@@ -11,6 +11,8 @@ from passes.rules.base import Call, Rule, make_rule
 from passes.rules.table import rule
 
 aten = torch.ops.aten
+OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
+"""How many of the arguments, from the first on, are what is computed with; the last of them is the weight."""
 
 
 def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[list, list, list, list, dict]:

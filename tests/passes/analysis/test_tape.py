@@ -104,3 +104,22 @@ def test_what_the_script_says_by_checkpointing_is_said_of_storages():
     assert set(said.values()) == {"keep", "again"}
     (kept,) = tape.bound_to_keep
     assert tape.storages[kept].name.startswith("mm"), "of which a view is what the first block hands to the second"
+
+
+def test_a_convolution_takes_copies_of_its_weight_while_it_runs():
+    tape = tape_of(nn.Conv2d(3, 8, 3, bias=False), torch.ones(2, 3, 8, 8, requires_grad=True))
+    scratch = {run.backward: run.scratch_bytes for run in tape.runs if "convolution" in run.name}
+    assert scratch == {False: 8 * 3 * 9 * 4, True: 2 * 8 * 3 * 9 * 4}
+
+
+def test_what_is_looked_up_takes_no_memory_and_what_is_added_up_in_place_does():
+    class Up(nn.Module):
+        def forward(self, x):
+            return torch.cat([F.interpolate(x, scale_factor=2.0), torch.ones(2, 1, 8, 8)], 1).sin().sum()
+
+    tape = tape_of(Up(), torch.ones(2, 3, 4, 4, requires_grad=True))
+    looked_up = next(run for run in tape.runs if "unsafe_index" in run.name and not run.backward)
+    added = next(run for run in tape.runs if "index_put" in run.name)
+    assert looked_up.inlined and added.fusing and not added.inlined
+    assert not any(storage.name == looked_up.name for life in walk(tape, ()).forward.lives
+                   for storage in [tape.storages[life.storage]])

@@ -76,6 +76,13 @@ def test_the_workspace_of_a_collective_is_there_until_it_is_waited_for_and_anoth
     assert "wait" not in {tape.runs[k].name for k in walk(replace(tape, returned=frozenset()), ()).forward.order}
 
 
+def test_scratch_is_there_while_a_call_runs():
+    tape = chain([10, 20, 30])
+    runs = tuple(replace(run, scratch_bytes=100) if run.name == "f1" else run for run in tape.runs)
+    assert walk(tape, {1}).backward.nbytes == (30, 60, 90, 80, 40)
+    assert walk(replace(tape, runs=runs), {1}).backward.nbytes == (130, 60, 90, 80, 40)
+
+
 def slow_count(tape: Tape, order, start, held) -> list[int]:
     """No inlining, no reuse: what has been made and is still read later, or held."""
     runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]

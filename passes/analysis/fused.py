@@ -1,0 +1,43 @@
+"""What inductor makes of one call: whether its result takes memory, and what it takes besides while it runs."""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from passes.rules.convolution import OPERANDS
+from passes.rules.table import is_pointwise
+from passes.rules.view_names import view_name
+
+INLINED = {"clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
+           "new_full", "iota", "arange", "scalar_tensor", "where", "constant_pad_nd", "slice_scatter", "select_scatter", "flip",
+           "repeat", "_unsafe_index", "_low_memory_max_pool_offsets_to_indices"}
+"""Operators beside the pointwise ones that inductor computes wherever their results are read."""
+SCATTERING = {"index_put", "_unsafe_index_put", "scatter", "scatter_add", "max_pool2d_with_indices_backward"}
+FUSING = INLINED | SCATTERING | {
+    "sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "prod", "any", "all", "argmax", "argmin", "index",
+    "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random"}
+"""Operators whose kernels read other results before these are in memory."""
+NOT_ADDED_TO = {torch.bfloat16, torch.int64, torch.bool}
+"""What inductor's kernels cannot add to memory that others add to, too: the operator's own kernel is called."""
+
+def is_inlined(node: Node) -> bool:
+    return is_pointwise(node.target) or view_name(node.target) in INLINED
+
+
+def is_fusing(node: Node) -> bool:
+    name = view_name(node.target)
+    if name in SCATTERING:
+        return node.args[0].meta["val"].dtype not in NOT_ADDED_TO
+    return is_inlined(node) or name in FUSING
+
+
+def scratch_bytes(node: Node) -> int:
+    """What a call takes while it runs: convolutions on CPUs put weights into another order of dims, forward once, backward
+    what it reads and what it makes (measured, torch 2.13)."""
+    count = OPERANDS.get(node.target, 0)
+    if not count:
+        return 0
+    weight = node.args[count - 1].meta["val"]
+    return (count - 1) * weight.numel() * weight.element_size() if weight.device.type == "cpu" else 0

@@ -1,0 +1,66 @@
+"""Put what convolutions are given into the order of dims in which inductor computes them, by calls of the graph's own.
+
+Inductor would copy weights for itself. It makes all copies when forward starts, and hands them on to backward in place of the
+weights, which are there anyway. As calls of the graph they are made just before they are read, in forward and once more in
+backward, and are counted as what they are.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes import compat
+from passes.base import TransformPass
+from passes.graph.nodes import is_collective
+from passes.registry import register
+from passes.rules.convolution import OPERANDS
+from passes.rules.table import is_pointwise
+from passes.rules.view_names import VIEWS, view_name
+from passes.transform.insert import Inserter
+
+LAST = torch.channels_last
+DIMS = 4
+
+
+@register
+@dataclass(frozen=True)
+class ChannelsLast(TransformPass):
+    """What follows from convolutions has that order already."""
+
+    name = "channels_last"
+
+    def run(self, graph_module: fx.GraphModule) -> bool:
+        graph, copies = graph_module.graph, {}
+        if not compat.computes_channels_last(graph_module):
+            return False
+        fake_mode = compat.fake_mode_of(graph_module)
+        for node in list(graph.nodes):
+            for x in node.args[:OPERANDS.get(node.target, 0)]:
+                if x not in copies and _is_given(x) and _is_in_another_order(x):
+                    copies[x] = Inserter(graph, node, fake_mode=fake_mode)(torch.ops.aten.clone.default, x, memory_format=LAST)
+                if x in copies:
+                    node.replace_input_with(x, copies[x])
+        return bool(copies)
+
+
+def _is_in_another_order(x: fx.Node) -> bool:
+    value = x.meta["val"]
+    return value.dim() == DIMS and not value.is_contiguous(memory_format=LAST)
+
+
+def _is_given(x: fx.Node) -> bool:
+    """Of what a graph is given or gathers, element by element."""
+    stack, seen = [x], {x}
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function":
+            if not (is_pointwise(node.target) or is_collective(node.target) or view_name(node.target) in VIEWS | {"clone"}):
+                return False
+            new = [each for each in node.all_input_nodes if each not in seen]
+            seen.update(new)
+            stack += new
+    return True

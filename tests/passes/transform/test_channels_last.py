@@ -1,0 +1,56 @@
+"""A joint graph with convolutions before -> copies of what they are given after."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from passes import compat
+from passes.transform.channels_last import ChannelsLast
+from tests.passes.traced import joint_graph, mlp
+
+aten = torch.ops.aten
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x / 2))).square().sum()
+
+
+def copies(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.find_nodes(op="call_function", target=aten.clone.default)
+            if node.kwargs.get("memory_format") is torch.channels_last]
+
+
+@pytest.fixture
+def last(monkeypatch) -> None:
+    monkeypatch.setattr(compat, "computes_channels_last", lambda gm: True)
+
+
+def test_what_is_given_is_copied_once_for_forward_and_backward(last):
+    gm, _ = joint_graph(Two(), (torch.ones(2, 3, 8, 8),))
+    assert ChannelsLast()(gm).modified
+    gm.graph.lint()
+    weight, rows = sorted(copies(gm), key=lambda node: node.args[0].op, reverse=True)
+    assert weight.args[0].op == "placeholder" and rows.args[0].target is aten.div.Tensor
+    for copy in (weight, rows):
+        assert copy.meta["val"].is_contiguous(memory_format=torch.channels_last)
+        assert {user.target for user in copy.users} == {aten.convolution.default, aten.convolution_backward.default}
+    (first,) = (node for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
+                if weight in node.args)
+    assert all(copy < first for copy in (weight, rows)), "just before it is read"
+
+
+def test_where_inductor_keeps_the_order_of_dims_nothing_is_copied(monkeypatch):
+    monkeypatch.setattr(compat, "computes_channels_last", lambda gm: False)
+    gm, _ = joint_graph(Two(), (torch.ones(2, 3, 8, 8),))
+    assert not ChannelsLast()(gm).modified and not copies(gm)
+
+
+def test_a_graph_without_convolutions_is_not_asked_about():
+    gm, _ = joint_graph(mlp(4, 8, 1), (torch.ones(2, 4),))
+    assert not compat.computes_channels_last(gm)
