@@ -98,8 +98,8 @@ class _Pairing:
 
 
 def _does(run: Run) -> tuple[object, ...]:
-    return (run.backward, run.us, run.repeatable, run.inlined, run.fusing, run.workspace_bytes, run.scratch_bytes, run.waits_for is None,
-            len(run.reads), len(run.makes))
+    return (run.backward, run.us, run.repeatable, run.inlined, run.fusing, run.workspace_bytes, run.scratch_bytes,
+            run.waits_for is None, len(run.reads), len(run.makes))
 
 
 def _is(tape: Tape, s: int) -> tuple[object, ...]:
