@@ -96,8 +96,9 @@ def _freed_bytes(scheduler: Any) -> int:
 
 
 def _nbytes(name: str) -> int:
-    """Of a buffer whose size is not known: enough."""
     try:
         return int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize
-    except TypeError:
+    except NotImplementedError:  # stands for several results, which are buffers themselves
+        return 0
+    except TypeError:  # nobody knows its size yet
         return LEAST_FREED_BYTES
