@@ -51,7 +51,7 @@ def load(case: str, models: Path | None) -> tuple[nn.Module, tuple[torch.Tensor,
         return build(case)
     spec = importlib.util.spec_from_file_location("models_given", models)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Dynamo looks for it by name
     spec.loader.exec_module(module)
     model, batch = module.build(case)
     return LossOf(model, batch), tuple(value for value in batch.values() if isinstance(value, torch.Tensor))
