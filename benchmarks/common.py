@@ -40,10 +40,10 @@ def stepper(call: Callable[..., Any], parameters: Any, batch: tuple) -> Callable
     return step
 
 
-def seconds(step: Callable[[], Any]) -> float:
-    start = time.perf_counter()
+def seconds(step: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     step()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def turn(timed: Callable[[], float], steps: int = 3) -> list[float]:

@@ -1,17 +1,19 @@
 """Several ranks: hpml against DDP, FSDP2 and hand-written tensor parallel, each compiled with inductor.
 
-    torchrun --nproc-per-node 2 benchmarks/two_ranks.py [--rounds 10] [--models gpt mlp_wide]
+    torchrun --nproc-per-node 2 benchmarks/two_ranks.py [--rounds 10] [--models gpt mlp_wide] [--contenders fsdp hpml_zero3 ...]
 
 Every peer trains its own copy of one model on the global batch, one thread per rank. In every round each takes its turn
 of a few steps, of which the first is not counted: it pays for caches that the contender before has filled, as no
 training does. DDP and FSDP2 get their rank's rows; hpml gets them through `hpml_compiler.distribute`, tensor parallel
 the whole batch. Reports the median step of the slowest rank, with hpml's pinned meshes besides what it chooses by
-itself. `first_step.py` has the time to the first step.
+itself, and ZeRO's level 3, which is what FSDP2 does. `first_step.py` has the time to the first step. `--clock cpu` counts
+the seconds that all threads of a rank work, gloo's among them, which is what can be compared on a machine that others use.
 """
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,6 +28,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hpml_compiler
 from hpml_compiler.compile import session
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def rows(batch: tuple) -> tuple:
@@ -79,7 +83,7 @@ def contenders() -> dict[str, Callable[[nn.Module, tuple], Callable[[], float]]]
     return {
         "ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "hpml": hpml({}, True),
         "hpml_whole_batch": hpml({}, False), "hpml_dp": hpml({"mesh": {"dp": n}}, True),
-        "hpml_tp": hpml({"mesh": {"tp": n}}, False),
+        "hpml_tp": hpml({"mesh": {"tp": n}}, False), "hpml_zero3": hpml({"mesh": {"dp": n}, "zero": 3}, True),
     }
 
 
@@ -89,37 +93,51 @@ def slowest(value: float) -> float:
     return float(t)
 
 
-def timed(step: Callable[[], float]) -> float:
+def timed(step: Callable[[], float], clock: Callable[[], float]) -> float:
     dist.barrier()
-    return slowest(seconds(step))
+    return slowest(seconds(step, clock))
+
+
+def ratios(times: dict[str, list[float]], medians: dict[str, float]) -> dict[str, Any]:
+    """Of those that took part; of steps of the same turn, and their median."""
+    found: dict[str, Any] = {}
+    peers = [c for c in ("ddp", "fsdp", "tensor_parallel") if c in times]
+    if "hpml" in times and peers:
+        best = min(peers, key=medians.__getitem__)
+        found = {"best_peer": best, "ratio_to_best_peer": median([a / b for a, b in zip(times["hpml"], times[best])])}
+    if {"hpml", "hpml_dp", "hpml_tp"} <= times.keys():
+        found["ratio_to_best_pinned"] = medians["hpml"] / min(medians["hpml_dp"], medians["hpml_tp"])
+    if {"hpml_zero3", "fsdp"} <= times.keys():
+        found["ratio_zero3_to_fsdp"] = median([a / b for a, b in zip(times["hpml_zero3"], times["fsdp"])])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--contenders", nargs="+", help="these alone")
+    parser.add_argument("--clock", default="wall", choices=CLOCKS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for name in args.models:
         steps: dict[str, Callable[[], float]] = {}
-        for contender, make in contenders().items():
+        chosen = {c: make for c, make in contenders().items() if args.contenders is None or c in args.contenders}
+        for contender, make in chosen.items():
             steps[contender] = make(*build(name))
             steps[contender]()
         times: dict[str, list[float]] = {c: [] for c in steps}
         for k in range(args.rounds):
             order = list(steps) if k % 2 else list(steps)[::-1]
             for contender in order:
-                times[contender] += turn(lambda step=steps[contender]: timed(step))
+                times[contender] += turn(lambda step=steps[contender]: timed(step, CLOCKS[args.clock]))
         medians = {c: median(t) for c, t in times.items()}
-        peers = ("ddp", "fsdp", "tensor_parallel")
-        best = min(peers, key=medians.__getitem__)
         if dist.get_rank() == 0:
             report({
                 "benchmark": "ranks", "world": dist.get_world_size(), "model": name, "rounds": args.rounds,
-                "threads": int(os.environ.get("OMP_NUM_THREADS", "1")), "median_step_s": medians, "best_peer": best,
-                "ratio_to_best_peer": median([a / b for a, b in zip(times["hpml"], times[best])]),
-                "ratio_to_best_pinned": medians["hpml"] / min(medians["hpml_dp"], medians["hpml_tp"]),
+                "threads": int(os.environ.get("OMP_NUM_THREADS", "1")), "clock": args.clock, "median_step_s": medians,
+                **ratios(times, medians),
             })
     dist.destroy_process_group()
 

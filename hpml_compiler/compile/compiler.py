@@ -208,7 +208,8 @@ class _Compilation:
         kept = self.inputs.kept_gradients(annotated, forward_outputs)
         groups = self.session.groups(planned.mesh)
         after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
-                       compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3))(gm)
+                       compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
+                       ahead=planned.kept is None or planned.kept.ahead)(gm)
         planned.record.seconds["rewrite"] = time.perf_counter() - start
         if dist.get_rank() == 0:
             log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,

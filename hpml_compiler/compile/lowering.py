@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from passes import compat
 from passes.keeping.keys import KeptNodes
 from passes.presets import rematerializing
+from passes.transform.gather_ahead import starts_ahead
 
 
 def takes_list(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -100,5 +101,6 @@ class Lowering:
         ]
         # Saved tensors and parameters keep their addresses between calls only for cudagraphs, which are not used here.
         return compat.compile_with_inductor(
-            gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference, reuse=self.reuse
+            gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference, reuse=self.reuse,
+            keep_order=starts_ahead(gm.graph),
         )

@@ -127,4 +127,4 @@ def _kept_plan(kept: KeptNodes, options: Options) -> KeptPlan:
         offloaded={name: OffloadedValue(block=block, bytes=nbytes, predicted_us=us, layers=layers.get(name, 1))
                    for name, block, nbytes, us in account.offloaded},
         again={name: CallAgain(block=block, predicted_us=us, layers=layers.get(name, 1)) for name, block, us in account.again},
-        forward=forward, backward=backward)
+        forward=forward, backward=backward, ahead=kept.ahead)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
@@ -22,6 +22,7 @@ from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.presets import after_planning, taping
 from passes.transform.collectives import MeshGroups
+from passes.transform.gather_ahead import starts_ahead
 
 TRIALS = 8
 """Each may take this part of the time limit."""
@@ -42,20 +43,31 @@ class Trial:
 
     def __call__(self, planned: Planned) -> KeptNodes:
         """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used."""
+        gm = self.rewritten(planned)
+        kept = self._kept(gm, planned)
+        if kept.fits or not starts_ahead(gm.graph):
+            return kept
+        at_once = replace(self._kept(self.rewritten(planned, ahead=False), planned), ahead=False)
+        return at_once if at_once.peak_bytes < kept.peak_bytes else kept
+
+    def _kept(self, gm: GraphModule, planned: Planned) -> KeptNodes:
         options = self.options.model_copy(update={"time_limit": self.options.time_limit / TRIALS})
-        return decide_kept(self.rewritten(planned), self.forward_outputs, self.sharing.room(self.held(planned)), options,
-                           planned.record.name, strict=False)
+        return decide_kept(gm, self.forward_outputs, self.sharing.room(self.held(planned)), options, planned.record.name,
+                           strict=False)
 
     def obey(self, planned: Planned, pinned: KeptPlan) -> KeptNodes | None:
         """What it keeps as a saved plan says; None where that does not fit, since the budget is another one."""
-        return obey_kept(self.rewritten(planned), self.sharing.room(self.held(planned)), pinned, planned.record.name)
+        gm = self.rewritten(planned, pinned.ahead)
+        kept = obey_kept(gm, self.sharing.room(self.held(planned)), pinned, planned.record.name)
+        return None if kept is None else replace(kept, ahead=pinned.ahead)
 
-    def rewritten(self, planned: Planned) -> GraphModule:
-        """With its tape. (A layer that stands for several would be told to the tape here.)"""
+    def rewritten(self, planned: Planned, ahead: bool = True) -> GraphModule:
+        """With its tape. ahead: with what is gathered under way while the block before computes, which holds more. (A layer
+        that stands for several would be told to the tape here.)"""
         gm, axes = copied(self.annotated.gm), device_axes(planned.mesh)
         groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
         after_planning(planned.decision, groups, self.options.compiler, self.forward_outputs, self.kept_gradients,
-                       compact=True)(gm)
+                       compact=True, ahead=ahead)(gm)
         taping(self.tape(planned, groups))(gm)
         return gm
 

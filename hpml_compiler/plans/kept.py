@@ -47,12 +47,14 @@ class KeptPlan(Record):
     """What a byte budget decided of one graph, by the nodes that a rank runs, and what a call of it holds besides parameters,
     the optimizer's state and its inputs: when forward and backward hold most; `saved_bytes` from forward to backward;
     `gradient_bytes` afterwards, until the optimizer has read them. `budget_bytes`: what a whole step may hold; `step_bytes`:
-    what it holds, with parameters and state, while the optimizer makes its step, as far as its graphs were known by then."""
+    what it holds, with parameters and state, while the optimizer makes its step, as far as its graphs were known by then.
+    `ahead`: whether what is gathered is under way while the block before computes."""
 
     budget_bytes: Count
     saved_bytes: Count
     gradient_bytes: Count
     step_bytes: Count = 0
+    ahead: bool = True
     saved: dict[str, KeptValue]
     offloaded: dict[str, OffloadedValue] = Field(default_factory=dict)
     again: dict[str, CallAgain]

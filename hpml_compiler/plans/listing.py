@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpml_compiler.plans.schema import ROOT
-from passes.analysis.blocks import assign_modules
 from passes.graph.annotated import Annotated
+from passes.graph.blocks import assign_modules
 from passes.graph.interface import GraphInput
 from passes.graph.placement_graph import block_class
 from passes.partition.build import PlacementProblem

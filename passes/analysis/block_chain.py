@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from passes.analysis.blocks import block_of, is_backward, module_of
 from passes.analysis.shapes import SHAPES
 from passes.annotations import Key, read, write
 from passes.base import AnalysisPass
 from passes.graph.block_chain import BlockChain, Piece, block_chain
+from passes.graph.blocks import block_of, is_backward, module_of
 from passes.graph.keys import INTERFACE
 from passes.registry import register
 from passes.result import target_name

@@ -14,8 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.analysis.batch import batch_factors
-from passes.analysis.blocks import assign_blocks, is_backward
 from passes.analysis.factors import RuledCall, factorize
+from passes.graph.blocks import assign_blocks, is_backward
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, Value, ValueKind
 from passes.records import FrozenMap

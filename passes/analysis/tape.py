@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.analysis.blocks import assign_blocks
 from passes.analysis.flops import FLOPS
 from passes.analysis.fused import is_fusing, is_inlined, scratch_bytes
 from passes.analysis.operations import kind_of
 from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.costs.terms import Kernel, Prices, copy, price
+from passes.graph.blocks import assign_blocks
 from passes.graph.checkpointed import Said, said_of
 from passes.graph.interface import input_position
 from passes.graph.nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
@@ -198,8 +198,8 @@ class _Reader:
 
     def _collective_us(self, node: Node, leaves: list[torch.Tensor]) -> float:
         kind = COLLECTIVES[view_name(node.target)]
-        moved = leaves[0] if kind == "all_gather" else node.args[0].meta["val"]
-        return float(self.prices.collective(kind, self.axis_of[_group(node)], _nbytes(moved)))
+        moved = sum(map(_nbytes, leaves)) if kind == "all_gather" else _nbytes(node.args[0].meta["val"])
+        return float(self.prices.collective(kind, self.axis_of[_group(node)], moved))
 
     def _save_us(self, leaf: torch.Tensor, pointwise: bool) -> float:
         """Reading it in backward; and writing it, if it would else stay inside a kernel."""
@@ -216,7 +216,7 @@ class _Reader:
 
 
 COLLECTIVES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
-               "all_to_all_single": "all_to_all"}
+               "all_gather_into_tensor_coalesced": "all_gather", "all_to_all_single": "all_to_all"}
 """What the functional collectives that the rewrite inserts are called in prices."""
 
 
@@ -227,7 +227,10 @@ def _workspace(node: Node, leaves: list[torch.Tensor]) -> int:
     if not is_collective(node.target) or not leaves or leaves[0].device.type != "cpu":
         return 0
     name = view_name(node.target)
-    return _nbytes(leaves[0]) if "all_gather" in name else _nbytes(node.args[0].meta["val"]) if "reduce_scatter" in name else 0
+    if "all_gather" in name:  # of several at once, also what it sends side by side
+        sent = [x.meta["val"] for x in node.all_input_nodes] if len(leaves) > 1 else []
+        return sum(map(_nbytes, [*leaves, *sent]))
+    return _nbytes(node.args[0].meta["val"]) if "reduce_scatter" in name else 0
 
 
 def _group(node: Node) -> str:

@@ -143,11 +143,12 @@ _graph_ids = itertools.count()
 
 
 def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, static_inputs: Any, is_backward: bool,
-                          is_inference: bool, reuse: bool = True) -> Callable[..., Any]:
+                          is_inference: bool, reuse: bool = True, keep_order: bool = False) -> Callable[..., Any]:
     """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
 
     reuse: whether a buffer that nobody reads any more may stay for a later one of its size, instead of being freed at once, and
-    kernels may run in another order than the graph's.
+    kernels may run in another order than the graph's. keep_order: whether the order is the graph's but for what is fused, with
+    `reuse`, too. A collective would else start where it is waited for, if less is held then.
 
     Never into CUDA graphs, also where inductor is set up for them: not every collective can be captured.
     """
@@ -156,7 +157,8 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
 
     from passes.compat.schedule import as_in_graph
 
-    with contextlib.nullcontext() if reuse else as_in_graph(), config.patch({"triton.cudagraphs": False}):
+    settings = {"triton.cudagraphs": False, **({"reorder_for_peak_memory": False} if keep_order else {})}
+    with contextlib.nullcontext() if reuse else as_in_graph(), config.patch(settings):
         return compile_fx_inner(
             gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
             is_inference=is_inference, graph_id=next(_graph_ids),

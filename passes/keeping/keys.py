@@ -18,7 +18,8 @@ class KeptNodes:
     most besides what it is given; after_bytes: while its gradients are used; saved_bytes: from forward to backward. All of
     these count what others take meanwhile. budget_bytes: what a call was to hold at most. seconds: that deciding took.
     offloaded: of `names`, those that are out of the device's memory between forward and backward; offloaded_bytes: how much
-    that is; offload_us: what moving it takes. account: all of that by name."""
+    that is; offload_us: what moving it takes. account: all of that by name. ahead: whether what is gathered is started a block
+    before it is read."""
 
     names: frozenset[str]
     again: int
@@ -33,6 +34,7 @@ class KeptNodes:
     offload_us: float = 0.0
     account: Account = Account()
     after_bytes: int = 0
+    ahead: bool = True
 
     @property
     def fits(self) -> bool:

@@ -64,6 +64,10 @@ def _all_gather(parts, mine, n, _name):
     return torch.cat(parts)
 
 
+def _all_gather_together(parts, mine, n, name):
+    return [_all_gather(each, mine, n, name) for each in zip(*parts)]
+
+
 def _reduce_scatter(parts, mine, kind, n, _name):
     assert len(parts) == n and kind == "sum" and all(p.is_contiguous() for p in parts)
     return torch.stack(parts).sum(0).chunk(n)[mine].clone()
@@ -77,6 +81,7 @@ def _all_to_all(parts, mine, out_splits, in_splits, _name):
 COLLECTIVES: dict[Callable, Callable] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.all_gather_into_tensor_coalesced.default: _all_gather_together,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
 }

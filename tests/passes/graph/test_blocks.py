@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from passes.analysis.blocks import assign_blocks, assign_modules, block_of, clean_path
+from passes.graph.blocks import assign_blocks, assign_modules, block_of, clean_path
 from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import block_class
 from tests.passes.traced import annotated_joint
