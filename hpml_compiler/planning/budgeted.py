@@ -61,7 +61,7 @@ class Budgeted:
         gradients = tuple(traced.forward_outputs + k for k, position in enumerate(annotated.interface.positions.values())
                           if position in traced.leaves)
         return Trial(annotated, sharing.options, self.cluster, traced.forward_outputs, gradients,
-                     frozenset(compat.inputs_written(traced.gm)), sharing)
+                     frozenset(compat.inputs_written(traced.gm)), sharing, self.cluster.device.kind)
 
     def sharing(self, name: str, traced: Traced, annotated: Annotated) -> Sharing:
         memory_bytes = self.cluster.device.memory_bytes

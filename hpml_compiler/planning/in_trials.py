@@ -26,4 +26,7 @@ def plan_in_trials(plan: Callable[..., Planned], trial: Trial, seconds: float, p
         planned = placed(Lifetimes(0.0), sharing.budget - sharing.held_by_others, seconds)
         if (kept := trial.obey(planned, pinned)) is not None:
             return proven(replace(planned, kept=kept), planned, sharing.options.gap)
-    return within_budget(placed, trial, sharing.budget, seconds, sharing.held_by_others, sharing.options.gap)
+    remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
+    if sharing.options.resident_states and trial.cluster.device.kind == "cpu":  # on several GPUs that is refused
+        remedies.append('offload="optimizer"')
+    return within_budget(placed, trial, sharing.budget, seconds, sharing.held_by_others, sharing.options.gap, remedies)

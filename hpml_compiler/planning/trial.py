@@ -31,7 +31,8 @@ TRIALS = 8
 @dataclass(frozen=True)
 class Trial:
     """kept_gradients: numbers of the outputs that `.grad` will hold. written: positions of inputs that a call changes.
-    sharing: what it leaves to other graphs of the step."""
+    sharing: what it leaves to other graphs of the step. device: the type of what will run it, "" if that is where its tensors
+    are."""
 
     annotated: Annotated
     options: Options
@@ -40,6 +41,7 @@ class Trial:
     kept_gradients: Sequence[int]
     written: frozenset[int]
     sharing: Sharing
+    device: str = ""
 
     def __call__(self, planned: Planned) -> KeptNodes:
         """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used."""
@@ -80,4 +82,4 @@ class Trial:
     def tape(self, planned: Planned, groups: MeshGroups) -> MakeTape:
         prices = MeshPrices(mesh_from_pin(planned.mesh, self.cluster), self.options.optimizer_states)
         return MakeTape(self.forward_outputs, prices, self.options.compiler == "inductor", self.written, groups.axis_of,
-                        offload_price(self.options, self.cluster))
+                        offload_price(self.options, self.cluster), self.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hpml_compiler.planning.bound import proven
@@ -36,13 +36,14 @@ TryOut = Callable[[Planned], KeptNodes]
 
 
 def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float, others_bytes: float = 0.0,
-                  wanted_gap: float = 0.0) -> Planned:
+                  wanted_gap: float = 0.0, remedies: Sequence[str] = ()) -> Planned:
     """plan: placements by these lifetimes within so many bytes, found in so many seconds, which raises Infeasible where there
     are none. try_out: what is kept by them, with a `budget_bytes` that parameters, optimizer state and what other graphs of the
     step hold leave; of the latter, `others_bytes` are known beforehand. Another plan is looked for until `seconds` are over:
     other ranks wait, no longer than their process group's timeout. wanted_gap: to the bound, at which it counts as optimal.
 
-    Raises Infeasible, with the smallest budget that is known to work, where no trial fits.
+    Raises Infeasible, with the smallest budget that is known to work, where no trial fits; remedies: what may help then,
+    besides the usual.
     """
     search = _Search(plan, try_out, budget_bytes, seconds)
     bytes_left = budget_bytes - others_bytes
@@ -60,7 +61,7 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
             bytes_left -= _excess(latest)
     if not search.fitting() and search.least_bytes is not None:
         search.look(0.0, search.least_bytes)  # whatever it takes: as little as can be held of parameters and their state
-    return proven(search.best(), first, wanted_gap)
+    return proven(search.best(remedies), first, wanted_gap)
 
 
 class _Search:
@@ -96,7 +97,7 @@ class _Search:
     def fitting(self) -> list[Planned]:
         return [each for each in self.tried if _excess(each) <= 0]
 
-    def best(self) -> Planned:
+    def best(self, remedies: Sequence[str]) -> Planned:
         """The fastest that fits."""
         fitting = self.fitting()
         if fitting:
@@ -108,9 +109,11 @@ class _Search:
         least = self.budget_bytes + _excess(closest)
         stepping = _kept(closest).after_bytes == _kept(closest).peak_bytes
         when = ", while the optimizer makes its step" if stepping else ""
+        parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in _parts(closest).items() if nbytes)
         error = Infeasible(
             f"whatever is computed once more, the step holds {format_bytes(least)} at least{when}, and the budget is "
-            f"{format_bytes(self.budget_bytes)}", WHERE, f"give {int(least) + 1} bytes or more, fewer rows, or more devices" +
+            f"{format_bytes(self.budget_bytes)}; of these bytes, {parts}", WHERE,
+            ", or ".join([f"give {int(least) + 1} bytes or more", "fewer rows", "more devices", *remedies]) +
             ("; an optimizer with foreach=False or fused=True makes less meanwhile" if stepping else ""))
         error.smallest_budget_bytes = least
         raise error
@@ -133,6 +136,16 @@ def _us(planned: Planned) -> float:
 def _excess(planned: Planned) -> float:
     """Bytes above what it was to hold at most."""
     return _kept(planned).peak_bytes - _kept(planned).budget_bytes
+
+
+def _parts(planned: Planned) -> dict[str, float]:
+    """Bytes by part when most is held."""
+    kept, memory = _kept(planned), planned.record.memory
+    account = kept.account
+    state = {"parameters and optimizer state": memory.parameters + memory.optimizer}
+    if kept.after_bytes == kept.peak_bytes:
+        return {**state, "gradients": account.gradient_bytes}
+    return {**state, **(account.forward if kept.forward_bytes == kept.peak_bytes else account.backward).parts}
 
 
 def _held(planned: Planned) -> float:

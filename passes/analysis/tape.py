@@ -41,6 +41,7 @@ INLINED_SHARE = 0.25
 class MakeTape(AnalysisPass):
     """Writes `TAPE`. forward_outputs: how many of the outputs are forward's. prices: of the device; times are 0 without.
     offload_us: what moving so many bytes out of the device's memory and back takes; None where that is not to be.
+    device: the type of what runs the graph, "" if that is where its tensors are, as they were traced.
     fuses: whether what compiles the graph computes light operations in the kernels of their readers. written: positions of
     the inputs that each call changes when forward is over: what was computed from one cannot be computed again. axis_of: number
     of the mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists:
@@ -56,6 +57,7 @@ class MakeTape(AnalysisPass):
     written: frozenset[int] = frozenset()
     axis_of: FrozenMap[str, int] = FrozenMap()
     offload_us: Callable[[int], float] | None = None
+    device: str = ""
     lists: tuple[tuple[str, ...], ...] = ()
     layers: int = 0
 
@@ -79,7 +81,7 @@ class _Reader:
         self.gm, self.forward_outputs = gm, options.forward_outputs
         self.prices, self.fuses, self.written = options.prices, options.fuses, options.written
         self.axis_of = options.axis_of
-        self.offload_us = options.offload_us
+        self.offload_us, self.device = options.offload_us, options.device
         self.changed: set[int] = set()  # storages that are changed when forward is over
         self.storages: list[Storage] = []
         self.runs: list[Run] = []
@@ -167,7 +169,7 @@ class _Reader:
         self.runs.append(Run(
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
             self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node],
-            _workspace(node, leaves), scratch_bytes=scratch_bytes(node)))
+            _workspace(node, leaves, self.device), scratch_bytes=scratch_bytes(node)))
 
     def _is_repeatable(self, node: Node) -> bool:
         return is_repeatable(node) and (
@@ -220,11 +222,11 @@ COLLECTIVES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather
 """What the functional collectives that the rewrite inserts are called in prices."""
 
 
-def _workspace(node: Node, leaves: list[torch.Tensor]) -> int:
+def _workspace(node: Node, leaves: list[torch.Tensor], device: str) -> int:
     """What a collective allocates besides its result. gloo, which is what CPUs have, gathers into memory that it copies from,
     and reduces a copy of what it scatters, which its thread lets go of when it does the next (measured, torch 2.13); NCCL has
     its buffers from the start."""
-    if not is_collective(node.target) or not leaves or leaves[0].device.type != "cpu":
+    if not is_collective(node.target) or not leaves or (device or leaves[0].device.type) != "cpu":
         return 0
     name = view_name(node.target)
     if "all_gather" in name:  # of several at once, also what it sends side by side

@@ -8,9 +8,16 @@ import torch
 from torch import nn
 
 import hpml_compiler
+from hpml_compiler.options import Options
+from hpml_compiler.planning.budgeted import Budgeted
+from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.planning.traces import Traces
 from hpml_compiler.simulate import simulate
+from passes.annotations import read
 from passes.errors import BadInput, Infeasible
-from tests.hpml_compiler.compile.test_budget import ROWS, WIDTH, Block, Deep
+from passes.keeping.keys import TAPE
+from passes.machine.cluster import Cluster
+from tests.hpml_compiler.compile.test_budget import ROWS, WIDTH, Block, Deep, two_ranks
 from tests.passes.traced import transformer
 
 X = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin()
@@ -71,6 +78,16 @@ def test_ranks_are_planned_in_trials_without_process_groups(needs):
     assert after.kept.again_us + after.predicted.step_time_us >= before.predicted.step_time_us
 
 
+@pytest.mark.parametrize(("cluster", "copies"), [("1x2:cpu", True), ("1x2:h100-80g", False)])
+def test_collectives_take_what_they_do_on_the_clusters_devices_wherever_the_model_was_traced(cluster, copies):
+    options = Options.parse({**EAGER, "memory_budget": "1GiB", "mesh": {"dp": 2}, "zero": 3})
+    traces, budgeted = Traces(Deep(), (X,), options), Budgeted(options, Cluster.parse(cluster), {})
+    (annotated,), (traced,) = traces.whole, traces.traced
+    trial = budgeted.trial(traced, annotated, budgeted.sharing("graph", traced, annotated))
+    tape = read(TAPE, trial.rewritten(plan_graph(annotated, options, budgeted.cluster)))
+    assert any(run.workspace_bytes for run in tape.runs) == copies
+
+
 def test_the_simulator_plays_what_is_kept(needs):
     wide, tight = (planned(memory_budget=int(share * needs)) for share in (1.0, 0.7))
     before, after = (simulate(plan, overlap=False) for plan in (wide, tight))
@@ -101,6 +118,18 @@ def test_a_saved_plan_pins_what_is_kept(needs, tmp_path, caplog):
     assert "decided anew" in caplog.text and tighter.peak.bytes <= 0.65 * needs
     roomy = run({"plan": plan, "memory_budget": 2 * needs})
     assert roomy.graphs[0].kept.saved == plan.graphs[0].kept.saved
+
+
+def test_two_ranks_obey_a_plan_that_was_made_without_them(launch, tmp_path):
+    def plan(budget):
+        return hpml_compiler.plan(Deep(0.1), (X,), cluster="1x2:cpu", mesh={"dp": 2}, memory_budget=budget, **EAGER)
+
+    made = plan(int(0.85 * plan("1GiB").peak.bytes))
+    made.save(tmp_path / "plan.json")
+    assert made.graphs[0].kept.again
+    first, second = launch(two_ranks, args=({"plan": str(tmp_path / "plan.json")},))
+    assert "as the plan says" in first[1] and "keep: wrote" not in first[1], "rank 0 decides nothing"
+    assert max(first[2], second[2]) <= 1.03 * made.peak.bytes
 
 
 def test_a_plan_that_keeps_something_else_is_refused(needs):

@@ -47,7 +47,7 @@ class Table:
 
     def planned(self, budget, others=0.0):
         self.left = budget - others
-        return within_budget(self.plan, self.try_out, budget, 10.0, others, wanted_gap=0.01)
+        return within_budget(self.plan, self.try_out, budget, 10.0, others, wanted_gap=0.01, remedies=['offload="saved"'])
 
 
 WHOLE = {"us": 100.0, "again_us": 30.0, "state": 40, "above": 50, "counted": (40, 120)}
@@ -93,7 +93,8 @@ def test_the_last_thing_tried_is_as_little_state_as_can_be():
 def test_a_budget_that_no_trial_meets_is_refused_with_the_least():
     with pytest.raises(Infeasible, match="holds 80 B at least") as caught:
         Table(whole=WHOLE, split=SPLIT).answer(79)
-    assert caught.value.smallest_budget_bytes == 80
+    assert caught.value.smallest_budget_bytes == 80 and 'offload="saved"' in caught.value.next_step
+    assert "of these bytes, parameters and optimizer state 20 B" in caught.value.what
 
 
 def test_an_optimizers_step_that_does_not_fit_is_named():
