@@ -19,13 +19,9 @@ from hpml_compiler.planning.reuse import structure
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.planning.trial import Trial
 from hpml_compiler.profile import quick
-from hpml_compiler.runtime.world import group_timeout
 from passes import compat
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
-
-WAIT_SHARE = 0.4
-"""Of the timeout of the other ranks' process group, who wait for the plan: what may be spent on trials under a budget."""
 
 
 class Planner:
@@ -70,8 +66,7 @@ class Planner:
             name=f"graph_{len(self.session.graphs)}", rows=rows, given=given, like=self.session.decided.get(key),
             quick=self.session.quick)
         if self.sharing is not None and self.forward_outputs is not None:
-            seconds = min(self.options.time_limit, WAIT_SHARE * group_timeout().total_seconds())
-            planned = plan_in_trials(plan, self.trial(self.sharing), seconds, pinned)
+            planned = plan_in_trials(plan, self.trial(self.sharing), self.options.time_limit, pinned)
         else:
             planned = plan()
         self.session.decided.setdefault(key, planned.record)

@@ -39,8 +39,9 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
                   wanted_gap: float = 0.0, remedies: Sequence[str] = ()) -> Planned:
     """plan: placements by these lifetimes within so many bytes, found in so many seconds, which raises Infeasible where there
     are none. try_out: what is kept by them, with a `budget_bytes` that parameters, optimizer state and what other graphs of the
-    step hold leave; of the latter, `others_bytes` are known beforehand. Another plan is looked for until `seconds` are over:
-    other ranks wait, no longer than their process group's timeout. wanted_gap: to the bound, at which it counts as optimal.
+    step hold leave; of the latter, `others_bytes` are known beforehand. Another plan is looked for until `seconds` are over,
+    which few searches need: MOST_TRIALS ends them, whatever else the machine does. wanted_gap: to the bound, at which it counts
+    as optimal.
 
     Raises Infeasible, with the smallest budget that is known to work, where no trial fits; remedies: what may help then,
     besides the usual.
@@ -59,6 +60,9 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
             break
         else:
             bytes_left -= _excess(latest)
+    if search.seconds_left <= 0:
+        log.info("the search for placements within the budget was cut short by time_limit after %d trials: with more time, or "
+                 "on a machine that does nothing else, it may find faster ones", len(search.tried))
     if not search.fitting() and search.least_bytes is not None:
         search.look(0.0, search.least_bytes)  # whatever it takes: as little as can be held of parameters and their state
     return proven(search.best(remedies), first, wanted_gap)

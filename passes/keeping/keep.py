@@ -6,6 +6,7 @@ what the program could not know. So an answer never holds more than the walk say
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,13 +18,15 @@ from passes.keeping.tape import Tape
 from passes.keeping.walk import Walk, walk
 from passes.solve.solvers import SolverOptions
 
+log = logging.getLogger("hpml")
 ROUNDS = 6
 """How often a program is built around the answer before, at most."""
-MOST_SECONDS, SOLVE_SECONDS, GAP = 8.0, 2.0, 0.01
-"""For all of it, or twice that where values can be offloaded, and for one program, which need not be solved closer than this:
-what it says is an estimate. Other ranks wait for the answer, after they have waited for that of the placements."""
-LEAST_SECONDS = 1.0
-"""For what more can be kept, however little is left."""
+MOST_WALKED, LEAST_WALKED = 1_500_000, 150_000
+"""Runs that all walks together pass, or twice as many where values can be offloaded; and, however little is left, those that
+see what more can be kept. Counted, not timed, so that the answer does not depend on what else the machine does: some 7 s."""
+MOST_NODES, MOST_SECONDS, GAP = 100, 10.0, 0.01
+"""Of one program's search, which need not be solved closer than this: what it says is an estimate. Most take a single node
+and a tenth of a second."""
 TIGHTER = 0.5
 """How much of what an answer holds beyond the budget is taken off the budget of the next round."""
 
@@ -90,8 +93,8 @@ def _shared_out(search: _Search, kept: Kept) -> Kept:
     walked = shared_out(kept.walk, search.budget_bytes)
     if walked is kept.walk:
         return kept
-    other = _Search(walked.tape, search.budget_bytes, replace(
-        search.options, time_limit_s=max(search.seconds_left, LEAST_SECONDS)))
+    other = _Search(walked.tape, search.budget_bytes, search.options)
+    other.start, other.left = search.start, max(search.left, LEAST_WALKED)
     other.keep_more(other.look(walked.kept, walked.offloaded))
     return replace(other.answer(), seconds=time.perf_counter() - search.start, solves=search.solves)
 
@@ -100,15 +103,24 @@ class _Search:
     def __init__(self, tape: Tape, budget_bytes: float, options: SolverOptions):
         self.tape, self.budget_bytes = tape, budget_bytes
         # A wrong answer, which HiGHS's presolve has been seen to give, is no danger here: every answer is walked.
-        presolve = {"presolve": "on"} if options.solver == "HiGHS" else {}
-        self.options = replace(options, gap=max(options.gap, GAP), extra={**presolve, **options.extra})
-        self.seconds = min(options.seconds, MOST_SECONDS * (2 if tape.offloadable else 1))
+        limits = {"presolve": "on", "mip_max_nodes": MOST_NODES} if options.solver == "HiGHS" else {}
+        self.options = replace(options, gap=max(options.gap, GAP), extra={**limits, **options.extra})
+        self.left = MOST_WALKED * (2 if tape.offloadable else 1)
+        self.told = False
         self.start, self.solves = time.perf_counter(), 0
         self.walks: dict[ilp.Choice, Walk] = {}
 
     @property
     def seconds_left(self) -> float:
-        return self.seconds - (time.perf_counter() - self.start)
+        return self.options.seconds - (time.perf_counter() - self.start)
+
+    @property
+    def is_over(self) -> bool:
+        if self.seconds_left <= 0 and not self.told:
+            self.told = True
+            log.info("the search for what is kept was cut short by the time limit: with more time, or on a machine that does "
+                     "nothing else, it may find what is faster or holds less")
+        return self.left <= 0 or self.told
 
     def answer(self) -> Kept:
         best = self.best()
@@ -119,6 +131,7 @@ class _Search:
         kept = kept - self.tape.never_kept
         choice = kept, offloaded & kept
         if choice not in self.walks:
+            self.left -= len(self.tape.runs)
             self.walks[choice] = walk(self.tape, *choice)
         return self.walks[choice]
 
@@ -145,10 +158,10 @@ class _Search:
             within = self.budget_bytes if over <= 0 else max(within - TIGHTER * over, 0.5 * self.budget_bytes)
 
     def _solve(self, around: Walk, within: float | None, offloading: bool = True) -> ilp.Choice | None:
-        if self.seconds_left <= 0:
+        if self.is_over:
             return None
         self.solves += 1
-        return ilp.solve(around, within, self.options, min(self.seconds_left, SOLVE_SECONDS), offloading)
+        return ilp.solve(around, within, self.options, min(self.seconds_left, MOST_SECONDS), offloading)
 
     def shrink(self, least: Walk) -> Walk:
         """Down from there until it fits, or to the end: by programs that look for less still, then one storage at a time."""
@@ -168,7 +181,7 @@ class _Search:
         kept = ((least.kept ^ frozenset(change), least.offloaded) for change in itertools.chain(*changes))
         elsewhere = sorted(self.tape.offloadable - least.offloaded, key=lambda s: -self.tape.storages[s].nbytes)
         for choice in itertools.chain(((least.kept | {s}, least.offloaded | {s}) for s in elsewhere), kept):
-            if self.seconds_left <= 0:
+            if self.is_over:
                 return None
             if (tried := self.look(*choice)).peak < least.peak:
                 return tried
@@ -191,7 +204,7 @@ class _Search:
             best = self._better(best, best.kept - {s}, best.offloaded - {s})
 
     def _better(self, best: Walk, kept: frozenset[int], offloaded: frozenset[int]) -> Walk:
-        if self.seconds_left <= 0:
+        if self.is_over:
             return best
         tried = self.look(kept, offloaded)
         return tried if tried.peak <= self.budget_bytes and tried.us < best.us else best

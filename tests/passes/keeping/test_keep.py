@@ -10,6 +10,7 @@ import pytest
 
 from passes.errors import Infeasible
 from passes.keeping import ilp
+from passes.keeping import keep as keeping
 from passes.keeping.keep import TooSmall, keep
 from passes.keeping.tape import Run, Storage, Tape
 from passes.keeping.walk import walk
@@ -139,3 +140,16 @@ def test_what_is_named_as_the_least_is_found(seed):
     assert caught.value.walk is not None
     least = caught.value.walk.peak
     assert keep(tape, float(least)).walk.peak <= least
+
+
+def test_how_much_is_looked_at_is_counted_and_time_that_cuts_it_short_is_told(monkeypatch, caplog):
+    tape = random_tape(3, layers=8)
+    caplog.set_level("INFO", logger="hpml")
+    monkeypatch.setattr(keeping, "MOST_WALKED", 0)
+    with pytest.raises(TooSmall):
+        keep(tape, 1.0)
+    assert "cut short" not in caplog.text
+    monkeypatch.undo()
+    with pytest.raises(TooSmall):
+        keep(tape, 1.0, SolverOptions(time_limit_s=1e-9))
+    assert caplog.text.count("cut short by the time limit") == 1
