@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import nn
+
+from hpml_compiler.plans.schema import GraphPlan
+from passes.graph.placement_graph import PlacementGraph
 
 SHORT, LONG = 3, 4
 WORTHWHILE = 8
@@ -46,6 +50,46 @@ def repeated_paths(model: nn.Module) -> list[str]:
     """Where the repeated lists are in the model."""
     paths = {module: path for path, module in model.named_modules()}
     return [f"{paths[parent]}.{name}".lstrip(".") for parent, name, _ in repeated_lists(model)]
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What a graph of `LONG` layers is of a deeper model. shorter: the graph of one layer less; lists: paths of the repeated
+    lists, each of so many layers; parameters: names of all that the model has."""
+
+    shorter: PlacementGraph
+    lists: tuple[str, ...]
+    layers: int
+    parameters: tuple[str, ...]
+
+    @property
+    def further(self) -> int:
+        return self.layers - LONG
+
+    @property
+    def blocks(self) -> tuple[tuple[str, ...], ...]:
+        """Of every list, the paths of the layers that are traced."""
+        return tuple(tuple(f"{path}.{k}" for k in range(LONG)) for path in self.lists)
+
+    def of_all_layers(self, record: GraphPlan) -> GraphPlan:
+        """Parameters of the layers that were not traced are stored as those of the last one that was."""
+        known = record.parameters
+        templates = {name: name if name in known else self._of_traced_layer(name) for name in self.parameters}
+        complete = {name: known[template] for name, template in templates.items() if template in known}
+        return record.model_copy(update={"parameters": {**known, **complete}})
+
+    def _of_traced_layer(self, name: str) -> str:
+        """The parameter of the last layer that is traced, for one of a layer in one of the lists."""
+        for path in self.lists:
+            if name.startswith(f"{path}."):
+                _, _, rest = name.removeprefix(f"{path}.").partition(".")
+                return f"{path}.{LONG - 1}.{rest}"
+        return name
+
+
+def layers_of(folded: Folded | None) -> tuple[tuple[tuple[str, ...], ...], int]:
+    """As `MakeTape` takes them."""
+    return ((), 0) if folded is None else (folded.blocks, folded.layers)
 
 
 def neighbors(model: nn.Module) -> dict[str, str]:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,11 +12,11 @@ from torch import nn
 from hpml_compiler.options import Options
 from hpml_compiler.planning.budgeted import Budgeted
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
-from hpml_compiler.planning.shorten import LONG, SHORT, depth, neighbors, repeated_paths, shortened
+from hpml_compiler.planning.shorten import LONG, SHORT, Folded, depth, neighbors, repeated_paths, shortened
 from hpml_compiler.plans.plan import Plan
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
-from passes.graph.placement_graph import PlacementGraph
+from passes.keeping.seam import NotAlike
 from passes.machine.cluster import Cluster
 from passes.partition.depth import NotLinear
 from passes.partition.splice import without
@@ -42,8 +41,7 @@ class Traces:
     @cached_property
     def whole(self) -> list[Annotated]:
         """The same, ready to be planned."""
-        budget = self.options.memory_budget is not None
-        return [_annotate(replace(each, gm=copied(each.gm)) if budget else each) for each in self.traced]
+        return [self._annotated(each) for each in self.traced]
 
     @property
     def trained(self) -> dict[str, float]:
@@ -51,28 +49,35 @@ class Traces:
         return {name: float(p.numel() * p.element_size()) for name, p in self.model.named_parameters() if p.requires_grad}
 
     @cached_property
-    def shortened(self) -> tuple[PlacementGraph, Annotated, int] | None:
-        """Three and four layers of a deep model, and its number of layers; None if that is not worth it."""
+    def shortened(self) -> tuple[Folded, Annotated] | None:
+        """Four layers of a deep model, and what they are of it; None if that is not worth it."""
         layers = depth(self.model)
         if layers is None or self.options.trace_all_layers or self.options.plan is not None:
             return None
         long = self._cut(LONG)
         if long is None:
             return None
-        short = without(long.graph, neighbors(self.model))
+        self.few, annotated = long
+        short = without(annotated.graph, neighbors(self.model))
         if short is None:
             log.info("the layers of the model are not that much alike that one could be left out: tracing fewer, too")
-            traced = self._cut(SHORT)
-            if traced is None:
+            fewer = self._cut(SHORT)
+            if fewer is None:
                 return None
-            short, long.seconds = traced.graph, {k: long.seconds[k] + traced.seconds[k] for k in long.seconds}
-        return short, long, layers
+            short, seconds = fewer[1].graph, fewer[1].seconds
+            annotated.seconds = {k: annotated.seconds[k] + seconds[k] for k in seconds}
+        names = tuple(name for name, _ in self.model.named_parameters())
+        return Folded(short, tuple(repeated_paths(self.model)), layers, names), annotated
 
-    def _cut(self, layers: int) -> Annotated | None:
-        """The model with so many layers; None if that is no single graph."""
+    def _cut(self, layers: int) -> tuple[Traced, Annotated] | None:
+        """The model with so many layers, under a budget also before any pass; None if that is no single graph."""
         with shortened(self.model, layers):
             found = trace(self.model, self.batch, self.options.compiler)
-        return _annotate(found[0]) if len(found) == 1 else None
+        return (found[0], self._annotated(found[0])) if len(found) == 1 else None
+
+    def _annotated(self, traced: Traced) -> Annotated:
+        budget = self.options.memory_budget is not None
+        return _annotate(replace(traced, gm=copied(traced.gm)) if budget else traced)
 
 
 def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
@@ -110,37 +115,21 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
     """Plan a deep model from traces of three and four of its layers; None if that is not sound or not worth it."""
     if traces.shortened is None:
         return None
-    short, long, layers = traces.shortened
+    folded, annotated = traces.shortened
     try:
-        planned = plan_graph(long, options, cluster, name="graph_0", shorter=short, further=layers - LONG)
+        if options.memory_budget is not None:
+            try:
+                return [Budgeted(options, cluster, traces.trained).plan("graph_0", traces.few, annotated, None, folded)]
+            except NotAlike:
+                log.info("of %d equal layers, %d were traced, which a rank does not run alike: all saved values are counted as "
+                         "if none could be computed once more; with trace_all_layers=True it is decided what is kept",
+                         folded.layers, LONG)
+        planned = plan_graph(
+            annotated, options, cluster, name="graph_0", shorter=folded.shorter, further=folded.further)
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None
-    if options.memory_budget is not None:
-        log.info("of %d equal layers, %d were traced: all saved values are counted as if none could be computed once more; "
-                 "with trace_all_layers=True it is decided what is kept", layers, LONG)
-    return [_with_all_parameters(planned, traces.model)]
-
-
-def _with_all_parameters(planned: Planned, model: nn.Module) -> Planned:
-    """Parameters of the layers that were not traced are stored as those of the last one that was."""
-    known = planned.record.parameters
-    lists = repeated_paths(model)
-    complete = {}
-    for name, _ in model.named_parameters():
-        template = name if name in known else _of_traced_layer(name, lists)
-        if template in known:
-            complete[name] = known[template]
-    return replace(planned, record=planned.record.model_copy(update={"parameters": {**known, **complete}}))
-
-
-def _of_traced_layer(name: str, lists: Sequence[str]) -> str:
-    """The parameter of the last layer that is traced, for one of a layer in one of these lists."""
-    for path in lists:
-        if name.startswith(f"{path}."):
-            _, _, rest = name.removeprefix(f"{path}.").partition(".")
-            return f"{path}.{LONG - 1}.{rest}"
-    return name
+    return [replace(planned, record=folded.of_all_layers(planned.record))]
 
 
 def as_plan(graphs: list, rejected: list, options: Options, cluster: str) -> Plan:

@@ -11,6 +11,7 @@ from hpml_compiler.planning.kept import decide_kept, obey_kept
 from hpml_compiler.planning.offload_price import offload_price
 from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.planning.room import Held, Sharing
+from hpml_compiler.planning.shorten import Folded, layers_of
 from hpml_compiler.plans.kept import KeptPlan
 from passes.analysis.tape import MakeTape
 from passes.costs.prices import MeshPrices
@@ -32,7 +33,7 @@ MOST_OF_THE_TIME = 0.5
 class Trial:
     """kept_gradients: numbers of the outputs that `.grad` will hold. written: positions of inputs that a call changes.
     sharing: what it leaves to other graphs of the step. device: the type of what will run it, "" if that is where its tensors
-    are."""
+    are. folded: of which deeper model the graph has a few layers."""
 
     annotated: Annotated
     options: Options
@@ -42,6 +43,7 @@ class Trial:
     written: frozenset[int]
     sharing: Sharing
     device: str = ""
+    folded: Folded | None = None
 
     def __call__(self, planned: Planned) -> KeptNodes:
         """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used."""
@@ -64,8 +66,7 @@ class Trial:
         return None if kept is None else replace(kept, ahead=pinned.ahead)
 
     def rewritten(self, planned: Planned, ahead: bool = True) -> GraphModule:
-        """With its tape. ahead: with what is gathered under way while the block before computes, which holds more. (A layer
-        that stands for several would be told to the tape here.)"""
+        """With its tape. ahead: with what is gathered under way while the block before computes, which holds more."""
         gm, axes = copied(self.annotated.gm), device_axes(planned.mesh)
         groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
         after_planning(planned.decision, groups, self.options.compiler, self.forward_outputs, self.kept_gradients,
@@ -82,4 +83,4 @@ class Trial:
     def tape(self, planned: Planned, groups: MeshGroups) -> MakeTape:
         prices = MeshPrices(mesh_from_pin(planned.mesh, self.cluster), self.options.optimizer_states)
         return MakeTape(self.forward_outputs, prices, self.options.compiler == "inductor", self.written, groups.axis_of,
-                        offload_price(self.options, self.cluster), self.device)
+                        offload_price(self.options, self.cluster), self.device, *layers_of(self.folded))

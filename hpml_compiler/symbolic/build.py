@@ -80,8 +80,8 @@ def formulas(
     source = _Source(model, plan)
     base, shorter = traces.whole if not source.short else [], None
     if source.short and traces.shortened is not None:
-        shorter, long, _ = traces.shortened
-        base = [long]
+        folded, long = traces.shortened
+        base, shorter = [long], folded.shorter
     measured = measurements.load(parsed, cluster)
     planned = source.planned(base)
     conditions = replace(_conditions(planned, cluster, parsed, measured), shorter=shorter, further=source.further)
