@@ -109,16 +109,17 @@ def one_device(compiler: str) -> PassManager:
 
 
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,
-                   kept_gradients: Sequence[int] = (), compact: bool = False, ahead: bool = True) -> PassManager:
+                   kept_gradients: Sequence[int] = (), compact: bool = False, ahead: bool = True,
+                   by_block: bool = False) -> PassManager:
     """From a graph that can be planned, and the decision that all ranks agreed on, to what this rank runs.
 
     forward_outputs: None for a forward graph, which is not cut. kept_gradients: places among the graph's outputs of the
     gradients that go into `.grad`. compact: these take no more memory than they need, for a copy, and no
     longer, for less of a reduction that goes on beside something else. ahead: what is gathered is started a block before it is
-    read.
+    read. by_block: no bucket has reductions of two blocks.
     """
     passes: list[Pass] = [
-        Adopt(decision), Shard(groups), Deduplicate(), Bucket(soon=compact), GatherAhead(ahead=ahead),
+        Adopt(decision), Shard(groups), Deduplicate(), Bucket(soon=compact, by_block=by_block), GatherAhead(ahead=ahead),
         OwnGradients(tuple(kept_gradients), forward_outputs or 0, compact)]
     if compiler == "inductor":
         passes.append(InductorJoint())

@@ -70,7 +70,7 @@ class Trial:
         gm, axes = copied(self.annotated.gm), device_axes(planned.mesh)
         groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
         after_planning(planned.decision, groups, self.options.compiler, self.forward_outputs, self.kept_gradients,
-                       compact=True, ahead=ahead)(gm)
+                       compact=True, ahead=ahead, by_block=self.folded is not None)(gm)
         taping(self.tape(planned, groups))(gm)
         return gm
 

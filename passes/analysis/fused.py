@@ -21,6 +21,9 @@ FUSING = INLINED | SCATTERING | {
 """Operators whose kernels read other results before these are in memory."""
 NOT_ADDED_TO = {torch.bfloat16, torch.int64, torch.bool}
 """What inductor's kernels cannot add to memory that others add to, too: the operator's own kernel is called."""
+ADDING = {"scatter_add", "max_pool2d_with_indices_backward"}
+"""On CPUs that kernel is called where a process has several threads, too, which would have to wait for each other."""
+
 
 def is_inlined(node: Node) -> bool:
     return is_pointwise(node.target) or view_name(node.target) in INLINED
@@ -29,15 +32,23 @@ def is_inlined(node: Node) -> bool:
 def is_fusing(node: Node) -> bool:
     name = view_name(node.target)
     if name in SCATTERING:
-        return node.args[0].meta["val"].dtype not in NOT_ADDED_TO
+        return not _calls_adding_kernel(node) and node.args[0].meta["val"].dtype not in NOT_ADDED_TO
     return is_inlined(node) or name in FUSING
 
 
 def scratch_bytes(node: Node) -> int:
-    """What a call takes while it runs: convolutions on CPUs put weights into another order of dims, forward once, backward
-    what it reads and what it makes (measured, torch 2.13)."""
+    """What a call takes while it runs. Convolutions on CPUs put weights into another order of dims, forward once, backward what
+    it reads and what it makes; what is added up by the operator's own kernel has its places in another order, too (measured,
+    torch 2.13)."""
+    if _calls_adding_kernel(node) and view_name(node.target) == "scatter_add":
+        return torch.int64.itemsize * node.args[2].meta["val"].numel()
     count = OPERANDS.get(node.target, 0)
     if not count:
         return 0
     weight = node.args[count - 1].meta["val"]
     return (count - 1) * weight.numel() * weight.element_size() if weight.device.type == "cpu" else 0
+
+
+def _calls_adding_kernel(node: Node) -> bool:
+    on_cpu = view_name(node.target) in ADDING and node.args[0].meta["val"].device.type == "cpu"
+    return on_cpu and torch.get_num_threads() > 1

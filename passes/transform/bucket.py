@@ -26,6 +26,7 @@ from torch.fx import GraphModule, Node
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.costs.base import BUCKET_BYTES
+from passes.graph.blocks import assign_blocks
 from passes.graph.nodes import WAIT, is_collective
 from passes.registry import register
 from passes.rules.table import is_heavy, is_random
@@ -48,27 +49,32 @@ class _Reduction:
     nbytes: int
     soon: bool = False
     """Whether it can be waited for at once, with what follows."""
+    block: str = ""
+    """Outside of which nothing shares a bucket with it."""
 
     def key(self) -> Hashable:
         operand, *how = self.start.args
-        return self.start.target, tuple(how), operand.meta["val"].dtype, self.later is None, self.soon
+        return self.start.target, tuple(how), operand.meta["val"].dtype, self.later is None, self.soon, self.block
 
 
 @register
 @dataclass(frozen=True)
 class Bucket(TransformPass):
     """See the module's docstring. bucket_bytes: where a bucket is full; 0 leaves every reduction by itself, but late. soon: one
-    bucket is under way at a time."""
+    bucket is under way at a time. by_block: none has reductions of two blocks, so that equal layers are left equal, of which a
+    few are to stand for many."""
 
     name = "bucket"
 
     bucket_bytes: int = BUCKET_BYTES
     soon: bool = False
+    by_block: bool = False
 
     def run(self, graph_module: GraphModule) -> bool:
         nodes = list(graph_module.graph.nodes)
         order = {node: k for k, node in enumerate(nodes)}
-        reductions = [r for node in nodes for r in _reduction(node, order)]
+        blocks = assign_blocks(graph_module) if self.by_block else {}
+        reductions = [replace(r, block=blocks.get(r.start, "")) for node in nodes for r in _reduction(node, order)]
         if self.soon:
             reductions = _soon(reductions, order)
         fused: set[Node] = set()

@@ -54,6 +54,19 @@ def test_where_bytes_count_a_bucket_is_waited_for_when_the_next_one_starts():
     assert calls.index("slice") < calls.index("wait_tensor") + 2, "and what follows goes with it"
 
 
+@pytest.mark.parametrize(("by_block", "expected"), [(False, 1), (True, 2)])
+def test_equal_layers_stay_equal_where_each_has_buckets_of_its_own(by_block, expected):
+    b = RankGraph()
+    x, outputs = b.operand(4), []
+    for number, layer in enumerate((1, 1, 0, 0)):
+        forward = b.call(aten.relu.default, x, tag="is_forward")
+        forward.meta.update(seq_nr=number, nn_module_stack={"": (f"L['self'].layers[{layer}]", "script.Layer")})
+        wait = b.all_reduce(b.call(aten.mul.Tensor, forward, 2.0))
+        wait.args[0].meta["seq_nr"] = number
+        outputs.append(wait)
+    assert len(reductions(after(b.outputs(*outputs), by_block=by_block))) == expected
+
+
 @pytest.mark.parametrize("nbytes", [0, 10_000])
 def test_what_needs_two_reductions_comes_after_both(nbytes):
     b = RankGraph()
