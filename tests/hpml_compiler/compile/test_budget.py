@@ -175,7 +175,7 @@ def test_two_ranks_keep_less_under_a_budget_with_the_same_losses(launch, mesh):
 
 def refused(rank: int) -> str:
     with pytest.raises(Exception, match="the step holds .* at least") as caught:
-        two_ranks(rank, {"memory_budget": "2MiB"})
+        two_ranks(rank, {"memory_budget": "2MiB", "time_limit": 8.0})
     hpml_compiler.reset()
     return str(caught.value)
 
