@@ -1,6 +1,6 @@
 """What inductor makes of one call: whether its result takes memory, and what it takes besides while it runs."""
 # FX types a node's arguments as a union of everything an argument can be.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch
