@@ -13,16 +13,19 @@ import contextlib
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._inductor import config
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.virtualized import V
 
-try:
-    from torch._inductor.custom_graph_pass import CustomSchedulerPass as SchedulerPass
-except ImportError:  # torch 2.11, 2.12: any callable is one
+if TYPE_CHECKING:
     SchedulerPass = object
+else:
+    try:
+        from torch._inductor.custom_graph_pass import CustomSchedulerPass as SchedulerPass
+    except ImportError:  # torch 2.11, 2.12: any callable is one
+        SchedulerPass = object
 
 LEAST_FREED_BYTES = 1 << 14
 """What is worth a function of its own."""
@@ -48,7 +51,8 @@ class InGraphOrder(SchedulerPass):
     """Of all kernels that can run, the one that stands first in the graph runs next."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        places = {node: k for k, node in enumerate(V.graph.graph.nodes)}
+        graph: Any = V.graph
+        places = {node: k for k, node in enumerate(graph.graph.nodes)}
         first = [min((place for each in node.get_nodes() for place in _places(each.node, places)), default=-1)
                  for node in nodes]
         makers = {name: k for k, node in enumerate(nodes) for name in node.get_buffer_names()}
