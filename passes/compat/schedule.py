@@ -3,7 +3,8 @@
 Left to itself, inductor gives a result its place when something needs it in memory. A result that only the next large kernel
 reads is so computed just before that, after what else that kernel reads; and what it is computed from is held until then.
 On CPUs it also puts all light kernels between two calls of a library into one function, whose memory is taken when it starts
-and given back when it is over.
+and given back when it is over. And it computes in one kernel what reads the same, however far apart: of what is computed once
+more in backward, layers ahead of where it is read.
 """
 # Nodes of inductor's scheduler have no types to speak of.
 # pyright: reportAttributeAccessIssue=false
@@ -11,21 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch._inductor import config
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.scheduler import ExternKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 
 if TYPE_CHECKING:
     SchedulerPass = object
-else:
-    try:
-        from torch._inductor.custom_graph_pass import CustomSchedulerPass as SchedulerPass
-    except ImportError:  # torch 2.11, 2.12: any callable is one
-        SchedulerPass = object
+else:  # torch 2.11, 2.12: any callable is one
+    SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 LEAST_FREED_BYTES = 1 << 14
 """What is worth a function of its own."""
@@ -38,23 +38,23 @@ def as_in_graph() -> Iterator[None]:
         "_post_fusion_custom_pass": InGraphOrder(), "reorder_for_peak_memory": False, "allow_buffer_reuse": False,
         "realize_acc_reads_threshold": 8, "realize_reads_threshold": 4,  # as `passes.keeping.walk` has them
     }
-    usual = CppScheduling.ready_to_flush
+    usual, fuses = CppScheduling.ready_to_flush, Scheduler.can_fuse
     CppScheduling.ready_to_flush = lambda self: usual(self) or _freed_bytes(self.scheduler) >= LEAST_FREED_BYTES
+    Scheduler.can_fuse = lambda self, a, b, *how, **more: (
+        len(_places(self.nodes).stretches(a, b)) <= 1 and fuses(self, a, b, *how, **more))
     try:
         with config.patch(settings):
             yield
     finally:
-        CppScheduling.ready_to_flush = usual
+        CppScheduling.ready_to_flush, Scheduler.can_fuse = usual, fuses
 
 
 class InGraphOrder(SchedulerPass):
     """Of all kernels that can run, the one that stands first in the graph runs next."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        graph: Any = V.graph
-        places = {node: k for k, node in enumerate(graph.graph.nodes)}
-        first = [min((place for each in node.get_nodes() for place in _places(each.node, places)), default=-1)
-                 for node in nodes]
+        places = _places(nodes)
+        first = [min(places.of(node), default=-1) for node in nodes]
         makers = {name: k for k, node in enumerate(nodes) for name in node.get_buffer_names()}
         waits_for = [{makers[dep.name] for dep in node.unmet_dependencies if dep.name in makers} - {k}
                      for k, node in enumerate(nodes)]
@@ -62,14 +62,61 @@ class InGraphOrder(SchedulerPass):
 
     def uuid(self) -> bytes:
         """Of the code above: what inductor keeps from compiling is found by it, too."""
-        return b"hpml: order of the graph, 1"
+        return b"hpml: order of the graph, 2"
 
 
-def _places(node: Any, places: dict[Any, int]) -> Iterator[int]:
-    """Of the call that a buffer is the result of, if it is known: the last of those that it is computed by."""
-    found = [places[origin] for origin in getattr(node, "origins", ()) if origin in places]
-    if found:
-        yield max(found)
+class _Places:
+    """Where in the graph the calls stand whose results kernels are. called: of those of them that libraries make. operands: by
+    buffer, where the call stands that one of these reads in it, view or not."""
+
+    def __init__(self, graph: Any, nodes: Iterable[Any]):
+        self.number = {node: k for k, node in enumerate(graph.nodes)}
+        self.of_kernel: dict[str, list[int]] = {}
+        self.called: list[int] = []
+        self.operands: dict[str, int] = {}
+        calls = list(graph.nodes)
+        for node in nodes:
+            if isinstance(node, ExternKernelSchedulerNode) and (found := self._origins(node.node)):
+                self.called.append(max(found))
+                read, made = calls[max(found)].all_input_nodes, getattr(node.node, "inputs", ())
+                if len(read) == len(made):
+                    self.operands.update((x.get_name(), self.number[call]) for x, call in zip(made, read, strict=True)
+                                         if hasattr(x, "get_name"))
+        self.called.sort()
+
+    def of(self, node: Any) -> list[int]:
+        """One for each kernel that was fused."""
+        return [place for each in node.get_nodes() for place in self._of_kernel(each)]
+
+    def stretches(self, *nodes: Any) -> set[int]:
+        """Numbers of the stretches between calls of libraries that these are from."""
+        return {bisect(self.called, place) for node in nodes for place in self.of(node)}
+
+    def _of_kernel(self, each: Any) -> list[int]:
+        name = each.get_name()
+        if name not in self.of_kernel:
+            found = self._origins(each.node)
+            if not isinstance(each, ExternKernelSchedulerNode):
+                found = self._computed(each.node, found)
+            self.of_kernel[name] = [max(found)] if found else []
+        return self.of_kernel[name]
+
+    def _computed(self, node: Any, origins: list[int]) -> list[int]:
+        """Where a library wants an operand in memory, or in another order of dims, its own call and all that computes its other
+        operands are said to be what computes this one."""
+        known = self.number.get(getattr(node, "origin_node", None), self.operands.get(node.get_name()))
+        return origins if known is None else [known]
+
+    def _origins(self, node: Any) -> list[int]:
+        return [self.number[origin] for origin in getattr(node, "origins", ()) if origin in self.number]
+
+
+def _places(nodes: Iterable[Any]) -> _Places:
+    """Of the graph that is being compiled. nodes: all of its kernels; asked when they are not fused yet, and afterwards."""
+    graph: Any = V.graph
+    if not hasattr(graph, "hpml_places"):
+        graph.hpml_places = _Places(graph.graph, nodes)
+    return graph.hpml_places
 
 
 def first_come(first: list[int], waits_for: list[set[int]]) -> list[int]:
