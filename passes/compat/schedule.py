@@ -15,17 +15,14 @@ import heapq
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.scheduler import ExternKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 
-if TYPE_CHECKING:
-    SchedulerPass = object
-else:  # torch 2.11, 2.12: any callable is one
-    SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11, 2.12: any callable is one
 
 LEAST_FREED_BYTES = 1 << 14
 """What is worth a function of its own."""
