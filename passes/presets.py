@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule
 
+from passes.analysis.block_chain import FindBlocks
 from passes.analysis.describe import Describe
 from passes.analysis.find_operations import FindOperations
-from passes.analysis.flops import Flops
+from passes.analysis.flops import FLOPS, Flops
 from passes.analysis.saved import TorchCut
-from passes.analysis.shapes import Shapes
+from passes.analysis.shapes import SHAPES, Shapes
+from passes.analysis.stages import FindStages
 from passes.analysis.tape import MakeTape
 from passes.base import Pass
 from passes.graph.annotated import Annotated
@@ -30,6 +32,7 @@ from passes.graph.decision import Decision
 from passes.graph.interface import GraphInput
 from passes.graph.keys import INTERFACE, OPERATIONS
 from passes.keeping.keys import TAPE, KeptNodes
+from passes.machine.device import Device
 from passes.manager import PassManager
 from passes.partition.decide import Adopt, Decide, Obey
 from passes.partition.entities import Pin
@@ -127,4 +130,11 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
         passes.append(TagPhases(forward_outputs))
     manager = PassManager(tuple(passes))
     manager.check(available=(INTERFACE, OPERATIONS))
+    return manager
+
+
+def staging(count: int, device: Device) -> PassManager:
+    """From a graph that can be planned to one that says into which stages it can be split (`passes.transform.split_stages`)."""
+    manager = PassManager((FindBlocks(), FindStages(count, device)))
+    manager.check(available=(SHAPES, FLOPS, INTERFACE, OPERATIONS))
     return manager

@@ -30,16 +30,24 @@ class FindBlocks(AnalysisPass):
     provides = (BLOCK_CHAIN,)
 
     def run(self, graph_module: fx.GraphModule) -> None:
-        kinds = read(INTERFACE, graph_module).kinds
-        parameters = {name for name, kind in kinds.items() if kind == "parameter"}
-        write(BLOCK_CHAIN, graph_module, block_chain(list(_pieces(graph_module, parameters))))
+        write(BLOCK_CHAIN, graph_module, block_chain(list(_pieces(graph_module, learned_nodes(graph_module)))))
 
 
-def _pieces(graph_module: fx.GraphModule, parameters: set[str]) -> Iterator[Piece]:
-    learned: set[fx.Node] = set()  # what depends on parameters, or on random numbers
+def learned_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
+    """What depends on parameters, on random numbers, or on a gradient; all else can be computed from the batch alone. An input
+    that itself gets a gradient counts as a parameter."""
+    kinds = read(INTERFACE, graph_module).kinds
+    learned: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
-        if node.name in parameters or is_random(node.target) or learned.intersection(node.all_input_nodes):
+        given = node.op == "placeholder" and (kinds.get(node.name) in ("parameter", "tangent")
+                                              or getattr(node.meta.get("val"), "requires_grad", False))
+        if given or is_random(node.target) or learned.intersection(node.all_input_nodes):
             learned.add(node)
+    return learned
+
+
+def _pieces(graph_module: fx.GraphModule, learned: set[fx.Node]) -> Iterator[Piece]:
+    for node in graph_module.graph.nodes:
         if node.op != "call_function" or is_backward(node):
             continue
         specs = [[(s.shape, s.dtype) for s in read(SHAPES, each)] for each in (node, *node.all_input_nodes)]

@@ -10,9 +10,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes import compat
-from passes.compat import pytree
 from passes.graph.layouts import Layout
-from passes.graph.nodes import memory_of
+from passes.graph.nodes import memory_of, returned_nodes
 from passes.graph.placement_graph import InputKind
 from passes.records import FrozenMap
 
@@ -91,14 +90,13 @@ def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
             trainable[node.name] = described.trainable
         if described.stored is not None:
             stored[node.name] = described.stored
-    (output,) = gm.graph.find_nodes(op="output")
-    results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None or isinstance(x, Node))
+    results = returned_nodes(gm)
     split = len(results) if forward_outputs is None else forward_outputs
     returned: list[tuple[str, str | None]] = []
     for k, node in enumerate(results):
-        if not isinstance(node, Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        if node is None or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
-        owner = primals[k - split].name if k >= split else None
+        owner = primals[k - split].name if split <= k < split + len(primals) else None
         returned.append((node.name, owner if owner in names else None))
     return Interface(FrozenMap(kinds), FrozenMap(names), FrozenMap(trainable), FrozenMap(stored), FrozenMap(positions),
                      tuple(returned), split, forward_outputs is not None)
@@ -106,9 +104,7 @@ def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
 
 def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:
     """Positions of the inputs that the graph returns as they are, or a view of, among its forward outputs."""
-    (output,) = gm.graph.find_nodes(op="output")
-    results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None or isinstance(x, Node))
-    returned = {memory_of(node) for node in results[:forward_outputs]} - {None}
+    returned = {memory_of(node) for node in returned_nodes(gm)[:forward_outputs]} - {None}
     return {input_position(node, order) for order, node in enumerate(gm.graph.find_nodes(op="placeholder"))
             if not node.name.startswith("tangents") and memory_of(node) in returned}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
+
+from passes.compat import pytree
 
 BACKWARD_ON_PURPOSE = "must_be_in_backward"
 """The partitioner's tag for a node that could run in forward and shall not."""
@@ -20,3 +22,9 @@ def memory_of(what: Any) -> int | None:
     """Identifies the memory behind a tensor, or behind the one that a node stands for; None for anything else."""
     value = what.meta.get("val") if isinstance(what, Node) else what
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def returned_nodes(gm: GraphModule) -> list[Node | None]:
+    """What a graph returns, in order; None where that is no node."""
+    results = pytree.tree_leaves(gm.graph.output_node().args, is_leaf=lambda x: x is None or isinstance(x, Node))
+    return [x if isinstance(x, Node) else None for x in results]
