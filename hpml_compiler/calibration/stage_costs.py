@@ -25,7 +25,7 @@ from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.schedule.events import run
 from passes.schedule.lanes import CONTENTION
-from passes.schedule.orders import Stage, pipeline
+from passes.schedule.pipeline import Stage, pipeline
 from passes.schedule.walk import program
 
 ADAM_STATES = 2

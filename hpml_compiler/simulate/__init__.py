@@ -3,6 +3,7 @@ from hpml_compiler.simulate.run import simulate, simulated_peak_bytes
 from hpml_compiler.simulate.simulation import Simulation
 from passes.schedule.assembly import Event
 from passes.schedule.lanes import CONTENTION
-from passes.schedule.orders import SCHEDULES, Stage, pipeline
+from passes.schedule.orders import SCHEDULES
+from passes.schedule.pipeline import Stage, pipeline
 
 __all__ = ["CONTENTION", "SCHEDULES", "Event", "Simulation", "Stage", "pipeline", "simulate", "simulated_peak_bytes"]

@@ -21,7 +21,8 @@ from passes.machine.mesh import Mesh, mesh_from_pin
 from passes.schedule.assembly import breakdown, events
 from passes.schedule.events import Spans
 from passes.schedule.lanes import Lanes, one_lane, peak_bytes, side_by_side
-from passes.schedule.orders import ScheduleName, Stage, pipeline
+from passes.schedule.orders import ScheduleName
+from passes.schedule.pipeline import Stage, pipeline
 
 MOST_MICROBATCHES = 4096
 
@@ -148,12 +149,12 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
 def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[Stage], microbatches: int, schedule: ScheduleName,
               virtual: int) -> Lanes:
     world, devices = plan.world_size, max(1, len(stages) // max(1, virtual))
-    if virtual < 1 or (virtual > 1 and schedule != "1f1b"):
+    if virtual < 1 or (virtual > 1 and schedule == "gpipe"):
         raise BadInput(f"virtual_stages={virtual} under {schedule}", "simulate", "interleave with 1f1b, by 1 or more")
     if world % devices:
         raise BadInput(f"{world} ranks cannot be shared out among {devices} devices of a pipeline", "simulate",
                        "give a number of stages that divides the plan's ranks")
-    schedule = "interleaved" if virtual > 1 else schedule
+    schedule = "interleaved" if virtual > 1 and schedule == "1f1b" else schedule
     built = pipeline(stages, microbatches, schedule, devices)
     each = world // devices
     ranks = [tuple(range(d * each, (d + 1) * each)) for d in range(devices)]

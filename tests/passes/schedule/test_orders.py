@@ -1,83 +1,33 @@
-"""Pipelines against the closed forms of Narayanan et al. 2021 (arXiv 2104.04473, section 2.2)."""
+"""What each rank of a pipeline computes, and in which order."""
 from __future__ import annotations
 
 import pytest
 
+from passes.compat.pipelining import schedule_order
 from passes.errors import BadInput
-from passes.schedule.assembly import breakdown, memory_over_time
-from passes.schedule.events import run
-from passes.schedule.orders import SCHEDULES, Stage, order, pipeline
-
-FORWARD, BACKWARD = 3.0, 7.0
+from passes.schedule.orders import order, stages_of
 
 
-def end(stages, m, schedule, devices=None):
-    built = pipeline(stages, m, schedule, devices)
-    return built, run(built.tasks, [1.0] * len(built.intervals))
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 5), (2, 2), (4, 8), (4, 3), (8, 32)])
-def test_the_bubble_is_p_minus_1_over_m(schedule, p, m):
-    built, spans = end([Stage(FORWARD, BACKWARD)] * p, m, schedule)
-    ideal = m * (FORWARD + BACKWARD)
-    assert spans.end_us == pytest.approx(ideal * (1 + (p - 1) / m))
-    parts = breakdown(built.tasks, built.labels, spans, [1] * p)
-    assert parts.bubble_us / parts.compute_us == pytest.approx((p - 1) / m)
-    assert parts.exposed_communication_us == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize(("p", "m", "v"), [(2, 2, 2), (2, 4, 3), (4, 8, 2), (4, 16, 4)])
-def test_virtual_stages_divide_the_bubble(p, m, v):
-    _, spans = end([Stage(FORWARD / v, BACKWARD / v)] * (p * v), m, "interleaved", p)
-    assert spans.end_us == pytest.approx(m * (FORWARD + BACKWARD) * (1 + (p - 1) / (v * m)))
-
-
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 2), (3, 3)])
-def test_microbatches_in_flight(p, m):
-    """gpipe holds all of them, 1f1b at most as many as there are stages from here on."""
-    stages = [Stage(FORWARD, BACKWARD, activation_bytes=1000.0, held_bytes=5.0)] * p
-    for schedule, expected in (("gpipe", [m] * p), ("1f1b", [min(m, p - d) for d in range(p)])):
-        built, spans = end(stages, m, schedule)
-        peaks = [max(b for _, b in memory_over_time(each, spans, held))
-                 for each, held in zip(built.intervals, built.held_bytes)]
-        assert peaks == [1000 * n + 5 for n in expected]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_device_runs_each_microbatch_of_its_stages_once_each_way(schedule):
-    p, m, v = 4, 8, 3 if schedule == "interleaved" else 1
-    for device in range(p):
-        actions = order(schedule, device, p, v, m)
-        assert sorted(actions) == sorted((kind, device + k * p, i) for kind in "FB" for k in range(v) for i in range(m))
-        for k in range(v):
-            for i in range(m):
-                assert actions.index(("F", device + k * p, i)) < actions.index(("B", device + k * p, i))
-
-
-def test_one_microbatch_through_two_stages_by_hand():
-    """F 3, send 1, F 3, B 7, return 2, B 7, then reduction 4 and optimizer 5."""
-    first = Stage(3, 7, send_us=1, reduce_us=4, optimizer_us=5)
-    last = Stage(3, 7, return_us=2)
-    built, spans = end([first, last], 1, "1f1b")
-    assert spans.end_us == 3 + 1 + 3 + 7 + 2 + 7 + 4 + 5
-    parts = breakdown(built.tasks, built.labels, spans, [1, 1])
-    # device 0: waits 3 + 7 while the other computes and 2 for the return; device 1: waits for 3 + 1, then for 7 + 4 + 5
-    assert parts.bubble_us == pytest.approx(((3 + 7 + 2) + (3 + 1 + 7 + 4 + 5)) / 2)
-    assert parts.exposed_communication_us == pytest.approx(((1 + 4) + 2) / 2)
-    assert parts.optimizer_us == 5 / 2
-
-
-def test_the_slowest_stage_sets_the_pace():
-    stages = [Stage(2, 4), Stage(5, 10), Stage(2, 4)]
-    _, spans = end(stages, 20, "1f1b")
-    assert 20 * 15 < spans.end_us <= 20 * 15 + 2 * (2 + 4)
-
-
-@pytest.mark.parametrize(("count", "m", "schedule", "devices"), [
-    (4, 0, "1f1b", None), (4, 2, "zigzag", None), (4, 4, "gpipe", 2), (4, 3, "interleaved", 2), (3, 2, "interleaved", 2),
-    (0, 1, "1f1b", None),
+@pytest.mark.parametrize(("name", "virtual", "parts"), [
+    ("gpipe", 1, ("backward",)), ("1f1b", 1, ("backward",)), ("interleaved", 3, ("backward",)),
+    ("zero_bubble", 1, ("backward_input", "backward_weight")), ("zero_bubble", 2, ("backward_input", "backward_weight")),
+    ("zbv", 2, ("backward_input", "backward_weight")),
 ])
-def test_numbers_that_do_not_fit_are_refused(count, m, schedule, devices):
-    with pytest.raises(BadInput):
-        pipeline([Stage(1, 1)] * count, m, schedule, devices)
+def test_every_rank_runs_each_microbatch_of_its_stages_once_each_way(name, virtual, parts):
+    p, m = 4, 8
+    for rank, actions in enumerate(order(name, p, virtual, m)):
+        own = stages_of(name, rank, p, virtual)
+        assert sorted(actions) == sorted((kind, s, i) for kind in ("forward", *parts) for s in own for i in range(m))
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (3, 3, 9)])
+def test_interleaved_is_that_of_torch(p, v, m):
+    ours = [[("F" if kind == "forward" else "B", s, i) for kind, s, i in own] for own in order("interleaved", p, v, m)]
+    assert ours == schedule_order("ScheduleInterleaved1F1B", p, v, m)
+
+
+def test_what_torch_refuses_or_does_not_have_is_refused_by_name():
+    with pytest.raises(BadInput, match="multiple of the number of rounds"):
+        order("zero_bubble", 2, 2, 5)
+    with pytest.raises(BadInput, match="has no ScheduleOfTomorrow"):
+        schedule_order("ScheduleOfTomorrow", 2, 1, 2)

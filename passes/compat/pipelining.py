@@ -1,0 +1,33 @@
+"""Orders of a pipeline's actions as torch's own schedules have them."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from passes.errors import BadInput
+
+Ordered = tuple[str, int, int]
+"""(what, stage, microbatch); what: "F" forward, "B" backward, or its halves: "I" gradients of inputs, "W" of weights."""
+
+
+def schedule_order(name: str, ranks: int, virtual: int, microbatches: int) -> list[list[Ordered]]:
+    """What each rank computes, in order, by a schedule of `torch.distributed.pipelining` for several stages a rank.
+
+    The classes are public, and so is the attribute that holds the order. What they ask of a stage to make it is not: how many
+    there are, and where it is; it stands here in place of one that runs. Raises BadInput for numbers that torch refuses.
+    """
+    from torch.distributed import pipelining
+
+    where = f"torch.distributed.pipelining.{name}"
+    kind = getattr(pipelining, name, None)
+    if kind is None:
+        raise BadInput(f"torch {torch.__version__} has no {name}", where, "take another schedule, or another torch")
+    stages = [SimpleNamespace(num_stages=ranks * virtual, group_size=ranks, group_rank=0, stage_index=k * ranks, submod=None)
+              for k in range(virtual)]
+    try:
+        order = kind(stages, microbatches).pipeline_order
+    except ValueError as error:
+        raise BadInput(str(error), where, "give another number of microbatches or stages") from error
+    return [[(action.computation_type.value, action.stage_index, action.microbatch_index)
+             for action in order[rank] if action is not None] for rank in range(ranks)]
