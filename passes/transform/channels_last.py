@@ -9,6 +9,7 @@ backward, and are counted as what they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -34,17 +35,37 @@ class ChannelsLast(TransformPass):
     name = "channels_last"
 
     def run(self, graph_module: fx.GraphModule) -> bool:
-        graph, copies = graph_module.graph, {}
+        graph = graph_module.graph
         if not compat.computes_channels_last(graph_module):
             return False
         fake_mode = compat.fake_mode_of(graph_module)
+        joined = _join_in_order(graph, fake_mode)
+        copies: dict[fx.Node, fx.Node] = {}
         for node in list(graph.nodes):
             for x in node.args[:OPERANDS.get(node.target, 0)]:
                 if x not in copies and _is_given(x) and _is_in_another_order(x):
-                    copies[x] = Inserter(graph, node, fake_mode=fake_mode)(torch.ops.aten.clone.default, x, memory_format=LAST)
+                    copies[x] = _in_order(graph, node, x, fake_mode)
                 if x in copies:
                     node.replace_input_with(x, copies[x])
-        return bool(copies)
+        return bool(copies) or joined
+
+
+def _join_in_order(graph: fx.Graph, fake_mode: Any) -> bool:
+    """What is concatenated for a convolution, part by part: where inductor is not told of one of the parts, it puts the whole
+    the other way, and each convolution that reads it, forward or backward, makes a copy of its own. Parts that others read
+    follow from a convolution, or are computed into the result (`passes.transform.apart`)."""
+    changed = False
+    for cat in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        if any(cat in user.args[:OPERANDS.get(user.target, 0)] for user in cat.users):
+            parts = [_in_order(graph, cat, x, fake_mode) if len(x.users) == 1 and _is_in_another_order(x) else x
+                     for x in cat.args[0]]
+            changed |= parts != list(cat.args[0])
+            cat.args = (parts, *cat.args[1:])
+    return changed
+
+
+def _in_order(graph: fx.Graph, before: fx.Node, x: fx.Node, fake_mode: Any) -> fx.Node:
+    return Inserter(graph, before, fake_mode=fake_mode)(torch.ops.aten.clone.default, x, memory_format=LAST)
 
 
 def _is_in_another_order(x: fx.Node) -> bool:

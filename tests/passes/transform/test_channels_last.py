@@ -54,3 +54,21 @@ def test_where_inductor_keeps_the_order_of_dims_nothing_is_copied(monkeypatch):
 def test_a_graph_without_convolutions_is_not_asked_about():
     gm, _ = joint_graph(mlp(4, 8, 1), (torch.ones(2, 4),))
     assert not compat.computes_channels_last(gm)
+
+
+def test_what_is_joined_for_a_convolution_is_put_in_order_part_by_part(last):
+    class Joined(Two):
+        def forward(self, x):
+            x = torch.relu(self.first(x))
+            return self.second(torch.cat([x.flip(2), x.mean(1, keepdim=True)], 1)[:, :8]).square().sum() + x.sum()
+
+    class Read(Joined):
+        def forward(self, x):
+            x = torch.relu(self.first(x))
+            return self.second(torch.cat([x[:, :4].flip(2), x[:, 4:]], 1)).square().sum()
+
+    for model, parts in (Joined(), 0), (Read(), 2):  # the first's goes through a view: nobody knows for whom it is joined
+        gm, _ = joint_graph(model, (torch.ones(2, 3, 8, 8),))
+        ChannelsLast()(gm)
+        (cat,) = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
+        assert sum(x in copies(gm) for x in cat.args[0]) == parts
