@@ -63,9 +63,9 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
     if search.seconds_left <= 0:
         log.info("the search for placements within the budget was cut short by time_limit after %d trials: with more time, or "
                  "on a machine that does nothing else, it may find faster ones", len(search.tried))
-    if not search.fitting() and search.least_bytes is not None:
-        search.look(0.0, search.least_bytes)  # whatever it takes: as little as can be held of parameters and their state
-    return proven(search.best(remedies), first, wanted_gap)
+    if not search.fitting():
+        search.look_for_the_least()
+    return proven(search.best(remedies, others_bytes), first, wanted_gap)
 
 
 class _Search:
@@ -76,6 +76,7 @@ class _Search:
         self.refusal: Infeasible | None = None
         self.least_bytes: float | None = None
         """With which the latest placements that were refused would have been found."""
+        self.least: Planned | None = None
 
     @property
     def seconds_left(self) -> float:
@@ -98,18 +99,35 @@ class _Search:
                      format_us(_us(same)), format_bytes(_held(same)), format_us(_again_us(same)))
         return same
 
+    def look_for_the_least(self) -> None:
+        """Whatever it takes: as little as can be held of parameters and their state. No budget has led there, so that every
+        search that finds nothing else finds this."""
+        self.least = self.look(0.0, 0.0)
+        if self.least is None and self.least_bytes is not None:
+            self.least = self.look(0.0, self.least_bytes)
+
+    def to_name(self, others_bytes: float) -> Planned:
+        """The closest of those that do not fit; another where a search with as many bytes as that holds would not find it."""
+        closest = min(self.tried, key=_excess)
+        bytes_left = self.budget_bytes + _excess(closest) - others_bytes
+        if self.least is None or _excess(self.least) <= _excess(closest):
+            return closest
+        found = (self.look(share, bytes_left) for share in (0.0, SHARES[0]))
+        again = any(each is not None and _excess(each) <= _excess(closest) for each in found)
+        return closest if again else self.least
+
     def fitting(self) -> list[Planned]:
         return [each for each in self.tried if _excess(each) <= 0]
 
-    def best(self, remedies: Sequence[str]) -> Planned:
-        """The fastest that fits."""
+    def best(self, remedies: Sequence[str], others_bytes: float) -> Planned:
+        """The fastest that fits. Else what is named works: one that a search with as many bytes finds, too."""
         fitting = self.fitting()
         if fitting:
             return min(fitting, key=_us)
         if not self.tried:
             assert self.refusal is not None, "nothing was tried because nothing was found"
             raise self.refusal
-        closest = min(self.tried, key=_excess)
+        closest = self.to_name(others_bytes)
         least = self.budget_bytes + _excess(closest)
         stepping = _kept(closest).after_bytes == _kept(closest).peak_bytes
         when = ", while the optimizer makes its step" if stepping else ""

@@ -75,15 +75,18 @@ def test_what_other_graphs_keep_is_taken_off():
     assert Table(whole={**WHOLE, "again_us": 0.0}, split=SPLIT).answer(100, others=15.0) == "split"
 
 
-def test_the_last_thing_tried_is_as_little_state_as_can_be():
-    class Refusing(Table):
-        def plan(self, lifetimes, nbytes, seconds):
-            try:
-                return super().plan(lifetimes, nbytes, seconds)
-            except Infeasible as refusal:
-                refusal.smallest_budget_bytes = min(row["counted"][lifetimes.saved_share > 0] for row in self.plans.values())
-                raise
+class Refusing(Table):
+    """That says how many bytes it takes."""
 
+    def plan(self, lifetimes, nbytes, seconds):
+        try:
+            return super().plan(lifetimes, nbytes, seconds)
+        except Infeasible as refusal:
+            refusal.smallest_budget_bytes = min(row["counted"][lifetimes.saved_share > 0] for row in self.plans.values())
+            raise
+
+
+def test_the_last_thing_tried_is_as_little_state_as_can_be():
     least = {"us": 150.0, "again_us": 90.0, "state": 15, "above": 30, "counted": (15, 80)}
     heavy = {**WHOLE, "above": 99, "counted": (15.5, 120)}
     table = Refusing(heavy=heavy, least=least)
@@ -95,6 +98,22 @@ def test_a_budget_that_no_trial_meets_is_refused_with_the_least():
         Table(whole=WHOLE, split=SPLIT).answer(79)
     assert caught.value.smallest_budget_bytes == 80 and 'offload="saved"' in caught.value.next_step
     assert "of these bytes, parameters and optimizer state 20 B" in caught.value.what
+
+
+def row(us, again_us, state, above, counted):
+    return {"us": us, "again_us": again_us, "state": state, "above": above, "counted": (state, counted)}
+
+
+@pytest.mark.parametrize(("budget", "plans"), [
+    (50, {"a": row(59.0, 5.0, 60, 45, 141), "b": row(196.0, 0.0, 44, 31, 102), "c": row(97.0, 0.0, 50, 17, 136)}),
+    (40, {"a": row(174.0, 30.0, 38, 34, 119), "b": row(174.0, 5.0, 27, 59, 67), "c": row(200.0, 0.0, 58, 70, 78),
+          "d": row(105.0, 0.0, 51, 60, 99)}),
+])
+def test_as_many_bytes_as_an_error_names_are_enough(budget, plans):
+    """Where a search comes by depends on its bytes: with as many as were named, it may go elsewhere."""
+    with pytest.raises(Infeasible) as caught:
+        Refusing(**plans).answer(budget)
+    assert Refusing(**plans).answer(caught.value.smallest_budget_bytes)
 
 
 def test_an_optimizers_step_that_does_not_fit_is_named():
