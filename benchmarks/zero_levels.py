@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import MODELS, build, report
-from memory import Training, training
+from memory import Training, seen_freeing, training
 from torch import nn
 
 import hpml_compiler
@@ -56,9 +56,10 @@ def bytes_of(step: Accumulating, call: Callable[..., Any]) -> tuple[int, int]:
     for _ in range(2):
         step.step(call)
     between = step.state_bytes()
-    profile = StepProfile("cpu")
-    step.step(call)
-    profiled = profile.stop(between)
+    with seen_freeing():
+        profile = StepProfile("cpu")
+        step.step(call)
+        profiled = profile.stop(between)
     assert profiled is not None
     return between, profiled.peak_bytes or 0
 
