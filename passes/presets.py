@@ -111,6 +111,12 @@ def one_device(compiler: str) -> PassManager:
     return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (Deduplicate(),))
 
 
+def one_stage(compiler: str, forward_outputs: int) -> PassManager:
+    """The same for a stage of a pipeline that one device runs whole."""
+    return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (
+        Deduplicate(), TagPhases(forward_outputs)))
+
+
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,
                    kept_gradients: Sequence[int] = (), compact: bool = False, ahead: bool = True,
                    by_block: bool = False) -> PassManager:

@@ -9,10 +9,11 @@ that is known of them. See `passes.graph.stages` for what moves between stages.
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
@@ -45,7 +46,8 @@ class StageGraph:
     inputs: of the whole graph, then those that come from the stage before, for `presets.annotate`. given: placeholders of the
     whole graph that it takes, in its order; after them come `read`, those of `received` that it reads itself. The others it
     hands on. own_sent: what it returns first of `sent`; after that come the whole graph's `outputs`, by their places there.
-    Of what backward returns, gradients of `given` come first, nothing for `read`, then `own_sent_back`.
+    Of what backward returns, gradients of `given` come first, nothing for `read`, then `own_sent_back`. fakes: of all that is
+    received, here or there, as the whole graph has it.
     """
 
     index: int
@@ -61,6 +63,7 @@ class StageGraph:
     read_back: tuple[str, ...]
     sent_back: tuple[str, ...]
     own_sent_back: tuple[str, ...]
+    fakes: Mapping[str, torch.Tensor]
 
     @property
     def forward_outputs(self) -> int:
@@ -71,6 +74,13 @@ def split_stages(gm: GraphModule, inputs: Sequence[GraphInput]) -> tuple[StageGr
     """The stages of a joint graph that is annotated with them. inputs: those that it was annotated with."""
     whole = _Whole(gm, inputs)
     return tuple(_Stage(whole, index).build() for index in range(whole.stages.count))
+
+
+def parts_of_gradients(gm: GraphModule) -> dict[str, tuple[int, ...]]:
+    """Of an input whose gradient is made in parts, the stages that make them, in the order in which they are added up."""
+    stages, interface = read(STAGES, gm), read(INTERFACE, gm)
+    return {owner: tuple(stages.of[part] for part in stages.sums[name])
+            for name, owner in interface.outputs[interface.forward_outputs:] if owner is not None and name in stages.sums}
 
 
 class _Whole:
@@ -158,7 +168,8 @@ class _Stage:
             self.index, GraphModule(whole.gm, graph), (*whole.inputs, *map(whole.described_input, self.reads)),
             _names(given), _values(self.before), _values(self.reads), _values(self.after), _names(self.sends),
             tuple(self.outputs), _values(self.back_from), _values(self.reads_back), _values(self.back_to),
-            _names(self.sends_back))
+            _names(self.sends_back),
+            {each.value: whole.nodes[each.value].meta["val"] for each in (*self.before, *self.back_from)})
 
     def _needed(self, wanted: Sequence[Node | None]) -> set[Node]:
         """All that the stage computes or is given, for what it returns and for its side effects."""

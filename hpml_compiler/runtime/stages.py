@@ -1,0 +1,214 @@
+"""Run this rank's stages of a pipeline by the table of a schedule (`passes.schedule.actions`).
+
+A stage gets what the table has received for it, and what it is given of the whole graph's inputs; what it makes is kept by name
+until the table sends it, or backward takes it. Receives are started where the table has them and waited for when they are read;
+sends are looked after until the end. Both ends start messages in the same order, which the table was checked for.
+"""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from passes.errors import BadInput, HpmlError
+from passes.schedule.actions import Action, Schedule
+from passes.transform.split_stages import GRADIENT, StageGraph
+
+
+@dataclass(frozen=True)
+class Half:
+    """Forward or backward of a stage: a call that takes a list and empties it, and the names of what it takes and returns."""
+
+    call: Callable[[list[Any]], Any]
+    takes: tuple[str, ...]
+    returns: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class StageCalls:
+    """A stage that is ready to run. forward returns what the graph sends and its outputs, then what backward takes of it."""
+
+    graph: StageGraph
+    forward: Half
+    backward: Half
+
+
+class Messages:
+    """What ranks of a pipeline send each other. ranks: of the group, by place in the pipeline."""
+
+    def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None):
+        self.ranks, self.device, self.group = tuple(ranks), device, group
+        self.sent: list[tuple[Any, torch.Tensor]] = []
+        """Each with what it reads, which has to be there until it is done."""
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1)
+            self.sent.append((dist.isend(flat, self.ranks[to], self.group), flat))
+
+    def receive(self, like: Sequence[torch.Tensor], source: int) -> Received:
+        """like: fakes of what comes; it is packed, whatever their strides."""
+        buffers = [torch.empty(tuple(x.shape), dtype=x.dtype, device=self.device) for x in like]
+        return Received([dist.irecv(x.view(-1), self.ranks[source], self.group) for x in buffers],
+                        [_like(x, fake) for x, fake in zip(buffers, like)], buffers)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for work, _ in self.sent:
+            work.wait()
+        self.sent.clear()
+
+
+@dataclass
+class Received:
+    works: list[Any]
+    shaped: list[Callable[[], torch.Tensor]]
+    buffers: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        for work in self.works:
+            work.wait()
+        return [shaped() for shaped in self.shaped]
+
+
+def _like(buffer: torch.Tensor, fake: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A received tensor in the order of dims in memory that the stage's graph knows."""
+    if tuple(buffer.stride()) == tuple(fake.stride()):
+        return lambda: buffer
+    shape, stride = tuple(map(int, fake.shape)), tuple(map(int, fake.stride()))
+    return lambda: torch.empty_strided(shape, stride, dtype=buffer.dtype, device=buffer.device).copy_(buffer)
+
+
+class Run:
+    """One step of this rank. given: value of an input of the whole graph, or of a tangent, for a microbatch.
+
+    outputs: by microbatch and place among the whole graph's forward outputs; gradients: by input of the whole graph and stage,
+    summed over microbatches.
+    """
+
+    def __init__(self, table: Schedule, rank: int, stages: Mapping[int, StageCalls], messages: Messages,
+                 given: Callable[[int, str], Any]):
+        if table.splits_backward:
+            raise BadInput("stages do not compute gradients of inputs and of weights apart yet", f"schedule {table.name}",
+                           "take gpipe, 1f1b or interleaved")
+        self.table, self.rank, self.stages, self.messages, self.given = table, rank, stages, messages, given
+        self.known: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
+        """By stage and microbatch: what it has saved, received and made, each until it was last needed."""
+        self.arriving: dict[tuple[str, int, int], Received] = {}
+        self.outputs: dict[tuple[int, int], Any] = {}
+        self.gradients: dict[tuple[str, int], torch.Tensor] = {}
+
+    def run(self, actions: Sequence[Action] | None = None) -> None:
+        """All that the table has for this rank, or a part of it."""
+        for action in self.table.actions[self.rank] if actions is None else actions:
+            try:
+                getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
+            except HpmlError:
+                raise
+            except Exception as error:
+                raise HpmlError(f"{action} failed: {type(error).__name__}: {error}", f"rank {self.rank} of the pipeline",
+                                "see the error that this one was raised from") from error
+        self.messages.finish()
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        calls, known = self.stages[stage], self.known[stage, microbatch]
+        self._arrive("forward", stage, microbatch, stage - 1, calls.graph.received, "")
+        given = set(calls.graph.given)
+        made = calls.forward.call([self.given(microbatch, name) if name in given else known[name]
+                                   for name in calls.forward.takes])
+        sent, ends = calls.graph.own_sent, calls.graph.forward_outputs
+        known.update((name, x) for name, x in zip(calls.forward.returns[ends:], made[ends:]) if name is not None)
+        known.update(zip(sent, made))
+        for place, x in zip(calls.graph.outputs, made[len(sent):ends]):
+            self.outputs[microbatch, place] = x
+        self._keep(stage, microbatch, calls.graph.sent if stage + 1 < self.table.stages else ())
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        calls, known = self.stages[stage], self.known[stage, microbatch]
+        graph = calls.graph
+        self._arrive("backward", stage, microbatch, stage + 1, graph.received_back, GRADIENT)
+        made = calls.backward.call([
+            known[name] if name in known else self.given(microbatch, name) for name in calls.backward.takes])
+        for name, x in zip(graph.given, made):
+            if x is not None:
+                before = self.gradients.get((name, stage))
+                self.gradients[name, stage] = x if before is None else before + x
+        back = dict(zip(graph.own_sent_back, made[len(graph.given) + len(graph.read):]))
+        handed = {name: back[name] if name in back else known[GRADIENT + name] for name in graph.sent_back}
+        known.clear()
+        known.update(handed)
+
+    def _send_forward(self, stage: int, microbatch: int) -> None:
+        known = self.known[stage, microbatch]
+        self.messages.send([known[name] for name in self.stages[stage].graph.sent], self.table.ranks[stage + 1])
+        self._keep(stage, microbatch)
+
+    def _send_backward(self, stage: int, microbatch: int) -> None:
+        known = self.known.pop((stage, microbatch))
+        self.messages.send([known[name] for name in self.stages[stage].graph.sent_back], self.table.ranks[stage - 1])
+
+    def _receive_forward(self, stage: int, microbatch: int) -> None:
+        graph = self.stages[stage].graph
+        self.arriving["forward", stage, microbatch] = self.messages.receive(
+            [graph.fakes[name] for name in graph.received], self.table.ranks[stage - 1])
+
+    def _receive_backward(self, stage: int, microbatch: int) -> None:
+        graph = self.stages[stage].graph
+        self.arriving["backward", stage, microbatch] = self.messages.receive(
+            [graph.fakes[name] for name in graph.received_back], self.table.ranks[stage + 1])
+
+    def _arrive(self, way: str, stage: int, microbatch: int, source: int, names: Sequence[str], prefix: str) -> None:
+        """What comes from the stage `source` is known under its names from now on."""
+        if not 0 <= source < self.table.stages:
+            return
+        received = self.arriving.pop((way, stage, microbatch), None)
+        if received is not None:
+            values = received.wait()
+        else:  # the other stage is on this rank
+            known = self.known[source, microbatch]
+            values = [known[name] for name in names]
+            if way == "forward":
+                self._keep(source, microbatch)
+            else:
+                known.clear()
+        self.known[stage, microbatch].update((prefix + name, x) for name, x in zip(names, values, strict=True))
+
+    def _keep(self, stage: int, microbatch: int, sent: Sequence[str] = ()) -> None:
+        """After forward, what backward takes, and what is still to be sent."""
+        known, kept = self.known[stage, microbatch], {*self.stages[stage].backward.takes, *sent}
+        for name in [name for name in known if name not in kept]:
+            del known[name]
+
+    def add_up(self, sums: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Gradients of this rank's inputs. sums: of an input whose gradient is made in parts, the stages that make them, in
+        the order in which they are added: they go to the first stage, and the sum comes back to the others."""
+        found: dict[str, torch.Tensor] = {}
+        for name, makers in sums.items():
+            owner = self.table.ranks[min(makers)]
+            own = [x for (each, _), x in self.gradients.items() if each == name]
+            total: torch.Tensor | None = None
+            for stage in makers:
+                maker = self.table.ranks[stage]
+                part = self.gradients.get((name, stage))
+                if maker == self.rank != owner:
+                    assert part is not None, f"stage {stage} has made no gradient of {name}"
+                    self.messages.send([part], owner)
+                elif self.rank == owner:
+                    if part is None:
+                        (part,) = self.messages.receive([own[0]], maker).wait()
+                    total = part if total is None else total + part
+            others = sorted({self.table.ranks[stage] for stage in makers} - {owner})
+            if self.rank == owner:
+                assert total is not None, f"nobody has made a gradient of {name}"
+                for other in others:
+                    self.messages.send([total], other)
+                found[name] = total
+            elif self.rank in others:
+                (found[name],) = self.messages.receive([own[0]], owner).wait()
+            self.messages.finish()
+        found.update({name: x for (name, _), x in self.gradients.items() if name not in sums})
+        return found
