@@ -12,6 +12,8 @@ from tests.helpers.ranks import run_ranks
 
 # Plans of tests are the same each time, and their launches start fast; the tests of the quick look itself ask for it.
 os.environ.setdefault("HPML_QUICK_PROFILE", "0")
+# And none is that of an earlier test; the tests of remembered plans ask for it.
+os.environ.setdefault("HPML_CACHE", "0")
 
 settings.register_profile("tests", deadline=None)  # on a busy machine the first example alone takes longer than 200 ms
 settings.load_profile("tests")

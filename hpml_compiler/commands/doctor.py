@@ -12,6 +12,7 @@ import typer
 
 from hpml_compiler.commands._checks import Check, run_checks
 from hpml_compiler.discovery.discover import discover
+from hpml_compiler.plans import plan_file
 from passes.errors import BadInput, MissingDependency
 from passes.files import check_writable, is_device
 from passes.records import to_json
@@ -30,8 +31,14 @@ def doctor(
                                               "--cluster` reads.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="With --cluster: measure matrix products and memory, "
                                           "under 10 s.")] = False,
+    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Forget the plans of earlier launches instead; what "
+                                              "`hpml profile` measured stays.")] = False,
 ) -> None:
     """Check that everything hpml needs is there; exit code 4 says that something is not."""
+    if clear_cache:
+        if cluster or save is not None or measure or quick:
+            raise BadInput("--clear-cache does nothing else", "hpml doctor", "give it alone")
+        return _clear_cache(as_json)
     if cluster:
         return _describe_cluster(as_json, save, measure)
     if save is not None or measure:
@@ -45,6 +52,14 @@ def doctor(
     if missing:
         raise MissingDependency(f"hpml cannot work here, for want of: {', '.join(check.name for check in missing)}",
                                 where=sys.executable, next_step="; ".join(check.next_step for check in missing))
+
+
+def _clear_cache(as_json: bool) -> None:
+    cleared = plan_file.clear()
+    if as_json:
+        print(json.dumps({"cleared": None if cleared is None else str(cleared)}))
+    else:
+        print("there are no plans of earlier launches" if cleared is None else f"deleted {cleared}")
 
 
 def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:

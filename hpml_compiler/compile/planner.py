@@ -13,8 +13,9 @@ from hpml_compiler.compile.agreement import from_rank_0
 from hpml_compiler.compile.graph_inputs import GraphInputs
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
-from hpml_compiler.planning.in_trials import plan_in_trials
+from hpml_compiler.planning.in_trials import plan_in_trials, remembered
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
+from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.reuse import structure
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.planning.trial import Trial
@@ -55,20 +56,23 @@ class Planner:
             self.annotated.seconds["look"] = time.perf_counter() - start
 
     def _plan(self) -> Planned:
-        annotated, given, pinned = self.annotated, self.options.load_plan(), None
+        annotated, options, given, pinned = self.annotated, self.options, self.options.load_plan(), None
         if given is not None and annotated.interface.training:
             pinned = given.check(annotated.hash(), torch.__version__, dist.get_world_size()).kept
         names = {p: n for n, p in annotated.interface.positions.items()}
         rows = frozenset(names[p] for p in self.inputs.rows if p in names)
-        key = structure(annotated, self.options, rows)
+        key, mesh, quick = structure(annotated, options, rows), self._mesh_in_use(), self.session.quick
+        like = self.session.decided.get(key)
         plan = functools.partial(
-            plan_graph, annotated, self.options, self.cluster, fixed_mesh=self._mesh_in_use(),
-            name=f"graph_{len(self.session.graphs)}", rows=rows, given=given, like=self.session.decided.get(key),
-            quick=self.session.quick)
+            plan_graph, annotated, options, self.cluster, fixed_mesh=mesh, name=f"graph_{len(self.session.graphs)}", rows=rows,
+            given=given, like=like, quick=quick)
+        trial = None
         if self.sharing is not None and self.forward_outputs is not None:
-            planned = plan_in_trials(plan, self.trial(self.sharing), self.options.time_limit, pinned)
+            trial = self.trial(self.sharing)
+        if given is not None or like is not None:
+            planned = plan() if trial is None else plan_in_trials(plan, trial, options.time_limit, pinned)
         else:
-            planned = plan()
+            planned = remembered(memory_of(annotated, options, self.cluster, quick, mesh, sorted(rows)), plan, trial)
         self.session.decided.setdefault(key, planned.record)
         return planned
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hpml_compiler.options import Options
-from hpml_compiler.planning.in_trials import plan_in_trials
+from hpml_compiler.planning.in_trials import plan_in_trials, remembered
 from hpml_compiler.planning.kept import with_kept
 from hpml_compiler.planning.making import making
 from hpml_compiler.planning.one_device import keep_on_one_device, plan_of_one_device
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
+from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.room import Held, Sharing, held_whole
 from hpml_compiler.planning.shorten import Folded
 from hpml_compiler.planning.trial import Trial
@@ -55,7 +56,11 @@ class Budgeted:
                                      fixed_mesh=fixed_mesh)
             if folded is not None:
                 plan = functools.partial(plan, shorter=folded.shorter, further=folded.further)
-            planned = plan_in_trials(plan, trial, self.options.time_limit, pinned)
+            if self.given is not None or folded is not None:
+                planned = plan_in_trials(plan, trial, self.options.time_limit, pinned)
+            else:
+                memory = memory_of(annotated, sharing.options, self.cluster, None, fixed_mesh)
+                planned = remembered(memory, plan, trial)
             assert planned.kept is not None, "it was tried out"
             kept, held = planned.kept, trial.held(planned)
             record = planned.record if folded is None else folded.of_all_layers(planned.record)

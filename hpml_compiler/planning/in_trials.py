@@ -3,9 +3,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from hpml_compiler.planning.bound import proven
 from hpml_compiler.planning.plan_graph import Planned
+from hpml_compiler.planning.remembered import Memory
 from hpml_compiler.planning.trial import Trial
 from hpml_compiler.planning.within_budget import within_budget
 from hpml_compiler.plans.kept import KeptPlan
@@ -17,16 +19,38 @@ def plan_in_trials(plan: Callable[..., Planned], trial: Trial, seconds: float, p
     seconds: for all of it. pinned: what a plan that is obeyed keeps. Raises Infeasible, with the smallest budget that is known
     to work."""
     sharing = trial.sharing
+    if pinned is not None and (planned := plan_as_pinned(plan, trial, seconds, pinned)) is not None:
+        return planned
 
     def placed(lifetimes: Lifetimes, budget_bytes: float, time_limit: float) -> Planned:
-        lifetimes = replace(lifetimes, made=sharing.making.at_once)
-        return plan(lifetimes=lifetimes, budget_bytes=budget_bytes, time_limit=time_limit)
+        return _placed(plan, trial, lifetimes, budget_bytes, time_limit)
 
-    if pinned is not None:
-        planned = placed(Lifetimes(0.0), sharing.budget - sharing.held_by_others, seconds)
-        if (kept := trial.obey(planned, pinned)) is not None:
-            return proven(replace(planned, kept=kept), planned, sharing.options.gap)
     remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
     if sharing.options.resident_states and trial.cluster.device.kind == "cpu":  # on several GPUs that is refused
         remedies.append('offload="optimizer"')
     return within_budget(placed, trial, sharing.budget, seconds, sharing.held_by_others, sharing.options.gap, remedies)
+
+
+def remembered(memory: Memory, plan: Callable[..., Planned], trial: Trial | None = None) -> Planned:
+    """The plan of an earlier launch, if there is one that fits, else a new one. plan: as above; trial: where there is a
+    budget."""
+    if trial is None:
+        return memory.plan(lambda found: plan(as_in=found), plan)
+    seconds = trial.options.time_limit
+    budgeted = memory.about(trial.sharing, trial.forward_outputs, trial.kept_gradients, sorted(trial.written), trial.device)
+    return budgeted.plan(
+        lambda found: plan_as_pinned(partial(plan, as_in=found), trial, seconds, found.kept) if found.kept else None,
+        lambda: plan_in_trials(plan, trial, seconds))
+
+
+def plan_as_pinned(plan: Callable[..., Planned], trial: Trial, seconds: float, pinned: KeptPlan) -> Planned | None:
+    """With what a plan keeps that is obeyed; None where that was made for another budget and does not fit this one."""
+    sharing = trial.sharing
+    planned = _placed(plan, trial, Lifetimes(0.0), sharing.budget - sharing.held_by_others, seconds)
+    kept = trial.obey(planned, pinned)
+    return None if kept is None else proven(replace(planned, kept=kept), planned, sharing.options.gap)
+
+
+def _placed(plan: Callable[..., Planned], trial: Trial, lifetimes: Lifetimes, budget_bytes: float, seconds: float) -> Planned:
+    lifetimes = replace(lifetimes, made=trial.sharing.making.at_once)
+    return plan(lifetimes=lifetimes, budget_bytes=budget_bytes, time_limit=seconds)

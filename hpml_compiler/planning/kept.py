@@ -107,14 +107,15 @@ def _fullest(walk: Walk, room: Room) -> tuple[str, dict[str, float]]:
 
 def with_kept(record: GraphPlan, kept: KeptNodes, options: Options) -> GraphPlan:
     """The plan of a graph with what it keeps, and with the bytes that it holds so."""
-    record = record.model_copy(update={"kept": _kept_plan(kept, options)})
+    record = record.model_copy(update={"kept": kept_plan(kept, options)})
     peak = counted_peak([record])
     assert peak is not None, "it says what is kept"
     memory = record.memory.model_copy(update={"activations": kept.saved_bytes, "peak": peak.bytes})
     return record.model_copy(update={"memory": memory})
 
 
-def _kept_plan(kept: KeptNodes, options: Options) -> KeptPlan:
+def kept_plan(kept: KeptNodes, options: Options) -> KeptPlan:
+    """What is kept, in the words of a plan. options: with the budget in bytes."""
     assert isinstance(options.memory_budget, int), "there is a budget, in bytes"
     account, layers = kept.account, kept.account.layers
     forward, backward = (

@@ -1,6 +1,7 @@
 """Which measurements a plan is priced with: those of this machine's devices, where the plan is for them."""
 from __future__ import annotations
 
+import hashlib
 import os
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from hpml_compiler.options import Options
 from passes.costs.cache import MeasurementCache, device_key
 from passes.costs.measured import Measurements
-from passes.costs.measured_collectives import MeasuredCollectives, read_points
+from passes.costs.measured_collectives import CollectivePoint, MeasuredCollectives, read_points
 from passes.costs.prices import Measured
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
@@ -27,22 +28,31 @@ def load(options: Options, cluster: Cluster, graph: str = "") -> Measured | None
 
     Raises BadInput if costs="measured" and there is nothing.
     """
-    if options.costs == "roofline" or (options.costs == "auto" and options.cluster is not None):
-        return None
-    kind, group = cluster.device.kind, cluster.groups[0]
-    if kind == "cuda" and not torch.cuda.is_available():
-        return None
-    with MeasurementCache() as cache:
-        found = Measurements.load(cache, sharing_key(kind, group.devices_per_node), graph)
-        points = read_points(cache, device_key(kind))
+    found, points = _read(options, cluster, graph)
     if found is None and not points:
         if options.costs == "measured":
             raise BadInput("nothing was measured on the devices of this plan", "option costs",
                            "run `hpml profile TARGET` on as many ranks as the plan has (under torchrun), or leave out costs")
         return None
+    kind = cluster.device.kind
     name = torch.cuda.get_device_name() if kind == "cuda" else ""
     collectives = MeasuredCollectives(points, lambda g: g.axis(kind, name), cluster.world_size) if points else None
     return Measured(found or Measurements(), collectives)
+
+
+def digest(options: Options, cluster: Cluster, graph: str) -> str:
+    """Of all that `load` would price with; another one where something was measured since."""
+    return hashlib.sha256(repr(_read(options, cluster, graph)).encode()).hexdigest()[:16]
+
+
+def _read(options: Options, cluster: Cluster, graph: str) -> tuple[Measurements | None, list[CollectivePoint]]:
+    kind, group = cluster.device.kind, cluster.groups[0]
+    elsewhere = options.costs == "auto" and options.cluster is not None
+    if options.costs == "roofline" or elsewhere or (kind == "cuda" and not torch.cuda.is_available()):
+        return None, []
+    with MeasurementCache() as cache:
+        return (Measurements.load(cache, sharing_key(kind, group.devices_per_node), graph),
+                read_points(cache, device_key(kind)))
 
 
 def local_ranks() -> int:

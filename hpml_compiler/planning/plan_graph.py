@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
-from hpml_compiler.planning.reuse import Pins, pins_of
+from hpml_compiler.planning.reuse import Decided, Pins, obeying, pins_of
 from hpml_compiler.plans.graph_plan import graph_plan
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
@@ -61,17 +61,17 @@ def zero_of(options: Options, obeys: bool) -> Zero:
 def plan_graph(
     annotated: Annotated, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
-    shorter: PlacementGraph | None = None, further: int = 0, like: GraphPlan | None = None,
+    shorter: PlacementGraph | None = None, further: int = 0, like: Decided | None = None, as_in: Decided | None = None,
     quick: Measured | None = None, lifetimes: Lifetimes = THROUGHOUT, budget_bytes: float | None = None,
     time_limit: float | None = None,
 ) -> Planned:
     """Try every candidate mesh and keep the cheapest answer.
 
     A mesh whose bound is above the best answer so far is dropped without an answer. `like`: the plan of a graph of the
-    same structure (`hpml_compiler.planning.reuse`), whose decisions are taken where they fit. `quick`: what prices are scaled
-    by where no profile has anything. `lifetimes`: when
-    bytes are counted; `budget_bytes`, `time_limit`: in place of the options'. Raises Infeasible if no mesh meets the budget,
-    with the smallest budget that any meets.
+    same structure (`hpml_compiler.planning.reuse`), whose decisions are taken where they fit; `as_in`: of the graph itself,
+    whose decisions are taken, or what they do not fit is raised. `quick`: what prices are scaled by where no profile has
+    anything. `lifetimes`: when bytes are counted; `budget_bytes`, `time_limit`: in place of the options'. Raises Infeasible if
+    no mesh meets the budget, with the smallest budget that any meets.
     """
     capped = capped_cluster(cluster, options.power_cap)
     if budget_bytes is None:
@@ -87,6 +87,8 @@ def plan_graph(
         deciding(conditions, mesh, pins)(annotated.gm)
         return _told(annotated, conditions, name)
 
+    if as_in is not None:
+        return _as_like(as_in, planned(as_in.mesh, pins_of(as_in)))
     if like is not None and given is None and (fixed_mesh is None or [*fixed_mesh.items()] == [*like.mesh.items()]):
         try:
             return _as_like(like, planned(like.mesh, pins_of(like)))
@@ -99,9 +101,9 @@ def plan_graph(
     return planned(mesh, _pins(given, annotated))
 
 
-def _as_like(like: GraphPlan, planned: Planned) -> Planned:
+def _as_like(like: Decided, planned: Planned) -> Planned:
     """Its solver's report says whose decisions these are, and claims no bound."""
-    solver = planned.record.solver.model_copy(update={"status": f"as {like.name}", "bound": None, "gap": None})
+    solver = planned.record.solver.model_copy(update={"status": obeying(like), "bound": None, "gap": None})
     return replace(planned, record=planned.record.model_copy(update={"solver": solver}))
 
 

@@ -7,13 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from typing import Protocol
 
 from hpml_compiler.options import Options
-from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.plans.schema import DecisionRecord
 from passes.graph.annotated import Annotated
 from passes.partition.entities import Pin
 
 Pins = dict[str, Pin]
+
+
+class Decided(Protocol):
+    """What was chosen for a graph, and what that choice is called."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+
+    @property
+    def decisions(self) -> Mapping[str, DecisionRecord]: ...
 
 
 def structure(annotated: Annotated, options: Options, rows: frozenset[str] = frozenset()) -> str:
@@ -28,6 +43,11 @@ def structure(annotated: Annotated, options: Options, rows: frozenset[str] = fro
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def pins_of(record: GraphPlan) -> Pins:
+def obeying(record: Decided) -> str:
+    """The solver's status of a plan whose decisions are those of another one."""
+    return f"as {record.name}"
+
+
+def pins_of(record: Decided) -> Pins:
     """What was chosen for each entity, as `place` takes it."""
     return {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in record.decisions.items()}

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning.budgeted import Budgeted
+from hpml_compiler.planning.in_trials import remembered
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
+from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.shorten import LONG, SHORT, Folded, depth, neighbors, repeated_paths, shortened
 from hpml_compiler.plans.plan import Plan
 from passes.graph.annotated import Annotated
@@ -107,7 +109,9 @@ def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan 
         if budgeted is not None:
             results.append(budgeted.plan(name, traces.traced[number], annotated, mesh))
         else:
-            results.append(plan_graph(annotated, options, cluster, name=name, given=given, fixed_mesh=mesh))
+            plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh)
+            results.append(plan(given=given) if given is not None else
+                           remembered(memory_of(annotated, options, cluster, None, mesh), plan))
     return results
 
 
@@ -124,8 +128,9 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
                 log.info("of %d equal layers, %d were traced, which a rank does not run alike: all saved values are counted as "
                          "if none could be computed once more; with trace_all_layers=True it is decided what is kept",
                          folded.layers, LONG)
-        planned = plan_graph(
-            annotated, options, cluster, name="graph_0", shorter=folded.shorter, further=folded.further)
+        memory = memory_of(annotated, options, cluster, None, folded.further)
+        planned = remembered(memory, partial(plan_graph, annotated, options, cluster, name="graph_0", shorter=folded.shorter,
+                                             further=folded.further))
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None

@@ -11,6 +11,7 @@ import pytest
 
 from hpml_compiler import cli
 from hpml_compiler.commands import _checks
+from hpml_compiler.plans import plan_file
 
 
 def _doctor(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -83,3 +84,14 @@ def test_a_failing_all_reduce_shows_its_error(monkeypatch):
     check = _checks.check_all_reduce()
     assert check.status == "missing" and "not_there" in check.detail
     assert sys.executable in check.next_step
+
+
+def test_plans_of_earlier_launches_are_forgotten(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
+    assert "there are no plans" in _doctor(capsys, "--clear-cache")[1]
+    plan_file.put("key", "{}")
+    code, out, _ = _doctor(capsys, "--clear-cache", "--json")
+    assert (code, json.loads(out)) == (0, {"cleared": str(tmp_path / "plans.sqlite")})
+    assert plan_file.get("key") is None and not list(tmp_path.iterdir())
+    code, _, err = _doctor(capsys, "--clear-cache", "--cluster")
+    assert code == 2 and "does nothing else" in err

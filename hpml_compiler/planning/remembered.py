@@ -1,0 +1,164 @@
+"""Plans of earlier launches: what was decided for a graph is looked up in a file before it is searched for again.
+
+What is found is obeyed as a saved plan is: the problem is built anew, of this graph and at the prices of today, and every
+choice is priced and checked in it. So an entry that is stale, damaged or of another graph costs a search, and nothing else.
+"""
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import Field, ValidationError
+
+from hpml_compiler.options import Options
+from hpml_compiler.planning import measurements
+from hpml_compiler.planning.kept import kept_plan
+from hpml_compiler.planning.plan_graph import Planned
+from hpml_compiler.plans import plan_file
+from hpml_compiler.plans.fields import Mesh, Record
+from hpml_compiler.plans.kept import KeptPlan
+from hpml_compiler.plans.schema import DecisionRecord, MeshAttempt, SolverReport
+from passes.costs.prices import Measured
+from passes.errors import BadInput, Infeasible
+from passes.graph.annotated import Annotated as AnnotatedGraph
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
+
+log = logging.getLogger("hpml")
+
+NAME = "an earlier launch"
+CLOSE = 1e-6
+"""How far, as a part of it, the cost may be from the one found then, if prices are the same."""
+LIKE_PRICES = 1.5
+"""By how much what a quick look finds may differ from what it found then: it is a short look, at a machine that may be busy."""
+PROBES_BYTES = (2.0**12, 2.0**18, 2.0**22)
+
+
+class RememberedPlan(Record):
+    """What was decided for one graph, with the report of the search. look: prices by which a quick look scaled all others."""
+
+    name: str = NAME
+    mesh: Mesh
+    decisions: dict[str, DecisionRecord]
+    solver: SolverReport
+    rejected: Annotated[tuple[MeshAttempt, ...], Field(strict=False)]
+    kept: KeptPlan | None = None
+    look: dict[str, float] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one graph's plan. key: a digest of all that decides it but the prices of a quick look, which are in `look`.
+    options: with a budget, if there is one, in bytes."""
+
+    key: str
+    look: Mapping[str, float]
+    options: Options
+
+    def about(self, *others: object) -> Memory:
+        """Of a plan that depends on these besides, told apart by their `repr`."""
+        return replace(self, key=_digest([self.key, *others]))
+
+    def plan(self, obey: Callable[[RememberedPlan], Planned | None], search: Callable[[], Planned]) -> Planned:
+        """obey: plans the graph as it was planned then; None, BadInput or Infeasible where that does not fit. search: plans it
+        anew."""
+        if not plan_file.is_on():
+            return search()
+        found = self._found()
+        if found is not None:
+            if (planned := self._obeyed(obey, found)) is not None:
+                log.info("%s: planned as in an earlier launch; HPML_CACHE=0 searches anew", planned.record.name)
+                return planned
+            log.info("what an earlier launch decided does not fit any more: it is searched anew")
+        start = time.perf_counter()
+        planned = search()
+        if time.perf_counter() - start < self.options.time_limit:  # else it was cut short, and with more time may be better
+            self._remember(planned)
+        return planned
+
+    def _found(self) -> RememberedPlan | None:
+        """None where there is nothing, nothing that can be read, or prices were others."""
+        try:
+            text = plan_file.get(self.key)
+        except BadInput as error:
+            log.warning("plans of earlier launches cannot be read: %s", error)
+            return None
+        try:
+            found = None if text is None else RememberedPlan.model_validate_json(text)
+        except ValidationError:
+            log.warning("the plan of an earlier launch is damaged: it is made anew")
+            return None
+        return found if found is not None and _alike(found.look, self.look) else None
+
+    def _obeyed(self, obey: Callable[[RememberedPlan], Planned | None], found: RememberedPlan) -> Planned | None:
+        """With the report of the search, whose bound holds as long as prices do; None if the answer is another one."""
+        try:
+            planned = obey(found)
+        except (BadInput, Infeasible) as refusal:
+            log.info("%s", refusal)
+            return None
+        if planned is None or found.look or self.look:
+            return planned
+        record = planned.record
+        if not math.isclose(record.solver.cost or 0.0, found.solver.cost or 0.0, rel_tol=CLOSE):
+            return None
+        report = found.solver.model_copy(update={"seconds": record.solver.seconds})
+        return replace(planned, record=record.model_copy(update={"solver": report}), rejected=found.rejected)
+
+    def _remember(self, planned: Planned) -> None:
+        record = planned.record
+        kept = None if planned.kept is None else kept_plan(planned.kept, self.options)
+        entry = RememberedPlan(mesh=record.mesh, decisions=record.decisions, solver=record.solver, rejected=planned.rejected,
+                               kept=kept, look=dict(self.look))
+        try:
+            plan_file.put(self.key, entry.model_dump_json())
+        except BadInput as error:
+            log.warning("this plan cannot be kept for the next launch: %s", error)
+
+
+def memory_of(annotated: AnnotatedGraph, options: Options, cluster: Cluster, look: Measured | None, *others: object) -> Memory:
+    """others: what else the plan of the graph depends on, told apart by their `repr`."""
+    if not plan_file.is_on():
+        return Memory("", {}, options)
+    digest = annotated.hash()
+    prices = measurements.digest(options, cluster, digest)
+    interface = annotated.interface
+    roles = [dict(interface.kinds), dict(interface.trainable), dict(interface.stored), interface.outputs,
+             interface.forward_outputs, interface.training]
+    parts = [digest, roles, json.dumps(options.to_json(), sort_keys=True), cluster, prices, torch.__version__, _code(), *others]
+    return Memory(_digest(parts), {} if look is None else _prices(look, cluster), options)
+
+
+def _digest(parts: Iterable[object]) -> str:
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+
+
+def _prices(look: Measured, cluster: Cluster) -> dict[str, float]:
+    """What a look found, as numbers that can be compared."""
+    found = {f"kernels: {kind}": factor for kind, factor in look.measurements.factors.items()}
+    (axis,) = mesh_from_pin({"all": cluster.world_size}, cluster).axes
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        if look.collectives is not None and look.collectives.is_measured(kind):
+            found |= {f"{kind}: {nbytes:.0f}": look.collectives.collective_us(kind, axis, nbytes) for nbytes in PROBES_BYTES}
+    return found
+
+
+def _alike(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
+    return a.keys() == b.keys() and all(a[k] <= LIKE_PRICES * b[k] and b[k] <= LIKE_PRICES * a[k] for k in a)
+
+
+def _code() -> str:
+    """Of the planner's own source: sizes and times of all files, which costs little and notices an upgrade as an edit."""
+    folders = Path(__file__).parents[1], Path(inspect.getfile(BadInput)).parent  # hpml_compiler, passes
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    text = "\n".join(f"{path} {(stat := path.stat()).st_size} {stat.st_mtime_ns}" for path in files)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

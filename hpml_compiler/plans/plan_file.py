@@ -1,0 +1,46 @@
+"""Plans of earlier launches, by key, as text: a SQLite file in the user's cache folder."""
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from passes.sqlite_file import SqliteFile, cache_folder
+
+FILE_NAME = "plans.sqlite"
+SCHEMA_VERSION = 1
+MOST_ENTRIES = 1000
+_TABLE = "CREATE TABLE IF NOT EXISTS plan (key TEXT PRIMARY KEY, made REAL NOT NULL, entry TEXT NOT NULL)"
+
+
+def is_on() -> bool:
+    """HPML_CACHE=0 in the environment says no: every plan is searched for."""
+    return os.environ.get("HPML_CACHE", "1") != "0"
+
+
+def get(key: str) -> str | None:
+    """Raises BadInput where the file cannot be read."""
+    with _file() as plans:
+        rows = plans.read("SELECT entry FROM plan WHERE key = ?", (key,))
+    return rows[0][0] if rows else None
+
+
+def put(key: str, entry: str) -> None:
+    """In place of an earlier one; the oldest go where there are too many. Raises BadInput where it cannot be written."""
+    with _file() as plans:
+        plans.write("INSERT OR REPLACE INTO plan VALUES (?, ?, ?)", [(key, time.time(), entry)])
+        plans.write("DELETE FROM plan WHERE key NOT IN (SELECT key FROM plan ORDER BY made DESC LIMIT ?)", [(MOST_ENTRIES,)])
+
+
+def clear() -> Path | None:
+    """Forget all plans. The file that they were in; None where there was none."""
+    path = _file().path
+    if not path.exists():
+        return None
+    for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
+        each.unlink(missing_ok=True)
+    return path
+
+
+def _file() -> SqliteFile:
+    return SqliteFile(cache_folder() / FILE_NAME, _TABLE, SCHEMA_VERSION, "cache of plans", "run `hpml doctor --clear-cache`")

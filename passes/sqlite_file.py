@@ -1,0 +1,121 @@
+"""A table in a SQLite file in the user's cache folder, read and written by several processes at once."""
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from typing_extensions import Self
+
+from passes.errors import BadInput
+
+T = TypeVar("T")
+
+BUSY_TIMEOUT_S = 30.0  # how long a writer waits for another one
+
+
+def cache_folder() -> Path:
+    """$HPML_CACHE_DIR, else `hpml` in $XDG_CACHE_HOME, else ~/.cache/hpml."""
+    if folder := os.environ.get("HPML_CACHE_DIR"):
+        return Path(folder)
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "hpml"
+
+
+class SqliteFile:
+    """One file with one table.
+
+    It is opened at the first use, and made, with its folder, when something is first written: reading where nothing is leaves
+    no trace. Several processes may use it at once (write-ahead log, and a writer waits up to 30 s for another); processes of
+    several hosts should not share one, as with any SQLite file on a network disk.
+
+    table: the statement that makes it. version: of its columns. name: what errors call it; remake: what to do where it is
+    damaged. Raises BadInput, naming the file, where it is damaged, of another version, or cannot be opened.
+    """
+
+    def __init__(self, path: Path, table: str, version: int, name: str, remake: str) -> None:
+        self.path, self.name = path, name
+        self._table, self._version, self._remake = table, version, remake
+        self._connection: sqlite3.Connection | None = None
+
+    def read(self, sql: str, values: Iterable[Any]) -> list[Any]:
+        """The rows of a query."""
+        if self._connection is None and not self.path.exists():
+            return []
+        return self.guarded(lambda: self._open().execute(sql, tuple(values)).fetchall())
+
+    def write(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        """A statement once for each of these rows, in one transaction: all of them or none."""
+        self.guarded(lambda: self._write(sql, rows))
+
+    def check_writable(self) -> None:
+        """Raises BadInput where nothing could be kept. Makes the file."""
+        self.guarded(self._begin_to_write)
+
+    def close(self) -> None:
+        """Closes the file; the next use opens it again."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def guarded(self, do: Callable[[], T]) -> T:
+        """`do()`, with what can go wrong with a file said as BadInput."""
+        where = f"{self.name} {self.path}"
+        try:
+            return do()
+        except (sqlite3.OperationalError, OSError) as error:  # not there, not allowed, disk full, held by another
+            raise BadInput(
+                f"cannot use the {self.name}: {error}",
+                where,
+                "set HPML_CACHE_DIR to a folder on a local disk that can be written",
+            ) from error
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+            raise BadInput(f"the {self.name} is damaged: {error}", where, self._remake) from error
+
+    def _write(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._open() as connection:
+            connection.executemany(sql, rows)
+
+    def _begin_to_write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._open() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            # Backward graphs are compiled in autograd's threads; SQLite itself serializes the calls.
+            connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        """Makes the table in a new file; raises BadInput on a file of another version."""
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, self._version):
+            raise BadInput(
+                f"the {self.name} has version {version}, this hpml reads version {self._version}",
+                f"{self.name} {self.path}",
+                "delete this file, or set HPML_CACHE_DIR to another folder",
+            )
+        if version == 0:
+            connection.execute("PRAGMA journal_mode = WAL")
+            with connection:
+                connection.execute("BEGIN IMMEDIATE")  # whoever comes second waits here, and then finds the table
+                connection.execute(self._table)
+                connection.execute(f"PRAGMA user_version = {self._version}")
+        connection.execute("PRAGMA synchronous = NORMAL")  # what a power cut takes can be made again
