@@ -104,7 +104,9 @@ UNETS = {"unet": (32, 3, 8, 96), "unet_small": (8, 2, 2, 16)}  # channels, depth
 
 
 def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """name: "gpt@16" is "gpt" with 16 layers."""
     torch.manual_seed(0)
+    name, _, layers = name.partition("@")
     if name == "mlp_wide":
         return MLP(1024, 4096, 2), (torch.randn(16, 1024),)
     if name == "mlp_batch":
@@ -114,5 +116,6 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         images = torch.randn(batch, 3, pixels, pixels)
         return UNet(channels, depth), (images, images.flip(-1))
     *sizes, batch = GPTS[name]
+    sizes[1] = int(layers or sizes[1])
     ids = torch.randint(0, sizes[3], (batch, sizes[4]))
     return (BrokenGPT if "broken" in name else GPT)(*sizes), (ids, ids.roll(-1, 1))
