@@ -32,9 +32,12 @@ def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: O
     least."""
     keep = Keep(room.left, solver_options(options), strict, after_bytes=round(room.after))
     try:
-        try:
-            keeping(forward_outputs, replace(keep, strict=True, between_bytes=round(room.between)))(joint)
+        try:  # without graphs after it there is nothing to leave, and what follows would find the same
+            between = round(room.between)
+            keeping(forward_outputs, replace(keep, strict=strict or between > 0, between_bytes=between))(joint)
         except TooSmall:  # graphs after it have less, then, and say so where it is too little
+            if not room.between:
+                raise
             keeping(forward_outputs, keep)(joint)
     except TooSmall as error:
         assert error.walk is not None, "the least that was found comes with it"

@@ -48,7 +48,7 @@ def account(walk: Walk) -> Account:
         tuple((tape.runs[k].name, tape.runs[k].block, tape.runs[k].us) for k in walk.again),
         tape.bytes_of(tape.gradients),
         FrozenMap({**{tape.storages[s].name: tape.copies[s] for s in kept if tape.copies[s] > 1},
-                   **{tape.runs[k].name: tape.layers[k] for k in walk.again if tape.layers[k] > 1}}))
+                   **{tape.runs[k].name: tape.layers_again[k] for k in walk.again if tape.layers_again[k] > 1}}))
 
 
 def _fullest(walk: Walk, phase: Phase) -> Fullest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from passes.keeping.seam import NotAlike, Seam, seam
@@ -24,29 +24,46 @@ def fold(tape: Tape, lists: Sequence[Sequence[str]], layers: int) -> Tape:
     taken = [run for each in stand_ins for run in each.runs]
     if len(set(taken)) < len(taken):
         raise NotAlike
-    folded = replace(tape, stand_ins=tuple(stand_ins))
+    early = tuple((run, place) for number, blocks in enumerate(lists) for run, place in _early(tape, blocks, 2 * number))
+    folded = replace(tape, stand_ins=tuple(stand_ins), early=early)
     for number in range(len(lists)):
         folded = _handing_on(folded, seam(folded, *stand_ins[2 * number: 2 * number + 2]))
     return folded
 
 
 def _stand_ins(tape: Tape, blocks: Sequence[str], layers: tuple[int, int]) -> tuple[StandIn, StandIn]:
-    """A layer's part of a phase is from its first run there to that of the layer that comes next."""
+    """A layer's part of a phase is from where it begins there to where the layer begins that comes next."""
     turn = next((k for k, run in enumerate(tape.runs) if run.backward), len(tape.runs))
     first, one, other, last = blocks
-    ahead = {block: _first(tape, block, 0, turn) for block in (one, other, last)}
-    back = {block: _first(tape, block, turn, len(tape.runs)) for block in blocks}
+    ahead = {block: _begin(tape, block, 0, turn) for block in (one, other, last)}
+    back = {block: _begin(tape, block, turn, len(tape.runs)) for block in blocks}
     if not ahead[one] < ahead[other] < ahead[last] or not back[last] < back[other] < back[one] < back[first]:
         raise NotAlike
     return (StandIn(one, (ahead[one], ahead[other]), (back[one], back[first]), layers[0]),
             StandIn(other, (ahead[other], ahead[last]), (back[other], back[one]), layers[1]))
 
 
-def _first(tape: Tape, block: str, start: int, stop: int) -> int:
-    found = next((k for k in range(start, stop) if tape.runs[k].block == block), None)
-    if found is None:
-        raise NotAlike
-    return found
+def _begin(tape: Tape, block: str, start: int, stop: int) -> int:
+    """Where a layer begins in a phase. What it computes from parameters alone may come earlier, as where a weight is gathered
+    while the layer before is at work: that is part of the layer before."""
+    given = {s for s, storage in enumerate(tape.storages) if storage.given == "forward"}
+    for k in range(start, stop):
+        run = tape.runs[k]
+        if run.block == block:
+            if not run.repeatable or not given.issuperset(run.reads):
+                while k > start and tape.runs[k - 1].block == block:
+                    k -= 1
+                return k
+            given.update(run.makes)
+    raise NotAlike
+
+
+def _early(tape: Tape, blocks: Sequence[str], place: int) -> Iterator[tuple[int, int | None]]:
+    """Runs of forward that are before their layer begins, and the place of that among the layers that stand for several."""
+    _, one, other, last = blocks
+    for block, of in ((one, place), (other, place + 1), (last, None)):
+        begin = _begin(tape, block, 0, len(tape.runs))
+        yield from ((k, of) for k in range(begin) if tape.runs[k].block == block)
 
 
 def _handing_on(tape: Tape, seam: Seam) -> Tape:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from passes.errors import Infeasible
 from passes.keeping import ilp
 from passes.keeping.fold import shared_out
+from passes.keeping.fullest import that_matter
 from passes.keeping.tape import Tape
 from passes.keeping.walk import Walk, walk
 from passes.solve.solvers import SolverOptions
@@ -176,10 +177,11 @@ class _Search:
 
     def _step_down(self, least: Walk) -> Walk | None:
         """One storage more or less, or two, or one elsewhere, so that the peak is lower; None if there is no such change."""
-        largest = self._largest_first()
+        largest, matter = self._largest_first(), that_matter(least)
         changes = ({s} for s in largest), itertools.combinations(largest[:PAIRS_OF], 2)
-        kept = ((least.kept ^ frozenset(change), least.offloaded) for change in itertools.chain(*changes))
-        elsewhere = sorted(self.tape.offloadable - least.offloaded, key=lambda s: -self.tape.storages[s].nbytes)
+        kept = ((least.kept ^ frozenset(change), least.offloaded)
+                for change in itertools.chain(*changes) if not matter.isdisjoint(change))
+        elsewhere = sorted((self.tape.offloadable - least.offloaded) & matter, key=lambda s: -self.tape.storages[s].nbytes)
         for choice in itertools.chain(((least.kept | {s}, least.offloaded | {s}) for s in elsewhere), kept):
             if self.is_over:
                 return None

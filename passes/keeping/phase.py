@@ -10,12 +10,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from passes.keeping.tape import StandIn, Tape
 
 
-@dataclass(frozen=True)
-class Life:
+class Life(NamedTuple):
     """Positions in the order of one phase: `first` makes a storage (-1: it was there before), `last` reads it last (the
     length of the phase: it is handed on)."""
 
@@ -49,7 +49,11 @@ class Phase:
         """Held while each run runs; of one that stands for several layers, in that of them where most is."""
         if not self.tape.stand_ins:
             return self.alone
-        return tuple(alone + sum(self.others(position)) for position, alone in enumerate(self.alone))
+        change = [0] * (len(self.order) + 1)
+        change[0] = self.others_before
+        for stretch in self.stretches:
+            change[stretch.start if stretch.made > stretch.freed else stretch.end] += stretch.made - stretch.freed
+        return tuple(map(sum, zip(self.alone, accumulate(change))))
 
     def others(self, position: int) -> tuple[int, int]:
         """Bytes that the layers hold which others stand for: those from before the phase, and those that it made."""

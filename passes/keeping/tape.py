@@ -73,7 +73,8 @@ class Tape:
     """runs: in the order of the graph. returned: storages that forward hands out, which its caller may hold until backward
     is over; gradients: that backward hands out, held until the step ends. between_bytes: that others take between forward and
     backward; after_bytes: while the gradients are used. stand_ins: layers that stand for several (`passes.keeping.fold`), two
-    neighbors of each list of layers after another."""
+    neighbors of each list of layers after another. early: runs of a layer that are part of the one before, and the place among
+    `stand_ins` of the layer that they are for, None if that stands for itself."""
 
     runs: tuple[Run, ...]
     storages: tuple[Storage, ...]
@@ -82,6 +83,7 @@ class Tape:
     between_bytes: int = 0
     after_bytes: int = 0
     stand_ins: tuple[StandIn, ...] = ()
+    early: tuple[tuple[int, int | None], ...] = ()
 
     @cached_property
     def stand_in_of(self) -> tuple[StandIn | None, ...]:
@@ -96,6 +98,14 @@ class Tape:
     def layers(self) -> tuple[int, ...]:
         """Of each run, how often the model has it."""
         return tuple(1 if stand_in is None else stand_in.layers for stand_in in self.stand_in_of)
+
+    @cached_property
+    def layers_again(self) -> tuple[int, ...]:
+        """Of each run, how often the model has it once more where it is run once more: in the backward of its own layer."""
+        found = list(self.layers)
+        for run, place in self.early:
+            found[run] = 1 if place is None else self.stand_ins[place].layers
+        return tuple(found)
 
     @cached_property
     def copies(self) -> tuple[int, ...]:
@@ -126,6 +136,15 @@ class Tape:
             for storage in run.reads:
                 found[storage].append(index)
         return tuple(map(tuple, found))
+
+    @cached_property
+    def touches(self) -> tuple[tuple[int, ...], ...]:
+        """Of each run, what it reads and makes."""
+        return tuple((*run.reads, *run.makes) for run in self.runs)
+
+    @cached_property
+    def given_for_backward(self) -> tuple[int, ...]:
+        return tuple(s for s, storage in enumerate(self.storages) if storage.given == "backward")
 
     @cached_property
     def candidates(self) -> tuple[int, ...]:
@@ -178,7 +197,7 @@ class Tape:
 
     def us_of(self, run: int) -> float:
         """What running it once more takes in all layers."""
-        return self.runs[run].us * self.layers[run]
+        return self.runs[run].us * self.layers_again[run]
 
     def save_us_of(self, storage: int) -> float:
         return self.storages[storage].save_us * self.copies[storage]

@@ -9,7 +9,7 @@ computed inside the kernels of its readers takes nothing, but what it is compute
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from passes.keeping.phase import Life, Phase
@@ -65,14 +65,14 @@ def walk(tape: Tape, kept: Collection[int], offloaded: Collection[int] = ()) -> 
     offloaded = frozenset(offloaded)
     backward, bound = _backward_order(tape, offloaded.union(kept))
     kept = offloaded.union(kept, bound)
-    forward = _forward_order(tape, kept)
+    forward = forward_order(tape, kept)
     # What forward returns stays with its caller, which may hold it until backward is over.
     between = kept - offloaded | tape.returned
     return Walk(tape, kept, _phase(tape, forward, frozenset(), between, offloaded),
                 _phase(tape, backward, between, tape.returned | tape.gradients, offloaded), offloaded)
 
 
-def _forward_order(tape: Tape, kept: Collection[int]) -> list[int]:
+def forward_order(tape: Tape, kept: Collection[int]) -> list[int]:
     """What is returned or kept needs these runs, or they do more than give a result."""
     wanted = {*kept, *tape.returned}
     order = []
@@ -121,22 +121,19 @@ def _phase(tape: Tape, order: list[int], start: frozenset[int], held: frozenset[
     """start: storages that are there before; held: that are there afterwards, if they are made or there before. offloaded:
     that are copied to elsewhere when they are made, or from there when they are first read."""
     runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]
-    touched = _touched(tape, runs, start, held | offloaded)
+    touched = _touched(tape, order, runs, start | held | offloaded)
+    last = {s: position for position, found in enumerate(touched) for s in found}
     first = {s: -1 for s in start if tape.storages[s].given != "forward"}
-    first.update((s, -1) for found in touched for s in found if tape.storages[s].given == "backward")
+    first.update((s, -1) for s in tape.given_for_backward if s in last)
     for position, run in enumerate(runs):
         if touched[position] or not run.inlined:
             for s in run.makes:
                 first.setdefault(s, position)
-        for s in offloaded.intersection(run.reads):
-            first.setdefault(s, position)
-    last = {s: first[s] for s in first}
-    for position, found in enumerate(touched):
-        for s in found:
-            if s in last:
-                last[s] = max(last[s], position)
-    last.update((s, len(order)) for s in held if s in last)
-    lives = {s: Life(s, first[s], last[s]) for s in first if last[s] >= 0}
+        if offloaded:
+            for s in offloaded.intersection(run.reads):
+                first.setdefault(s, position)
+    last.update(dict.fromkeys(held, len(order)))
+    lives = {s: Life(s, begin, end) for s, begin in first.items() if (end := last.get(s, begin)) >= 0}
     if tape.stand_ins:
         _through_layers(Phase(tape, tuple(order), ()), lives)
     _reuse(tape, runs, lives, offloaded)
@@ -149,15 +146,16 @@ def _through_layers(phase: Phase, lives: dict[int, Life]) -> None:
         life = lives[s]
         for stretch in phase.stretches:
             if stretch.start <= life.first < stretch.end:
-                life = replace(life, first=stretch.start)
+                life = life._replace(first=stretch.start)
             if stretch.start <= life.last < stretch.end:
-                life = replace(life, last=stretch.end - 1)
+                life = life._replace(last=stretch.end - 1)
         lives[s] = life
 
 
-def _touched(tape: Tape, runs: list[Run], start: frozenset[int], held: frozenset[int]) -> list[frozenset[int]]:
-    """Of each run the storages in memory that its kernel reads and makes; of one that is computed by its readers, none."""
-    fused = {s: run.fusing for run in runs for s in run.makes}
+def _touched(tape: Tape, order: list[int], runs: list[Run], there: frozenset[int]) -> list[Collection[int]]:
+    """Of each run the storages in memory that its kernel reads and makes; of one that is computed by its readers, none.
+    there: what is in memory whoever computes it."""
+    fused = {s: run.fusing for run in runs if run.inlined for s in run.makes}
     count: dict[int, int] = dict.fromkeys(fused, 0)
     for run in runs:
         for s in run.reads:
@@ -165,14 +163,17 @@ def _touched(tape: Tape, runs: list[Run], start: frozenset[int], held: frozenset
                 fused[s] &= run.fusing
                 count[s] += 1
     sources: dict[int, frozenset[int]] = {}  # of what is inlined, the storages in memory behind it
-    touched = []
-    for run in runs:
-        found = frozenset().union(*(sources.get(s, (s,)) for s in run.reads))
-        if (run.inlined and not start.intersection(run.makes) and not held.intersection(run.makes)
-                and all(fused[s] for s in run.makes)
+    touched: list[Collection[int]] = []
+    for number, run in zip(order, runs):
+        behind = [sources[s] for s in run.reads if s in sources]
+        if not behind and not run.inlined:
+            touched.append(tape.touches[number if number >= 0 else -1 - number])
+            continue
+        found = frozenset(s for s in run.reads if s not in sources).union(*behind)
+        if (run.inlined and there.isdisjoint(run.makes) and all(fused[s] for s in run.makes)
                 and len(found) <= (MOST_READS if max(count[s] for s in run.makes) < 2 else MOST_READS_IF_SHARED)):
             sources.update(dict.fromkeys(run.makes, found))
-            touched.append(frozenset())
+            touched.append(())
         else:
             touched.append(found.union(run.makes))
     return touched
@@ -185,8 +186,9 @@ def _reuse(tape: Tape, runs: list[Run], lives: dict[int, Life], offloaded: froze
     for life in lives.values():
         ending.setdefault(life.last, []).append(life.storage)
     for position, run in enumerate(runs):
-        if run.fusing:
-            free = [s for s in ending.get(position, ()) if lives[s].first < position and s not in offloaded]
+        ends = ending.get(position) if run.fusing else None
+        if ends:
+            free = [s for s in ends if lives[s].first < position and s not in offloaded]
             for made in run.makes:
                 same = (s for s in free if tape.storages[s].nbytes == tape.storages[made].nbytes)
                 if made in lives and lives[made].first == position and (old := next(same, None)) is not None:

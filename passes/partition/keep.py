@@ -59,7 +59,7 @@ def kept_nodes(walked: Walk, budget_bytes: float, seconds: float) -> KeptNodes:
     """A walk in the words of an annotation."""
     tape = walked.tape
     return KeptNodes(
-        frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers[k] for k in walked.again),
+        frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers_again[k] for k in walked.again),
         sum(map(tape.us_of, walked.again)), max(walked.forward.nbytes, default=0), max(walked.backward.nbytes, default=0),
         tape.bytes_of(walked.kept - walked.offloaded | tape.returned), budget_bytes, seconds,
         frozenset(tape.storages[s].name for s in walked.offloaded), tape.bytes_of(walked.offloaded),

@@ -18,12 +18,14 @@ from passes.rules.view_names import VIEWS, view_name
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 LITTLE = 0.1
-"""What gathers no more than this part of what comes next is no block by itself: it would be too short to hide anything."""
+"""What gathers no more than this part of what comes next is no block by itself: it would be too short to hide anything. A
+layer is not: there the rest of it computes, however little it gathers, and the last one is as those before it."""
 
 
 @dataclass(frozen=True)
 class Gather:
-    """lead: what makes its operand of an input, in order. block: that of the first reader."""
+    """lead: what makes its operand of an input, in order. block: that of the first reader; in_layer: whether that is one of
+    several that are alike."""
 
     start: Node
     wait: Node
@@ -31,6 +33,7 @@ class Gather:
     block: str
     backward: bool
     nbytes: int
+    in_layer: bool = False
 
     def key(self) -> Hashable:
         """Those that are alike in this can go together."""
@@ -64,7 +67,8 @@ def find_gathers(gm: GraphModule) -> list[Gather]:
         value = wait.meta["val"]
         found.append(Gather(
             start, wait, lead, blocks.get(reader) or modules.get(reader) or wait.name,
-            start.meta.get("partitioner_tag") in (BACKWARD_ON_PURPOSE, "is_backward"), value.numel() * value.element_size()))
+            start.meta.get("partitioner_tag") in (BACKWARD_ON_PURPOSE, "is_backward"), value.numel() * value.element_size(),
+            bool(blocks.get(reader))))
     return sorted(found, key=lambda each: each.wait)
 
 
@@ -86,7 +90,8 @@ def blocks_of(gathers: Sequence[Gather]) -> list[Block]:
     little: Block = ()
     for block, following in pairwise([*found, ()]):
         block = (*little, *block)
-        little = block if nbytes_of(block) <= LITTLE * nbytes_of(following) else ()
+        in_layer = any(each.in_layer for each in block)
+        little = block if not in_layer and nbytes_of(block) <= LITTLE * nbytes_of(following) else ()
         if not little:
             joined.append(block)
     return joined

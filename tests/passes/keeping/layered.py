@@ -58,8 +58,9 @@ def template(seed: int, inlining: bool = True) -> tuple[list[Call], list[Call]]:
     return forward, backward
 
 
-def layered(seed: int, layers: int, inlining: bool = True) -> Tape:
-    """An input, layers, a loss; then backward of all of that."""
+def layered(seed: int, layers: int, inlining: bool = True, ahead: bool = False) -> Tape:
+    """An input, layers, a loss; then backward of all of that. ahead: in both phases a part of the weight of each layer is
+    gathered while the layer before is at work, after its first call."""
     forward, backward = template(seed, inlining)
     draw = random.Random(seed)
     m = _Maker([], [], {})
@@ -70,18 +71,28 @@ def layered(seed: int, layers: int, inlining: bool = True) -> Tape:
     for k in range(layers):
         m.given(f"{k}.weight", 3, "forward")
 
+    def gather(k: int, name: str, backward: bool) -> None:
+        if ahead and 0 <= k < layers:
+            m.call(f"{k}.{name}", [f"{k}.weight"], 9, backward, f"l.{k}", us=2.0)
+
+    gather(0, "whole", False)
+    for k in range(layers):
         def place(name: str, k: int = k) -> str:
             if name == "before":
                 return f"{k - 1}.x" if k else "embedded"
             return name if name == "mask" else f"{k}.{name}"
 
-        for name, reads, nbytes, rest in forward:
-            m.call(f"{k}.{name}", map(place, reads), nbytes, block=f"l.{k}", **rest)
+        for number, (name, reads, nbytes, rest) in enumerate(forward):
+            more = ["whole"] if ahead and name == "x" else []
+            m.call(f"{k}.{name}", map(place, (*reads, *more)), nbytes, block=f"l.{k}", **rest)
+            if not number:
+                gather(k + 1, "whole", False)
     m.call("logits", [f"{layers - 1}.x"], 40)
     m.call("loss", ["logits"], 1)
     m.call("dlogits", ["tangent", "logits"], 40, True)
     m.call("dlast", ["dlogits"], 10, True)
     gradients = []
+    gather(layers - 1, "whole again", True)
     held = [name for name, *_ in backward if name != "late" and draw.random() < 0.4]
     for k in reversed(range(layers)):
         def place(name: str, k: int = k) -> str:
@@ -91,8 +102,11 @@ def layered(seed: int, layers: int, inlining: bool = True) -> Tape:
                 return f"{k - 1}.x" if k else "embedded"
             return name if name == "mask" else f"{k}.{name}"
 
-        for name, reads, nbytes, rest in backward:
-            m.call(f"{k}.{name}", map(place, reads), nbytes, **{"backward": True, **rest}, block=f"l.{k}")
+        for number, (name, reads, nbytes, rest) in enumerate(backward):
+            more = ["whole again"] if ahead and name == "g" else []
+            m.call(f"{k}.{name}", map(place, (*reads, *more)), nbytes, **{"backward": True, **rest}, block=f"l.{k}")
+            if not number:
+                gather(k - 1, "whole again", True)
         gradients += [f"{k}.{name}" for name in held]
     m.call("dembedded", ["0.g"], 10, True)
     returned = ["loss", *([f"{k}.f0" for k in range(layers)] if seed % 4 == 3 else [])]

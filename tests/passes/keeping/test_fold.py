@@ -126,6 +126,17 @@ def test_as_many_layers_as_fit_keep_more():
         assert shared.us <= low.us
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_gathered_while_the_layer_before_computes_is_part_of_that(seed):
+    tape = fold(layered(seed, 4, False, ahead=True), [BLOCKS], 8)
+    walked = walk(tape, some_kept(tape, random.Random(seed)) - tape.never_kept)
+    whole = layered(seed, 8, False, ahead=True)
+    assert all(tape.runs[begin].name != "1.whole" for begin, _ in (tape.stand_ins[0].forward, tape.stand_ins[0].backward))
+    numbers = {storage.name: s for s, storage in enumerate(whole.storages)}
+    kept = {numbers[each] for s in walked.kept for each in in_all_layers(tape.storages[s].name, tape, 8)}
+    assert counts_alike(walked) and walked.peak == walk(whole, kept).peak
+
+
 def test_depth_is_no_work():
     """The tape is as long for a thousand layers, and so is the program."""
     assert len(folded(1, 1000).runs) == len(layered(1, 4).runs)

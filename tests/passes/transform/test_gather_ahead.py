@@ -116,6 +116,17 @@ def test_what_is_little_goes_with_the_block_that_follows():
     assert after(b.outputs(x)) == ["start", "wait", "start together", "add", "wait", "wait", "add", "add"]
 
 
+def test_a_layer_that_gathers_little_is_a_block_all_the_same():
+    """So that the last one, before a large head, is as those before it."""
+    b = RankGraph()
+    x = b.operand(16, 16, name="x")
+    weights = [b.operand(8, name="first"), b.operand(8, name="second"), b.operand(8, 16, name="head")]
+    for weight, module in zip(weights, ("layers.0", "layers.1", "head"), strict=True):
+        whole = in_block(b.all_gather(weight, tag="is_forward"), module)
+        x = in_block(b.call(aten.add.Tensor, x, whole, tag="is_forward"), module)
+    assert after(b.outputs(x)) == ["start", "wait", "start", "add", "wait", "start", "add", "wait", "add"]
+
+
 def test_activations_are_gathered_where_they_were():
     b = RankGraph()
     x = b.call(aten.mm.default, b.operand(2, 4), b.operand(4, 4), tag="is_forward")
