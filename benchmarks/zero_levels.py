@@ -20,11 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import MODELS, build, report
-from memory import Training, seen_freeing, training
+from memory import Training, peak_of, training
 from torch import nn
 
 import hpml_compiler
-from hpml_compiler.monitor.profiled import StepProfile
 
 COLLECTIVES = "_c10d_functional::"
 
@@ -56,12 +55,7 @@ def bytes_of(step: Accumulating, call: Callable[..., Any]) -> tuple[int, int]:
     for _ in range(2):
         step.step(call)
     between = step.state_bytes()
-    with seen_freeing():
-        profile = StepProfile("cpu")
-        step.step(call)
-        profiled = profile.stop(between)
-    assert profiled is not None
-    return between, profiled.peak_bytes or 0
+    return between, between + peak_of(lambda: step.step(call))
 
 
 def collectives(step: Accumulating, call: Callable[..., Any]) -> dict[str, int]:
