@@ -62,18 +62,18 @@ def test_a_stage_has_its_own_parameters_and_nodes_are_what_they_were():
 
 @pytest.mark.parametrize("name", ["gpt2", "efficientnet"])
 def test_a_stage_is_planned_and_rewritten_as_any_graph(name):
-    """Annotated by itself, with the rows of what it receives, and under a random decision on two ranks."""
+    """The middle one: annotated by itself, with the rows of what it receives, and under a random decision on two ranks."""
     gm, graphs = split(name, 3)
     step = traced(name)[0]
     torch.manual_seed(1)
     interpreter = fx.Interpreter(gm, garbage_collect_values=False)
     interpreter.run(*step.values)
     known = {node.name: value for node, value in interpreter.env.items()}
-    for stage in graphs:
-        found = annotate(copied(stage.gm), stage.inputs, stage.forward_outputs)
-        received = [value for value in found.graph.values if value.name in stage.read]
-        assert len(received) == len(stage.read) and all((0, 0) in value.batch for value in received)
-        values = [known[node.name.removeprefix(GRADIENT)] for node in found.gm.graph.find_nodes(op="placeholder")]
-        torch.manual_seed(1)
-        results = _tensors(fx.Interpreter(found.gm).run(*values))
-        check(Prepared(found.gm, values, found.graph, read(OPERATIONS, found.gm).rules, results), (2,), seed=stage.index)
+    stage = graphs[1]
+    found = annotate(copied(stage.gm), stage.inputs, stage.forward_outputs)
+    received = [value for value in found.graph.values if value.name in stage.read]
+    assert len(received) == len(stage.read) > 0 and all((0, 0) in value.batch for value in received)
+    values = [known[node.name.removeprefix(GRADIENT)] for node in found.gm.graph.find_nodes(op="placeholder")]
+    torch.manual_seed(1)
+    results = _tensors(fx.Interpreter(found.gm).run(*values))
+    check(Prepared(found.gm, values, found.graph, read(OPERATIONS, found.gm).rules, results), (2,), seed=stage.index)
