@@ -103,12 +103,12 @@ def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan 
     results: list[Planned] = []
     budgeted = Budgeted(options, cluster, traces.trained, given) if options.memory_budget is not None else None
     for number, annotated in enumerate(traces.whole):
-        if given is not None:
-            given.check(annotated.hash(), torch.__version__, cluster.world_size)
         name, mesh = f"graph_{number}", results[0].mesh if results else None
         if budgeted is not None:
             results.append(budgeted.plan(name, traces.traced[number], annotated, mesh))
         else:
+            if given is not None:
+                given.check(annotated.hash(), torch.__version__, cluster.world_size)
             plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh)
             results.append(plan(given=given) if given is not None else
                            remembered(memory_of(annotated, options, cluster, None, mesh), plan))
