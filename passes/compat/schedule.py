@@ -103,7 +103,10 @@ class _Places:
     def _computed(self, node: Any, origins: list[int]) -> list[int]:
         """Where a library wants an operand in memory, or in another order of dims, its own call and all that computes its other
         operands are said to be what computes this one."""
-        known = self.number.get(getattr(node, "origin_node", None), self.operands.get(node.get_name()))
+        known = self.number.get(getattr(node, "origin_node", None))
+        if known is not None:  # what changes nothing, as a view of the same shape, is said to be it, too, if it stands later
+            return [min(known, max(origins, default=known))]
+        known = self.operands.get(node.get_name())
         return origins if known is None else [known]
 
     def _origins(self, node: Any) -> list[int]:

@@ -65,6 +65,12 @@ def test_an_operand_of_a_library_stands_where_it_is_computed_and_not_at_the_call
     assert places.of(copied) == [1] and places.of(other) == [2]
 
 
+def test_what_a_later_call_hands_on_unchanged_stands_where_it_is_computed():
+    graph, first, _, _, later = graph_of_a_product()
+    places = _Places(graph, [handed_on := kernel("handed_on", first, known=later)])
+    assert places.of(handed_on) == [1]
+
+
 def test_what_stands_before_a_call_of_a_library_and_after_it_is_of_two_stretches():
     graph, first, second, product, later = graph_of_a_product()
     kernels = [kernel(node.name, node, known=node) for node in (first, second, later)]
