@@ -9,7 +9,7 @@
 .PHONY: demo notebooks test test-torch gpu gpu-wheels lint clean
 
 PIP_ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -19,13 +20,25 @@ settings.register_profile("tests", deadline=None)  # on a busy machine the first
 settings.load_profile("tests")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        in_order_of_work(items, usual_s=float(config.getini("timeout")))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def in_order_of_work(items: list[pytest.Item], usual_s: float) -> None:
+    """Files with tests that may take long first, then those of many tests: what comes last ends on all workers at once."""
+    def is_long(item: pytest.Item) -> bool:
+        limit = item.get_closest_marker("timeout")
+        return item.get_closest_marker("slow") is not None or limit is not None and limit.args[0] > usual_s
+
+    long, tests = {item.path for item in items if is_long(item)}, Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in long, -tests[item.path], item.path))
 
 
 @pytest.fixture

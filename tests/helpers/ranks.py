@@ -25,6 +25,9 @@ import torch.distributed as dist
 GROUP_TIMEOUT_S = 30  # of a collective: a rank left alone by its peer says so instead of using up the test's time
 # One thread per rank, and inductor compiles in the rank itself: ranks share few cores, and a pool would outlive them.
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# What nearly every rank imports, much of it while it compiles for the first time: imported once, or 2.5 s of each rank.
+IMPORTED = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.experimental._attention", "torch._dynamo.testing",
+            "torch._inductor.compile_fx", "hpml_compiler.compile.compiler", "pytest"]
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,11 @@ def run_ranks(folder: Path, fn: Callable[..., Any], world_size: int = 2, args: t
 
 
 def _context() -> Any:
-    """Processes forked from a server that has imported torch (0.1 s each), or fresh ones where CUDA forbids forks."""
+    """Processes forked from a server that has imported what they need (0.1 s each), or fresh ones where CUDA forbids forks."""
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch._dynamo"])
+    context.set_forkserver_preload(IMPORTED)
     before = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(THREADS)  # OpenMP reads them once, when the server loads torch
     try:
