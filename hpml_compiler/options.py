@@ -86,6 +86,10 @@ class Options(BaseModel):
         None, description='bytes per device that no step may exceed: an integer, or text such as "64MiB" or "24GB"; or a '
         'fraction of its memory, such as 0.8 or "80%"; what does not fit is computed once more in backward'
     )
+    microbatches: int = Field(
+        1, ge=1, description="how many parts of the batch a training step goes through, one after another, so that only one "
+        "part's saved values are held; results are those of the whole batch"
+    )
     zero: ZeroLevel = Field(
         "auto", description="how parameters are stored: 0 whole wherever they are read whole; 2 in parts, gathered once per "
         "step of the optimizer and held until it changes them; 3 in parts, gathered again in each forward and backward; 1 is "
@@ -138,6 +142,13 @@ class Options(BaseModel):
         if offload == "saved" and others.data.get("memory_budget") is None:
             raise ValueError("saved values are offloaded to meet a memory_budget, and there is none")
         return offload
+
+    @field_validator("microbatches")
+    @classmethod
+    def _without_budget(cls, microbatches: int, others: ValidationInfo) -> int:
+        if microbatches > 1 and others.data.get("memory_budget") is not None:
+            raise ValueError("what a microbatch keeps is not chosen to meet a memory_budget yet: give one of the two")
+        return microbatches
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:

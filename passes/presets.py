@@ -55,15 +55,16 @@ from passes.transform.rematerialize import Rematerialize
 from passes.transform.shard import Shard
 
 
-def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None) -> PassManager:
+def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1) -> PassManager:
     """From a traced graph to one that can be planned."""
-    return PassManager((Normalize(), Shapes(), Flops(), Describe(tuple(inputs), forward_outputs), FindOperations()))
+    return PassManager((Normalize(), Shapes(), Flops(), Describe(tuple(inputs), forward_outputs),
+                        FindOperations(microbatches)))
 
 
-def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None) -> Annotated:
+def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1) -> Annotated:
     """Run the passes before planning; `forward_outputs` is None for a forward graph."""
     start = time.perf_counter()
-    before_planning(inputs, forward_outputs)(gm)
+    before_planning(inputs, forward_outputs, microbatches)(gm)
     return Annotated(gm, inputs, {"annotate": time.perf_counter() - start})
 
 
@@ -115,6 +116,24 @@ def one_stage(compiler: str, forward_outputs: int) -> PassManager:
     """The same for a stage of a pipeline that one device runs whole."""
     return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (
         Deduplicate(), TagPhases(forward_outputs)))
+
+
+def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int]) -> PassManager:
+    """From a graph that can be planned, and a decision with time as its last axis, to one that can be cut at its markers
+    (`passes.transform.microbatches`)."""
+    manager = PassManager((Adopt(decision), Shard(groups), Deduplicate(), OwnGradients(tuple(kept_gradients), forward_outputs)))
+    manager.check(available=(INTERFACE, OPERATIONS))
+    return manager
+
+
+def around_loop(compiler: str) -> PassManager:
+    """From what is done before the loop over microbatches, or after it, to what is compiled."""
+    return PassManager((Deduplicate(), Bucket(), *((InductorJoint(),) if compiler == "inductor" else ())))
+
+
+def in_loop(compiler: str, forward_outputs: int) -> PassManager:
+    """From the joint graph of one microbatch to one that is ready to be cut into forward and backward."""
+    return PassManager((InductorJoint() if compiler == "inductor" else TagPhases(forward_outputs),))
 
 
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,

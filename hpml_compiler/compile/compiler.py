@@ -43,6 +43,7 @@ from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
+from passes.errors import BadInput
 from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
 
@@ -60,6 +61,9 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     options = options.with_budget_of_plan(world)
     if world == 1:
         return one_device(gm, example_inputs, options)
+    if options.microbatches > 1:
+        raise BadInput(f"microbatches run on one rank yet, and there are {world}", "options['microbatches']",
+                       "leave it out, or start one rank")
     refuse_other_wrappers(example_inputs)
     lost_ranks.start()
     with at(f"compiling graph_{len(session.current().graphs)}"):

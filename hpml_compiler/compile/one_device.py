@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
+from hpml_compiler.compile.microbatched import OneDevice
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.compile.unplanned import Unplanned
 from hpml_compiler.options import Options
@@ -27,6 +28,8 @@ def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
         watch_steps()
     if options.memory_budget is not None and torch.is_grad_enabled():
         return _Budgeted(gm, example_inputs, options).compile()
+    if options.microbatches > 1 and torch.is_grad_enabled():
+        return OneDevice(gm, example_inputs, options).compile()
     if options.compiler == "inductor":
         return compat.inductor_whole(gm, example_inputs)
     compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731

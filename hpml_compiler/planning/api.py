@@ -33,6 +33,9 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
         raise BadInput(f"the cluster is a {type(cluster).__name__}: {cluster!r:.80}", "plan(cluster=...)",
                        'write NODESxDEVICES:DEVICE, such as "8x8:h100-80g", a path, or a Cluster')
     parsed = Options.parse(options)
+    if parsed.microbatches > 1:
+        raise BadInput("a plan does not count microbatches yet", "options['microbatches']",
+                       "leave it out; `simulate` plays a plan with microbatches")
     if not isinstance(cluster, Cluster):
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     if len(cluster.groups) > 1:

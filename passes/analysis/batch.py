@@ -28,6 +28,13 @@ class UnionFind:
 
 def batch_factors(operations: Sequence[Operation], values: Sequence[Value]) -> list[frozenset[tuple[int, int]]]:
     """`Value.batch` of every value."""
+    return split_along(operations, values, [
+        (v.index, 0, 0) for v in values if v.kind == "batch" and v.spec.shape and v.factors[0]])
+
+
+def split_along(operations: Sequence[Operation], values: Sequence[Value], seeds: Sequence[tuple[int, int, int]],
+                ) -> list[frozenset[tuple[int, int]]]:
+    """The (dim, factor) pairs of every value that strategies split together with these (value, dim, factor)."""
     sets = UnionFind()
     for operation in operations:
         ports = (*operation.inputs, *operation.outputs)
@@ -39,7 +46,7 @@ def batch_factors(operations: Sequence[Operation], values: Sequence[Value]) -> l
             ]
             for other in together[1:]:
                 sets.union(together[0], other)
-    roots = {sets.find((v.index, 0, 0)) for v in values if v.kind == "batch" and v.spec.shape and v.factors[0]}
+    roots = {sets.find(seed) for seed in seeds}
     members: dict[int, set[tuple[int, int]]] = {}
     for key in list(sets.parent):
         if sets.find(key) in roots:

@@ -9,7 +9,7 @@ sees factors that do not correspond, so it splits only the outermost one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from passes.rules.base import Factors, Rule
@@ -82,12 +82,15 @@ def _relax(call: RuledCall, places: list[tuple[object, Place, int]], state: _Cut
     return changed
 
 
-def factorize(shapes: Sequence[tuple[int, ...]], calls: Sequence[RuledCall]) -> list[Factors]:
-    """Factors of every value, by index into `shapes`.
+def factorize(shapes: Sequence[tuple[int, ...]], calls: Sequence[RuledCall],
+              cuts: Iterable[tuple[Place, int]] = ()) -> list[Factors]:
+    """Factors of every value, by index into `shapes`. cuts: that are there from the start, whatever views do.
 
     Terminates: cuts are only added, and a dim of size n has at most log2(n) of them.
     """
     state = _Cuts(shapes)
+    for place, cut in cuts:
+        state.add(place, cut)
     places = [places_of(call) for call in calls]
     readers: dict[int, list[int]] = {}
     for index, call in enumerate(calls):

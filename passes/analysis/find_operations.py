@@ -17,17 +17,19 @@ from passes.registry import register
 @register
 @dataclass(frozen=True)
 class FindOperations(AnalysisPass):
-    """Writes OPERATIONS. The graph should be normalized before."""
+    """Writes OPERATIONS. The graph should be normalized before. microbatches: that a step goes through."""
 
     name = "find_operations"
     requires = (FLOPS, INTERFACE)
     provides = (OPERATIONS,)
 
+    microbatches: int = 1
+
     def run(self, graph_module: fx.GraphModule) -> None:
         interface = read(INTERFACE, graph_module)
         graph, rules = build_placement_graph(
             graph_module, interface.kinds, interface.outputs, lambda node: read(FLOPS, node),
-            trainable=interface.trainable,
+            trainable=interface.trainable, microbatches=self.microbatches,
         )
         if interface.training:
             graph = replace(graph, saved=saved_values(graph_module, graph, interface.forward_outputs))

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from passes.analysis.batch import batch_factors
+from passes.analysis.batch import batch_factors, split_along
 from passes.analysis.factors import RuledCall, factorize
+from passes.analysis.microbatch_rows import in_time, row_cuts, seeds, touches
 from passes.graph.blocks import assign_blocks, is_backward
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, Value, ValueKind
@@ -94,40 +95,56 @@ def build_placement_graph(
     outputs: Sequence[tuple[str, str | None]],
     flops: Any,
     trainable: Mapping[str, bool] | None = None,
+    microbatches: int = 1,
 ) -> tuple[PlacementGraph, tuple[Rule | None, ...]]:
     """Returns the graph and the rule of every operation.
 
     `input_kinds`: by placeholder name; `outputs`: (name of a node, name of the parameter whose
-    placement it takes, or None if it is returned whole); `flops(node)` -> FLOPs of a whole call.
+    placement it takes, or None if it is returned whole); `flops(node)` -> FLOPs of a whole call; `microbatches`: that a
+    step goes through, one after another.
     """
     built = _Builder(gm, input_kinds, trainable or {}, flops)
     nodes = {node.name: node for node in gm.graph.nodes}
     by_name = {v.name: v.index for v in built.values if v.producer is None}
     returned = [(built.read(nodes[name]), by_name[p] if p is not None else None) for name, p in outputs]
-    return complete(built.operations, built.values, built.rules, returned, built.unruled), tuple(built.rules)
+    graph = complete(built.operations, built.values, built.rules, returned, built.unruled, microbatches)
+    return graph, tuple(built.rules)
 
 
 def complete(operations: Sequence[Operation], values: Sequence[Value], rules: Sequence[Rule | None],
              outputs: Sequence[tuple[int, int | None]], unruled: Mapping[str, Sequence[str]] | None = None,
-             ) -> PlacementGraph:
+             microbatches: int = 1) -> PlacementGraph:
     """The graph of these calls and values, with what follows from the rules: factors, strategies, rows of the batch, users."""
     calls = [RuledCall(rule, op.inputs, op.outputs) for op, rule in zip(operations, rules) if rule is not None]
-    factors = factorize([v.spec.shape for v in values], calls)
+    factors = factorize([v.spec.shape for v in values], calls, row_cuts(values, microbatches) if microbatches > 1 else ())
     decided = [
         replace(op, strategies=_consistent(op, strategies(
             rule, [factors[v] for v in op.inputs], [factors[v] for v in op.outputs]), values))
         for op, rule in zip(operations, rules)
     ]
     values = [replace(value, factors=found) for value, found in zip(values, factors)]
+    batch = batch_factors(decided, values)
+    if microbatches > 1:
+        decided, values = _with_microbatches(decided, values, rules, microbatches)
     users: list[list[int]] = [[] for _ in values]
     for op in decided:
         for v in dict.fromkeys(op.inputs):
             users[v].append(op.index)
     return PlacementGraph(
         tuple(decided),
-        tuple(replace(value, batch=batch, users=tuple(users[value.index]))
-              for value, batch in zip(values, batch_factors(decided, values))),
+        tuple(replace(value, batch=rows, users=tuple(users[value.index])) for value, rows in zip(values, batch)),
         tuple(outputs), FrozenMap({target: tuple(names) for target, names in (unruled or {}).items()}),
+    )
+
+
+def _with_microbatches(operations: Sequence[Operation], values: Sequence[Value], rules: Sequence[Rule | None],
+                       microbatches: int) -> tuple[list[Operation], list[Value]]:
+    """What numbers microbatches is split in time alone: devices have the other strategies."""
+    numbers = split_along(operations, values, seeds(values, microbatches))
+    return (
+        [replace(op, strategies=tuple(s for s in op.strategies if not touches(op, s, numbers)),
+                 in_time=in_time(op, rule, numbers)) for op, rule in zip(operations, rules)],
+        [replace(value, microbatch=found) for value, found in zip(values, numbers)],
     )
 
 

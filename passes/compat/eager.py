@@ -78,3 +78,8 @@ def set_cpp_log_level(level: int) -> int | None:
         return None
     before, flag.value = flag.value, level
     return before
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs was called with retain_graph=True, so that it may run again."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]

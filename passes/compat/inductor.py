@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import OpOverload
 
 from passes.compat.tracing import fake_mode_of
@@ -137,6 +137,13 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
     from torch._inductor.graph import GraphLowering
 
     return GraphLowering.decide_layout_opt(gm, is_inference=False)
+
+
+@contextlib.contextmanager
+def strides_of_results() -> Any:
+    """Collects the strides that lowering gives the results of what is compiled inside, in order; None where it does not say."""
+    with TracingContext.report_output_strides() as strides:
+        yield strides
 
 
 _graph_ids = itertools.count()

@@ -31,6 +31,8 @@ class Value:
     trainable: bool = False
     batch: frozenset[tuple[int, int]] = frozenset()
     """The (dim, factor) pairs that stem from the batch dim of an input."""
+    microbatch: frozenset[tuple[int, int]] = frozenset()
+    """Of these, where a step goes through microbatches: those that number them. They are split in time, never over devices."""
     users: tuple[int, ...] = ()
     """Operations that read the value, each once, in order."""
 
@@ -57,6 +59,8 @@ class Operation:
     """Module path with list indices, e.g. `transformer.h.3`; "" outside of repeated modules."""
     ruled: bool = True
     linear: bool = False
+    in_time: tuple[Strategy, ...] = ()
+    """Strategies on the axis of time, the whole one first; () without microbatches."""
 
     @property
     def heavy(self) -> bool:

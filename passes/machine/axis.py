@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 
 class AxisKind(enum.Enum):
-    """What lies along an axis. Along devices, a change of placement is a collective of theirs, or a slice."""
+    """What lies along an axis. Along devices, a change of placement is a collective of theirs, or a slice. Along time lie the
+    microbatches of a step, one after another: what is whole is there before their loop or after it, a change is taking rows for
+    it, or collecting what it made."""
 
     DEVICES = "devices"
+    TIME = "time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,10 @@ class Axis:
     name: str
     size: int
     kind: AxisKind = AxisKind.DEVICES
+
+
+def time_axis(microbatches: int) -> Axis:
+    return Axis("time", microbatches, AxisKind.TIME)
 
 
 Axes = tuple[Axis, ...]

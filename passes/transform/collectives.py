@@ -10,6 +10,7 @@ the split factor, and n moves to the front or back from it.
 # pyright: reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,21 +19,27 @@ from torch.fx import Node
 
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.placement_graph import Value
-from passes.machine.axis import Axes
+from passes.machine.axis import Axes, AxisKind, time_axis
 from passes.records import FrozenMap
-from passes.rules.base import PARTIAL_MAX, REPLICATE
+from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
 from passes.transform.insert import Inserter
+from passes.transform.markers import ADD_UP, PUT_TOGETHER, TAKE
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """This rank's place: the axes of layouts, and on each this rank's coordinate and the name of its process group."""
+    """This rank's place: the axes of layouts, and on each this rank's coordinate and the name of its process group.
+
+    On the axis of time, every rank is everywhere: its coordinate is 0, and there is no group."""
 
     axes: Axes
     coordinates: tuple[int, ...]
     names: tuple[str, ...]
+
+    def with_time(self, microbatches: int) -> MeshGroups:
+        return MeshGroups((*self.axes, time_axis(microbatches)), (*self.coordinates, 0), (*self.names, ""))
 
     @property
     def axis_of(self) -> FrozenMap[str, int]:
@@ -71,6 +78,8 @@ class Redistributor:
         """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`."""
         (axis,) = [a for a, (p, q) in enumerate(zip(source, target)) if p != q]
         p, q = source[axis], target[axis]
+        if self.groups.axes[axis].kind is AxisKind.TIME:
+            return self._in_time(insert, x, value, source, target, axis)
         if p == REPLICATE:
             return self._slice(insert, x, value, source, target, axis)
         if x.meta["val"].dtype == torch.bool:  # gloo moves no bools
@@ -78,6 +87,20 @@ class Redistributor:
             moved = self._move(insert, wide, value, source, target, axis, p, q)
             return insert(torch.ops.prims.convert_element_type.default, moved, torch.bool)
         return self._move(insert, x, value, source, target, axis, p, q)
+
+    def _in_time(self, insert: Inserter, x: Node, value: Value, source: Layout, target: Layout, axis: int) -> Node:
+        """Where the loop over microbatches begins or ends."""
+        p, q = source[axis], target[axis]
+        if p == PARTIAL and q == REPLICATE:
+            return insert(ADD_UP, x)
+        (dim, factor), whole, begins = (q, source, True) if p == REPLICATE else (p, target, False)
+        rows = local_factors(value, whole, self.groups.axes)[dim]
+        n, shape = self.groups.axes[axis].size, list(local_shape(value, whole, self.groups.axes))
+        before = math.prod(rows[:factor])
+        apart = [*shape[:dim], before, n, shape[dim] // (before * n), *shape[dim + 1:]]
+        if begins:
+            return insert(TAKE, x, apart, dim + 1, list(local_shape(value, target, self.groups.axes)))
+        return insert(PUT_TOGETHER, x, apart, dim + 1, shape)
 
     def _move(self, insert, x, value, source, target, axis, p, q) -> Node:
         if isinstance(p, tuple):

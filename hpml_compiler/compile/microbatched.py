@@ -1,0 +1,215 @@
+"""A graph whose step goes through its batch in microbatches: what AOTAutograd is given, and what runs behind it.
+
+AOTAutograd gets a forward and a backward graph of one call each, with the right inputs and outputs; nothing is compiled of
+these. Behind them stands a schedule (`hpml_compiler.runtime.microbatches`) of the parts that the graph was cut into, each
+compiled once.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from hpml_compiler.compile.lowering import Lowering, takes_list, values_of
+from hpml_compiler.options import Options
+from hpml_compiler.planning.plan_graph import solver_options
+from hpml_compiler.runtime.microbatches import Call, Calls, LossInside, LossOutside, Schedule, kept_for_backward
+from passes import compat
+from passes.analysis.mixed_rows import mixing_operations
+from passes.graph.copied import copied
+from passes.graph.interface import graph_inputs
+from passes.graph.placement_graph import PlacementGraph
+from passes.partition.in_time import InTime, on_one_device, on_time_axis, place_in_time
+from passes.presets import annotate, around_loop, in_loop, to_microbatches
+from passes.presets import one_device as prepare
+from passes.solve.solvers import SolverOptions
+from passes.tracing.trace import decompositions
+from passes.transform.collectives import MeshGroups
+from passes.transform.microbatches import Segment, cut_loop
+from passes.transform.no_gradient import NoGradient
+
+log = logging.getLogger("hpml")
+LEAST_SHARE = 0.5
+"""Of the work on rows: with less of it in the loop, microbatches save little and cost much."""
+
+
+def whole_schedule(*_values: Any) -> Any:
+    """What stands in the graphs that AOTAutograd gets for all that a schedule does."""
+    raise AssertionError("graphs of a schedule are not compiled")
+
+
+def times_of(graph: PlacementGraph, microbatches: int, solver: SolverOptions) -> InTime | None:
+    """Where everything is on the axis of time; None, with a warning, where rows of the batch depend on each other."""
+    if not any(value.microbatch for value in graph.values):
+        log.warning("no microbatches: no input of this graph has rows that could be split into %d", microbatches)
+        return None
+    if mixed := mixing_operations(graph):
+        log.warning("no microbatches: rows of the batch depend on each other at %s", _named(mixed))
+        return None
+    times = place_in_time(graph, microbatches, solver)
+    if times.share < LEAST_SHARE:
+        log.warning("no microbatches: %.0f %% of the work on rows would be outside of their loop, most at %s",
+                    100 * (1 - times.share), _named(times.whole))
+        return None
+    log.info("%d microbatches, with %.1f %% of the work on rows in their loop", microbatches, 100 * times.share)
+    return times
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def loss_of(joint: GraphModule) -> str | None:
+    """Name of the tangent of the one scalar among the outputs: the loss, if there is one."""
+    scalars = [node.name for node in joint.graph.find_nodes(op="placeholder")
+               if node.name.startswith("tangents") and node.meta["val"].dim() == 0]
+    return scalars[0] if len(scalars) == 1 else None
+
+
+def other_tangents(joint: GraphModule) -> frozenset[str]:
+    """Where the loss is computed inside: names of the tangents beside its own, which are taken for zero."""
+    loss = loss_of(joint)
+    return frozenset(node.name for node in joint.graph.find_nodes(op="placeholder")
+                     if loss is not None and node.name.startswith("tangents") and node.name != loss)
+
+
+class Microbatched:
+    """`partition` gives AOTAutograd its graphs, `forward` and `backward` are what runs."""
+
+    def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int):
+        self.options, self.microbatches, self.forward_outputs = options, microbatches, forward_outputs
+        self.marked, self.loop = marked, cut_loop(marked)
+        self.loss = loss_of(marked)
+        self.lowering = Lowering(options.compiler)
+        self.lowering.reuse = options.compiler == "inductor"  # call by call, each value is let go of when it was last read
+        in_loop(options.compiler, len(self.loop.forward))(self.loop.body)
+        # The one that saves little, with either compiler: saved values are what microbatches are for.
+        self.halves = compat.min_cut_partition(self.loop.body, values_of(self.loop.body), len(self.loop.forward), None)
+        self.runs: LossInside | LossOutside | None = None
+
+    def partition(self) -> tuple[GraphModule, GraphModule]:
+        placeholders = self.marked.graph.find_nodes(op="placeholder")
+        primals = [node for node in placeholders if not node.name.startswith("tangents")]
+        tangents = [node for node in placeholders if node.name.startswith("tangents")]
+        results = list(self.marked.graph.output_node().args[0])
+        values = [x.meta["val"] if isinstance(x, Node) else None for x in results]
+        outputs, gradients = values[:self.forward_outputs], values[self.forward_outputs:]
+        saved = self._saved(placeholders, gradients)
+        forward = _opaque([(node.name, node.meta["val"]) for node in primals], [*outputs, *saved])
+        backward = _opaque([*((f"saved_{k}", x) for k, x in enumerate(saved)),
+                            *((node.name, node.meta["val"]) for node in tangents)], gradients)
+        return forward, backward
+
+    def _saved(self, placeholders: Sequence[Node], gradients: Sequence[Any]) -> list[torch.Tensor]:
+        """Fakes of what goes from forward to backward."""
+        if self.loss is not None:
+            used = next(node.meta["val"] for node in placeholders if node.name == self.loss)
+            return [*(x for x in gradients if x is not None), used]
+        by_name = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
+        kept = [by_name[name] for name in kept_for_backward(self.loop, self.forward_outputs)]
+        return kept + self._saved_by_one() * self.microbatches
+
+    def _saved_by_one(self) -> list[torch.Tensor]:
+        output = self.halves[0].graph.output_node()
+        return [x.meta["val"] for x in output.args[0][len(self.loop.forward):]]
+
+    def forward(self) -> Call:
+        schedule = Schedule(self.loop, self._compiled(), self.microbatches)
+        if self.loss is None:
+            self.runs = LossOutside(schedule, self.forward_outputs)
+        else:
+            placeholders = self.marked.graph.find_nodes(op="placeholder")
+            tangent = next(node.meta["val"] for node in placeholders if node.name == self.loss)
+            self.runs = LossInside(schedule, self.forward_outputs, self.loss, tangent.dtype, tangent.device)
+        run = self.runs.forward
+        return takes_list(lambda arguments: run(arguments))
+
+    def backward(self) -> Call:
+        assert self.runs is not None, "forward is compiled first"
+        run = self.runs.backward
+        return takes_list(lambda arguments: run(arguments))
+
+    def _compiled(self) -> Calls:
+        forward, backward = self.halves
+        with compat.strides_of_results() as strides:
+            run_forward = self.lowering.forward(forward, None)
+        saved = len(self._saved_by_one())
+        inputs = values_of(backward)
+        for k, stride in enumerate((strides or [])[len(self.loop.forward):]):
+            if stride is not None and tuple(map(int, stride)) != tuple(inputs[k].stride()):
+                inputs[k] = inputs[k].as_strided(inputs[k].shape, tuple(map(int, stride)))
+        with compat.strides_of_results():  # what is asked for outside of this are those of the whole schedule
+            run_backward = self.lowering.backward(backward, inputs) if self.loop.backward else None
+        before, after = (tuple(map(self._segment, halves)) for halves in (self.loop.before, self.loop.after))
+        return Calls(before, run_forward, run_backward, after, saved)
+
+    def _segment(self, segment: Segment) -> Call | None:
+        if segment.gm is None:
+            return None
+        around_loop(self.options.compiler)(segment.gm)
+        with compat.strides_of_results():
+            return self.lowering.inference(segment.gm)
+
+
+def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) -> GraphModule:
+    """A graph of one call with these inputs and results."""
+    graph = Graph()
+    given = []
+    for name, value in inputs:
+        given.append(graph.placeholder(name))
+        given[-1].meta["val"] = value
+    call = graph.call_function(whole_schedule, tuple(given))
+    call.meta["val"] = tuple(results)
+    made: list[Node | None] = []
+    for k, value in enumerate(results):
+        if value is None:
+            made.append(None)
+            continue
+        made.append(graph.call_function(operator.getitem, (call, k)))
+        made[-1].meta["val"] = value
+    graph.output(tuple(made))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+class OneDevice:
+    """One graph whose step goes through its batch in microbatches, if its rows allow it."""
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any], options: Options):
+        self.gm, self.inputs, self.options = gm, inputs, options
+        self.lowering = Lowering(options.compiler)
+        self.runs: Microbatched | None = None
+
+    def compile(self) -> Callable[..., Any]:
+        self.described = graph_inputs(self.gm, self.inputs)
+        backend = compat.aot_autograd(
+            fw_compiler=self._forward, bw_compiler=self._backward,
+            inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
+            decompositions=decompositions(self.options.compiler))
+        return backend(self.gm, self.inputs)
+
+    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        microbatches, whole = self.options.microbatches, joint
+        joint = copied(whole)
+        NoGradient(other_tangents(joint))(joint)
+        annotated = annotate(joint, self.described, num_fwd_outputs, microbatches)
+        times = times_of(annotated.graph, microbatches, solver_options(self.options))
+        if times is None:
+            prepare(self.options.compiler)(whole)
+            return self.lowering.partition(whole, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+        decision = on_time_axis(on_one_device(annotated.graph), annotated.graph, times)
+        gradients = range(num_fwd_outputs, len(joint.graph.output_node().args[0]))
+        to_microbatches(decision, MeshGroups((), (), ()).with_time(microbatches), num_fwd_outputs, gradients)(joint)
+        self.runs = Microbatched(self.options, joint, microbatches, num_fwd_outputs)
+        return self.runs.partition()
+
+    def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        return self.lowering.forward(graph, inputs) if self.runs is None else self.runs.forward()
+
+    def _backward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        return self.lowering.backward(graph, inputs) if self.runs is None else self.runs.backward()

@@ -1,0 +1,214 @@
+"""Run a step microbatch by microbatch, inside what autograd takes for one forward and one backward.
+
+Where the loss is computed inside, both run in forward, one microbatch after the other, so that only one microbatch's saved
+values are alive; gradients are linear in the loss's tangent, and backward scales them by what that is. Which it will be,
+forward takes from the last backward, so that a loss scale is there where half precision needs it. Where the loss is computed
+outside, forward holds what all microbatches save.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes import compat
+from passes.errors import HpmlError
+from passes.transform.markers import place_of, taken
+from passes.transform.microbatches import Collected, Loop, Read, Segment
+
+Call = Callable[[list[Any]], Any]
+Values = dict[str, torch.Tensor]
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What the parts of a loop were compiled to; None where there is nothing to do. saved: how many values the body's forward
+    hands to its backward."""
+
+    before: tuple[Call | None, Call | None]
+    forward: Call
+    backward: Call | None
+    after: tuple[Call | None, Call | None]
+    saved: int = 0
+
+
+class _Collector:
+    """Puts together, or adds up, one thing that every microbatch makes. in_place: whether what the first one makes may be
+    added to."""
+
+    def __init__(self, what: Collected, microbatches: int, in_place: bool):
+        self.what, self.microbatches, self.in_place = what, microbatches, in_place
+        self.total: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor, number: int) -> None:
+        rows = self.what.rows
+        if rows is not None:
+            if self.total is None:
+                self.total = part.new_empty(rows.size)
+            place = place_of(self.total, rows.apart, rows.dim, number)
+            place.copy_(part.reshape(place.shape))
+        elif self.total is None:
+            self.total = part.float() if part.dtype in HALF else part  # many small terms, in the precision of few bits
+        elif self.in_place:
+            self.total.add_(part)
+        else:
+            self.total = self.total + part
+
+    def result(self) -> torch.Tensor:
+        assert self.total is not None and self.what.value is not None, "there is at least one microbatch"
+        return self.total.to(self.what.value.dtype)
+
+
+class Schedule:
+    """Runs the parts of a loop in order, on values by the name of their nodes."""
+
+    def __init__(self, loop: Loop, calls: Calls, microbatches: int):
+        self.loop, self.calls, self.microbatches = loop, calls, microbatches
+
+    def segment(self, half: int, when: str, values: Values) -> None:
+        part: Segment = getattr(self.loop, when)[half]
+        call = getattr(self.calls, when)[half]
+        if call is not None:
+            values.update(zip(part.makes, call([values[name] for name in part.reads]), strict=True))
+
+    def reads(self, reads: Iterable[Read], values: Mapping[str, torch.Tensor], number: int) -> list[torch.Tensor]:
+        return [values[r.name] if r.rows is None else
+                taken(values[r.name], r.rows.apart, r.rows.dim, r.rows.size, number) for r in reads]
+
+    def collectors(self, what: Sequence[Collected], in_place: bool) -> list[_Collector]:
+        return [_Collector(each, self.microbatches, in_place) for each in what]
+
+    def forward(self, values: Values, number: int, collectors: Sequence[_Collector]) -> list[torch.Tensor]:
+        """One microbatch; returns what it saves."""
+        made = list(self.calls.forward(self.reads(self.loop.reads, values, number)))
+        for collector, part in zip(collectors, made[:len(collectors)], strict=True):
+            collector.add(part, number)
+        return made[len(collectors):]
+
+    def backward(self, saved: list[torch.Tensor], values: Values, number: int, collectors: Sequence[_Collector]) -> None:
+        if self.calls.backward is None:
+            return
+        saved += self.reads(self.loop.late, values, number)
+        made = list(self.calls.backward(saved))
+        while made:  # from the end, each let go of when it is added
+            collectors[len(made) - 1].add(made.pop(), number)
+
+    def collect(self, collectors: Sequence[_Collector], values: Values) -> None:
+        for collector in collectors:
+            values[collector.what.name] = collector.result()
+            collector.total = None
+
+    def at_once(self, values: Values) -> None:
+        """The whole step: forward and backward of one microbatch after the other."""
+        for half in (0, 1):
+            self.segment(half, "before", values)
+        made, gradients = self.collectors(self.loop.forward, False), self.collectors(self.loop.backward, True)
+        for number in range(self.microbatches):
+            self.backward(self.forward(values, number, made), values, number, gradients)
+        self.collect(made, values)
+        self.collect(gradients, values)
+        for half in (0, 1):
+            self.segment(half, "after", values)
+
+    def all_forward(self, values: Values) -> list[list[torch.Tensor]]:
+        """Forward of all microbatches; returns what each saves."""
+        self.segment(0, "before", values)
+        made = self.collectors(self.loop.forward, False)
+        saved = [self.forward(values, number, made) for number in range(self.microbatches)]
+        self.collect(made, values)
+        self.segment(0, "after", values)
+        return saved
+
+    def all_backward(self, saved: list[list[torch.Tensor]], values: Values) -> None:
+        self.segment(1, "before", values)
+        gradients = self.collectors(self.loop.backward, True)
+        for number in range(self.microbatches):
+            own, saved[number] = saved[number], []
+            self.backward(own, values, number, gradients)
+        self.collect(gradients, values)
+        self.segment(1, "after", values)
+
+    def results(self, values: Mapping[str, torch.Tensor], names: Iterable[str | None]) -> list[torch.Tensor | None]:
+        return [None if name is None else values[name] for name in names]
+
+
+class LossInside:
+    """forward returns the graph's forward outputs, its gradients and the tangent that these are of. tangents: names of the
+    inputs that are tangents, of which `loss` is the one of the loss; of the others it is held that no gradient arrives."""
+
+    def __init__(self, schedule: Schedule, forward_outputs: int, loss: str, dtype: torch.dtype, device: torch.device):
+        self.schedule, self.forward_outputs, self.loss = schedule, forward_outputs, loss
+        self.dtype, self.device, self.last = dtype, device, 1.0
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        names = [name for name in self.schedule.loop.given if not name.startswith("tangents")]
+        values = dict(zip(names, arguments, strict=True))
+        arguments.clear()
+        values[self.loss] = used = torch.full((), self.last, dtype=self.dtype, device=self.device)
+        self.schedule.at_once(values)
+        results = self.schedule.results(values, self.schedule.loop.results)
+        gradients = [x for x in results[self.forward_outputs:] if x is not None]
+        return [*results[:self.forward_outputs], *gradients, used]
+
+    def backward(self, arguments: list[Any]) -> list[Any]:
+        tangents = [name for name in self.schedule.loop.given if name.startswith("tangents")]
+        count = len(arguments) - len(tangents)
+        given = dict(zip(tangents, arguments[count:], strict=True))
+        used, gradients = arguments[count - 1], arguments[:count - 1]
+        arguments.clear()
+        if any(bool(given[name].any()) for name in tangents if name != self.loss):
+            raise HpmlError(
+                "a gradient arrives at another output than the loss, which the microbatches have taken none for", "backward",
+                "compute all of the loss in the compiled model or none of it, or leave options['microbatches'] out")
+        value, before = float(given[self.loss]), float(used)
+        if value not in (0.0, self.last) and abs(value) != float("inf") and value == value:
+            self.last = value
+        if value != before:
+            gradients = [(x.to(torch.promote_types(x.dtype, torch.float32)) * (value / before)).to(x.dtype)
+                         if x.is_floating_point() or x.is_complex() else x for x in gradients]
+        elif compat.keeps_graph():  # they are asked for again, and `.grad` may be changed in place until then
+            gradients = [x.clone() for x in gradients]
+        remaining = iter(gradients)
+        names = self.schedule.loop.results[self.forward_outputs:]
+        return [None if name is None else next(remaining) for name in names]
+
+
+class LossOutside:
+    """forward returns the graph's forward outputs, values that the rest of backward needs, by name in `kept`, and what each
+    microbatch saves."""
+
+    def __init__(self, schedule: Schedule, forward_outputs: int):
+        self.schedule, self.forward_outputs = schedule, forward_outputs
+        self.kept = kept_for_backward(schedule.loop, forward_outputs)
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        loop = self.schedule.loop
+        names = [name for name in loop.given if not name.startswith("tangents")]
+        values = dict(zip(names, arguments, strict=True))
+        arguments.clear()
+        saved = self.schedule.all_forward(values)
+        results = self.schedule.results(values, loop.results[:self.forward_outputs])
+        return [*results, *(values[name] for name in self.kept), *(x for own in saved for x in own)]
+
+    def backward(self, arguments: list[Any]) -> list[Any]:
+        loop, each = self.schedule.loop, self.schedule.calls.saved
+        values = dict(zip(self.kept, arguments, strict=False))
+        first = len(self.kept)
+        saved = [arguments[first + k * each:first + (k + 1) * each] for k in range(self.schedule.microbatches)]
+        tangents = [name for name in loop.given if name.startswith("tangents")]
+        values.update(zip(tangents, arguments[first + each * self.schedule.microbatches:], strict=True))
+        arguments.clear()
+        self.schedule.all_backward(saved, values)
+        return self.schedule.results(values, loop.results[self.forward_outputs:])
+
+
+def kept_for_backward(loop: Loop, forward_outputs: int) -> tuple[str, ...]:
+    """What backward reads of the values that forward has, but for what microbatches save."""
+    there = {name for name in loop.given if not name.startswith("tangents")}
+    there.update(loop.before[0].makes, loop.after[0].makes, (each.name for each in loop.forward))
+    read = [*loop.before[1].reads, *(each.name for each in loop.late), *loop.after[1].reads,
+            *(name for name in loop.results[forward_outputs:] if name is not None)]
+    return tuple(dict.fromkeys(name for name in read if name in there))

@@ -1,0 +1,241 @@
+"""Cut a graph with markers of time into what is done before the loop over microbatches, in it, and after it.
+
+What a marker begins is in the loop, what one ends comes after it, all else before. Each of the three has a part that waits for
+backward: what depends on a tangent. The loop's two halves stay together as one joint graph, so that it can be partitioned as
+any other; values pass between the parts by the names of their nodes.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalIterable=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.compat import fake_mode_of
+from passes.errors import HpmlError
+from passes.graph.nodes import memory_of
+from passes.transform.insert import Inserter
+from passes.transform.markers import ADD_UP, COLLECTS, TAKE
+
+aten = torch.ops.aten
+
+
+class Part(enum.Enum):
+    BEFORE = "before"
+    LOOP = "loop"
+    AFTER = "after"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows a microbatch takes of a whole tensor, or fills in: see `passes.transform.markers`."""
+
+    apart: tuple[int, ...]
+    dim: int
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Something the loop reads: a value, or rows of it."""
+
+    name: str
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Something that the loop makes: added up, or (rows) put together, under this name."""
+
+    name: str
+    rows: Rows | None = None
+    value: torch.Tensor | None = None
+    """Fake: what is collected from one microbatch."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A graph with the names of what it reads and makes; `gm` is None if there is nothing to do."""
+
+    gm: GraphModule | None
+    reads: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loop:
+    """body: one microbatch's joint graph, whose placeholders are `reads`, of which `late` depend on tangents, and whose outputs
+    are `forward` and then `backward`. before, after: what is done in forward, and what waits for backward. results: names of
+    what the graph returns, or None where it returns nothing. given: names of its inputs."""
+
+    before: tuple[Segment, Segment]
+    body: GraphModule
+    reads: tuple[Read, ...]
+    late: tuple[Read, ...]
+    forward: tuple[Collected, ...]
+    backward: tuple[Collected, ...]
+    after: tuple[Segment, Segment]
+    given: tuple[str, ...]
+    results: tuple[str | None, ...]
+
+
+def cut_loop(gm: GraphModule) -> Loop:
+    return _Cut(gm).run()
+
+
+class _Cut:
+    """part, late: of every node, where it belongs and whether it depends on a tangent."""
+
+    def __init__(self, gm: GraphModule):
+        self.gm = gm
+        self.part: dict[Node, Part] = {}
+        self.late: dict[Node, bool] = {}
+        for node in gm.graph.nodes:
+            self.late[node] = any(self.late[x] for x in node.all_input_nodes) or (
+                node.op == "placeholder" and node.name.startswith("tangents"))
+            self.part[node] = self._part(node)
+        self.output = gm.graph.output_node()
+        self.returned = list(self.output.args[0])
+
+    def _part(self, node: Node) -> Part:
+        parts = {self.part[x] for x in node.all_input_nodes}
+        if node.op == "output" or node.target in COLLECTS:
+            return Part.AFTER
+        if node.target is TAKE or Part.LOOP in parts:
+            if Part.AFTER in parts:
+                raise HpmlError(f"{node.name} in the loop needs what is there after it", "microbatches",
+                                "this is a mistake in the pass that places operations in time")
+            return Part.LOOP
+        return Part.AFTER if Part.AFTER in parts else Part.BEFORE
+
+    def run(self) -> Loop:
+        calls = [node for node in self.gm.graph.nodes if node.op == "call_function"]
+        collects = [node for node in calls if node.target in COLLECTS]
+        before, after = ([node for node in calls if self.part[node] is part and node not in set(collects)]
+                         for part in (Part.BEFORE, Part.AFTER))
+        loop = [node for node in calls if self.part[node] is Part.LOOP]
+        body, reads, late = self._body(loop, collects)
+        forward, backward = (tuple(_collected(node) for node in collects if self.late[node] == back) for back in (False, True))
+        return Loop(
+            self._halves(before), body, reads, late, forward, backward, self._halves(after),
+            tuple(node.name for node in self.gm.graph.find_nodes(op="placeholder")),
+            tuple(x.name if isinstance(x, Node) else None for x in self.returned))
+
+    def _halves(self, nodes: Sequence[Node]) -> tuple[Segment, Segment]:
+        early, late = ([node for node in nodes if self.late[node] == back] for back in (False, True))
+        return self._segment(early), self._segment(late)
+
+    def _segment(self, nodes: Sequence[Node]) -> Segment:
+        own = set(nodes)
+        made = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)
+                and (node in self.returned or any(user not in own and user.op != "output" for user in node.users))]
+        if not made:
+            return Segment(None)
+        read = _read(nodes, own)
+        gm, _ = _graph(self.gm, read, nodes, made, lambda k, node: node.name)
+        return Segment(gm, tuple(x.name for x in read), tuple(x.name for x in made))
+
+    def _body(self, loop: Sequence[Node], collects: Sequence[Node]) -> tuple[GraphModule, tuple[Read, ...], tuple[Read, ...]]:
+        takes = [node for node in loop if node.target is TAKE]
+        forward = _needed([node.args[0] for node in collects if not self.late[node]])
+        # Forward ahead of all else: partitioners take what comes before a part of it for computed by then.
+        inside = sorted((node for node in loop if node.target is not TAKE), key=lambda node: node not in forward)
+        ends = [node.args[0] for back in (False, True) for node in collects if self.late[node] == back]
+        own = set(inside)
+        read = list(dict.fromkeys((*_read(inside, own), *(x for x in ends if x not in own and x.op != "get_attr"))))
+        first: dict[Read, Node] = {}
+        same = {node: first.setdefault(self._as_read(node), node) for node in read}  # taken twice: for forward and for backward
+        read = sorted(dict.fromkeys(same.values()), key=lambda node: self.late[node])
+        assert own.isdisjoint(takes)
+
+        def name(k: int, node: Node) -> str:
+            return f"tangents_{k}" if self.late[node] else f"primals_{k}"
+
+        gm, new = _graph(self.gm, read, inside, ends, name, same)
+        self._own_memory(gm, [new[same.get(x, x)] for x in ends], sorted(self.late[x] for x in collects))
+        reads = [(self._as_read(node), self.late[node]) for node in read]
+        return gm, tuple(r for r, back in reads if not back), tuple(r for r, back in reads if back)
+
+    def _as_read(self, node: Node) -> Read:
+        if node.target is not TAKE:
+            return Read(node.name)
+        x, *rows = node.args
+        return Read(x.name, _rows(*rows))
+
+    def _own_memory(self, gm: GraphModule, ends: Sequence[Node], late: Sequence[bool]) -> None:
+        """What is added up in backward is added to in place: it gets memory of its own."""
+        output = gm.graph.output_node()
+        after_tangents: set[Node] = set()
+        for node in gm.graph.nodes:
+            if (node.op == "placeholder" and node.name.startswith("tangents")) or any(
+                    x in after_tangents for x in node.all_input_nodes):
+                after_tangents.add(node)
+        taken = {memory_of(node) for node in gm.graph.nodes
+                 if node.op in ("placeholder", "get_attr") or node not in after_tangents}
+        first = next(node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr"))
+        results = []
+        for end, back in zip(ends, late, strict=True):
+            if end.op != "call_function" or (back and memory_of(end) in taken):
+                insert = Inserter(gm.graph, output if back else first, like=end, fake_mode=fake_mode_of(gm))
+                end = insert(aten.clone.default, end)
+                end.meta["partitioner_tag"] = "is_backward" if back else "is_forward"
+            taken.add(memory_of(end))
+            results.append(end)
+        output.args = (tuple(results),)
+        gm.recompile()
+
+
+def _rows(apart: Sequence[int], dim: int, size: Sequence[int]) -> Rows:
+    return Rows(tuple(apart), dim, tuple(size))
+
+
+def _collected(node: Node) -> Collected:
+    x, *rows = node.args
+    return Collected(node.name, None if node.target is ADD_UP else _rows(*rows), x.meta["val"])
+
+
+def _needed(nodes: Sequence[Node]) -> set[Node]:
+    """These, and all that they are made of."""
+    found, stack = set(nodes), list(nodes)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
+
+
+def _read(nodes: Sequence[Node], own: Container[Node]) -> list[Node]:
+    """What these read from elsewhere, in order; constants come along."""
+    return list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own and x.op != "get_attr"))
+
+
+def _graph(gm: GraphModule, read: Sequence[Node], nodes: Sequence[Node], made: Sequence[Node],
+           name: Callable[[int, Node], str], same: dict[Node, Node] | None = None) -> tuple[GraphModule, dict[Node, Node]]:
+    """These nodes as a graph of their own; also: node -> its copy. same: node that is read -> the one that stands for it."""
+    graph, new = Graph(), {}
+    for k, node in enumerate(read):
+        assert isinstance(node.meta.get("val"), torch.Tensor), f"{node} is no tensor, and cannot pass between parts of a step"
+        new[node] = graph.placeholder(name(k, node))
+        new[node].meta["val"] = node.meta["val"]
+    for node, first in (same or {}).items():
+        new[node] = new[first]
+
+    def copy(node: Node) -> Node:
+        if node not in new:
+            assert node.op == "get_attr", f"{node} is read before it is made"
+            new[node] = graph.node_copy(node)
+        return new[node]
+
+    for node in nodes:
+        for x in node.all_input_nodes:
+            copy(x)
+        new[node] = graph.node_copy(node, copy)
+    graph.output(tuple(copy(node) for node in made))
+    graph.lint()
+    return GraphModule(gm, graph), new

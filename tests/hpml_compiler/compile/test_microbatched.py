@@ -1,0 +1,137 @@
+"""A step that goes through its batch in microbatches: the numbers of one that does not, with less saved at once."""
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hpml_compiler
+from hpml_compiler.options import Options
+from passes.errors import BadInput
+from tests.hpml_compiler.compile.test_budget import trained
+from tests.passes.traced import mlp, transformer
+
+ROWS = 8
+
+
+def compiled(model: nn.Module, microbatches: int, compiler: str = "eager"):
+    hpml_compiler.reset()
+    return torch.compile(model, backend="hpml", options={"microbatches": microbatches, "compiler": compiler})
+
+
+def check(model: nn.Module, batch: tuple, microbatches: int, compiler: str = "eager", loss_of=lambda out: out) -> None:
+    """Three steps with another factor before each loss, as a loss scale is, against eager torch; float64."""
+    ours, theirs = model.double(), copy.deepcopy(model).double()
+    call = compiled(ours, microbatches, compiler)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    for step in range(3):
+        losses = []
+        for run, optimizer in zip((call, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            losses.append(loss_of(run(*batch)))
+            (losses[-1] * (1 + step)).backward()
+            optimizer.step()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-14)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels of which most are left out in some rows: a mean of means would be another loss."""
+    torch.manual_seed(1)
+    ids, labels = torch.randint(0, 64, (ROWS, 16)), torch.randint(0, 64, (ROWS, 16))
+    labels[0, :14] = labels[5, 2:] = -100
+    return ids, labels
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_a_mean_over_unevenly_spread_tokens_is_that_of_the_whole_batch(microbatches):
+    check(transformer(64, 32, 4, 1, ROWS, 16)[0], tokens(), microbatches)
+
+
+def test_inductor_runs_them_too():
+    check(mlp(16, 32), (torch.randn(ROWS, 16, dtype=torch.double),), 2, "inductor")
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.first(x).relu(), 0.5))
+
+
+def test_a_loss_outside_with_the_masks_of_one_device():
+    check(Dropped(), (torch.randn(ROWS, 8, dtype=torch.double),), 4, loss_of=lambda out: out.square().mean())
+
+
+class WithLogits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        logits = self.layer(x)
+        return logits.square().mean(), logits
+
+
+def test_logits_beside_the_loss():
+    check(WithLogits(), (torch.randn(ROWS, 8, dtype=torch.double),), 2, loss_of=lambda out: out[0])
+    model = WithLogits()
+    loss, logits = compiled(model, 2)(x := torch.randn(ROWS, 8))
+    torch.testing.assert_close(logits, model.layer(x))
+    with pytest.raises(Exception, match="a gradient arrives at another output than the loss"):
+        (loss + logits.sum()).backward()
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        out = self.norm(self.layer(x))
+        return out.square().mean() + out.sum(), out
+
+
+def test_where_rows_mix_all_runs_at_once_and_says_why(caplog):
+    with caplog.at_level(logging.WARNING, "hpml"):
+        check(Normalized(), (torch.randn(ROWS, 8, dtype=torch.double),), 2,
+              loss_of=lambda out: out[0] + out[1].pow(3).mean())
+    assert "no microbatches: rows of the batch depend on each other at" in caplog.text
+
+
+def test_evaluation_runs_whole_on_any_rows():
+    model = mlp(16, 32)
+    call = compiled(model, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x := torch.randn(3, 16)), model(x))
+
+
+def test_rows_that_do_not_divide_are_refused_with_what_would():
+    with pytest.raises(Exception, match="(?s)a batch of 6 rows does not go into 4 microbatches.*give 3"):
+        compiled(mlp(16, 32), 4)(torch.randn(6, 16))
+
+
+def test_what_does_not_go_together_yet_is_refused():
+    with pytest.raises(BadInput, match="give one of the two"):
+        Options.parse({"microbatches": 2, "memory_budget": "1GB"})
+    with pytest.raises(BadInput, match="does not count microbatches"):
+        hpml_compiler.plan(mlp(16, 32), (torch.randn(8, 16),), microbatches=2)
+
+
+def test_one_part_of_what_is_saved_is_held_at_once():
+    def above_state(microbatches: int) -> int:
+        gc.collect()
+        _, peak = trained({"compiler": "eager", "microbatches": microbatches})
+        return peak
+
+    state = above_state(32)  # nearly nothing saved: parameters, gradients, states
+    assert above_state(4) - state < 0.3 * (above_state(1) - state)
