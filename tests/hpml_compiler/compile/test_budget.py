@@ -76,9 +76,8 @@ def check(compiler: str, dropout: float, *shares: float, kind: Callable[[float],
         assert equal(numbers, expected)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_step_stays_below_its_budget_with_the_same_numbers_bit_for_bit(dropout):
-    check("eager", dropout, 0.9, 0.75)
+def test_a_step_stays_below_its_budget_with_the_same_numbers_bit_for_bit():
+    check("eager", 0.2, 0.9, 0.75)
 
 
 def test_a_step_stays_below_its_budget_where_inductor_draws_the_masks():
@@ -161,16 +160,21 @@ def two_ranks(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], s
     return losses, "\n".join(stream), peak
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}])
-def test_two_ranks_keep_less_under_a_budget_with_the_same_losses(launch, mesh):
-    without = launch(two_ranks, args=({"mesh": mesh},))
-    budget = int(0.8 * without[0][2])
-    below = launch(two_ranks, args=({"mesh": mesh, "memory_budget": budget},))
-    for (expected, _, _), (losses, _, peak) in zip(without, below, strict=True):
-        assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, losses, strict=True))
-        assert peak <= 1.03 * budget
-    log = below[0][1]
-    assert "are kept for backward" in log and " 0 calls run once more" not in log
+def in_turn(rank: int, cases: list[dict[str, Any]]) -> list[tuple[list[torch.Tensor], str, int]]:
+    return [two_ranks(rank, options) for options in cases]
+
+
+def test_two_ranks_keep_less_under_a_budget_with_the_same_losses(launch):
+    meshes: list[dict[str, Any]] = [{"mesh": {"dp": 2}}, {"mesh": {"tp": 2}}]
+    without = launch(in_turn, args=(meshes,))
+    budgets = [int(0.8 * peak) for _, _, peak in without[0]]
+    below = launch(in_turn, args=([mesh | {"memory_budget": most} for mesh, most in zip(meshes, budgets, strict=True)],))
+    for ranks_without, ranks_below in zip(without, below, strict=True):
+        for (expected, _, _), (losses, _, peak), budget in zip(ranks_without, ranks_below, budgets, strict=True):
+            assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, losses, strict=True))
+            assert peak <= 1.03 * budget
+    for _, log, _ in below[0]:
+        assert "are kept for backward" in log and " 0 calls run once more" not in log
 
 
 def refused(rank: int) -> str:

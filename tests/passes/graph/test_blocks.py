@@ -63,26 +63,19 @@ def test_a_block_is_the_outermost_indexed_module_with_parts(stack, block):
     assert block_of(node(graph, graph.placeholder("x"), stack=stack)) == block
 
 
-def test_backward_nodes_belong_where_their_forward_node_does():
+@pytest.mark.parametrize(("assign", "inner", "around", "found"), [
+    (assign_blocks, [OUTER], [], "layers.1"),
+    (assign_modules, [("L['self']", Layer), ("L['self'].lm_head", nn.Linear)], [("L['self']", Layer)], "lm_head"),
+])
+def test_backward_nodes_belong_where_their_forward_node_does(assign, inner, around, found):
     graph = fx.Graph()
     x = graph.placeholder("x")
-    one = node(graph, x, stack=[OUTER], number=7)
-    loss = node(graph, one, number=8)
+    one = node(graph, x, stack=inner, number=7)
+    loss = node(graph, one, stack=around, number=8)
     d_loss = node(graph, loss, number=8, backward=True)
     d_one = node(graph, d_loss, number=7, backward=True)
-    blocks = assign_blocks(fx.GraphModule({}, graph))
-    assert [blocks[n] for n in (one, loss, d_loss, d_one)] == ["layers.1", "", "", "layers.1"]
-
-
-def test_modules_are_those_of_the_call_and_of_its_backward():
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    head = node(graph, x, stack=[("L['self']", Layer), ("L['self'].lm_head", nn.Linear)], number=7)
-    loss = node(graph, head, stack=[("L['self']", Layer)], number=8)
-    d_loss = node(graph, loss, number=8, backward=True)
-    d_head = node(graph, d_loss, number=7, backward=True)
-    modules = assign_modules(fx.GraphModule({}, graph))
-    assert [modules[n] for n in (head, loss, d_loss, d_head)] == ["lm_head", "", "", "lm_head"]
+    places = assign(fx.GraphModule({}, graph))
+    assert [places[n] for n in (one, loss, d_loss, d_one)] == [found, "", "", found]
 
 
 def test_a_sum_of_gradients_belongs_to_its_last_summand_whatever_number_it_carries():

@@ -7,6 +7,8 @@ import torch
 from torch import fx
 
 from passes import compat
+from passes.base import TransformPass
+from tests.passes.transform.ranks import groups_of, run
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GROUP = "axis0"
@@ -50,3 +52,15 @@ class RankGraph:
 
     def graph_module(self) -> fx.GraphModule:
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+def names_after(build: RankGraph, changed_by: TransformPass) -> list[str]:
+    """The functions called after a pass; that both ranks still get the same values is checked."""
+    groups = groups_of((2,))
+    inputs = [[torch.randn(shape) for shape in build.shapes] for _ in groups]
+    expected = run([build.graph_module()] * 2, groups, inputs)
+    gm = build.graph_module()
+    changed_by.run(gm)
+    gm.graph.lint()
+    torch.testing.assert_close(run([gm] * 2, groups, inputs), expected)
+    return [n.target.__name__.split(".")[0] for n in gm.graph.nodes if callable(n.target)]

@@ -7,23 +7,13 @@ import pytest
 import torch
 
 from passes.transform.bucket import Bucket
-from passes.transform.collectives import MeshGroups
-from tests.passes.transform.rank_graphs import GROUP, RankGraph
-from tests.passes.transform.ranks import groups_of, run
+from tests.passes.transform.rank_graphs import GROUP, RankGraph, names_after
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def after(build: RankGraph, **options: Any) -> list[str]:
-    """The calls after the pass; that every rank still gets the same values is checked."""
-    groups: list[MeshGroups] = groups_of((2,))
-    inputs = [[torch.randn(shape) for shape in build.shapes] for _ in groups]
-    expected = run([build.graph_module()] * 2, groups, inputs)
-    gm = build.graph_module()
-    Bucket(**options).run(gm)
-    gm.graph.lint()
-    torch.testing.assert_close(run([gm] * 2, groups, inputs), expected)
-    return [n.target.__name__.split(".")[0] for n in gm.graph.nodes if n.op == "call_function"]
+    return names_after(build, Bucket(**options))
 
 
 def reductions(calls: list[str]) -> list[str]:

@@ -8,8 +8,7 @@ from torch import fx
 
 from passes.graph.nodes import BACKWARD_ON_PURPOSE
 from passes.transform.gather_ahead import GatherAhead, starts_ahead
-from tests.passes.transform.rank_graphs import RankGraph
-from tests.passes.transform.ranks import groups_of, run
+from tests.passes.transform.rank_graphs import RankGraph, names_after
 
 aten = torch.ops.aten
 SHORT = {"all_gather_into_tensor": "start", "all_gather_into_tensor_coalesced": "start together", "wait_tensor": "wait"}
@@ -34,15 +33,7 @@ def layers(count: int) -> RankGraph:
 
 
 def after(build: RankGraph, **options: Any) -> list[str]:
-    """The calls after the pass; that every rank still gets the same values is checked."""
-    groups = groups_of((2,))
-    inputs = [[torch.randn(shape) for shape in build.shapes] for _ in groups]
-    expected = run([build.graph_module()] * 2, groups, inputs)
-    gm = build.graph_module()
-    GatherAhead(**options).run(gm)
-    gm.graph.lint()
-    torch.testing.assert_close(run([gm] * 2, groups, inputs), expected)
-    names = [n.target.__name__.split(".")[0] for n in gm.graph.nodes if callable(n.target)]
+    names = names_after(build, GatherAhead(**options))
     return [SHORT.get(name, name) for name in names if name not in ("t", "getitem")]
 
 
