@@ -197,11 +197,15 @@ class Options(BaseModel):
         """The plan to obey, read from its file if a path was given. Raises BadInput."""
         return Plan.load(self.plan) if isinstance(self.plan, str) else self.plan
 
-    def with_budget_of_plan(self, world_size: int) -> Options:
-        """Where none is given, the budget that the plan to obey was made under, if it is for so many ranks."""
-        given = self.load_plan() if self.memory_budget is None else None
-        budgets = [g.kept.budget_bytes for g in given.graphs if g.kept] if given and given.world_size == world_size else []
-        return self.model_copy(update={"memory_budget": budgets[0]}) if budgets else self
+    def with_plan(self, world_size: int) -> Options:
+        """With the plan to obey read from its file, once for all who ask for it, and, where no budget is given, with the one
+        that the plan was made under, if it is for so many ranks. Raises BadInput."""
+        given = self.load_plan()
+        if given is None:
+            return self
+        budgets = [g.kept.budget_bytes for g in given.graphs if g.kept] if given.world_size == world_size else []
+        budget = budgets[0] if budgets and self.memory_budget is None else self.memory_budget
+        return self.model_copy(update={"plan": given, "memory_budget": budget})
 
     def check_mesh(self, world_size: int) -> None:
         """Raises BadInput if a pinned mesh does not multiply to the number of ranks."""

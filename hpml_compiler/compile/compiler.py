@@ -58,7 +58,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         tensorboard.check_installed()
     if options.compiler == "inductor" and not torch.cuda.is_available():
         compat.warm_cpp_compiler()
-    options = options.with_budget_of_plan(world)
+    options = options.with_plan(world)
     if world == 1:
         return one_device(gm, example_inputs, options)
     if options.microbatches > 1:

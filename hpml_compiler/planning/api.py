@@ -40,6 +40,6 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     if len(cluster.groups) > 1:
         return plan_mixed(model, batch, cluster, parsed)
-    parsed = parsed.with_budget_of_plan(cluster.world_size)
+    parsed = parsed.with_plan(cluster.world_size)
     alone = cluster.world_size == 1 and parsed.memory_budget is not None
     return plan_traces(Traces(model, batch, parsed, alone), cluster)

@@ -14,15 +14,13 @@ INLINED = {"clone", "_to_copy", "convert_element_type", "full", "full_like", "ze
            "new_full", "iota", "arange", "scalar_tensor", "where", "constant_pad_nd", "slice_scatter", "select_scatter", "flip",
            "repeat", "_unsafe_index", "_low_memory_max_pool_offsets_to_indices"}
 """Operators beside the pointwise ones that inductor computes wherever their results are read."""
-SCATTERING = {"index_put", "_unsafe_index_put", "scatter", "scatter_add", "max_pool2d_with_indices_backward"}
+SCATTERING = {"index_put", "_unsafe_index_put", "scatter", "scatter_add"}
 FUSING = INLINED | SCATTERING | {
     "sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "prod", "any", "all", "argmax", "argmin", "index",
-    "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random"}
+    "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random", "max_pool2d_with_indices_backward"}
 """Operators whose kernels read other results before these are in memory."""
 NOT_ADDED_TO = {torch.bfloat16, torch.int64, torch.bool}
 """What inductor's kernels cannot add to memory that others add to, too: the operator's own kernel is called."""
-ADDING = {"scatter_add", "max_pool2d_with_indices_backward"}
-"""On CPUs that kernel is called where a process has several threads, too, which would have to wait for each other."""
 
 
 def is_inlined(node: Node) -> bool:
@@ -40,7 +38,7 @@ def scratch_bytes(node: Node) -> int:
     """What a call takes while it runs. Convolutions on CPUs put weights into another order of dims, forward once, backward what
     it reads and what it makes; what is added up by the operator's own kernel has its places in another order, too (measured,
     torch 2.13)."""
-    if _calls_adding_kernel(node) and view_name(node.target) == "scatter_add":
+    if _calls_adding_kernel(node):
         return torch.int64.itemsize * node.args[2].meta["val"].numel()
     count = OPERANDS.get(node.target, 0)
     if not count:
@@ -50,5 +48,6 @@ def scratch_bytes(node: Node) -> int:
 
 
 def _calls_adding_kernel(node: Node) -> bool:
-    on_cpu = view_name(node.target) in ADDING and node.args[0].meta["val"].device.type == "cpu"
+    """On CPUs that kernel is called where a process has several threads, too, which would have to wait for each other."""
+    on_cpu = view_name(node.target) == "scatter_add" and node.args[0].meta["val"].device.type == "cpu"
     return on_cpu and torch.get_num_threads() > 1

@@ -120,6 +120,15 @@ def test_plan_by_object_and_by_path(tmp_path):
         assert options.to_json() == {}
 
 
+def test_a_plan_is_read_once(tmp_path):
+    plan = gpt_plan(1)
+    plan.save(tmp_path / "plan.json")
+    options = Options.parse({"plan": tmp_path / "plan.json"}).with_plan(plan.world_size)
+    (tmp_path / "plan.json").unlink()
+    assert (options.load_plan(), options.memory_budget) == (plan, None)
+    assert options.with_plan(plan.world_size) == options
+
+
 def test_fixes_are_options_before_axes():
     assert parse_fixes(["dp=2", "tp=4", "memory_budget=24GiB", "gap=1e-2", 'solver_options={"threads": 1}']) == {
         "mesh": {"dp": 2, "tp": 4}, "memory_budget": "24GiB", "gap": 0.01, "solver_options": {"threads": 1}}
