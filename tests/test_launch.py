@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ def _second_rank_raises(rank: int) -> None:
 
 def _second_rank_dies(rank: int) -> str:
     if rank == 1:
-        os._exit(7)
+        os.kill(os.getpid(), signal.SIGSEGV)
     try:
         dist.barrier()
     except RuntimeError:
@@ -81,10 +82,11 @@ def test_a_failing_rank_shows_its_traceback_and_ends_the_others(launch):
     assert time.monotonic() - start < 25  # less than the group's timeout: rank 0 was not waited for
 
 
-def test_unchecked_ranks_see_a_peer_die(launch):
+def test_unchecked_ranks_see_a_peer_die_and_the_failure_shows_where(launch):
     first, second = launch(_second_rank_dies, check=False)
     assert first == "peer is gone"
-    assert isinstance(second, RankFailure) and second.exitcode == 7
+    assert isinstance(second, RankFailure) and second.exitcode == -signal.SIGSEGV
+    assert "in _second_rank_dies" in str(second)
 
 
 def test_what_cannot_be_pickled_is_an_error_not_a_hang(launch):

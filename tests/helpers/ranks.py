@@ -137,6 +137,7 @@ def _rank_main(folder: str, work: bytes, environment: dict[str, str], init: bool
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable(file=2)  # a rank that dies of a signal shows where, too
     faulthandler.dump_traceback_later(max(timeout_s - 1, timeout_s / 2), file=2)  # a rank that hangs shows where
     torch.set_num_threads(1)
     try:
