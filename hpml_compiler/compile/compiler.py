@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import same_graph
-from hpml_compiler.compile.graph_inputs import GraphInputs
+from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.one_device import one_device
@@ -107,11 +107,9 @@ class _Compilation:
         note_function()
         for node in self.gm.graph.find_nodes(op="placeholder"):
             local = getattr(node.meta["example_value"], "_local_tensor", None)
-            self._static(local)  # of a batch's rows, Dynamo guards on the local part alone
+            guard_on_sizes(local)  # of a batch's rows, Dynamo guards on the local part alone
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
-        examples = [self._static(value) for value in self.inputs.examples]
-        for number in compat.ints_of_sizes(self.gm):
-            int(number)  # a guard, as for sizes; other integers, such as a place in a queue, may differ from call to call
+        sizes_are_numbers(self.gm, examples := self.inputs.examples)
         function = compat.aot_autograd(
             fw_compiler=lambda gm, examples: self.holding.around(gm, self.lowering.forward(gm, examples)),
             bw_compiler=self._backward,
@@ -148,13 +146,6 @@ class _Compilation:
         if self.watched is None:
             return forward_call(call, spot, half, training)
         return forward_call(self.watched.forward(call), spot, half, training)
-
-    def _static(self, value: Any) -> Any:
-        """Sizes are numbers here: a batch of another size is another graph, with a plan of its own."""
-        if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
-            for size in (*value.shape, *value.stride()):
-                int(size)  # a guard: Dynamo comes back for another size
-        return value
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         sharded = self._rewrite(joint, num_fwd_outputs)

@@ -21,6 +21,20 @@ from passes.machine.axis import device_axes
 from passes.presets import annotate
 
 
+def sizes_are_numbers(gm: GraphModule, values: Sequence[Any]) -> None:
+    """Where something is decided for a graph, a batch of another size is another graph, with decisions of its own."""
+    for value in values:
+        guard_on_sizes(value)
+    for number in compat.ints_of_sizes(gm):
+        int(number)  # a guard, as for sizes; other integers, such as a place in a queue, may differ from call to call
+
+
+def guard_on_sizes(value: Any) -> None:
+    if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
+        for size in (*value.shape, *value.stride()):
+            int(size)  # a guard: Dynamo comes back for another size
+
+
 class GraphInputs:
     """`described`: the inputs in order, for planning. `examples`: whole plain tensors to trace with.
 

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hpml_compiler.compile.graph_inputs import sizes_are_numbers
 from hpml_compiler.compile.lowering import Lowering, takes_list, values_of
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import solver_options
 from hpml_compiler.runtime.microbatches import Call, Calls, LossInside, LossOutside, Schedule, kept_for_backward
 from passes import compat
+from passes.analysis.microbatch_rows import common_rows, most_that_fit
 from passes.analysis.mixed_rows import mixing_operations
 from passes.graph.copied import copied
 from passes.graph.interface import graph_inputs
@@ -59,6 +61,15 @@ def times_of(graph: PlacementGraph, microbatches: int, solver: SolverOptions) ->
         return None
     log.info("%d microbatches, with %.1f %% of the work on rows in their loop", microbatches, 100 * times.share)
     return times
+
+
+def fitting(rows: int, microbatches: int) -> int:
+    """How many microbatches a batch of so many rows goes through; said, where that is fewer than asked for."""
+    found = most_that_fit(rows, microbatches) if rows else microbatches
+    if found < microbatches:
+        log.warning("a batch of %d rows goes through in %s: it does not divide into %d", rows,
+                    f"{found} microbatches" if found > 1 else "one piece", microbatches)
+    return found
 
 
 def _named(names: Sequence[str]) -> str:
@@ -186,7 +197,10 @@ class OneDevice:
         self.runs: Microbatched | None = None
 
     def compile(self) -> Callable[..., Any]:
+        sizes_are_numbers(self.gm, self.inputs)
         self.described = graph_inputs(self.gm, self.inputs)
+        data = (x.shape for x, its in zip(self.inputs, self.described, strict=True) if its.kind == "batch")
+        self.microbatches = fitting(common_rows(data), self.options.microbatches)
         backend = compat.aot_autograd(
             fw_compiler=self._forward, bw_compiler=self._backward,
             inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
@@ -194,19 +208,24 @@ class OneDevice:
         return backend(self.gm, self.inputs)
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        microbatches, whole = self.options.microbatches, joint
+        if self.microbatches == 1:
+            return self._whole(joint, inputs, num_fwd_outputs, kwargs)
+        microbatches, whole = self.microbatches, joint
         joint = copied(whole)
         NoGradient(other_tangents(joint))(joint)
         annotated = annotate(joint, self.described, num_fwd_outputs, microbatches)
         times = times_of(annotated.graph, microbatches, solver_options(self.options))
         if times is None:
-            prepare(self.options.compiler)(whole)
-            return self.lowering.partition(whole, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+            return self._whole(whole, inputs, num_fwd_outputs, kwargs)
         decision = on_time_axis(on_one_device(annotated.graph), annotated.graph, times)
         gradients = range(num_fwd_outputs, len(joint.graph.output_node().args[0]))
         to_microbatches(decision, MeshGroups((), (), ()).with_time(microbatches), num_fwd_outputs, gradients)(joint)
         self.runs = Microbatched(self.options, joint, microbatches, num_fwd_outputs)
         return self.runs.partition()
+
+    def _whole(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
+        prepare(self.options.compiler)(joint)
+        return self.lowering.partition(joint, inputs, forward_outputs, kwargs.get("static_lifetime_input_indices"))
 
     def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         return self.lowering.forward(graph, inputs) if self.runs is None else self.runs.forward()

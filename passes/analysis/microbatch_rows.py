@@ -7,7 +7,7 @@ positions and tables, cannot be split along the inner factor, so that all microb
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from passes.analysis.factors import Place
 from passes.errors import BadInput
@@ -18,18 +18,27 @@ Seed = tuple[int, int, int]
 
 
 def rows_of(values: Sequence[Value]) -> int:
-    """Rows of the batch: the size that dim 0 has in most inputs that are data; 0 without such inputs."""
-    sizes = Counter(v.spec.shape[0] for v in values if v.kind == "batch" and v.spec.shape)
+    """Rows of the batch that a graph gets."""
+    return common_rows(v.spec.shape for v in values if v.kind == "batch")
+
+
+def common_rows(shapes: Iterable[Sequence[int]]) -> int:
+    """The size that dim 0 has in most inputs that are data; 0 without such inputs."""
+    sizes = Counter(shape[0] for shape in shapes if len(shape))
     return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def most_that_fit(rows: int, microbatches: int) -> int:
+    """As many microbatches of equal size as these rows make, up to `microbatches`: an epoch's last batch is often smaller."""
+    return max(n for n in range(1, microbatches + 1) if rows % n == 0)
 
 
 def row_cuts(values: Sequence[Value], microbatches: int) -> list[tuple[Place, int]]:
     """Where rows are cut from the start, if there are any. Raises BadInput if they do not make that many microbatches."""
     rows = rows_of(values)
     if rows % microbatches:
-        fits = max(n for n in range(1, microbatches) if rows % n == 0)
         raise BadInput(f"a batch of {rows} rows does not go into {microbatches} microbatches", "options['microbatches']",
-                       f"give {fits}, or another number of rows")
+                       f"give {most_that_fit(rows, microbatches)}, or another number of rows")
     return [((v.index, 0), microbatches) for v in values if v.kind == "batch" and v.spec.shape[:1] == (rows,)]
 
 
