@@ -17,6 +17,7 @@ from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.visualize.text import format_bytes, format_us
 from passes.errors import Infeasible
 from passes.keeping.keys import KeptNodes
+from passes.keeping.seam import NotAlike
 from passes.partition.lifetimes import Lifetimes
 
 log = logging.getLogger("hpml")
@@ -43,8 +44,8 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
     which few searches need: MOST_TRIALS ends them, whatever else the machine does. wanted_gap: to the bound, at which it counts
     as optimal.
 
-    Raises Infeasible, with the smallest budget that is known to work, where no trial fits; remedies: what may help then,
-    besides the usual.
+    Raises Infeasible, with the smallest budget that is known to work, where no trial fits, and NotAlike where none could be
+    tried out; remedies: what may help then, besides the usual.
     """
     search = _Search(plan, try_out, budget_bytes, seconds)
     bytes_left = budget_bytes - others_bytes
@@ -73,7 +74,7 @@ class _Search:
         self.plan, self.try_out, self.budget_bytes = plan, try_out, budget_bytes
         self.end = time.perf_counter() + seconds
         self.tried: list[Planned] = []
-        self.refusal: Infeasible | None = None
+        self.refusal: Infeasible | NotAlike | None = None
         self.least_bytes: float | None = None
         """With which the latest placements that were refused would have been found."""
         self.least: Planned | None = None
@@ -93,7 +94,11 @@ class _Search:
             return None
         same = next((each for each in self.tried if (each.mesh, each.decision) == (planned.mesh, planned.decision)), None)
         if same is None:
-            same = replace(planned, kept=self.try_out(planned))
+            try:
+                same = replace(planned, kept=self.try_out(planned))
+            except NotAlike as refusal:
+                self.refusal = refusal  # by other placements, layers that stand for others may be alike
+                return None
             self.tried.append(same)
             log.info("%s: mesh %s in %s holds %s, %s of which to run once more or to move", same.record.name, same.mesh,
                      format_us(_us(same)), format_bytes(_held(same)), format_us(_again_us(same)))

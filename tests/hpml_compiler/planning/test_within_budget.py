@@ -9,6 +9,7 @@ from hpml_compiler.plans.schema import MeshAttempt
 from passes.errors import Infeasible
 from passes.graph.decision import Decision
 from passes.keeping.keys import KeptNodes
+from passes.keeping.seam import NotAlike
 from passes.records import FrozenMap
 from tests.helpers.plans import gpt_graph
 
@@ -39,6 +40,8 @@ class Table:
     def try_out(self, planned):
         self.tried.append(planned.record.name)
         row = self.plans[planned.record.name]
+        if row.get("not_alike"):
+            raise NotAlike
         return KeptNodes(frozenset(), 1, row["again_us"], 0, row["above"], 0, self.left - row["state"], 0.0,
                          after_bytes=row.get("stepping", 0))
 
@@ -125,6 +128,13 @@ def test_an_optimizers_step_that_does_not_fit_is_named():
 def test_a_budget_that_no_placements_meet_is_refused_as_they_are():
     with pytest.raises(Infeasible, match="no assignment fits"):
         Table(whole=WHOLE, split=SPLIT).answer(10)
+
+
+def test_placements_by_which_layers_do_not_run_alike_are_passed_over():
+    table = Table(whole={**WHOLE, "not_alike": True}, split=SPLIT)
+    assert table.answer(100) == "split"
+    with pytest.raises(NotAlike):
+        Table(whole={**WHOLE, "not_alike": True}).answer(100)
 
 
 def test_the_bound_is_that_of_placements_with_nothing_saved_whatever_is_taken():
