@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import solver_options
+from hpml_compiler.planning.remembered_kept import remembered_kept
 from hpml_compiler.planning.room import Room
 from hpml_compiler.plans.kept import CallAgain, FullestMoment, KeptPlan, KeptValue, OffloadedValue
 from hpml_compiler.plans.peak import counted_peak
@@ -30,6 +31,17 @@ WHERE = "options['memory_budget']"
 def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: Options, name: str, strict: bool) -> KeptNodes:
     """Of a graph that has its tape. strict: raise Infeasible where the budget cannot be met; else the answer is what holds
     least."""
+    kept = remembered_kept(joint, room, options, strict, lambda: _decided(joint, forward_outputs, room, options, strict))
+    log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
+             "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
+             format_bytes(room.state))
+    if kept.offloaded:
+        log.info("%s: %d of these, %s, are offloaded (%s)", name, len(kept.offloaded), format_bytes(kept.offloaded_bytes),
+                 format_us(kept.offload_us))
+    return kept
+
+
+def _decided(joint: GraphModule, forward_outputs: int, room: Room, options: Options, strict: bool) -> KeptNodes:
     keep = Keep(room.left, solver_options(options), strict, after_bytes=round(room.after))
     try:
         try:  # without graphs after it there is nothing to leave, and what follows would find the same
@@ -42,14 +54,7 @@ def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: O
     except TooSmall as error:
         assert error.walk is not None, "the least that was found comes with it"
         raise _too_small(error.walk, room, options) from None
-    kept = read(KEPT, joint)
-    log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
-             "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
-             format_bytes(room.state))
-    if kept.offloaded:
-        log.info("%s: %d of these, %s, are offloaded (%s)", name, len(kept.offloaded), format_bytes(kept.offloaded_bytes),
-                 format_us(kept.offload_us))
-    return kept
+    return read(KEPT, joint)
 
 
 def obey_kept(joint: GraphModule, room: Room, pinned: KeptPlan, name: str) -> KeptNodes | None:

@@ -5,15 +5,12 @@ choice is priced and checked in it. So an entry that is stale, damaged or of ano
 """
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -66,7 +63,7 @@ class Memory:
 
     def about(self, *others: object) -> Memory:
         """Of a plan that depends on these besides, told apart by their `repr`."""
-        return replace(self, key=_digest([self.key, *others]))
+        return replace(self, key=plan_file.digest_of([self.key, *others]))
 
     def plan(self, obey: Callable[[RememberedPlan], Planned | None], search: Callable[[], Planned]) -> Planned:
         """obey: plans the graph as it was planned then; None, BadInput or Infeasible where that does not fit. search: plans it
@@ -134,12 +131,9 @@ def memory_of(annotated: AnnotatedGraph, options: Options, cluster: Cluster, loo
     interface = annotated.interface
     roles = [dict(interface.kinds), dict(interface.trainable), dict(interface.stored), interface.outputs,
              interface.forward_outputs, interface.training]
-    parts = [digest, roles, json.dumps(options.to_json(), sort_keys=True), cluster, prices, torch.__version__, _code(), *others]
-    return Memory(_digest(parts), {} if look is None else _prices(look, cluster), options)
-
-
-def _digest(parts: Iterable[object]) -> str:
-    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+    given = json.dumps(options.to_json(), sort_keys=True)
+    parts = [digest, roles, given, cluster, prices, torch.__version__, plan_file.planners_code(), *others]
+    return Memory(plan_file.digest_of(parts), {} if look is None else _prices(look, cluster), options)
 
 
 def _prices(look: Measured, cluster: Cluster) -> dict[str, float]:
@@ -154,11 +148,3 @@ def _prices(look: Measured, cluster: Cluster) -> dict[str, float]:
 
 def _alike(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
     return a.keys() == b.keys() and all(a[k] <= LIKE_PRICES * b[k] and b[k] <= LIKE_PRICES * a[k] for k in a)
-
-
-def _code() -> str:
-    """Of the planner's own source: sizes and times of all files, which costs little and notices an upgrade as an edit."""
-    folders = Path(__file__).parents[1], Path(inspect.getfile(BadInput)).parent  # hpml_compiler, passes
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    text = "\n".join(f"{path} {(stat := path.stat()).st_size} {stat.st_mtime_ns}" for path in files)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

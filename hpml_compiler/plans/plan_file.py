@@ -1,10 +1,14 @@
 """Plans of earlier launches, by key, as text: a SQLite file in the user's cache folder."""
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+from passes.errors import BadInput
 from passes.sqlite_file import SqliteFile, cache_folder
 
 FILE_NAME = "plans.sqlite"
@@ -16,6 +20,19 @@ _TABLE = "CREATE TABLE IF NOT EXISTS plan (key TEXT PRIMARY KEY, made REAL NOT N
 def is_on() -> bool:
     """HPML_CACHE=0 in the environment says no: every plan is searched for."""
     return os.environ.get("HPML_CACHE", "1") != "0"
+
+
+def digest_of(parts: Iterable[object]) -> str:
+    """A key for what depends on these, told apart by their `repr`."""
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+
+
+def planners_code() -> str:
+    """Of the planner's own source: sizes and times of all files, which costs little and notices an upgrade as an edit."""
+    folders = Path(__file__).parents[1], Path(inspect.getfile(BadInput)).parent  # hpml_compiler, passes
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    text = "\n".join(f"{path} {(stat := path.stat()).st_size} {stat.st_mtime_ns}" for path in files)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def get(key: str) -> str | None:

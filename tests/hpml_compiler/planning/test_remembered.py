@@ -74,6 +74,19 @@ def test_the_second_launch_has_the_plan_of_the_first_without_a_search(options, s
     assert decided(second) == decided(first) and second.graphs[0].solver.gap is not None
 
 
+def test_what_one_device_keeps_is_not_decided_twice(folder, said):
+    tight = {"cluster": "1x1:h100-80g", "layers": 4, "rows": 512, "memory_budget": "1700KiB"}
+    first = plan(**tight)
+    assert "keep: wrote" in said() and first.graphs[0].kept.again
+    second = plan(**tight)
+    assert "keep: wrote" not in said() and decided(second) == decided(first)
+    plan(**{**tight, "memory_budget": "1800KiB"})
+    assert "keep: wrote" in said()
+    with sqlite3.connect(folder / "plans.sqlite") as connection:
+        connection.execute("""UPDATE plan SET entry = replace(entry, '"names":[', '"names":["nobody",')""")
+    assert decided(plan(**tight)) == decided(first) and "is damaged" in said()
+
+
 def test_another_question_is_another_search(said):
     plan()
     said()
