@@ -50,6 +50,7 @@ from passes.transform.early import Early
 from passes.transform.gather_ahead import GatherAhead
 from passes.transform.normalize import Normalize
 from passes.transform.offload import Offload
+from passes.transform.once_before_loop import OnceBeforeLoop
 from passes.transform.own_gradients import OwnGradients
 from passes.transform.rematerialize import Rematerialize
 from passes.transform.shard import Shard
@@ -121,7 +122,8 @@ def one_stage(compiler: str, forward_outputs: int) -> PassManager:
 def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int]) -> PassManager:
     """From a graph that can be planned, and a decision with time as its last axis, to one that can be cut at its markers
     (`passes.transform.microbatches`)."""
-    manager = PassManager((Adopt(decision), Shard(groups), Deduplicate(), OwnGradients(tuple(kept_gradients), forward_outputs)))
+    manager = PassManager((Adopt(decision), Shard(groups), OnceBeforeLoop(), Deduplicate(),
+                           OwnGradients(tuple(kept_gradients), forward_outputs)))
     manager.check(available=(INTERFACE, OPERATIONS))
     return manager
 

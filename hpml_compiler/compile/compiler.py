@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.agreement import same_graph
+from hpml_compiler.compile.agreement import from_rank_0, same_graph
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
+from hpml_compiler.compile.microbatched import Microbatched, fitting_rows, in_microbatches, loss_alone, times_of
 from hpml_compiler.compile.one_device import one_device
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
@@ -27,7 +28,7 @@ from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning.kept import with_kept
-from hpml_compiler.planning.plan_graph import Planned
+from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.alike import own_values, same_values
@@ -43,7 +44,7 @@ from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
-from passes.errors import BadInput
+from passes.graph.annotated import Annotated
 from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
 
@@ -61,9 +62,6 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     options = options.with_plan(world)
     if world == 1:
         return one_device(gm, example_inputs, options)
-    if options.microbatches > 1:
-        raise BadInput(f"microbatches run on one rank yet, and there are {world}", "options['microbatches']",
-                       "leave it out, or start one rank")
     refuse_other_wrappers(example_inputs)
     lost_ranks.start()
     with at(f"compiling graph_{len(session.current().graphs)}"):
@@ -100,6 +98,7 @@ class _Compilation:
         self.lowering = Lowering(options.compiler)
         self.holding = Holding()
         self.planned: Planned | None = None
+        self.runs: Microbatched | None = None
         self.watched: WatchedGraph | None = None
         self.positions: dict[str, int] = {}
 
@@ -110,8 +109,9 @@ class _Compilation:
             guard_on_sizes(local)  # of a batch's rows, Dynamo guards on the local part alone
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
+        self.microbatches = self._microbatches()
         function = compat.aot_autograd(
-            fw_compiler=lambda gm, examples: self.holding.around(gm, self.lowering.forward(gm, examples)),
+            fw_compiler=self._forward,
             bw_compiler=self._backward,
             inference_compiler=self._inference,
             partition_fn=self._partition,
@@ -147,7 +147,19 @@ class _Compilation:
             return forward_call(call, spot, half, training)
         return forward_call(self.watched.forward(call), spot, half, training)
 
+    def _microbatches(self) -> int:
+        """How many a step goes through, if its graph allows it: as many as divide the rows that a rank has at the least."""
+        if self.options.microbatches == 1 or not torch.is_grad_enabled():
+            return 1
+        shapes = [x.shape for x, its in zip(self.inputs.examples, self.inputs.described, strict=True) if its.kind == "batch"]
+        ranks = dist.get_world_size() if self.inputs.rows else (self.options.mesh or {}).get("dp", 1)
+        return fitting_rows(shapes, self.options.microbatches, ranks, speaks=dist.get_rank() == 0)
+
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        if self.microbatches > 1 and (runs := self._in_microbatches(joint, num_fwd_outputs)) is not None:
+            self.runs = runs
+            self._finish()
+            return runs.partition()
         sharded = self._rewrite(joint, num_fwd_outputs)
         if self.sharing is not None:
             assert self.planned is not None
@@ -160,8 +172,27 @@ class _Compilation:
         self._finish()
         return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
 
+    def _in_microbatches(self, joint: GraphModule, forward_outputs: int) -> Microbatched | None:
+        """What runs the step microbatch by microbatch; None where that cannot be, which leaves the graph as it is."""
+        gm = loss_alone(joint)
+        annotated = self._annotated(gm, forward_outputs, self.microbatches)
+        times = from_rank_0(lambda: times_of(annotated.graph, self.microbatches, solver_options(self.options)))
+        if times is None:
+            return None
+        planned = self._plan(annotated, forward_outputs)
+        start = time.perf_counter()
+        runs = in_microbatches(gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options,
+                               forward_outputs, self.inputs.kept_gradients(annotated, forward_outputs))
+        planned.record.seconds["rewrite"] = time.perf_counter() - start
+        self._say(annotated, planned)
+        return runs
+
+    def _forward(self, gm: GraphModule, examples: Any) -> Callable[[list[Any]], Any]:
+        call = self.lowering.forward(gm, examples) if self.runs is None else self.runs.forward()
+        return self.holding.around(gm, call)
+
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        call = self.lowering.backward(gm, inputs)
+        call = self.lowering.backward(gm, inputs) if self.runs is None else self.runs.backward()
         assert self.planned is not None
         name = self.planned.record.name
         call = call if self.watched is None else self.watched.backward(call)
@@ -183,11 +214,29 @@ class _Compilation:
         session.save_plan()
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
-        annotated = self.inputs.annotate(gm, forward_outputs)
+        annotated = self._annotated(gm, forward_outputs)
+        planned = self._plan(annotated, forward_outputs)
+        start = time.perf_counter()
+        kept = self.inputs.kept_gradients(annotated, forward_outputs)
+        groups = self.session.groups(planned.mesh)
+        after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
+                       compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
+                       ahead=planned.kept is None or planned.kept.ahead)(gm)
+        planned.record.seconds["rewrite"] = time.perf_counter() - start
+        self._say(annotated, planned)
+        return gm
+
+    def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> Annotated:
+        """With what planning needs to know, once all ranks have the same graph."""
+        annotated = self.inputs.annotate(gm, forward_outputs, microbatches)
         with compat.outside_tracing():
             together("compiling a graph", CALLING, every=0)
         same_graph(annotated.hash(), annotated.text)
         self.draws = draws_random_numbers(gm)
+        return annotated
+
+    def _plan(self, annotated: Annotated, forward_outputs: int | None) -> Planned:
+        """What all ranks agree on, entered in the session."""
         self.annotated = annotated
         self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs)
         self.planned = planned = self.planner.agreed()
@@ -199,20 +248,15 @@ class _Compilation:
                           self.positions)
         if annotated.interface.training:
             self.session.mesh = planned.mesh
-        start = time.perf_counter()
-        kept = self.inputs.kept_gradients(annotated, forward_outputs)
-        groups = self.session.groups(planned.mesh)
-        after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
-                       compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
-                       ahead=planned.kept is None or planned.kept.ahead)(gm)
-        planned.record.seconds["rewrite"] = time.perf_counter() - start
-        if dist.get_rank() == 0:
-            log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,
-                     planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
+        return planned
+
+    def _say(self, annotated: Annotated, planned: Planned) -> None:
+        if dist.get_rank() != 0:
+            return
+        log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,
+                 planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
         for target, nodes in annotated.graph.unruled.items():
-            if dist.get_rank() == 0:
-                log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
-        return gm
+            log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
 
     def _placements(self) -> dict[int, Any]:
         """Position of every parameter that gets placed now -> its DTensor placements."""

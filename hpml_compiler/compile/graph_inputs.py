@@ -75,18 +75,19 @@ class GraphInputs:
         self.gathered.add(position)
         return described
 
-    def annotate(self, gm: GraphModule, forward_outputs: int | None) -> Annotated:
-        """What planning needs to know of the traced graph; on the way, some inputs turn out to be needed whole."""
+    def annotate(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> Annotated:
+        """What planning needs to know of the traced graph; on the way, some inputs turn out to be needed whole. microbatches:
+        that its step goes through."""
         if forward_outputs is None:  # no gradient flows, whether or not it may: parameters are placed by training alone
             self.described = [replace(described, placeable=False) for described in self.described]
         self.written = compat.inputs_written(gm)
         for position in self.written | inputs_in_outputs(gm, forward_outputs):
             self._take_whole(position)
-        annotated = annotate(gm, self.described, forward_outputs)
+        annotated = annotate(gm, self.described, forward_outputs, microbatches)
         views = self._viewed_in_other_parts(annotated)
         for position in views:
             self._take_whole(position)
-        return annotate(gm, self.described, forward_outputs) if views else annotated
+        return annotate(gm, self.described, forward_outputs, microbatches) if views else annotated
 
     def _take_whole(self, position: int) -> None:
         """The graph changes this input in place, and returns the new value whole; or it returns a view of it, which

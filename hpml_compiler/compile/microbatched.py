@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from hpml_compiler.runtime.microbatches import Call, Calls, LossInside, LossOuts
 from passes import compat
 from passes.analysis.microbatch_rows import common_rows, most_that_fit
 from passes.analysis.mixed_rows import mixing_operations
+from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
+from passes.graph.decision import Decision
 from passes.graph.interface import graph_inputs
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.in_time import InTime, on_one_device, on_time_axis, place_in_time
@@ -63,11 +65,14 @@ def times_of(graph: PlacementGraph, microbatches: int, solver: SolverOptions) ->
     return times
 
 
-def fitting(rows: int, microbatches: int) -> int:
-    """How many microbatches a batch of so many rows goes through; said, where that is fewer than asked for."""
-    found = most_that_fit(rows, microbatches) if rows else microbatches
-    if found < microbatches:
-        log.warning("a batch of %d rows goes through in %s: it does not divide into %d", rows,
+def fitting_rows(shapes: Iterable[Sequence[int]], microbatches: int, ranks: int = 1, speaks: bool = True) -> int:
+    """How many microbatches data of these shapes goes through; said, where that is fewer than asked for. ranks: among which the
+    rows of each are shared out."""
+    rows = common_rows(shapes)
+    on_ranks = f" on {ranks} ranks" if ranks > 1 and rows % ranks == 0 else ""
+    found = most_that_fit(rows // ranks if on_ranks else rows, microbatches) if rows else microbatches
+    if found < microbatches and speaks:
+        log.warning("a batch of %d rows%s goes through in %s: it does not divide into %d", rows, on_ranks,
                     f"{found} microbatches" if found > 1 else "one piece", microbatches)
     return found
 
@@ -88,6 +93,13 @@ def other_tangents(joint: GraphModule) -> frozenset[str]:
     loss = loss_of(joint)
     return frozenset(node.name for node in joint.graph.find_nodes(op="placeholder")
                      if loss is not None and node.name.startswith("tangents") and node.name != loss)
+
+
+def loss_alone(joint: GraphModule) -> GraphModule:
+    """A copy of a joint graph in which gradients arrive at the loss alone, if it has one."""
+    gm = copied(joint)
+    NoGradient(other_tangents(gm))(gm)
+    return gm
 
 
 class Microbatched:
@@ -188,6 +200,14 @@ def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) 
     return GraphModule(torch.nn.Module(), graph)
 
 
+def in_microbatches(gm: GraphModule, annotated: Annotated, decision: Decision, times: InTime, groups: MeshGroups,
+                    options: Options, forward_outputs: int, kept_gradients: Sequence[int]) -> Microbatched:
+    """From an annotated graph, and what was decided over devices and in time, to what runs."""
+    decision = on_time_axis(decision, annotated.graph, times)
+    to_microbatches(decision, groups.with_time(times.microbatches), forward_outputs, kept_gradients)(gm)
+    return Microbatched(options, gm, times.microbatches, forward_outputs)
+
+
 class OneDevice:
     """One graph whose step goes through its batch in microbatches, if its rows allow it."""
 
@@ -199,8 +219,8 @@ class OneDevice:
     def compile(self) -> Callable[..., Any]:
         sizes_are_numbers(self.gm, self.inputs)
         self.described = graph_inputs(self.gm, self.inputs)
-        data = (x.shape for x, its in zip(self.inputs, self.described, strict=True) if its.kind == "batch")
-        self.microbatches = fitting(common_rows(data), self.options.microbatches)
+        shapes = [x.shape for x, its in zip(self.inputs, self.described, strict=True) if its.kind == "batch"]
+        self.microbatches = fitting_rows(shapes, self.options.microbatches)
         backend = compat.aot_autograd(
             fw_compiler=self._forward, bw_compiler=self._backward,
             inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
@@ -210,17 +230,14 @@ class OneDevice:
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         if self.microbatches == 1:
             return self._whole(joint, inputs, num_fwd_outputs, kwargs)
-        microbatches, whole = self.microbatches, joint
-        joint = copied(whole)
-        NoGradient(other_tangents(joint))(joint)
-        annotated = annotate(joint, self.described, num_fwd_outputs, microbatches)
-        times = times_of(annotated.graph, microbatches, solver_options(self.options))
+        gm = loss_alone(joint)
+        annotated = annotate(gm, self.described, num_fwd_outputs, self.microbatches)
+        times = times_of(annotated.graph, self.microbatches, solver_options(self.options))
         if times is None:
-            return self._whole(whole, inputs, num_fwd_outputs, kwargs)
-        decision = on_time_axis(on_one_device(annotated.graph), annotated.graph, times)
-        gradients = range(num_fwd_outputs, len(joint.graph.output_node().args[0]))
-        to_microbatches(decision, MeshGroups((), (), ()).with_time(microbatches), num_fwd_outputs, gradients)(joint)
-        self.runs = Microbatched(self.options, joint, microbatches, num_fwd_outputs)
+            return self._whole(joint, inputs, num_fwd_outputs, kwargs)
+        gradients = range(num_fwd_outputs, len(gm.graph.output_node().args[0]))
+        self.runs = in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
+                                    num_fwd_outputs, gradients)
         return self.runs.partition()
 
     def _whole(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ collects.
 """
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
@@ -165,6 +166,7 @@ def on_time_axis(decision: Decision, graph: PlacementGraph, times: InTime) -> De
     made: dict[int, Placement] = {v: REPLICATE for v in decision.inputs}
     for op in graph.operations:
         made.update(zip(op.outputs, map(_placement, times.makes[op.index])))
+    decision = _reduced_later(decision, graph, {v for v, placement in made.items() if placement == PARTIAL})
     operations = {}
     routes = {}
     for op in graph.operations:
@@ -181,6 +183,29 @@ def on_time_axis(decision: Decision, graph: PlacementGraph, times: InTime) -> De
         decision, axes=(*decision.axes, time_axis(times.microbatches)), operations=FrozenMap(operations),
         inputs=FrozenMap({v: (*layout, REPLICATE) for v, layout in decision.inputs.items()}), routes=FrozenMap(routes),
         outputs=outputs, copies=FrozenMap(), held=FrozenMap())
+
+
+def _reduced_later(decision: Decision, graph: PlacementGraph, sums: Container[int]) -> Decision:
+    """What is reduced over devices as soon as it is made goes to the routes of its readers where it is a sum over the loop."""
+    operations = dict(decision.operations)
+    first: dict[int, Route] = {}
+    for op in graph.operations:
+        rows = operations[op.index]
+        for v, made, after in zip(op.outputs, rows.made, rows.outputs):
+            if v in sums and made != after:
+                changed = [axis for axis, (p, q) in enumerate(zip(made, after)) if p != q]
+                first[v] = Route(v, made, tuple(Hop((*after[:axis + 1], *made[axis + 1:]), op.phase) for axis in changed))
+        outputs = tuple(made if v in first else after for v, made, after in zip(op.outputs, rows.made, rows.outputs))
+        operations[op.index] = replace(rows, outputs=outputs)
+    if not first:
+        return decision
+
+    def from_sum(route: Route) -> Route:
+        way = first.get(route.value)
+        return route if way is None else Route(route.value, way.source, (*way.hops, *route.hops))
+
+    return replace(decision, operations=FrozenMap(operations), outputs=tuple(map(from_sum, decision.outputs)),
+                   routes=FrozenMap({key: from_sum(route) for key, route in decision.routes.items()}))
 
 
 def _phase(graph: PlacementGraph, v: int) -> Phase:
