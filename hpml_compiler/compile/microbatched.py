@@ -18,9 +18,20 @@ from torch.fx import Graph, GraphModule, Node
 
 from hpml_compiler.compile.graph_inputs import sizes_are_numbers
 from hpml_compiler.compile.lowering import Lowering, takes_list, values_of
+from hpml_compiler.compile.refused import refuse
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import solver_options
-from hpml_compiler.runtime.microbatches import Call, Calls, LossInside, LossOutside, Schedule, kept_for_backward
+from hpml_compiler.runtime.inputs import copy_for_set_data
+from hpml_compiler.runtime.microbatches import (
+    Call,
+    Calls,
+    LossInside,
+    LossOutside,
+    Schedule,
+    kept_for_backward,
+    numbers_first,
+    numbers_last,
+)
 from passes import compat
 from passes.analysis.microbatch_rows import common_rows, most_that_fit
 from passes.analysis.mixed_rows import mixing_operations
@@ -124,28 +135,29 @@ class Microbatched:
         values = [x.meta["val"] if isinstance(x, Node) else None for x in results]
         outputs, gradients = values[:self.forward_outputs], values[self.forward_outputs:]
         saved = self._saved(placeholders, gradients)
-        forward = _opaque([(node.name, node.meta["val"]) for node in primals], [*outputs, *saved])
-        backward = _opaque([*((f"saved_{k}", x) for k, x in enumerate(saved)),
+        forward = _opaque([(node.name, node.meta["val"]) for node in primals], [*outputs, *numbers_last(saved)])
+        backward = _opaque([*((f"saved_{k}", x) for k, x in enumerate(numbers_first(saved))),
                             *((node.name, node.meta["val"]) for node in tangents)], gradients)
         return forward, backward
 
-    def _saved(self, placeholders: Sequence[Node], gradients: Sequence[Any]) -> list[torch.Tensor]:
+    def _saved(self, placeholders: Sequence[Node], gradients: Sequence[Any]) -> list[Any]:
         """Fakes of what goes from forward to backward."""
         if self.loss is not None:
             used = next(node.meta["val"] for node in placeholders if node.name == self.loss)
             return [*(x for x in gradients if x is not None), used]
         by_name = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
         kept = [by_name[name] for name in kept_for_backward(self.loop, self.forward_outputs)]
-        return kept + self._saved_by_one() * self.microbatches
+        return kept + [x.meta["val"] for x in self._saved_by_one()] * self.microbatches
 
-    def _saved_by_one(self) -> list[torch.Tensor]:
+    def _saved_by_one(self) -> list[Node]:
         output = self.halves[0].graph.output_node()
-        return [x.meta["val"] for x in output.args[0][len(self.loop.forward):]]
+        return list(output.args[0][len(self.loop.forward):])
 
     def forward(self) -> Call:
         schedule = Schedule(self.loop, self._compiled(), self.microbatches)
         if self.loss is None:
-            self.runs = LossOutside(schedule, self.forward_outputs)
+            placeholders = self.marked.graph.find_nodes(op="placeholder")
+            self.runs = LossOutside(schedule, self.forward_outputs, self._saved(placeholders, ()))
         else:
             placeholders = self.marked.graph.find_nodes(op="placeholder")
             tangent = next(node.meta["val"] for node in placeholders if node.name == self.loss)
@@ -162,9 +174,12 @@ class Microbatched:
         forward, backward = self.halves
         with compat.strides_of_results() as strides:
             run_forward = self.lowering.forward(forward, None)
-        saved = len(self._saved_by_one())
-        inputs = values_of(backward)
-        for k, stride in enumerate((strides or [])[len(self.loop.forward):]):
+        made = {node.name: k for k, node in enumerate(self._saved_by_one())}
+        reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
+        saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
+        inputs, strides = values_of(backward), (strides or [])[len(self.loop.forward):]
+        for k, place in enumerate(saved):
+            stride = strides[place] if strides else None
             if stride is not None and tuple(map(int, stride)) != tuple(inputs[k].stride()):
                 inputs[k] = inputs[k].as_strided(inputs[k].shape, tuple(map(int, stride)))
         with compat.strides_of_results():  # what is asked for outside of this are those of the whole schedule
@@ -217,6 +232,8 @@ class OneDevice:
         self.runs: Microbatched | None = None
 
     def compile(self) -> Callable[..., Any]:
+        refuse(self.gm)
+        copy_for_set_data(self.gm)
         sizes_are_numbers(self.gm, self.inputs)
         self.described = graph_inputs(self.gm, self.inputs)
         shapes = [x.shape for x, its in zip(self.inputs, self.described, strict=True) if its.kind == "batch"]

@@ -11,11 +11,13 @@ from hpml_compiler.compile import session
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
 from hpml_compiler.compile.microbatched import OneDevice
+from hpml_compiler.compile.refused import refuse
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.compile.unplanned import Unplanned
 from hpml_compiler.options import Options
 from hpml_compiler.planning.one_device import keep_on_one_device
 from hpml_compiler.plans.kept import KeptPlan
+from hpml_compiler.runtime.inputs import copy_for_set_data
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from passes import compat
 from passes.graph.interface import graph_inputs
@@ -32,6 +34,7 @@ def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
         return OneDevice(gm, example_inputs, options).compile()
     if options.compiler == "inductor":
         return compat.inductor_whole(gm, example_inputs)
+    copy_for_set_data(gm)
     compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
     return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
 
@@ -47,6 +50,8 @@ class _Budgeted:
         self.lowering = Lowering(options.compiler)
 
     def compile(self) -> Callable[..., Any]:
+        refuse(self.gm)
+        copy_for_set_data(self.gm)
         self.described = graph_inputs(self.gm, self.inputs)
         backend = compat.aot_autograd(
             fw_compiler=self.lowering.forward, bw_compiler=self.lowering.backward,

@@ -25,14 +25,14 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Calls:
-    """What the parts of a loop were compiled to; None where there is nothing to do. saved: how many values the body's forward
-    hands to its backward."""
+    """What the parts of a loop were compiled to; None where there is nothing to do. saved: of the values that the body's
+    forward hands to its backward, the places, in the order in which backward takes them."""
 
     before: tuple[Call | None, Call | None]
     forward: Call
     backward: Call | None
     after: tuple[Call | None, Call | None]
-    saved: int = 0
+    saved: tuple[int, ...] = ()
 
 
 class _Collector:
@@ -91,8 +91,9 @@ class Schedule:
     def backward(self, saved: list[torch.Tensor], values: Values, number: int, collectors: Sequence[_Collector]) -> None:
         if self.calls.backward is None:
             return
-        saved += self.reads(self.loop.late, values, number)
-        made = list(self.calls.backward(saved))
+        given = [saved[place] for place in self.calls.saved] + self.reads(self.loop.late, values, number)
+        saved.clear()
+        made = list(self.calls.backward(given))
         while made:  # from the end, each let go of when it is added
             collectors[len(made) - 1].add(made.pop(), number)
 
@@ -178,11 +179,12 @@ class LossInside:
 
 class LossOutside:
     """forward returns the graph's forward outputs, values that the rest of backward needs, by name in `kept`, and what each
-    microbatch saves."""
+    microbatch saves. saved: examples of these."""
 
-    def __init__(self, schedule: Schedule, forward_outputs: int):
+    def __init__(self, schedule: Schedule, forward_outputs: int, saved: Sequence[Any]):
         self.schedule, self.forward_outputs = schedule, forward_outputs
         self.kept = kept_for_backward(schedule.loop, forward_outputs)
+        self.as_taken = numbers_first(range(len(saved)), saved)
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         loop = self.schedule.loop
@@ -191,18 +193,37 @@ class LossOutside:
         arguments.clear()
         saved = self.schedule.all_forward(values)
         results = self.schedule.results(values, loop.results[:self.forward_outputs])
-        return [*results, *(values[name] for name in self.kept), *(x for own in saved for x in own)]
+        return [*results, *numbers_last([*(values[name] for name in self.kept), *(x for own in saved for x in own)])]
 
     def backward(self, arguments: list[Any]) -> list[Any]:
-        loop, each = self.schedule.loop, self.schedule.calls.saved
-        values = dict(zip(self.kept, arguments, strict=False))
-        first = len(self.kept)
-        saved = [arguments[first + k * each:first + (k + 1) * each] for k in range(self.schedule.microbatches)]
+        loop, each, m = self.schedule.loop, len(self.schedule.calls.saved), self.schedule.microbatches
+        given: list[Any] = [None] * len(self.as_taken)
+        for place, value in zip(self.as_taken, arguments, strict=False):
+            given[place] = value
+        values = dict(zip(self.kept, given, strict=False))
         tangents = [name for name in loop.given if name.startswith("tangents")]
-        values.update(zip(tangents, arguments[first + each * self.schedule.microbatches:], strict=True))
+        values.update(zip(tangents, arguments[len(given):], strict=True))
         arguments.clear()
+        first = len(self.kept)
+        saved = [given[first + k * each:first + (k + 1) * each] for k in range(m)]
+        given.clear()
         self.schedule.all_backward(saved, values)
         return self.schedule.results(values, loop.results[self.forward_outputs:])
+
+
+def numbers_last(values: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
+    """Tensors, then the others: AOTAutograd's order for what a forward graph saves. like: says which are which."""
+    return _sorted(values, values if like is None else like, False)
+
+
+def numbers_first(values: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
+    """Its order for what the backward graph is given."""
+    return _sorted(values, values if like is None else like, True)
+
+
+def _sorted(values: Sequence[Any], like: Sequence[Any], numbers: bool) -> list[Any]:
+    are = [not isinstance(x, torch.Tensor) for x in like]
+    return [x for which in (numbers, not numbers) for x, its in zip(values, are, strict=True) if its is which]
 
 
 def kept_for_backward(loop: Loop, forward_outputs: int) -> tuple[str, ...]:

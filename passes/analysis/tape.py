@@ -27,8 +27,9 @@ from passes.keeping.keys import TAPE
 from passes.keeping.tape import Run, Storage, Tape
 from passes.records import FrozenMap
 from passes.registry import register
-from passes.rules.opaque import is_opaque, leaves_of
-from passes.rules.table import is_heavy, is_random, rule_of, spec_of
+from passes.rules.opaque import leaves_of
+from passes.rules.repeatable import is_repeatable
+from passes.rules.table import is_heavy, spec_of
 from passes.rules.view_names import VIEWS, view_name
 
 LEAST_OFFLOADED_BYTES = 4096
@@ -64,16 +65,6 @@ class MakeTape(AnalysisPass):
     def run(self, graph_module: GraphModule) -> None:
         tape = _Reader(graph_module, self).tape()
         write(TAPE, graph_module, fold(tape, self.lists, self.layers) if self.lists else tape)
-
-
-def is_repeatable(node: Node) -> bool:
-    """Whether a second call of the same gives the same, and nothing else happens. A collective may run twice: all ranks have
-    the same calls in the same order, those that run once more among them."""
-    if is_random(node.target):
-        # An attention kernel is marked as random for the dropout that it can do; a call that does none has a rule.
-        return "attention" in str(node.target) and rule_of(node) is not None
-    return not (node.is_impure() or is_opaque(node)
-                or getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 class _Reader:

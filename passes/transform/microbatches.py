@@ -23,6 +23,8 @@ from passes.transform.insert import Inserter
 from passes.transform.markers import ADD_UP, COLLECTS, TAKE
 
 aten = torch.ops.aten
+PASSES = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)
+"""What can be handed from one part to another: tensors, and numbers that differ from call to call."""
 
 
 class Part(enum.Enum):
@@ -132,7 +134,7 @@ class _Cut:
 
     def _segment(self, nodes: Sequence[Node]) -> Segment:
         own = set(nodes)
-        made = [node for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)
+        made = [node for node in nodes if isinstance(node.meta.get("val"), PASSES)
                 and (node in self.returned or any(user not in own and user.op != "output" for user in node.users))]
         if not made:
             return Segment(None)
@@ -220,7 +222,7 @@ def _graph(gm: GraphModule, read: Sequence[Node], nodes: Sequence[Node], made: S
     """These nodes as a graph of their own; also: node -> its copy. same: node that is read -> the one that stands for it."""
     graph, new = Graph(), {}
     for k, node in enumerate(read):
-        assert isinstance(node.meta.get("val"), torch.Tensor), f"{node} is no tensor, and cannot pass between parts of a step"
+        assert isinstance(node.meta.get("val"), PASSES), f"{node}, no tensor and no number, cannot be handed on"
         new[node] = graph.placeholder(name(k, node))
         new[node].meta["val"] = node.meta["val"]
     for node, first in (same or {}).items():

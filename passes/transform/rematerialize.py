@@ -18,6 +18,7 @@ from passes.errors import HpmlError
 from passes.graph.nodes import WAIT
 from passes.keeping.keys import KEPT, TAPE
 from passes.registry import register
+from passes.rules.repeatable import is_repeatable
 from passes.rules.view_names import VIEWS, view_name
 
 AGAIN = "_again"
@@ -36,18 +37,18 @@ class Rematerialize(TransformPass):
     def run(self, graph_module: fx.GraphModule) -> bool:
         kept, tape = read(KEPT, graph_module), read(TAPE, graph_module)
         backward = {run.name for run in tape.runs if run.backward}
-        repeatable = {run.name for run in tape.runs if run.repeatable}
+        once = {run.name for run in tape.runs if not run.repeatable}
         if missing := kept.names - {node.name for node in graph_module.graph.nodes}:
             raise HpmlError(f"there is no {', '.join(sorted(missing))} to keep", "rematerialize",
                             "what is kept was decided of another graph: this is a mistake in the pass that decides it")
-        return _Rewrite(graph_module.graph, kept.names, backward, repeatable).run()
+        return _Rewrite(graph_module.graph, kept.names, backward, once).run()
 
 
 class _Rewrite:
-    """copies: of forward nodes in backward."""
+    """once: names of calls that cannot run again. copies: of forward nodes in backward."""
 
-    def __init__(self, graph: fx.Graph, kept: frozenset[str], backward: set[str], repeatable: set[str]):
-        self.graph, self.kept, self.repeatable = graph, kept, repeatable
+    def __init__(self, graph: fx.Graph, kept: frozenset[str], backward: set[str], once: set[str]):
+        self.graph, self.kept, self.once = graph, kept, once
         self.copies: dict[fx.Node, fx.Node] = {}
         self.in_backward: set[fx.Node] = set()
         for node in graph.nodes:  # views and parts of what backward computes are backward's, too
@@ -89,7 +90,8 @@ class _Rewrite:
         return (node.op != "call_function" or node in self.in_backward or node in self.copies or node.name in self.kept)
 
     def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        if node.name not in self.repeatable and view_name(node.target) not in VIEWS and node.target is not WAIT:
+        # What makes no memory, such as a view, is no run of the tape; what is taken of a call with several results is one part.
+        if node.name in self.once or not (node.target is WAIT or view_name(node.target) in VIEWS or is_repeatable(node)):
             raise HpmlError(f"{node.name} ({node.target}) cannot be computed once more, and is not kept", "rematerialize",
                             "keep it: this is a mistake in the pass that decides what is kept")
         with self.graph.inserting_before(before):

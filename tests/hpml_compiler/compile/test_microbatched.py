@@ -55,6 +55,26 @@ def test_a_mean_over_unevenly_spread_tokens_is_that_of_the_whole_batch(microbatc
     check(transformer(64, 32, 4, 1, ROWS, 16)[0], tokens(), microbatches)
 
 
+class Annealed(nn.Module):
+    def __init__(self, with_loss: bool):
+        super().__init__()
+        self.layer, self.with_loss = nn.Linear(8, 4), with_loss
+
+    def forward(self, x, temperature, number):
+        out = torch.tanh(self.layer(x) / temperature) * number
+        return out.square().mean() if self.with_loss else out
+
+
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_numbers_that_differ_from_call_to_call_pass_from_part_to_part(with_loss):
+    model = Annealed(with_loss).double()
+    call = compiled(model, 2)
+    for number in range(1, 5):
+        batch = torch.randn(ROWS, 8, dtype=torch.double), 2 * 0.9**number, number
+        expected, found = (torch.autograd.grad(run(*batch).square().mean(), list(model.parameters())) for run in (model, call))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_inductor_runs_them_too():
     check(mlp(16, 32), (torch.randn(ROWS, 16, dtype=torch.double),), 2, "inductor")
 
