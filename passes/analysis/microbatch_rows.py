@@ -24,7 +24,7 @@ def rows_of(values: Sequence[Value]) -> int:
 
 def common_rows(shapes: Iterable[Sequence[int]]) -> int:
     """The size that dim 0 has in most inputs that are data; 0 without such inputs."""
-    sizes = Counter(shape[0] for shape in shapes if len(shape))
+    sizes = Counter(int(shape[0]) for shape in shapes if len(shape))  # a size that is known, if written as a symbol
     return sizes.most_common(1)[0][0] if sizes else 0
 
 

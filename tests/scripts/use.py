@@ -24,7 +24,9 @@ import torch
 
 import hpml_compiler
 
-MESHES: dict[str, dict[str, int] | None] = {"dp": {"dp": 2}, "tp": {"tp": 2}, "unpinned": None}
+MESHES: dict[str, dict[str, Any]] = {
+    "dp": {"mesh": {"dp": 2}}, "tp": {"mesh": {"tp": 2}}, "unpinned": {}, "parts": {"mesh": {"dp": 2}, "microbatches": 2}}
+"""Options of each."""
 FAMILIES = "tests.scripts.uses"
 ByMesh = str | Mapping[str, str]
 """One text for all meshes, or mesh -> text for some."""
@@ -42,8 +44,7 @@ class Script:
     def compile(self, model: Any, **options: Any) -> Any:
         if self.mesh is None:
             return model
-        pinned = {} if MESHES[self.mesh] is None else {"mesh": MESHES[self.mesh]}
-        return torch.compile(model, backend="hpml", options={"compiler": "eager", **pinned, **options})
+        return torch.compile(model, backend="hpml", options={"compiler": "eager", **MESHES[self.mesh], **options})
 
     def distribute(self, loader: Iterable[Any]) -> Iterable[Any]:
         return loader if self.mesh is None else hpml_compiler.distribute(loader)

@@ -29,7 +29,7 @@ class Breaks(nn.Module):
         return self.c(h)
 
 
-@use
+@use(refused={"parts": "a gradient arrives at another output than the loss"})
 def graph_breaks(hp):
     return train(hp, Breaks())
 
@@ -247,7 +247,7 @@ def returns_dicts(hp):
     return _returning(hp, lambda loss, out: {"loss": loss, "deep": [out, None, 3, {"x": out.argmax(-1)}]}, lambda o: o["loss"])
 
 
-@use
+@use(refused={"parts": "a gradient arrives at another output than the loss"})
 def returns_dataclasses_and_named_tuples(hp):
     return (_returning(hp, Output, lambda o: o.loss + o.logits.square().mean()),
             _returning(hp, Pair, lambda o: o.loss), type(hp.compile(Returns(Pair))(inputs(), targets())).__name__)
