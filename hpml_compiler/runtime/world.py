@@ -29,6 +29,8 @@ def ensure_process_group() -> int:
             init_group_on_gpus(timeout)
         else:
             dist.init_process_group("gloo", timeout=timeout)
+    if "gloo" in dist.get_backend_config():
+        compat.gathers_named_shortly()
     return dist.get_world_size()
 
 

@@ -1,4 +1,4 @@
-"""Process groups: their timeouts and stores, and collectives of CUDA tensors over gloo."""
+"""Process groups: their timeouts and stores, and collectives over gloo that torch does wrong."""
 from __future__ import annotations
 
 import functools
@@ -73,3 +73,25 @@ def through_host(op: Any) -> Callable[..., Any]:
         return target
 
     return call
+
+
+@functools.cache
+def gathers_named_shortly(dispatch_key: str = "CPU") -> None:
+    """From now on, a functional all_gather of CPU tensors is one `allgather` of gloo, not one of several tensors together.
+
+    The two threads of a gloo group note the name of what they did last in one std::string, without a lock
+    (`ProcessGroupGloo::runLoop`, in torch 2.11 to 2.15 at least). "ALLGATHER_COALESCED" is too long for a string to hold in
+    itself, so two gathers that end at once free its memory twice: the heap is corrupt, and the process dies somewhere else,
+    later. The names of all others that graphs use fit: characters written twice do no harm.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", gather_alone, dispatch_key)
+    _libraries.append(library)
+
+
+def gather_alone(tensor: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
+    """What `_c10d_functional.all_gather_into_tensor` returns: to be waited for."""
+    out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
+    real, real_out = (torch.view_as_real(x) if x.is_complex() else x for x in (tensor, out))
+    torch.ops._c10d_functional.all_gather_into_tensor_out.default(real, group_size, group_name, out=real_out)
+    return out  # the work is found by the memory
