@@ -45,7 +45,7 @@ class NoGradient(TransformPass):
                 node.replace_all_uses_with(other)
             else:
                 insert = Inserter(graph, node, like=node, fake_mode=fake_mode_of(graph_module))
-                for x in zeros.intersection(node.all_input_nodes):
+                for x in (x for x in node.all_input_nodes if x in zeros):  # in order: all ranks write the same graph
                     value = x.meta["val"]
                     node.replace_input_with(x, insert(
                         aten.full.default, list(value.shape), 0, dtype=value.dtype, device=value.device, pin_memory=False))
