@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import from_rank_0, same_graph
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
+from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import Microbatched, fitting_rows, in_microbatches, loss_alone, times_of
@@ -39,6 +40,7 @@ from hpml_compiler.runtime.devices import device_type, settle
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
+from hpml_compiler.runtime.outputs import LeftOutput, Outputs
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
@@ -101,6 +103,8 @@ class _Compilation:
         self.runs: Microbatched | None = None
         self.watched: WatchedGraph | None = None
         self.positions: dict[str, int] = {}
+        self.left: tuple[LeftOutput, ...] = ()
+        self.tangents: tuple[LeftTangent, ...] = ()
 
     def run(self) -> Callable[..., Any]:
         note_function()
@@ -125,15 +129,22 @@ class _Compilation:
         installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh),
                             self.inputs.gathered, self.inputs.written, self.holding)
 
+        outputs = self._outputs()
+
         def call(*args: Any) -> Any:
             return function(*installed.locals(args))
+
+        def call_and_leave(*args: Any) -> Any:
+            return outputs.given(function(*installed.locals(args)))
 
         def call_and_write(*args: Any) -> Any:
             given = installed.locals(args)
             results = function(*given)
             installed.write_back(args, given)
-            return results
+            return outputs.given(results) if self.left else results
 
+        if self.left:
+            call = call_and_leave
         if installed.writes:
             call = call_and_write
         half = of_forward(self.planned.record.name, self.inputs.described, self.given_inputs, self.draws)
@@ -188,6 +199,7 @@ class _Compilation:
         return runs
 
     def _forward(self, gm: GraphModule, examples: Any) -> Callable[[list[Any]], Any]:
+        compat.expect_gradients({tangent.number: tangent.part for tangent in self.tangents})
         call = self.lowering.forward(gm, examples) if self.runs is None else self.runs.forward()
         return self.holding.around(gm, call)
 
@@ -196,7 +208,8 @@ class _Compilation:
         assert self.planned is not None
         name = self.planned.record.name
         call = call if self.watched is None else self.watched.backward(call)
-        return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm))
+        in_parts = {tangent.name for tangent in self.tangents}
+        return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm, in_parts))
 
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
         rewritten = self._rewrite(gm, None)
@@ -217,11 +230,13 @@ class _Compilation:
         annotated = self._annotated(gm, forward_outputs)
         planned = self._plan(annotated, forward_outputs)
         start = time.perf_counter()
+        self.left = left_outputs(annotated, planned.decision)
         kept = self.inputs.kept_gradients(annotated, forward_outputs)
         groups = self.session.groups(planned.mesh)
         after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
                        compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
                        ahead=planned.kept is None or planned.kept.ahead)(gm)
+        self.tangents = left_tangents(annotated, planned.decision)
         planned.record.seconds["rewrite"] = time.perf_counter() - start
         self._say(annotated, planned)
         return gm
@@ -257,6 +272,10 @@ class _Compilation:
                  planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
         for target, nodes in annotated.graph.unruled.items():
             log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
+
+    def _outputs(self) -> Outputs:
+        assert self.planned is not None
+        return Outputs(self.planned.record.name, self.session.device_mesh(self.planned.mesh), self.left)
 
     def _placements(self) -> dict[int, Any]:
         """Position of every parameter that gets placed now -> its DTensor placements."""

@@ -68,6 +68,9 @@ class GraphInputs:
         if placement.rows:
             self.rows.add(position)
             return described
+        if placement.output:
+            self.gathered.add(position)
+            return described
         bound = described.kind == "parameter" or options.mesh in (None, self.mesh)
         mesh = session.current().device_mesh(self.mesh) if self.mesh is not None and bound else None
         if placement.can_be_planned(shape, mesh):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,15 +178,24 @@ def of_forward(graph: str, inputs: Sequence[GraphInput], arguments: Sequence[Any
     return Comparison(graph, "forward", watched, draws)
 
 
-def of_backward(graph: str, gm: GraphModule) -> Comparison | None:
-    """The gradients that backward is given: they come from what the script computes outside of compiled graphs."""
+def of_backward(graph: str, gm: GraphModule, in_parts: Collection[str] = ()) -> Comparison | None:
+    """The gradients that backward is given: they come from what the script computes outside of compiled graphs. in_parts:
+    those of which each rank has a part."""
     watched = []
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
-        if node.name.startswith("tangents") and isinstance(value, torch.Tensor):
-            which = f"the gradient that backward is given for output {node.name.removeprefix('tangents_')}"
-            watched.append(Watched(i, f"{which} (of a loss outside of the graph, from other targets?)", value.dtype))
+        if node.name.startswith("tangents") and isinstance(value, torch.Tensor) and node.name not in in_parts:
+            watched.append(Watched(i, _gradient(node.name.removeprefix("tangents_")), value.dtype))
     return Comparison(graph, "backward", watched, draws=False) if watched else None
+
+
+def of_gradient(graph: str, output: int, like: torch.Tensor) -> Comparison:
+    """The same of one output that stays in parts: its gradient is whole where the script has used it."""
+    return Comparison(graph, "backward", [Watched(0, _gradient(str(output + 1)), like.dtype)], draws=False)
+
+
+def _gradient(output: str) -> str:
+    return (f"the gradient that backward is given for output {output} (of a loss outside of the graph, from other targets?)")
 
 
 def _can_be_compared(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.placed import PlacedTensor
 from hpml_compiler.runtime.rows import Rows
 from passes import compat
@@ -21,11 +22,13 @@ from passes.graph.interface import parameter_name
 
 @dataclass(frozen=True)
 class InputPlacement:
-    """Where a graph input lives already: one placement per axis of the mesh. `rows`: it is rows of a batch."""
+    """Where a graph input lives already: one placement per axis of the mesh. `rows`: it is rows of a batch; `output`: what
+    another graph has returned."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     rows: bool = False
+    output: bool = False
 
     def can_be_planned(self, shape: Sequence[int], mesh: DeviceMesh | None) -> bool:
         """Whether a plan on this mesh can start from the parts as they are: even ones, of which nothing is to be reduced.
@@ -64,7 +67,8 @@ def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fa
             raise BadInput("the script made this DTensor itself, and hpml cannot plan around it",
                            f"graph input {parameter_name(sources[position])}, used by {users}",
                            "leave the model and its batch on one device, or give rows with hpml_compiler.distribute")
-        placed[position] = InputPlacement(value.device_mesh, tuple(value.placements), isinstance(value, Rows))
+        placed[position] = InputPlacement(value.device_mesh, tuple(value.placements), isinstance(value, Rows),
+                                          isinstance(value, Output))
         examples[position] = node.meta["example_value"] = _whole_fake(node.meta["example_value"], value, fake_mode)
     return gm, examples, placed
 

@@ -20,6 +20,7 @@ from hpml_compiler.runtime.eager import (
     value_of,
 )
 from hpml_compiler.runtime.local_ops import wrap
+from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.placed import PlacedTensor, name_slots
 from hpml_compiler.runtime.routes import KEEPS_ROWS, METADATA
 from hpml_compiler.runtime.whole import local_part, whole
@@ -44,6 +45,8 @@ class Rows(PlacedTensor):
             func, name = torch.Tensor.detach, "detach"  # which counts what is written to it
         elif name == "__get__" or name in METADATA:
             return super().__torch_function__(func, types, args, kwargs)
+        if any(issubclass(kind, Output) for kind in types):
+            return Output.__torch_function__(func, types, args, kwargs)
         with compat.plain_torch_functions():
             viewed = [operand for operand in tensors_in((args, kwargs)) if VIEWED in getattr(operand, "__dict__", ())]
             for operand in viewed:

@@ -22,6 +22,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
+    if hasattr(tensor, "as_whole") and not compat.is_fake(tensor._local_tensor):  # it knows what it is, whole
+        return tensor.as_whole()
     if compat.inside_transform():  # of torch.func: the parameter itself is none of its arguments
         with compat.outside_transforms():
             return _whole(tensor)
@@ -39,11 +41,17 @@ def _value(tensor: DTensor) -> torch.Tensor:
     if all(placement.is_replicate() for placement in tensor.placements):
         return local.detach()  # autograd marks what a Function returns, so not the same object
     together("gathering a tensor of the model")
+    return joined(local, tensor._spec)
+
+
+def joined(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """The whole tensor of which each rank has a part; all ranks call this together."""
     with compat.plain_torch_functions():  # a new wrapper, since inside of torch.tensor([...]) even detach() makes none
-        result = compat.make_dtensor(DTensor, local, tensor._spec).full_tensor()
-    if result.stride() == tensor.stride() or 0 in tensor.stride():
+        result = compat.make_dtensor(DTensor, local, spec).full_tensor()
+    stride = spec.tensor_meta.stride
+    if result.stride() == stride or 0 in stride:
         return result
-    return result.new_empty_strided(tensor.shape, tensor.stride()).copy_(result)
+    return result.new_empty_strided(spec.tensor_meta.shape, stride).copy_(result)
 
 
 def local_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from passes.analysis.saved import saved_values
 from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.graph.keys import INTERFACE, OPERATIONS, Operations
+from passes.records import FrozenMap
 from passes.registry import register
 
 
@@ -31,6 +32,11 @@ class FindOperations(AnalysisPass):
             graph_module, interface.kinds, interface.outputs, lambda node: read(FLOPS, node),
             trainable=interface.trainable, microbatches=self.microbatches,
         )
+        inputs = {value.name: value.index for value in graph.values if value.producer is None}
+        left = interface.unread if self.microbatches == 1 else ()  # what is collected of microbatches is made whole
+        graph = replace(graph, unread=FrozenMap({
+            graph.outputs[each.number][0]: None if each.tangent is None else inputs[each.tangent]
+            for each in left}))
         if interface.training:
             graph = replace(graph, saved=saved_values(graph_module, graph, interface.forward_outputs))
         write(OPERATIONS, graph_module, Operations(graph, rules))

@@ -66,6 +66,38 @@ def is_effect_token(placeholder: torch.fx.Node) -> bool:
     return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
 
 
+def results_of_program(gm: torch.fx.GraphModule, forward_outputs: int) -> dict[int, tuple[int, str | None]]:
+    """What the traced program itself returns, and neither AOTAutograd for it nor a gradient: number among the graph's
+    outputs -> (number among the program's results, placeholder of the gradient that backward is given for it). Empty where
+    tracing did not say, or the graph returns something else by now."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+
+    (output,) = gm.graph.find_nodes(op="output")
+    tangents = {tangent: node.name for node in gm.graph.find_nodes(op="placeholder")
+                if (tangent := getattr(node.meta.get("desc"), "output", None)) is not None}
+    described, returned = (pytree.tree_leaves(nest, is_leaf=lambda x: x is None)
+                           for nest in (output.meta.get("desc", ()), output.args))
+    if len(described) != len(returned):
+        return {}
+    return {k: (each.idx, tangents.get(each)) for k, each in enumerate(described[:forward_outputs])
+            if isinstance(each, PlainAOTOutput)}
+
+
+def expect_gradients(of: dict[int, torch.Tensor]) -> None:
+    """Inside the compiler of a forward graph: the gradients that backward is given have the shape and strides of these
+    tensors, by their numbers. AOTAutograd would make them those of the outputs that it traced."""
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
+
+    if not of:
+        return
+    known: Any = TracingContext.get().fw_metadata
+    metas = known.subclass_tangent_meta
+    for number, like in of.items():
+        meta = metas[number]
+        assert isinstance(meta, PlainTensorMeta), "outputs of a graph on several ranks are plain tensors"
+        meta.memory_format = MemoryFormatMeta(size=like.size(), stride=like.stride())
+
+
 def inputs_written(joint: torch.fx.GraphModule) -> set[int]:
     """Positions of the inputs that the traced program changes in place: AOTAutograd has the graph return their new values,
     and copies these into the inputs after each call."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,16 @@ class GraphInput:
     stored: Layout | None = None
 
 
+@dataclass(frozen=True)
+class Unread:
+    """An output besides the loss: it may stay in parts until somebody reads it. number: in `Interface.outputs`. position: among
+    the results of the Dynamo graph. tangent: placeholder of its gradient, if it can have one."""
+
+    number: int
+    position: int
+    tangent: str | None
+
+
 @dataclass(frozen=True, repr=False)
 class Interface:
     """Roles of the placeholders and outputs of one joint (or forward) graph, by node name."""
@@ -47,6 +58,8 @@ class Interface:
     """Names of the nodes whose tensors are returned, in order, with the placeholder of the parameter whose gradient each is."""
     forward_outputs: int
     training: bool
+    unread: tuple[Unread, ...] = ()
+    """Outputs that nobody need read."""
 
     def __repr__(self) -> str:
         return f"Interface({len(self.kinds)} inputs, {len(self.outputs)} outputs)"
@@ -93,13 +106,29 @@ def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
     results = returned_nodes(gm)
     split = len(results) if forward_outputs is None else forward_outputs
     returned: list[tuple[str, str | None]] = []
+    numbers: dict[int, int] = {}
     for k, node in enumerate(results):
         if node is None or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
+        numbers[k] = len(returned)
         owner = primals[k - split].name if split <= k < split + len(primals) else None
         returned.append((node.name, owner if owner in names else None))
     return Interface(FrozenMap(kinds), FrozenMap(names), FrozenMap(trainable), FrozenMap(stored), FrozenMap(positions),
-                     tuple(returned), split, forward_outputs is not None)
+                     tuple(returned), split, forward_outputs is not None,
+                     tuple(Unread(numbers[k], *found) for k, found in _unread(gm, results[:split]).items()))
+
+
+def _unread(gm: GraphModule, results: Sequence[Node | None]) -> dict[int, tuple[int, str | None]]:
+    """Of forward's outputs, those that may stay in parts: a step needs the loss alone, so where that is among them, a number,
+    the others may never be read. What shares memory with an input or another output does not stay: whoever writes to one
+    has to see it in the other."""
+    found = compat.results_of_program(gm, len(results))
+    values = [None if node is None else node.meta.get("val") for node in results]
+    if not any(isinstance(values[k], torch.Tensor) and not values[k].dim() and values[k].is_floating_point() for k in found):
+        return {}
+    memory = Counter(filter(None, map(memory_of, (*gm.graph.find_nodes(op="placeholder"), *results))))
+    return {k: known for k, known in found.items() if isinstance(value := values[k], torch.Tensor) and value.dim()
+            and value.layout == torch.strided and memory[memory_of(value)] == 1}
 
 
 def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes
-from passes.rules.base import Placement, format_placement, parse_placement
+from passes.rules.base import REPLICATE, Placement, format_placement, parse_placement
 
 Layout = tuple[Placement, ...]
 """One placement per axis. Where several axes split one factor, earlier axes are the outer ones, as in DTensor."""
@@ -16,6 +16,11 @@ def format_layout(layout: Layout) -> str:
 def parse_layout(text: str) -> Layout:
     """Inverse of `format_layout`; raises ValueError."""
     return tuple(parse_placement(t) for t in text.split(",")) if text else ()
+
+
+def may_be_left(placement: Placement) -> bool:
+    """Whether what a graph returns may stay so on an axis: whole, or its dim in parts, one after the other."""
+    return placement == REPLICATE or (isinstance(placement, tuple) and placement[1] == 0)
 
 
 def legal(value: Value, layout: Layout, axes: Axes) -> bool:

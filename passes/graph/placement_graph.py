@@ -77,6 +77,9 @@ class PlacementGraph:
     """Operators without a rule -> nodes."""
     saved: frozenset[int] = frozenset()
     """Values that forward holds for backward."""
+    unread: FrozenMap[int, int | None] = FrozenMap()
+    """Returned values that may stay in parts until somebody reads them -> the input that is their gradient, in the same
+    layout, or None."""
 
     def __repr__(self) -> str:
         return f"PlacementGraph({len(self.operations)} operations, {len(self.values)} values)"

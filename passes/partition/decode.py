@@ -9,6 +9,7 @@ from passes.partition.choices import slices
 from passes.partition.edges import Chain
 from passes.partition.entities import Pin, Port
 from passes.records import FrozenMap
+from passes.rules.base import REPLICATE
 from passes.solve.problem import Solution
 
 
@@ -41,9 +42,24 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
                 routes[index, position] = Route(v, route.source, hops)
             inside.update(zip(op.outputs, row.outputs))
     inputs = {v: _supplied(built, (number, 0), solution) for v, number in entities.of_input.items()}
-    outputs = tuple(_route(v, source[v], edges.outputs[k], solution) for k, (v, _) in enumerate(graph.outputs))
+    outputs = tuple(_returned(built, v, _route(v, source[v], edges.outputs[k], solution))
+                    for k, (v, _) in enumerate(graph.outputs))
     return Decision(built.axes, FrozenMap(inputs), FrozenMap(operations), FrozenMap(routes), outputs,
                     FrozenMap(_copies(built, solution)), FrozenMap(_held(built, solution)))
+
+
+def _returned(built: PlacementProblem, v: int, route: Route) -> Route:
+    """What nobody need read and is whole already stays so, where its gradient's layout does not say otherwise: a slice costs
+    nothing, but to read what was sliced does."""
+    hops = list(route.hops)
+    if built.graph.unread.get(v, v) is None:
+        while hops and _splits(route.layout(len(hops) - 1), route.layout(len(hops))):
+            hops.pop()
+    return Route(v, route.source, tuple(hops))
+
+
+def _splits(layout: Layout, after: Layout) -> bool:
+    return all(p in (q, REPLICATE) for p, q in zip(layout, after))
 
 
 def _held(built: PlacementProblem, solution: Solution) -> dict[int, Route]:

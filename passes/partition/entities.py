@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from passes.costs.terms import Prices, price
 from passes.errors import BadInput
 from passes.graph.decision import OperationLayouts
-from passes.graph.layouts import Layout, format_layout, local_bytes
+from passes.graph.layouts import Layout, format_layout, local_bytes, may_be_left
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes
 from passes.partition.charges import LocalSizes, update
@@ -65,7 +65,7 @@ class Draft:
 @dataclass
 class Entities:
     """drafts: in the order in which they are met; their numbers are those of the problem's entities. of_group: by the
-    group's index. of_input: by the value's index."""
+    group's index. of_input, of_unread: by the value's index."""
 
     wiring: Wiring
     axes: Axes
@@ -75,6 +75,7 @@ class Entities:
     drafts: list[Draft] = field(default_factory=list)
     of_group: list[int] = field(default_factory=list)
     of_input: dict[int, int] = field(default_factory=dict)
+    of_unread: dict[int, int] = field(default_factory=dict)
     _numbers: dict[Hashable, int] = field(default_factory=dict)
 
     @property
@@ -120,8 +121,13 @@ class Entities:
 
     def add_inputs(self, state: StateModel, stored: Mapping[str, Layout], rows: frozenset[str]) -> None:
         """stored: parameter -> the layout that it has already. rows: inputs that come split by rows on all axes."""
-        for value in self.wiring.graph.values:
-            if value.producer is not None:
+        graph = self.wiring.graph
+        for v, tangent in graph.unread.items():
+            number = self._add_unread(graph.values[v], tangent)
+            if tangent is not None:
+                self.of_input[tangent] = number
+        for value in graph.values:
+            if value.producer is not None or value.index in self.of_input:
                 continue
             if value.kind == "parameter":
                 self._add_parameter(value, state, stored.get(value.name))
@@ -161,8 +167,21 @@ class Entities:
                     yield replace(option(cost + us * trained, both, (p,) * trained, (q,)),
                                   gathered=(p, *(hop.target for hop in hops)))
 
+    def _add_unread(self, value: Value, tangent: int | None) -> int:
+        """What the graph returns and nobody need read: it may stay as it is made, and what it costs to read it is not the
+        step's. Its gradient comes in the same layout."""
+        maker = self.wiring.maker(value.index)
+        made = [self.whole] if maker is None else self.layouts_supplied(
+            (self.of_group[maker.index], maker.outputs.index(value.index)))
+        layouts = dict.fromkeys([*(tuple(p if may_be_left(p) else REPLICATE for p in layout) for layout in made), self.whole])
+        self.of_unread[value.index] = self._count(("unread", value.index), lambda: Draft(f"output:{value.name}", "output", [
+            option(0.0, self.lifetimes.nothing(), (p,), (p,) * (tangent is not None)) for p in layouts]))
+        return self.of_unread[value.index]
+
     def add_output(self, position: int, value: Value) -> int:
-        """What the graph returns, whole."""
+        """What the graph returns, whole if somebody reads it."""
+        if value.index in self.of_unread:
+            return self.of_unread[value.index]
         return self._count(("output", position), lambda: Draft(
             f"output:{value.name}", "output", [option(0.0, self.lifetimes.nothing(), (self.whole,), ())]))
 

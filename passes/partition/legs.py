@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from passes.graph.decision import Decision, Hop, Leg, Route
-from passes.graph.layouts import Layout
+from passes.graph.layouts import Layout, may_be_left
 from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.graph.placement_graph import PlacementGraph, Value
 from passes.partition.groups import Group
@@ -82,9 +82,15 @@ class Legs:
 
     def _outputs(self) -> None:
         for (v, parameter), route in zip(self.graph.outputs, self.decision.outputs, strict=True):
-            whole = (REPLICATE,) * len(self.decision.axes)
-            self._check(route, v, whole if parameter is None else self.decision.stored(parameter))
+            self._check(route, v, self._wanted(v, route) if parameter is None else self.decision.stored(parameter))
             self._readers[v].append(_Reader(route, self._made_in[v], parameter is not None))
+
+    def _wanted(self, v: int, route: Route) -> Layout:
+        """How a value that is no gradient is returned."""
+        if v not in self.graph.unread or not all(map(may_be_left, route.target)):
+            return (REPLICATE,) * len(self.decision.axes)
+        tangent = self.graph.unread[v]
+        return route.target if tangent is None else self.decision.inputs[tangent]
 
     def _check(self, route: Route, v: int, wanted: Layout, made: Layout | None = None) -> None:
         made = self._made[v] if made is None else made

@@ -112,6 +112,7 @@ class _Splice:
                        if v in self.twins)
         _hold(gone == Counter((v, p) for v, p in self.graph.outputs if v in stay))
         _hold(all(v in self.twins for v, p in self.graph.outputs if p in self.twins))
+        _hold(all((v in self.twins) == (t in self.twins) for v, t in self.graph.unread.items() if t is not None))
 
     def spliced(self) -> PlacementGraph:
         graph = self.graph
@@ -145,7 +146,8 @@ class _Splice:
             tuple((numbers[v], None if p is None else numbers[p]) for v, p in graph.outputs if v in numbers),
             FrozenMap({target: left for target, found in graph.unruled.items()
                        if (left := tuple(name for name in found if name not in names))}),
-            frozenset(numbers[v] for v in graph.saved if v in numbers))
+            frozenset(numbers[v] for v in graph.saved if v in numbers),
+            FrozenMap({numbers[v]: None if t is None else numbers[t] for v, t in graph.unread.items() if v in numbers}))
 
 
 def _does(op: Operation) -> Hashable:

@@ -77,3 +77,28 @@ def test_what_planning_writes_is_frozen(model):
         assert has(key, model.gm) and changeable(read(key, model.gm)) is None
     with pytest.raises(TypeError, match="cannot be changed"):
         read(DECISION, model.gm).operations[0] = None  # type: ignore[index]
+
+
+class WithLogits(torch.nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+        self.net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 512))
+
+    def forward(self, x):
+        logits = self.net(x)
+        loss = logits.square().mean()
+        return (loss[None] if self.whole else loss), logits
+
+
+def test_what_is_returned_beside_the_loss_stays_as_it_is_made():
+    """With its gradient; where no number is among the results, all will be read, and are whole."""
+    costs = {}
+    for whole in (True, False):
+        model = annotated_joint(WithLogits(whole), torch.randn(4096, 64))
+        decision, answer = found(model, Decide(CONDITIONS, FrozenMap({"dp": 4})))
+        costs[whole] = answer.placed.cost.step
+        assert len(model.graph.unread) == (not whole)
+        assert decision.outputs[1].target == (("R",) if whole else ((0, 0),))
+        assert all(decision.inputs[tangent] == ((0, 0),) for tangent in model.graph.unread.values())
+    assert costs[False] < costs[True]

@@ -1,0 +1,51 @@
+"""Which outputs of a graph its plan leaves in parts, and which gradients come in parts."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hpml_compiler.compile import session
+from hpml_compiler.runtime.outputs import LeftOutput
+from passes.graph.annotated import Annotated
+from passes.graph.decision import Decision
+from passes.graph.interface import Unread
+from passes.graph.layouts import Layout
+from passes.rules.base import REPLICATE
+
+
+def _in_parts(annotated: Annotated, decision: Decision) -> Iterator[tuple[Unread, Layout]]:
+    for each in annotated.interface.unread:
+        layout = decision.outputs[each.number].target
+        if any(p != REPLICATE for p in layout):
+            yield each, layout
+
+
+def left_outputs(annotated: Annotated, decision: Decision) -> tuple[LeftOutput, ...]:
+    """To be asked before the rewrite: afterwards, the graph knows the parts alone."""
+    values = {node.name: node.meta.get("val") for node in annotated.gm.graph.nodes}
+    found = []
+    for each, layout in _in_parts(annotated, decision):
+        name = annotated.interface.outputs[each.number][0]
+        whole = values[name]
+        with torch.no_grad():
+            like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+        found.append(LeftOutput(each.position, session.to_dtensor(layout), like, name))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class LeftTangent:
+    """A gradient that comes in parts. number: among those that backward is given. part: what it is like, on this rank."""
+
+    number: int
+    name: str
+    part: torch.Tensor
+
+
+def left_tangents(annotated: Annotated, decision: Decision) -> tuple[LeftTangent, ...]:
+    """To be asked after the rewrite, when the graph knows the parts."""
+    tangents = [node for node in annotated.gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    names = {each.tangent for each, _ in _in_parts(annotated, decision)}
+    return tuple(LeftTangent(k, node.name, node.meta["val"]) for k, node in enumerate(tangents) if node.name in names)

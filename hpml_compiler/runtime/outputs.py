@@ -1,0 +1,225 @@
+"""What a compiled graph returns besides the loss: in parts where it was made, and whole at its first use."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from hpml_compiler.runtime.at import at
+from hpml_compiler.runtime.compared import Comparison, of_gradient
+from hpml_compiler.runtime.eager import map_tensors, tensors_in
+from hpml_compiler.runtime.local_ops import wrap
+from hpml_compiler.runtime.placed import PlacedTensor, name_slots
+from hpml_compiler.runtime.routes import COMPUTED_ATTRIBUTES, KEEPS_ROWS, METADATA
+from hpml_compiler.runtime.together import together
+from hpml_compiler.runtime.whole import joined, local_part, whole
+from passes import compat
+
+OF_THE_WRAPPER = METADATA - {
+    "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "backward", "detach_",
+    "data_ptr"}
+READING = ("each rank holds a part of what the model returned besides its loss, and it becomes whole when it is first used, "
+           "which all ranks must do: move that out of `if rank == 0:`, and let rank 0 alone print or save the result")
+
+
+class _Gathered:
+    """What an output and those that are detached from it have in common: how to say what it is, and, once somebody has used one
+    of them, the whole tensor, without a gradient."""
+
+    __slots__ = ("data", "gradient", "what")
+
+    def __init__(self, what: str, gradient: Comparison | None) -> None:
+        self.what, self.gradient = what, gradient
+        self.data: torch.Tensor | None = None
+
+
+class Output(PlacedTensor):
+    """A result of a compiled graph that each rank has a part of. What nobody uses is never sent.
+
+    Detached or cast, it stays in parts. Any other use makes it whole, on all ranks together, and from then on it is that
+    whole tensor in all it does: what is written to it, or to views of it, is there for whoever looks. Gradients flow to the
+    part.
+    A rank that uses it alone is told so (`together`), whatever it does with it.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    @compat.untraced
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args else None
+        with compat.plain_torch_functions():
+            operands = tensors_in((args, kwargs))
+            if any(isinstance(t, DTensor) and compat.is_fake(t._local_tensor) for t in operands):
+                return super().__torch_function__(func, types, args, kwargs)
+            in_parts = isinstance(first, Output) and not first.is_whole
+            if in_parts and (name in OF_THE_WRAPPER or name == "__get__" and func.__self__.__name__ not in COMPUTED_ATTRIBUTES):
+                return func(*args, **kwargs)
+            if in_parts and name in KEEPS_ROWS and len(operands) == 1:
+                kept = first.kept(func, name, args[1:], kwargs)
+                if kept is not None:
+                    return kept
+            used = [(operand, operand.used()) for operand in operands if isinstance(operand, Output)]
+        values = {id(output): value for output, value in used}
+        result = func(*map_tensors(lambda t: values.get(id(t), t), args), **map_tensors(lambda t: values.get(id(t), t), kwargs))
+        with compat.plain_torch_functions():
+            for output, value in used:
+                if value.requires_grad and not output.requires_grad:  # changed in place
+                    output.requires_grad_()
+        return next((output for output, value in used if value is result), result)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether somebody has used it, or what it was detached from."""
+        shared = vars(self).get("shared")
+        return shared is not None and shared.data is not None
+
+    def kept(self, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Output | None:
+        """The same of a cast, a copy or a detached one, in parts; None where it has to be whole for that."""
+        part = vars(self)["part"]
+        made = func(part, *args, **kwargs)
+        if made is part:
+            return self
+        if made.device != part.device or made.stride() != part.stride() or made.is_pinned() != part.is_pinned():
+            return None
+        shared: _Gathered = vars(self)["shared"]
+        shared = shared if name == "detach" else _Gathered(shared.what, shared.gradient)
+        return leave(made, _spec_like(self._spec, made), shared)
+
+    def used(self) -> torch.Tensor:
+        """The whole tensor: always the same one, but without a gradient as long as none is recorded."""
+        own = vars(self)
+        if "value" in own:
+            return own["value"]
+        if "shared" not in own:  # another compiler has made it
+            return whole(compat.make_dtensor(PlacedTensor, self._local_tensor, self._spec))
+        shared, part, spec = own["shared"], own["part"], own["spec"]
+        if shared.data is None:
+            what = f"reading {shared.what}"
+            together(what, READING, every=0)
+            with at(what), torch.no_grad():
+                shared.data = joined(self._local_tensor, spec)
+        if self._local_tensor is not shared.data:  # for whoever takes it for a DTensor, which lies whole on each rank now
+            self._spec = compat.dtensor_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, shared.data)
+            self._local_tensor = shared.data
+        if part.requires_grad and not torch.is_grad_enabled():
+            return shared.data
+        own["value"] = _Whole.apply(part, shared.data, spec, shared.gradient) if part.requires_grad else shared.data
+        del own["part"]
+        return own["value"]
+
+    as_whole = used
+
+    def __tensor_flatten__(self) -> Any:
+        if self.is_whole:
+            self.used()
+        return super().__tensor_flatten__()
+
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        return self.used()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.used().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.used(), memo)
+
+    def __copy__(self) -> Any:
+        return copy.copy(self.used())
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return repr(self.used())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.used(), spec)
+
+
+name_slots(Output)
+
+
+def leave(part: torch.Tensor, spec: Any, shared: _Gathered) -> Output:
+    """This rank's part as an output."""
+    result: Any = (_Left.apply(part, spec) if part.requires_grad and torch.is_grad_enabled()
+                   else compat.make_dtensor(Output, part.detach(), spec))
+    vars(result).update(part=part, spec=spec, shared=shared)
+    return result
+
+
+class _Left(torch.autograd.Function):
+    """From a part to the output; used where something takes the output's gradient without having used it as a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, spec: Any) -> Any:
+        ctx.spec = spec
+        return compat.make_dtensor(Output, part.detach(), spec)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _part_of(gradient, ctx.spec), None
+
+
+class _Whole(torch.autograd.Function):
+    """From a part to the whole tensor, which was gathered before."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, data: torch.Tensor, spec: Any, gradient: Comparison | None) -> torch.Tensor:
+        ctx.spec, ctx.gradient = spec, gradient
+        return data.new_empty(0).set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.gradient is not None:
+            ctx.gradient.before([gradient])
+        return _part_of(gradient, ctx.spec), None, None, None
+
+
+def _part_of(gradient: torch.Tensor, spec: Any) -> torch.Tensor:
+    with compat.plain_torch_functions():
+        if isinstance(gradient, DTensor):
+            return gradient.redistribute(spec.mesh, spec.placements)._local_tensor
+        return local_part(gradient, spec.mesh, spec.placements)
+
+
+def _spec_like(spec: Any, part: torch.Tensor) -> Any:
+    """The spec, for the dtype of this part."""
+    return wrap(part.detach(), DTensor, spec)._spec
+
+
+@dataclass(frozen=True)
+class LeftOutput:
+    """An output that a graph leaves in parts. position: among its results. like: the whole tensor, as it was traced. name: what
+    the graph calls it."""
+
+    position: int
+    placements: tuple[Placement, ...]
+    like: torch.Tensor
+    name: str
+
+
+class Outputs:
+    """How the results of one compiled graph are given to the script."""
+
+    def __init__(self, graph: str, mesh: DeviceMesh, left: Sequence[LeftOutput]) -> None:
+        self.graph, self.calls = graph, 0
+        self._left = [
+            (each, compat.interned_spec(compat.dtensor_spec(mesh, each.placements, each.like)),
+             of_gradient(graph, each.position, each.like) if each.like.is_floating_point() else None) for each in left]
+
+    def given(self, results: Sequence[Any]) -> list[Any]:
+        self.calls += 1
+        given = list(results)
+        for each, spec, gradient in self._left:
+            shared = _Gathered(f"output {each.position} ({each.name}) of {self.graph}, call {self.calls}", gradient)
+            given[each.position] = leave(given[each.position], spec, shared)
+        return given
