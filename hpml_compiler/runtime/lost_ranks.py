@@ -213,6 +213,10 @@ class SharedBoard:
         with self.live.lock:
             return self.live.board.store.add(key, amount)
 
+    def forget(self, key: str) -> None:
+        with self.live.lock:
+            self.live.board.store.delete_key(key)
+
     def records(self) -> dict[int, SignOfLife]:
         with self.live.lock:
             return self.live.board.records()

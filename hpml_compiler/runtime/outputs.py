@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from hpml_compiler.runtime.routes import COMPUTED_ATTRIBUTES, KEEPS_ROWS, METADA
 from hpml_compiler.runtime.together import together
 from hpml_compiler.runtime.whole import joined, local_part, whole
 from passes import compat
+from passes.errors import HpmlError
 
 OF_THE_WRAPPER = METADATA - {
     "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "backward", "detach_",
@@ -33,11 +35,21 @@ class _Gathered:
     """What an output and those that are detached from it have in common: how to say what it is, and, once somebody has used one
     of them, the whole tensor, without a gradient."""
 
-    __slots__ = ("data", "gradient", "what")
+    __slots__ = ("data", "gradient", "thread", "what")
 
     def __init__(self, what: str, gradient: Comparison | None) -> None:
-        self.what, self.gradient = what, gradient
+        self.what, self.gradient, self.thread = what, gradient, threading.current_thread()
         self.data: torch.Tensor | None = None
+
+    def gather(self, part: torch.Tensor, spec: Any) -> None:
+        what = f"reading {self.what}"
+        if self.thread is not threading.current_thread() and self.thread.is_alive() and not compat.inside_backward():
+            raise HpmlError(f"{what} for the first time in another thread than the one that made it: it is gathered from all "
+                            "ranks, and each could do that at another moment of its step", threading.current_thread().name,
+                            "use it first where the model is called (logits = logits.numpy(), say), and give the thread that")
+        together(what, READING, every=0)
+        with at(what), torch.inference_mode(False), torch.no_grad():
+            self.data = joined(part, spec)
 
 
 class Output(PlacedTensor):
@@ -62,8 +74,11 @@ class Output(PlacedTensor):
             if any(isinstance(t, DTensor) and compat.is_fake(t._local_tensor) for t in operands):
                 return super().__torch_function__(func, types, args, kwargs)
             in_parts = isinstance(first, Output) and not first.is_whole
-            if in_parts and (name in OF_THE_WRAPPER or name == "__get__" and func.__self__.__name__ not in COMPUTED_ATTRIBUTES):
+            attribute = name == "__get__" and func.__self__.__name__ not in COMPUTED_ATTRIBUTES
+            if in_parts and (attribute or name in OF_THE_WRAPPER):
                 return func(*args, **kwargs)
+            if isinstance(first, Output) and (attribute or name in METADATA) and compat.is_tracing():
+                return func(*args, **kwargs)  # for a fake of the wrapper, whose memory is not that of what it holds
             if in_parts and name in KEEPS_ROWS and len(operands) == 1:
                 kept = first.kept(func, name, args[1:], kwargs)
                 if kept is not None:
@@ -96,24 +111,21 @@ class Output(PlacedTensor):
         return leave(made, _spec_like(self._spec, made), shared)
 
     def used(self) -> torch.Tensor:
-        """The whole tensor: always the same one, but without a gradient as long as none is recorded."""
+        """The whole tensor: always the same one, with a gradient if the part has one, whether or not one is recorded now."""
         own = vars(self)
         if "value" in own:
             return own["value"]
         if "shared" not in own:  # another compiler has made it
             return whole(compat.make_dtensor(PlacedTensor, self._local_tensor, self._spec))
         shared, part, spec = own["shared"], own["part"], own["spec"]
-        if shared.data is None:
-            what = f"reading {shared.what}"
-            together(what, READING, every=0)
-            with at(what), torch.no_grad():
-                shared.data = joined(self._local_tensor, spec)
-        if self._local_tensor is not shared.data:  # for whoever takes it for a DTensor, which lies whole on each rank now
-            self._spec = compat.dtensor_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, shared.data)
-            self._local_tensor = shared.data
-        if part.requires_grad and not torch.is_grad_enabled():
-            return shared.data
-        own["value"] = _Whole.apply(part, shared.data, spec, shared.gradient) if part.requires_grad else shared.data
+        with compat.outside_transforms():
+            if shared.data is None:
+                shared.gather(self._local_tensor, spec)
+            if self._local_tensor is not shared.data:  # for whoever takes it for a DTensor: it lies whole on each rank now
+                self._spec = compat.dtensor_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, shared.data)
+                self._local_tensor = shared.data
+            with torch.inference_mode(False), torch.set_grad_enabled(part.requires_grad):
+                own["value"] = _Whole.apply(part, shared.data, spec, shared.gradient)
         del own["part"]
         return own["value"]
 

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from hpml_compiler.runtime.eager import keep
+from hpml_compiler.runtime.eager import keep, shares_memory
 from hpml_compiler.runtime.exporting import watch_torchscript
 from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
+from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
 from hpml_compiler.runtime.rebinding import rebind, rebind_attributes
 from hpml_compiler.runtime.rows import Rows, take_in
@@ -33,16 +34,19 @@ log = logging.getLogger(__name__)
 class Installed:
     """How one compiled graph gets this rank's parts of its arguments.
 
-    gathered: placed arguments that the graph takes whole. written: those of them that it changes in place. rows: arguments
-    that are rows of a batch. holding: what it takes gathered of parameters that are stored in parts.
+    gathered: placed arguments that the graph takes whole. written: arguments that it changes in place. rows: arguments that
+    are rows of a batch. outputs: arguments that other graphs returned. holding: what it takes gathered of parameters that
+    are stored in parts.
     """
 
     def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
                  olds: list[nn.Parameter], news: Sequence[nn.Parameter], gathered: Sequence[int] = (),
-                 written: Sequence[int] = (), rows: Sequence[int] = (), holding: Holding | None = None) -> None:
+                 written: Collection[int] = (), rows: Sequence[int] = (), holding: Holding | None = None,
+                 outputs: Sequence[int] = ()) -> None:
         self._placed, self._trainable = tuple(placed), tuple(trainable)
         self._names, self._olds, self._news = names, olds, list(news)
-        self._gathered, self._written, self._rows = tuple(gathered), tuple(written), tuple(rows)
+        self._gathered, self._written, self._rows = tuple(gathered), sorted(set(written) & set(gathered)), tuple(rows)
+        self._apart = [(i, k) for i in outputs for k in written if i != k]
         self._holding = holding or None
 
     def locals(self, args: Sequence[Any]) -> list[Any]:
@@ -64,6 +68,11 @@ class Installed:
                 result[index] = view
         for index in self._gathered:
             result[index] = whole(args[index])
+        for one, other in self._apart:
+            if shares_memory(result[one], result[other]):
+                raise BadInput("a compiled function changes one of its arguments in place, and another, which shares memory "
+                               "with it, is what a compiled model returned: it was traced as if they had nothing in common",
+                               f"arguments {one} and {other} of its graph", "give it a clone() of one of them")
         if self._holding is not None:
             self._holding.take(args)
         return result
@@ -137,9 +146,9 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     watch_transforms()
     watch_torchscript()
     compat.trace_as(PlacedTensor)
-    return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered),
-                     sorted(set(written) & set(gathered)),
-                     [i for i in before if isinstance(example_inputs[i], Rows)], holding)
+    return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered), written,
+                     [i for i in before if isinstance(example_inputs[i], Rows)], holding,
+                     [i for i in before if isinstance(example_inputs[i], Output)])
 
 
 def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:

@@ -25,9 +25,9 @@ class Alone(HpmlError):
 
 
 class _Checked:
-    """How many calls this rank had made when it last met the others, and how often it did."""
+    """How many calls this rank had made when it last met the others, and the key under which it did."""
 
-    calls, meetings = -EVERY_CALLS, 0
+    calls, key = -EVERY_CALLS, ""
 
 
 def together(what: str, next_step: str = GATHERING, every: int = EVERY_CALLS) -> None:
@@ -66,6 +66,9 @@ def _meet(board: lost_ranks.SharedBoard, what: str, next_step: str) -> None:
             if does and board.add(key, 0) < board.world:  # it may have come and gone meanwhile
                 raise Alone(f"rank {board.rank} is alone in {what}: rank {rank} is {does} and does not take part",
                             f"rank {board.rank}, {doing.place()}", next_step)
+    if board.rank == 0 and _Checked.key:  # all are here, so none is still there
+        board.forget(_Checked.key)
+    _Checked.key = key
 
 
 def _does_instead(record: SignOfLife, what: str, waited_s: float, timeout_s: float) -> str:

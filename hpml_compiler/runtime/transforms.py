@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
+from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.placed import PlacedTensor
 from hpml_compiler.runtime.whole import whole
 from passes import compat
@@ -14,6 +16,7 @@ from passes import compat
 def watch_transforms() -> None:
     """From now on, placed tensors that are differentiated by are whole inside of a transform, and so are their results."""
     compat.convert_before_differentiating(_plain)
+    compat.convert_before_vmap(_plain_output)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -23,3 +26,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         compat.break_graph("torch.func differentiates by parameters that hpml has placed: no graph can hold that; "
                            "call it outside of what is compiled, or leave fullgraph out")
     return whole(tensor)
+
+
+def _plain_output(value: Any) -> Any:
+    return value.used() if isinstance(value, Output) else value

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch._functorch import eager_transforms
+from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
@@ -32,6 +32,24 @@ def convert_before_differentiating(convert: Callable[[torch.Tensor], torch.Tenso
 
     cast("Any", converted).converts = convert
     eager_transforms._wrap_tensor_for_grad = converted
+
+
+def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
+    """From now on, `torch.func.vmap` converts each of its arguments."""
+    add = vmap._add_batch_dim
+    if getattr(add, "converts", None) is convert:
+        return
+
+    def converted(argument: Any, dim: int, level: int) -> Any:
+        return add(convert(argument), dim, level)
+
+    cast("Any", converted).converts = convert
+    vmap._add_batch_dim = converted
+
+
+def inside_backward() -> bool:
+    """Whether autograd runs a backward in this thread: one of its own, perhaps, for which the script's thread waits."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def will_accumulate(nodes: Any) -> bool:

@@ -47,6 +47,11 @@ def fake_mode() -> Any:
     return context.fake_mode
 
 
+def is_tracing() -> bool:
+    """Whether Dynamo is at work in this thread."""
+    return TracingContext.try_get() is not None
+
+
 def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
     """The fake mode that a traced graph's values live in, or None if they are real."""
     for node in gm.graph.nodes:

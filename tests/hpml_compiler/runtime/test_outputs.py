@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from hpml_compiler.runtime import outputs
 from hpml_compiler.runtime.compared import RanksDiffer
 from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.together import Alone
+from passes.errors import BadInput, HpmlError
 from tests.hpml_compiler.runtime.common import full
 
 X = torch.linspace(-1, 1, 256 * 16, dtype=torch.float64).view(256, 16).sin()
@@ -171,8 +173,29 @@ def own_function(call, model):
     return [made]
 
 
+def apart(call, model):
+    """Detached ones share memory and nothing else; and what is changed without a gradient keeps that change."""
+    found = call(X, Y)
+    leaf, other = found.logits.detach().requires_grad_(), found.logits.detach()
+    F.cross_entropy(leaf, Y).backward()
+    found.logits.backward(leaf.grad)
+    turned = found.logits.detach().t_()
+    with torch.no_grad():
+        found.rest["best"].unsqueeze_(0)
+    other.data[1] = 7.0
+    assert not other.requires_grad and not (other + 1).requires_grad
+    return [leaf.grad, turned, other, found.rest["best"]]
+
+
+def transformed(call, model):
+    found = call(X, Y)
+    rows = torch.func.vmap(lambda row, weights: row.dot(weights), (0, None))(found.logits, torch.arange(512).double())
+    detached = call(X, Y).logits.detach()
+    return [rows, torch.func.grad(lambda z: z.square().sum())(detached), torch.eye(512)[found.rest["best"]]]
+
+
 USES = [alone, metrics, loss_outside, gradient_given, asked_gradients, without_gradients, kept, changed, saved, handed_on,
-        aliases, own_function]
+        aliases, own_function, apart, transformed]
 
 
 def plain(nest):
@@ -242,11 +265,24 @@ def run_alone(rank):
         with pytest.raises(Alone, match="rank 1 is alone in reading output .* of graph_0, call 2"):
             found.rest["hidden"][0].sum()
     dist.barrier()
-    found = call(X, Y)
+    found, told = call(X, Y), []
+
+    def read_elsewhere():
+        with pytest.raises(HpmlError, match="in another thread than the one that made it") as error:
+            found.logits.sum()
+        told.append(error)
+
+    thread = threading.Thread(target=read_elsewhere)
+    thread.start()
+    thread.join()
+    assert told
+    zero = torch.compile(lambda z, w: (w.zero_(), z.sum()), backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}})
+    with pytest.raises(BadInput, match="shares memory"), torch.no_grad():
+        zero(found.logits, found.logits.detach())
     wrong = F.cross_entropy(found.logits, (Y + rank) % 40)
     with pytest.raises(RanksDiffer, match="the gradient that backward is given for output"):
         wrong.backward()
 
 
-def test_one_rank_alone_is_told(launch):
+def test_what_would_be_wrong_is_told(launch):
     launch(run_alone, world_size=2)
