@@ -48,4 +48,4 @@ def left_tangents(annotated: Annotated, decision: Decision) -> tuple[LeftTangent
     """To be asked after the rewrite, when the graph knows the parts."""
     tangents = [node for node in annotated.gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
     names = {each.tangent for each, _ in _in_parts(annotated, decision)}
-    return tuple(LeftTangent(k, node.name, node.meta["val"]) for k, node in enumerate(tangents) if node.name in names)
+    return tuple(LeftTangent(k, str(node.name), node.meta["val"]) for k, node in enumerate(tangents) if node.name in names)

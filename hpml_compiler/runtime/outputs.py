@@ -41,7 +41,12 @@ class _Gathered:
         self.what, self.gradient, self.thread = what, gradient, threading.current_thread()
         self.data: torch.Tensor | None = None
 
-    def gather(self, part: torch.Tensor, spec: Any) -> None:
+    def whole(self, part: torch.Tensor, spec: Any) -> torch.Tensor:
+        if self.data is None:
+            self.data = self._gather(part, spec)
+        return self.data
+
+    def _gather(self, part: torch.Tensor, spec: Any) -> torch.Tensor:
         what = f"reading {self.what}"
         if self.thread is not threading.current_thread() and self.thread.is_alive() and not compat.inside_backward():
             raise HpmlError(f"{what} for the first time in another thread than the one that made it: it is gathered from all "
@@ -49,7 +54,7 @@ class _Gathered:
                             "use it first where the model is called (logits = logits.numpy(), say), and give the thread that")
         together(what, READING, every=0)
         with at(what), torch.inference_mode(False), torch.no_grad():
-            self.data = joined(part, spec)
+            return joined(part, spec)
 
 
 class Output(PlacedTensor):
@@ -73,23 +78,24 @@ class Output(PlacedTensor):
             operands = tensors_in((args, kwargs))
             if any(isinstance(t, DTensor) and compat.is_fake(t._local_tensor) for t in operands):
                 return super().__torch_function__(func, types, args, kwargs)
-            in_parts = isinstance(first, Output) and not first.is_whole
+            output = first if isinstance(first, Output) else None
+            in_parts = output is not None and not output.is_whole
             attribute = name == "__get__" and func.__self__.__name__ not in COMPUTED_ATTRIBUTES
             if in_parts and (attribute or name in OF_THE_WRAPPER):
                 return func(*args, **kwargs)
-            if isinstance(first, Output) and (attribute or name in METADATA) and compat.is_tracing():
+            if output is not None and (attribute or name in METADATA) and compat.is_tracing():
                 return func(*args, **kwargs)  # for a fake of the wrapper, whose memory is not that of what it holds
-            if in_parts and name in KEEPS_ROWS and len(operands) == 1:
-                kept = first.kept(func, name, args[1:], kwargs)
+            if output is not None and in_parts and name in KEEPS_ROWS and len(operands) == 1:
+                kept = output.kept(func, name, args[1:], kwargs)
                 if kept is not None:
                     return kept
             used = [(operand, operand.used()) for operand in operands if isinstance(operand, Output)]
         values = {id(output): value for output, value in used}
         result = func(*map_tensors(lambda t: values.get(id(t), t), args), **map_tensors(lambda t: values.get(id(t), t), kwargs))
         with compat.plain_torch_functions():
-            for output, value in used:
-                if value.requires_grad and not output.requires_grad:  # changed in place
-                    output.requires_grad_()
+            for each, value in used:
+                if value.requires_grad and not each.requires_grad:  # changed in place
+                    each.requires_grad_()
         return next((output for output, value in used if value is result), result)
 
     @property
@@ -119,13 +125,12 @@ class Output(PlacedTensor):
             return whole(compat.make_dtensor(PlacedTensor, self._local_tensor, self._spec))
         shared, part, spec = own["shared"], own["part"], own["spec"]
         with compat.outside_transforms():
-            if shared.data is None:
-                shared.gather(self._local_tensor, spec)
-            if self._local_tensor is not shared.data:  # for whoever takes it for a DTensor: it lies whole on each rank now
-                self._spec = compat.dtensor_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, shared.data)
-                self._local_tensor = shared.data
+            data = shared.whole(self._local_tensor, spec)
+            if self._local_tensor is not data:  # for whoever takes it for a DTensor: it lies whole on each rank now
+                self._spec = compat.dtensor_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, data)
+                self._local_tensor = data
             with torch.inference_mode(False), torch.set_grad_enabled(part.requires_grad):
-                own["value"] = _Whole.apply(part, shared.data, spec, shared.gradient)
+                own["value"] = _Whole.apply(part, data, spec, shared.gradient)
         del own["part"]
         return own["value"]
 

@@ -22,8 +22,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    if hasattr(tensor, "as_whole") and not compat.is_fake(tensor._local_tensor):  # it knows what it is, whole
-        return tensor.as_whole()
+    as_whole = getattr(tensor, "as_whole", None)
+    if as_whole is not None and not compat.is_fake(tensor._local_tensor):  # it knows what it is, whole
+        return as_whole()
     if compat.inside_transform():  # of torch.func: the parameter itself is none of its arguments
         with compat.outside_transforms():
             return _whole(tensor)

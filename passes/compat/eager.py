@@ -36,7 +36,8 @@ def convert_before_differentiating(convert: Callable[[torch.Tensor], torch.Tenso
 
 def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
     """From now on, `torch.func.vmap` converts each of its arguments."""
-    add = vmap._add_batch_dim
+    module: Any = vmap
+    add = module._add_batch_dim
     if getattr(add, "converts", None) is convert:
         return
 
@@ -44,7 +45,7 @@ def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
         return add(convert(argument), dim, level)
 
     cast("Any", converted).converts = convert
-    vmap._add_batch_dim = converted
+    module._add_batch_dim = converted
 
 
 def inside_backward() -> bool:

@@ -123,12 +123,13 @@ def _unread(gm: GraphModule, results: Sequence[Node | None]) -> dict[int, tuple[
     the others may never be read. What shares memory with an input or another output does not stay: whoever writes to one
     has to see it in the other."""
     found = compat.results_of_program(gm, len(results))
-    values = [None if node is None else node.meta.get("val") for node in results]
-    if not any(isinstance(values[k], torch.Tensor) and not values[k].dim() and values[k].is_floating_point() for k in found):
+    values = {k: value for k in found if (node := results[k]) is not None
+              and isinstance(value := node.meta.get("val"), torch.Tensor)}
+    if not any(value.dim() == 0 and value.is_floating_point() for value in values.values()):
         return {}
-    memory = Counter(filter(None, map(memory_of, (*gm.graph.find_nodes(op="placeholder"), *results))))
-    return {k: known for k, known in found.items() if isinstance(value := values[k], torch.Tensor) and value.dim()
-            and value.layout == torch.strided and memory[memory_of(value)] == 1}
+    memory: Counter[int | None] = Counter(map(memory_of, (*gm.graph.find_nodes(op="placeholder"), *results)))
+    return {k: found[k] for k, value in values.items()
+            if value.dim() and value.layout == torch.strided and memory[memory_of(value)] == 1}
 
 
 def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:
