@@ -63,7 +63,7 @@ def collectives(step: Accumulating, call: Callable[..., Any]) -> dict[str, int]:
         step.step(call)
     found: Counter[str] = Counter()
     for event in profile.key_averages():
-        if event.key.startswith(COLLECTIVES) and "wait" not in event.key:
+        if event.key.startswith(COLLECTIVES) and "wait" not in event.key and not event.key.endswith("_out"):  # inside of others
             found[event.key.removeprefix(COLLECTIVES)] += event.count
     return dict(found)
 
