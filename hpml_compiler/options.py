@@ -18,6 +18,7 @@ from hpml_compiler.plans.schema import Objective
 from hpml_compiler.quantities import parse_budget, parse_watts
 from passes.errors import BadInput, shortened
 from passes.machine.cluster import MOST_DEVICES
+from passes.schedule.orders import ScheduleName
 
 OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
@@ -38,9 +39,6 @@ def _mesh_sizes(value: object) -> object:
     for name, size in value.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"{name!r} is no name for an axis: use letters, digits and underscores")
-        if name == "pp":
-            raise ValueError("the axis 'pp' is reserved for pipeline stages, which are not there yet: use 'dp', 'tp', "
-                             "or another name, whose use the solver decides")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"the size of axis {name!r} is {size!r}, not a positive integer")
         if size > MOST_DEVICES:
@@ -80,7 +78,7 @@ class Options(BaseModel):
     mesh: AxisSizes | None = Field(
         None,
         description='sizes by axis, such as {"dp": 2, "tp": 2}, multiplying to the number of ranks; on dp the batch is '
-        "sharded, on tp weights and other dims, on an axis of any other name the solver decides",
+        "sharded, on tp weights and other dims, on pp stages of a pipeline lie, on an axis of another name the solver decides",
     )
     memory_budget: Budget | None = Field(
         None, description='bytes per device that no step may exceed: an integer, or text such as "64MiB" or "24GB"; or a '
@@ -88,8 +86,11 @@ class Options(BaseModel):
     )
     microbatches: int = Field(
         1, ge=1, description="how many parts of the batch a training step goes through, one after another, so that only one "
-        "part's saved values are held; results are those of the whole batch"
-    )
+        "part's saved values are held; results are those of the whole batch")
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = Field(
+        "auto", description='the order in which stages of a pipeline run microbatches; "auto": 1f1b, with virtual_stages '
+        "interleaved")
+    virtual_stages: int = Field(1, ge=1, description="how many stages of a pipeline each rank of the mesh's axis pp has")
     zero: ZeroLevel = Field(
         "auto", description="how parameters are stored: 0 whole wherever they are read whole; 2 in parts, gathered once per "
         "step of the optimizer and held until it changes them; 3 in parts, gathered again in each forward and backward; 1 is "
@@ -150,6 +151,20 @@ class Options(BaseModel):
             raise ValueError("what a microbatch keeps is not chosen to meet a memory_budget yet: give one of the two")
         return microbatches
 
+    @field_validator("memory_budget", "offload", "plan")
+    @classmethod
+    def _without_stages(cls, value: Any, others: ValidationInfo) -> Any:
+        if (others.data.get("mesh") or {}).get("pp", 1) > 1 and value not in (None, "off"):
+            raise ValueError("it does not go with stages of a pipeline yet, the mesh's axis pp: give one of the two")
+        return value
+
+    @field_validator("schedule", "virtual_stages")
+    @classmethod
+    def _with_stages(cls, value: Any, others: ValidationInfo) -> Any:
+        if (others.data.get("mesh") or {}).get("pp", 1) == 1 and value not in ("auto", 1):
+            raise ValueError('it is for the stages of a pipeline, and there are none: give them ranks, as in "mesh": {"pp": 2}')
+        return value
+
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:
         """Options from what the user gave (torch.compile's `options=`). Raises BadInput that names the option, what is
@@ -170,6 +185,17 @@ class Options(BaseModel):
             name = str(error.errors()[0]["loc"][0])
             raise BadInput(what=f"bad option {describe_errors(error, most=1)}", where=f"options[{name!r}]",
                            next_step=f"{name}: {cls.model_fields[name].description}") from error
+
+    @property
+    def stage_ranks(self) -> int:
+        """How many ranks a pipeline goes through: the size of the mesh's axis pp."""
+        return (self.mesh or {}).get("pp", 1)
+
+    @property
+    def schedule_name(self) -> ScheduleName:
+        if self.schedule != "auto":
+            return self.schedule
+        return "1f1b" if self.virtual_stages == 1 else "interleaved"
 
     @property
     def optimizer_name(self) -> OptimizerName:

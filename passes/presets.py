@@ -22,6 +22,7 @@ from passes.analysis.block_chain import FindBlocks
 from passes.analysis.describe import Describe
 from passes.analysis.find_operations import FindOperations
 from passes.analysis.flops import FLOPS, Flops
+from passes.analysis.loop_body import AdoptStages, DescribeBody
 from passes.analysis.saved import TorchCut
 from passes.analysis.shapes import SHAPES, Shapes
 from passes.analysis.stages import FindStages
@@ -31,6 +32,8 @@ from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.interface import GraphInput
 from passes.graph.keys import INTERFACE, OPERATIONS
+from passes.graph.placement_graph import InputKind
+from passes.graph.stages import Stages
 from passes.keeping.keys import TAPE, KeptNodes
 from passes.machine.device import Device
 from passes.manager import PassManager
@@ -51,6 +54,7 @@ from passes.transform.gather_ahead import GatherAhead
 from passes.transform.normalize import Normalize
 from passes.transform.offload import Offload
 from passes.transform.once_before_loop import OnceBeforeLoop
+from passes.transform.one_microbatch import OneMicrobatch
 from passes.transform.own_gradients import OwnGradients
 from passes.transform.rematerialize import Rematerialize
 from passes.transform.shard import Shard
@@ -119,6 +123,11 @@ def one_stage(compiler: str, forward_outputs: int) -> PassManager:
         Deduplicate(), TagPhases(forward_outputs)))
 
 
+def whole_batch(forward_outputs: int, kept_gradients: Sequence[int]) -> PassManager:
+    """The same for a step that goes through its batch at once."""
+    return PassManager((OneMicrobatch(), OwnGradients(tuple(kept_gradients), forward_outputs)))
+
+
 def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int]) -> PassManager:
     """From a graph that can be planned, and a decision with time as its last axis, to one that can be cut at its markers
     (`passes.transform.microbatches`)."""
@@ -160,8 +169,18 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
     return manager
 
 
+def describing_body(kinds: Mapping[str, InputKind], forward_outputs: int) -> PassManager:
+    """From the body of a loop over microbatches to what `staging` takes."""
+    return PassManager((Shapes(), Flops(), DescribeBody(FrozenMap(kinds), forward_outputs)))
+
+
+def staged_as(stages: Stages) -> PassManager:
+    """From there to the same with stages that are known."""
+    return PassManager((AdoptStages(stages),))
+
+
 def staging(count: int, device: Device) -> PassManager:
     """From a graph that can be planned to one that says into which stages it can be split (`passes.transform.split_stages`)."""
     manager = PassManager((FindBlocks(), FindStages(count, device)))
-    manager.check(available=(SHAPES, FLOPS, INTERFACE, OPERATIONS))
+    manager.check(available=(SHAPES, FLOPS, INTERFACE))
     return manager

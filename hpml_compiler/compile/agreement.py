@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hpml_compiler.runtime.at import at
-from hpml_compiler.runtime.patience import after_rank_0
+from hpml_compiler.runtime.patience import after_all, after_rank_0
 from hpml_compiler.runtime.world import control_group
 from passes import compat
 from passes.errors import HpmlError
@@ -71,3 +71,24 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if good:
         return answer
     raise answer
+
+
+def when_all_can(what: str, make: Callable[[], T]) -> T:
+    """What `make()` gives here, once all ranks are done, however long each takes; what it raises on one is raised on all."""
+    made: list[T] = []
+    error: Exception | None = None
+    try:
+        with at(f"a rank that is to {what}"):
+            made.append(make())
+    except Exception as raised:  # told to the ranks that wait, and raised again below
+        error = raised
+    found: list[Any] = [None] * dist.get_world_size()
+    with compat.outside_tracing(), at(f"waiting for all ranks to {what}"):
+        after_all()
+        dist.all_gather_object(found, f"{type(error).__name__}: {error}" if error else None, group=control_group())
+    if error is not None:
+        raise error
+    bad = [rank for rank, said in enumerate(found) if said]
+    if bad:
+        raise HpmlError(f"rank {bad[0]} could not {what}: {found[bad[0]]}", f"rank {bad[0]}", "see the error on that rank")
+    return made[0]

@@ -19,6 +19,7 @@ from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import Microbatched, fitting_rows, in_microbatches, loss_alone, times_of
 from hpml_compiler.compile.one_device import one_device
+from hpml_compiler.compile.pipelined import PipelinedGraph
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.refused import refuse
@@ -64,11 +65,14 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     options = options.with_plan(world)
     if world == 1:
         return one_device(gm, example_inputs, options)
+    stages = options.stage_ranks > 1
     refuse_other_wrappers(example_inputs)
     lost_ranks.start()
     with at(f"compiling graph_{len(session.current().graphs)}"):
         settle(example_inputs)
         refuse(gm)
+        if stages:
+            return PipelinedGraph(gm, example_inputs, options).compile()
         return _Compilation(gm, example_inputs, options).run()
 
 

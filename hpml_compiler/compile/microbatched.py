@@ -122,10 +122,13 @@ class Microbatched:
         self.loss = loss_of(marked)
         self.lowering = Lowering(options.compiler)
         self.lowering.reuse = options.compiler == "inductor"  # call by call, each value is let go of when it was last read
-        in_loop(options.compiler, len(self.loop.forward))(self.loop.body)
+        self.runs: LossInside | LossOutside | None = None
+        self.cut_body()
+
+    def cut_body(self) -> None:
+        in_loop(self.options.compiler, len(self.loop.forward))(self.loop.body)
         # The one that saves little, with either compiler: saved values are what microbatches are for.
         self.halves = compat.min_cut_partition(self.loop.body, values_of(self.loop.body), len(self.loop.forward), None)
-        self.runs: LossInside | LossOutside | None = None
 
     def partition(self) -> tuple[GraphModule, GraphModule]:
         placeholders = self.marked.graph.find_nodes(op="placeholder")
@@ -147,14 +150,18 @@ class Microbatched:
             return [*(x for x in gradients if x is not None), used]
         by_name = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
         kept = [by_name[name] for name in kept_for_backward(self.loop, self.forward_outputs)]
-        return kept + [x.meta["val"] for x in self._saved_by_one()] * self.microbatches
+        return kept + self.saved_in_loop()
+
+    def saved_in_loop(self) -> list[Any]:
+        """Fakes of what the loop's forward hands to its backward, if all of that runs first."""
+        return [x.meta["val"] for x in self._saved_by_one()] * self.microbatches
 
     def _saved_by_one(self) -> list[Node]:
         output = self.halves[0].graph.output_node()
         return list(output.args[0][len(self.loop.forward):])
 
     def forward(self) -> Call:
-        schedule = Schedule(self.loop, self._compiled(), self.microbatches)
+        schedule = self.schedule()
         if self.loss is None:
             placeholders = self.marked.graph.find_nodes(op="placeholder")
             self.runs = LossOutside(schedule, self.forward_outputs, self._saved(placeholders, ()))
@@ -170,7 +177,8 @@ class Microbatched:
         run = self.runs.backward
         return takes_list(lambda arguments: run(arguments))
 
-    def _compiled(self) -> Calls:
+    def schedule(self) -> Schedule:
+        """What runs the loop, compiled."""
         forward, backward = self.halves
         with compat.strides_of_results() as strides:
             run_forward = self.lowering.forward(forward, None)
@@ -184,8 +192,12 @@ class Microbatched:
                 inputs[k] = inputs[k].as_strided(inputs[k].shape, tuple(map(int, stride)))
         with compat.strides_of_results():  # what is asked for outside of this are those of the whole schedule
             run_backward = self.lowering.backward(backward, inputs) if self.loop.backward else None
+        return Schedule(self.loop, self.calls(run_forward, run_backward, saved), self.microbatches)
+
+    def calls(self, forward: Call, backward: Call | None, saved: tuple[int, ...]) -> Calls:
+        """The compiled parts, with these for the body."""
         before, after = (tuple(map(self._segment, halves)) for halves in (self.loop.before, self.loop.after))
-        return Calls(before, run_forward, run_backward, after, saved)
+        return Calls(before, forward, backward, after, saved)
 
     def _segment(self, segment: Segment) -> Call | None:
         if segment.gm is None:

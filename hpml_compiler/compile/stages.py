@@ -1,47 +1,122 @@
-"""A stage of a pipeline as two callables, compiled on the rank that runs it."""
+"""The body of a loop over microbatches as the stages of a pipeline: split, and compiled on the ranks that run them.
+
+What is around the loop stays whole, and every rank does all of it. So what a microbatch reads is an input of the body, and
+random numbers, which are drawn before the loop, are the same everywhere.
+"""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.lowering import Lowering, takes_list, values_of
+from hpml_compiler.compile.lowering import Lowering, values_of
 from hpml_compiler.runtime.stages import Half, StageCalls
+from passes import compat
+from passes.annotations import read
+from passes.errors import HpmlError
 from passes.graph.copied import copied
-from passes.graph.nodes import returned_nodes
-from passes.presets import one_stage
-from passes.transform.split_stages import StageGraph
+from passes.graph.nodes import memory_of, returned_nodes
+from passes.graph.placement_graph import InputKind
+from passes.graph.stages import STAGES, Stages
+from passes.machine.device import Device
+from passes.presets import describing_body, one_stage, staged_as, staging
+from passes.rules.table import is_random
+from passes.transform.microbatches import Loop, Read
+from passes.transform.split_stages import StageGraph, makers_of_gradients, split_stages
 
 
-def lower_stage(graph: StageGraph, compiler: str) -> StageCalls:
-    """Forward is compiled now. Backward is, too, when it first runs: how what forward saves lies in memory is known then."""
-    joint = copied(graph.gm)
-    one_stage(compiler, graph.forward_outputs)(joint)
-    lowering = Lowering(compiler)
-    forward, backward = lowering.partition(joint, values_of(joint), graph.forward_outputs, None)
-    return StageCalls(graph, Half(lowering.forward(forward, None), *_names(forward)),
-                      Half(_when_called(lowering, backward), *_names(backward)))
+@dataclass(frozen=True)
+class StagedBody:
+    """reads: of a body's inputs, by name, what they are of the whole graph. outputs, gradients: of what its forward and its
+    backward return, by place, the stages that make it; several make parts, in the order in which these are added up."""
+
+    stages: Stages
+    graphs: tuple[StageGraph, ...]
+    reads: Mapping[str, Read]
+    outputs: Mapping[int, int]
+    gradients: Mapping[int, tuple[int, ...]]
+
+
+def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop, count: int, device: Device,
+               agreed: Callable[[Callable[[], Stages]], Stages]) -> StagedBody:
+    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: gives all ranks what one finds."""
+    body = copied(loop.body)
+    for node in body.graph.nodes:
+        if is_random(node.target):
+            raise HpmlError(
+                "random numbers that are drawn in a stage of a pipeline would be others than one device's",
+                node.name, "draw them without regard to what the model computes, or leave pp out of options['mesh']")
+    describing_body(_kinds(body, marked, kinds, loop), len(loop.forward))(body)
+
+    def found() -> Stages:
+        staging(count, device)(body)
+        return read(STAGES, body)
+
+    staged_as(agreed(found))(body)
+    names = [node.name for node in body.graph.find_nodes(op="placeholder")]
+    graphs = split_stages(body, (), aligned=False)
+    return StagedBody(
+        read(STAGES, body), graphs, dict(zip(names, (*loop.reads, *loop.late), strict=True)),
+        {place: graph.index for graph in graphs for place in graph.outputs}, makers_of_gradients(body))
+
+
+def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop) -> dict[str, InputKind]:
+    """Of a body: what was made of parameters before the loop counts as one."""
+    learned: set[str] = set()
+    for node in marked.graph.nodes:
+        given = kinds.get(node.name) == "parameter" or getattr(node.meta.get("val"), "requires_grad", False)
+        if node.op == "placeholder" and given or any(x.name in learned for x in node.all_input_nodes):
+            learned.add(node.name)
+    found: dict[str, InputKind] = {}
+    for k, (node, each) in enumerate(zip(body.graph.find_nodes(op="placeholder"), (*loop.reads, *loop.late), strict=True)):
+        late = k >= len(loop.reads)
+        found[node.name] = "tangent" if late else "parameter" if each.name in learned else kinds.get(each.name, "constant")
+    return found
+
+
+class LoweredStage:
+    """A stage on the rank that runs it: cut into forward and backward at once, compiled by `calls`."""
+
+    def __init__(self, graph: StageGraph, compiler: str):
+        self.graph = graph
+        joint = copied(graph.gm)
+        one_stage(compiler, graph.forward_outputs)(joint)
+        self.lowering = Lowering(compiler)
+        self.lowering.reuse = compiler == "inductor"  # call by call, each value is let go of when it was last read
+        # The one that saves little, with either compiler: saved values are held for many microbatches.
+        self.forward, self.backward = compat.min_cut_partition(joint, values_of(joint), graph.forward_outputs, None)
+        self.lowering.forward_outputs = graph.forward_outputs
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What backward takes of forward: names and fakes."""
+        made = {node.name: node for node in returned_nodes(self.forward)[self.graph.forward_outputs:] if node is not None}
+        taken = (node.name for node in self.backward.graph.find_nodes(op="placeholder"))
+        return {name: made[name].meta["val"] for name in taken if name in made}
+
+    def calls(self) -> StageCalls:
+        with compat.strides_of_results() as strides:
+            forward = self.lowering.forward(self.forward, None)
+        inputs = values_of(self.backward)
+        for k, stride in enumerate((strides or [])[self.graph.forward_outputs:]):
+            if stride is not None and tuple(map(int, stride)) != tuple(inputs[k].stride()):
+                inputs[k] = inputs[k].as_strided(inputs[k].shape, tuple(map(int, stride)))
+        with compat.strides_of_results():
+            backward = self.lowering.backward(self.backward, inputs)
+        return StageCalls(self.graph, Half(forward, *_names(self.forward)), Half(backward, *_names(self.backward)),
+                          tuple(self.saved), self._shared())
+
+    def _shared(self) -> frozenset[int]:
+        """Places of gradients whose memory the stage before may still read, or that another stage adds to."""
+        returned = returned_nodes(self.graph.gm)[self.graph.forward_outputs:]
+        gradients, sent = returned[:len(self.graph.gradients)], returned[len(self.graph.gradients):]
+        elsewhere = {memory_of(node) for node in sent}
+        return frozenset(place for place, node in zip(self.graph.gradients, gradients)
+                         if place is not None and memory_of(node) in elsewhere)
 
 
 def _names(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
     return (tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
             tuple(None if node is None else node.name for node in returned_nodes(gm)))
-
-
-def _when_called(lowering: Lowering, backward: GraphModule) -> Any:
-    compiled: list[Any] = []
-
-    def call(arguments: list[Any]) -> Any:
-        if not compiled:
-            compiled.append(lowering.backward(backward, _as_they_lie(values_of(backward), arguments)))
-        return compiled[0](arguments)
-
-    return takes_list(call)
-
-
-def _as_they_lie(fakes: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The fakes with the strides of the values."""
-    return [fake if not isinstance(value, torch.Tensor) or fake.stride() == value.stride()
-            else fake.as_strided(value.shape, value.stride()) for fake, value in zip(fakes, values, strict=True)]

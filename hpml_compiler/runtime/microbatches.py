@@ -35,7 +35,7 @@ class Calls:
     saved: tuple[int, ...] = ()
 
 
-class _Collector:
+class Collector:
     """Puts together, or adds up, one thing that every microbatch makes. in_place: whether what the first one makes may be
     added to."""
 
@@ -68,6 +68,11 @@ class Schedule:
     def __init__(self, loop: Loop, calls: Calls, microbatches: int):
         self.loop, self.calls, self.microbatches = loop, calls, microbatches
 
+    @property
+    def parts(self) -> list[int]:
+        """How many values `all_forward` returns in each of its lists."""
+        return [len(self.calls.saved)] * self.microbatches
+
     def segment(self, half: int, when: str, values: Values) -> None:
         part: Segment = getattr(self.loop, when)[half]
         call = getattr(self.calls, when)[half]
@@ -78,17 +83,17 @@ class Schedule:
         return [values[r.name] if r.rows is None else
                 taken(values[r.name], r.rows.apart, r.rows.dim, r.rows.size, number) for r in reads]
 
-    def collectors(self, what: Sequence[Collected], in_place: bool) -> list[_Collector]:
-        return [_Collector(each, self.microbatches, in_place) for each in what]
+    def collectors(self, what: Sequence[Collected], in_place: bool) -> list[Collector]:
+        return [Collector(each, self.microbatches, in_place) for each in what]
 
-    def forward(self, values: Values, number: int, collectors: Sequence[_Collector]) -> list[torch.Tensor]:
+    def forward(self, values: Values, number: int, collectors: Sequence[Collector]) -> list[torch.Tensor]:
         """One microbatch; returns what it saves."""
         made = list(self.calls.forward(self.reads(self.loop.reads, values, number)))
         for collector, part in zip(collectors, made[:len(collectors)], strict=True):
             collector.add(part, number)
         return made[len(collectors):]
 
-    def backward(self, saved: list[torch.Tensor], values: Values, number: int, collectors: Sequence[_Collector]) -> None:
+    def backward(self, saved: list[torch.Tensor], values: Values, number: int, collectors: Sequence[Collector]) -> None:
         if self.calls.backward is None:
             return
         given = [saved[place] for place in self.calls.saved] + self.reads(self.loop.late, values, number)
@@ -97,7 +102,7 @@ class Schedule:
         while made:  # from the end, each let go of when it is added
             collectors[len(made) - 1].add(made.pop(), number)
 
-    def collect(self, collectors: Sequence[_Collector], values: Values) -> None:
+    def collect(self, collectors: Sequence[Collector], values: Values) -> None:
         for collector in collectors:
             values[collector.what.name] = collector.result()
             collector.total = None
@@ -196,7 +201,7 @@ class LossOutside:
         return [*results, *numbers_last([*(values[name] for name in self.kept), *(x for own in saved for x in own)])]
 
     def backward(self, arguments: list[Any]) -> list[Any]:
-        loop, each, m = self.schedule.loop, len(self.schedule.calls.saved), self.schedule.microbatches
+        loop = self.schedule.loop
         given: list[Any] = [None] * len(self.as_taken)
         for place, value in zip(self.as_taken, arguments, strict=False):
             given[place] = value
@@ -204,8 +209,10 @@ class LossOutside:
         tangents = [name for name in loop.given if name.startswith("tangents")]
         values.update(zip(tangents, arguments[len(given):], strict=True))
         arguments.clear()
-        first = len(self.kept)
-        saved = [given[first + k * each:first + (k + 1) * each] for k in range(m)]
+        saved, first = [], len(self.kept)
+        for count in self.schedule.parts:
+            saved.append(given[first:first + count])
+            first += count
         given.clear()
         self.schedule.all_backward(saved, values)
         return self.schedule.results(values, loop.results[self.forward_outputs:])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpml_compiler.runtime.blame import is_distributed
 from passes.errors import BadInput, HpmlError
 from passes.schedule.actions import Action, Schedule
 from passes.transform.split_stages import GRADIENT, StageGraph
@@ -30,11 +31,14 @@ class Half:
 
 @dataclass(frozen=True)
 class StageCalls:
-    """A stage that is ready to run. forward returns what the graph sends and its outputs, then what backward takes of it."""
+    """A stage that is ready to run. forward returns what the graph sends and its outputs, then what backward takes of it.
+    saved: names of the latter. shared: places of gradients whose memory somebody else may still read."""
 
     graph: StageGraph
     forward: Half
     backward: Half
+    saved: tuple[str, ...] = ()
+    shared: frozenset[int] = frozenset()
 
 
 class Messages:
@@ -56,6 +60,23 @@ class Messages:
         return Received([dist.irecv(x.view(-1), self.ranks[source], self.group) for x in buffers],
                         [_like(x, fake) for x, fake in zip(buffers, like)], buffers)
 
+    def share(self, values: Sequence[torch.Tensor | None], owners: Sequence[int], like: Sequence[torch.Tensor],
+              rank: int) -> list[torch.Tensor]:
+        """What one rank has each of, `owners` by place in the pipeline, on all of them. like: fakes of the values."""
+        found = list(values)
+        for owner in sorted(set(owners)):
+            own = [k for k, each in enumerate(owners) if each == owner]
+            for dtype in dict.fromkeys(like[k].dtype for k in own):
+                places = [k for k in own if like[k].dtype == dtype]
+                sizes = [like[k].numel() for k in places]
+                flat = (torch.cat([_there(found[k]).reshape(-1) for k in places]) if rank == owner
+                        else torch.empty(sum(sizes), dtype=dtype, device=self.device))
+                dist.broadcast(flat.view(torch.uint8), self.ranks[owner], self.group)
+                if rank != owner:
+                    for k, part in zip(places, flat.split(sizes)):
+                        found[k] = _like(part.view(tuple(map(int, like[k].shape))), like[k])()
+        return [_there(x) for x in found]
+
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
         for work, _ in self.sent:
@@ -75,6 +96,11 @@ class Received:
         return [shaped() for shaped in self.shaped]
 
 
+def _there(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None, "whoever makes a value has it"
+    return value
+
+
 def _like(buffer: torch.Tensor, fake: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A received tensor in the order of dims in memory that the stage's graph knows."""
     if tuple(buffer.stride()) == tuple(fake.stride()):
@@ -84,23 +110,20 @@ def _like(buffer: torch.Tensor, fake: torch.Tensor) -> Callable[[], torch.Tensor
 
 
 class Run:
-    """One step of this rank. given: value of an input of the whole graph, or of a tangent, for a microbatch.
-
-    outputs: by microbatch and place among the whole graph's forward outputs; gradients: by input of the whole graph and stage,
-    summed over microbatches.
+    """One step of this rank. given: value of an input of the whole graph, or of a tangent, for a microbatch. collect: takes
+    what a microbatch has made of what the whole graph returns: "forward" or "backward", place there, stage, microbatch, value.
     """
 
     def __init__(self, table: Schedule, rank: int, stages: Mapping[int, StageCalls], messages: Messages,
-                 given: Callable[[int, str], Any]):
+                 given: Callable[[int, str], Any], collect: Callable[[str, int, int, int, torch.Tensor], None]):
         if table.splits_backward:
             raise BadInput("stages do not compute gradients of inputs and of weights apart yet", f"schedule {table.name}",
                            "take gpipe, 1f1b or interleaved")
-        self.table, self.rank, self.stages, self.messages, self.given = table, rank, stages, messages, given
+        self.table, self.rank, self.stages, self.messages = table, rank, stages, messages
+        self.given, self.collect = given, collect
         self.known: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
         """By stage and microbatch: what it has saved, received and made, each until it was last needed."""
         self.arriving: dict[tuple[str, int, int], Received] = {}
-        self.outputs: dict[tuple[int, int], Any] = {}
-        self.gradients: dict[tuple[str, int], torch.Tensor] = {}
 
     def run(self, actions: Sequence[Action] | None = None) -> None:
         """All that the table has for this rank, or a part of it."""
@@ -110,6 +133,8 @@ class Run:
             except HpmlError:
                 raise
             except Exception as error:
+                if is_distributed(error):  # another rank is late or gone, which whoever called this finds out
+                    raise
                 raise HpmlError(f"{action} failed: {type(error).__name__}: {error}", f"rank {self.rank} of the pipeline",
                                 "see the error that this one was raised from") from error
         self.messages.finish()
@@ -124,7 +149,7 @@ class Run:
         known.update((name, x) for name, x in zip(calls.forward.returns[ends:], made[ends:]) if name is not None)
         known.update(zip(sent, made))
         for place, x in zip(calls.graph.outputs, made[len(sent):ends]):
-            self.outputs[microbatch, place] = x
+            self.collect("forward", place, stage, microbatch, x)
         self._keep(stage, microbatch, calls.graph.sent if stage + 1 < self.table.stages else ())
 
     def _backward(self, stage: int, microbatch: int) -> None:
@@ -133,11 +158,10 @@ class Run:
         self._arrive("backward", stage, microbatch, stage + 1, graph.received_back, GRADIENT)
         made = calls.backward.call([
             known[name] if name in known else self.given(microbatch, name) for name in calls.backward.takes])
-        for name, x in zip(graph.given, made):
-            if x is not None:
-                before = self.gradients.get((name, stage))
-                self.gradients[name, stage] = x if before is None else before + x
-        back = dict(zip(graph.own_sent_back, made[len(graph.given) + len(graph.read):]))
+        for place, x in zip(graph.gradients, made):
+            if place is not None:
+                self.collect("backward", place, stage, microbatch, x)
+        back = dict(zip(graph.own_sent_back, made[len(graph.gradients):]))
         handed = {name: back[name] if name in back else known[GRADIENT + name] for name in graph.sent_back}
         known.clear()
         known.update(handed)
@@ -182,33 +206,3 @@ class Run:
         known, kept = self.known[stage, microbatch], {*self.stages[stage].backward.takes, *sent}
         for name in [name for name in known if name not in kept]:
             del known[name]
-
-    def add_up(self, sums: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Gradients of this rank's inputs. sums: of an input whose gradient is made in parts, the stages that make them, in
-        the order in which they are added: they go to the first stage, and the sum comes back to the others."""
-        found: dict[str, torch.Tensor] = {}
-        for name, makers in sums.items():
-            owner = self.table.ranks[min(makers)]
-            own = [x for (each, _), x in self.gradients.items() if each == name]
-            total: torch.Tensor | None = None
-            for stage in makers:
-                maker = self.table.ranks[stage]
-                part = self.gradients.get((name, stage))
-                if maker == self.rank != owner:
-                    assert part is not None, f"stage {stage} has made no gradient of {name}"
-                    self.messages.send([part], owner)
-                elif self.rank == owner:
-                    if part is None:
-                        (part,) = self.messages.receive([own[0]], maker).wait()
-                    total = part if total is None else total + part
-            others = sorted({self.table.ranks[stage] for stage in makers} - {owner})
-            if self.rank == owner:
-                assert total is not None, f"nobody has made a gradient of {name}"
-                for other in others:
-                    self.messages.send([total], other)
-                found[name] = total
-            elif self.rank in others:
-                (found[name],) = self.messages.receive([own[0]], owner).wait()
-            self.messages.finish()
-        found.update({name: x for (name, _), x in self.gradients.items() if name not in sums})
-        return found

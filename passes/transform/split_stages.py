@@ -46,8 +46,8 @@ class StageGraph:
     inputs: of the whole graph, then those that come from the stage before, for `presets.annotate`. given: placeholders of the
     whole graph that it takes, in its order; after them come `read`, those of `received` that it reads itself. The others it
     hands on. own_sent: what it returns first of `sent`; after that come the whole graph's `outputs`, by their places there.
-    Of what backward returns, gradients of `given` come first, nothing for `read`, then `own_sent_back`. fakes: of all that is
-    received, here or there, as the whole graph has it.
+    Of what backward returns, `gradients` come first, by their places among those of the whole graph: those of `given`, nothing
+    for `read`; then `own_sent_back`. fakes: of all that is received, here or there, as the whole graph has it.
     """
 
     index: int
@@ -59,6 +59,7 @@ class StageGraph:
     sent: tuple[str, ...]
     own_sent: tuple[str, ...]
     outputs: tuple[int, ...]
+    gradients: tuple[int | None, ...]
     received_back: tuple[str, ...]
     read_back: tuple[str, ...]
     sent_back: tuple[str, ...]
@@ -70,22 +71,24 @@ class StageGraph:
         return len(self.own_sent) + len(self.outputs)
 
 
-def split_stages(gm: GraphModule, inputs: Sequence[GraphInput]) -> tuple[StageGraph, ...]:
-    """The stages of a joint graph that is annotated with them. inputs: those that it was annotated with."""
-    whole = _Whole(gm, inputs)
+def split_stages(gm: GraphModule, inputs: Sequence[GraphInput], aligned: bool = True) -> tuple[StageGraph, ...]:
+    """The stages of a joint graph that is annotated with them. inputs: those that it was annotated with. aligned: False where
+    what its backward returns is not one gradient for each input; `inputs` are not known then, either."""
+    whole = _Whole(gm, inputs, aligned)
     return tuple(_Stage(whole, index).build() for index in range(whole.stages.count))
 
 
-def parts_of_gradients(gm: GraphModule) -> dict[str, tuple[int, ...]]:
-    """Of an input whose gradient is made in parts, the stages that make them, in the order in which they are added up."""
-    stages, interface = read(STAGES, gm), read(INTERFACE, gm)
-    return {owner: tuple(stages.of[part] for part in stages.sums[name])
-            for name, owner in interface.outputs[interface.forward_outputs:] if owner is not None and name in stages.sums}
+def makers_of_gradients(gm: GraphModule) -> dict[int, tuple[int, ...]]:
+    """Of what backward returns, by place, the stages that make it: one, or several that make parts, in the order in which these
+    are added up. What is an input of the graph is made by the first."""
+    stages, forward_outputs = read(STAGES, gm), read(INTERFACE, gm).forward_outputs
+    return {place: tuple(stages.of.get(part, 0) for part in stages.sums.get(node.name, (node.name,)))
+            for place, node in enumerate(returned_nodes(gm)[forward_outputs:]) if node is not None}
 
 
 class _Whole:
-    def __init__(self, gm: GraphModule, inputs: Sequence[GraphInput]):
-        self.gm, self.inputs = gm, tuple(inputs)
+    def __init__(self, gm: GraphModule, inputs: Sequence[GraphInput], aligned: bool):
+        self.gm, self.inputs, self.aligned = gm, tuple(inputs), aligned
         self.stages: Stages = read(STAGES, gm)
         self.interface = read(INTERFACE, gm)
         self.nodes = {node.name: node for node in gm.graph.nodes}
@@ -101,15 +104,15 @@ class _Whole:
         self.described = list(compat.pytree.tree_leaves(described, is_leaf=lambda x: x is None))
         if len(self.described) != len(results):
             self.described = [None] * len(results)
-        self.batch = {value.name for value in read(OPERATIONS, gm).graph.values if (0, 0) in value.batch}
+        self.batch = {value.name for value in read(OPERATIONS, gm).graph.values if (0, 0) in value.batch} if aligned else set()
 
     def stage_of(self, node: Node) -> int:
         """Where it is returned: what is an input itself, in the first stage."""
         return self.stages.of.get(node.name, 0)
 
-    def gradient(self, primal: int, stage: int) -> Node | None:
-        """Of an input, or the part of it, that a stage makes."""
-        whole = self.gradients[primal] if primal < len(self.gradients) else None
+    def gradient(self, place: int, stage: int) -> Node | None:
+        """What a stage makes of what backward returns, or of a part of it."""
+        whole = self.gradients[place] if place < len(self.gradients) else None
         if whole is None:
             return None
         parts = [self.nodes[name] for name in self.stages.sums.get(whole.name, (whole.name,))]
@@ -140,11 +143,13 @@ class _Stage:
 
     def build(self) -> StageGraph:
         whole = self.whole
-        gradients = {node: whole.gradient(k, self.index) for k, node in enumerate(whole.primals)}
+        made = {k: node for k in range(len(whole.gradients)) if (node := whole.gradient(k, self.index)) is not None}
         forward = [*self.sends, *(whole.outputs[k] for k in self.outputs)]
-        backward = [*(node for node in gradients.values() if node is not None), *self.sends_back]
-        needed = self._needed([*forward, *backward])
-        given = [node for node in whole.primals if node in needed or gradients[node] is not None]
+        needed = self._needed([*forward, *made.values(), *self.sends_back])
+        of_primals = {node for k, node in enumerate(whole.primals) if k in made and whole.aligned}
+        given = [node for node in whole.primals if node in needed or node in of_primals]
+        places = list(made) if not whole.aligned else [
+            *(whole.primals.index(node) if node in of_primals else None for node in given), *(None for _ in self.reads)]
         graph = fx.Graph()
         new: dict[Node, Node] = {}
         for node in given:
@@ -160,14 +165,15 @@ class _Stage:
         for node in whole.gm.graph.nodes:
             if node in needed and node.op != "placeholder" and node not in new:
                 new[node] = graph.node_copy(node, new.__getitem__)
-        returned = [*forward, *(gradients[node] for node in given), *(None for _ in self.reads), *self.sends_back]
+        returned = [*forward, *(None if k is None else made[k] for k in places), *self.sends_back]
         output = graph.output(tuple(None if node is None else new[node] for node in returned))
         output.meta["desc"] = self._described(returned)
         graph.lint()
         return StageGraph(
-            self.index, GraphModule(whole.gm, graph), (*whole.inputs, *map(whole.described_input, self.reads)),
+            self.index, GraphModule(whole.gm, graph),
+            (*whole.inputs, *map(whole.described_input, self.reads)) if whole.aligned else (),
             _names(given), _values(self.before), _values(self.reads), _values(self.after), _names(self.sends),
-            tuple(self.outputs), _values(self.back_from), _values(self.reads_back), _values(self.back_to),
+            tuple(self.outputs), tuple(places), _values(self.back_from), _values(self.reads_back), _values(self.back_to),
             _names(self.sends_back),
             {each.value: whole.nodes[each.value].meta["val"] for each in (*self.before, *self.back_from)})
 

@@ -1,0 +1,130 @@
+"""A step in microbatches through the stages of a pipeline, inside what autograd takes for one forward and one backward.
+
+What is before the loop and after it runs on every rank; in the loop, each rank runs its own stages by the table of a schedule.
+What a stage has made of the step's results, its rank shares with the others once the loop is over.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hpml_compiler.runtime.microbatches import Calls, Collector, Schedule, Values
+from hpml_compiler.runtime.stages import Messages, Run, StageCalls
+from passes.schedule.actions import Schedule as Table
+from passes.transform.markers import taken
+from passes.transform.microbatches import Collected, Loop, Read
+
+FORWARD_KINDS = ("forward", "send_forward", "receive_forward")
+
+
+def of_loop(*_values: Any) -> Any:
+    """Stands where the loop's body has no call of its own: its stages have."""
+    raise AssertionError("the body of a pipeline runs stage by stage")
+
+
+class Pipelined(Schedule):
+    """Stands for `Schedule` where this rank runs some stages of the body alone. rank: its place in the pipeline. reads: of
+    the body's inputs, by name; outputs, gradients: the stages that make what the body's forward and backward return."""
+
+    def __init__(self, loop: Loop, calls: Calls, table: Table, rank: int, stages: Mapping[int, StageCalls], messages: Messages,
+                 reads: Mapping[str, Read], outputs: Mapping[int, int], gradients: Mapping[int, tuple[int, ...]]):
+        super().__init__(loop, calls, table.microbatches)
+        self.table, self.rank, self.stages, self.messages = table, rank, stages, messages
+        self.reads_of, self.outputs, self.gradients = reads, outputs, gradients
+
+    @property
+    def parts(self) -> list[int]:
+        """How many values there are between forward and backward, of each stage here and each microbatch."""
+        return [len(calls.saved) for calls in self.stages.values() for _ in range(self.microbatches)]
+
+    def at_once(self, values: Values) -> None:
+        for half in (0, 1):
+            self.segment(half, "before", values)
+        made = _Made(self)
+        self._run(values, made).run()
+        self._finish("forward", made, values)
+        self._finish("backward", made, values)
+        for half in (0, 1):
+            self.segment(half, "after", values)
+
+    def all_forward(self, values: Values) -> list[list[torch.Tensor]]:
+        self.segment(0, "before", values)
+        made = _Made(self)
+        run = self._run(values, made)
+        run.run([action for action in self.table.actions[self.rank] if action.kind in FORWARD_KINDS])
+        self._finish("forward", made, values)
+        self.segment(0, "after", values)
+        return [[run.known[stage, number][name] for name in calls.saved]
+                for stage, calls in self.stages.items() for number in range(self.microbatches)]
+
+    def all_backward(self, saved: list[list[torch.Tensor]], values: Values) -> None:
+        self.segment(1, "before", values)
+        made = _Made(self)
+        run = self._run(values, made)
+        keys = [(stage, number) for stage in self.stages for number in range(self.microbatches)]
+        for key, own in zip(keys, saved, strict=True):
+            run.known[key].update(zip(self.stages[key[0]].saved, own, strict=True))
+        saved.clear()
+        run.run([action for action in self.table.actions[self.rank] if action.kind not in FORWARD_KINDS])
+        self._finish("backward", made, values)
+        self.segment(1, "after", values)
+
+    def _run(self, values: Values, made: _Made) -> Run:
+        def given(number: int, name: str) -> torch.Tensor:
+            read = self.reads_of[name]
+            x = values[read.name]
+            return x if read.rows is None else taken(x, read.rows.apart, read.rows.dim, read.rows.size, number)
+
+        return Run(self.table, self.rank, self.stages, self.messages, given, made.add)
+
+    def _finish(self, way: str, made: _Made, values: Values) -> None:
+        """What the loop has made in forward, or in backward, is there on every rank."""
+        what = self.loop.forward if way == "forward" else self.loop.backward
+        makers = [(self.outputs[k],) if way == "forward" else self.gradients[k] for k in range(len(what))]
+        own: list[torch.Tensor | None] = []
+        like = [_fake_of(each) for each in what]
+        for place, stages in enumerate(makers):
+            owner, total = self.table.ranks[stages[0]], None
+            for stage in stages:
+                maker = self.table.ranks[stage]
+                part = made.result(way, place, stage) if maker == self.rank else None
+                if self.rank == owner != maker:
+                    (part,) = self.messages.receive([like[place]], maker).wait()
+                elif self.rank == maker != owner:
+                    assert part is not None, "this rank has made it"
+                    self.messages.send([part], owner)
+                if self.rank == owner and part is not None:
+                    total = part if total is None else total + part
+            own.append(total)
+        self.messages.finish()
+        owners = [self.table.ranks[stages[0]] for stages in makers]
+        for each, value in zip(what, self.messages.share(own, owners, like, self.rank), strict=True):
+            values[each.name] = value
+
+
+class _Made:
+    """What this rank's stages make of what the body returns, by place and stage."""
+
+    def __init__(self, pipelined: Pipelined):
+        self.pipelined = pipelined
+        self.collectors: dict[tuple[str, int, int], Collector] = {}
+
+    def add(self, way: str, place: int, stage: int, number: int, value: torch.Tensor) -> None:
+        run, key = self.pipelined, (way, place, stage)
+        if key not in self.collectors:
+            forward = way == "forward"
+            # What another stage adds to, or what the stage before still reads, is no memory to add up in.
+            alone = not forward and len(run.gradients[place]) == 1 and place not in run.stages[stage].shared
+            what = (run.loop.forward if forward else run.loop.backward)[place]
+            self.collectors[key] = Collector(what, run.microbatches, alone)
+        self.collectors[key].add(value, number)
+
+    def result(self, way: str, place: int, stage: int) -> torch.Tensor:
+        return self.collectors.pop((way, place, stage)).result()
+
+
+def _fake_of(what: Collected) -> torch.Tensor:
+    assert what.value is not None, "what is collected is a tensor"
+    return what.value if what.rows is None else what.value.new_empty(what.rows.size)

@@ -1,0 +1,128 @@
+"""Training scripts that know nothing of stages -> a pipeline on ranks, with the numbers of one device."""
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hpml_compiler
+from hpml_compiler.runtime.stages import Run
+
+ROWS = 8
+
+
+class Tied(nn.Module):
+    """A table that is looked up at first and multiplied by in the end, blocks with dropout, uneven labels, and logits."""
+
+    def __init__(self, p: float = 0.2):
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(p), nn.Linear(16, 8)) for _ in range(4)])
+
+    def forward(self, tokens, labels):
+        first = x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x) * first
+        logits = x @ self.table.weight.t()
+        return F.cross_entropy(logits, labels), logits
+
+
+class Outside(Tied):
+    """The loss is computed by the script; rows mix in BatchNorm, whose buffers change."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, tokens, labels):
+        x = self.norm(self.table(tokens))
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Drawn(Tied):
+    """What is drawn depends on what the model computes."""
+
+    def forward(self, tokens, labels):
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x[:, torch.multinomial(x.detach().abs().mean(0), 4)].square().mean(), x
+
+
+def batch(rows: int = ROWS):
+    torch.manual_seed(1)
+    tokens, labels = torch.randint(0, 16, (rows,)), torch.randint(0, 16, (rows,))
+    labels[1] = labels[4:6] = -100
+    return tokens, labels
+
+
+def train(model, call):
+    """Losses, norms, logits, buffers, what the script draws afterwards, an evaluation; at every step another loss scale."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-5)
+    torch.manual_seed(2)
+    seen = []
+    model.train()
+    for step in range(3):
+        optimizer.zero_grad()
+        out = call(*batch())
+        loss, logits = out if isinstance(out, tuple) else (out.square().mean(), out)
+        (loss * (step + 1)).backward()
+        seen += [loss.detach(), logits.detach(), nn.utils.clip_grad_norm_(model.parameters(), 0.1)]
+        optimizer.step()
+    seen.append(torch.rand(2))
+    model.eval()
+    with torch.no_grad():
+        out = call(*batch(6))
+        seen.append(out[-1])
+    return [*seen, *(x.detach() for x in model.state_dict().values())]
+
+
+def trained(rank, cases):
+    for kind, reference, options in cases:
+        hpml_compiler.reset()
+        torch.manual_seed(0)
+        ours = kind().double()
+        theirs = copy.deepcopy(ours)
+        found = train(ours, torch.compile(ours, backend="hpml", options=options))
+        expected = train(theirs, theirs if reference == "eager" else torch.compile(theirs, backend=reference))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    (Tied, {"microbatches": 4}), (Outside, {"microbatches": 2}), (Tied, {"microbatches": 2, "virtual_stages": 2}),
+    (Drawn, {}),
+])
+def test_two_ranks_give_what_one_device_gives(launch, kind, options):
+    launch(trained, 2, ([(kind, "eager", {"mesh": {"pp": 2}, "compiler": "eager", **options})],))
+
+
+def test_inductor_with_its_own_random_numbers(launch):
+    launch(trained, 2, ([(Tied, "inductor", {"mesh": {"pp": 2}, "microbatches": 2})],))
+
+
+def failing(rank):
+    whole = Run._forward
+
+    def forward(run, stage, microbatch):
+        if (rank, microbatch) == (1, 1):
+            raise ValueError("broken on purpose")
+        whole(run, stage, microbatch)
+
+    Run._forward = forward
+    try:
+        torch.compile(Tied(), backend="hpml", options={"mesh": {"pp": 2}, "microbatches": 2, "compiler": "eager"})(*batch())
+    except Exception as error:
+        return str(error)
+
+
+def test_a_pipeline_fails_with_a_reason(launch):
+    first, last = launch(failing, 2, check=False, timeout_s=90)
+    assert "forward of stage 1, microbatch 1 failed: ValueError: broken on purpose" in last
+    assert first.startswith("rank 1 ") and "where: rank 0, in forward of graph of a pipeline" in first
