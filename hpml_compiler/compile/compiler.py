@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import Microbatched, fitting_rows, in_microbatches, loss_alone, times_of
 from hpml_compiler.compile.one_device import one_device
+from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.pipelined import PipelinedGraph
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
@@ -106,6 +106,7 @@ class _Compilation:
         self.planned: Planned | None = None
         self.runs: Microbatched | None = None
         self.watched: WatchedGraph | None = None
+        self.name = f"graph_{len(self.session.graphs)}"
         self.positions: dict[str, int] = {}
         self.left: tuple[LeftOutput, ...] = ()
         self.tangents: tuple[LeftTangent, ...] = ()
@@ -118,14 +119,17 @@ class _Compilation:
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
         self.microbatches = self._microbatches()
-        function = compat.aot_autograd(
-            fw_compiler=self._forward,
-            bw_compiler=self._backward,
-            inference_compiler=self._inference,
-            partition_fn=self._partition,
-            decompositions=decompositions(self.options.compiler),
-        )(self.gm, examples)
+        took: dict[str, float] = {}
+        with phase("trace", f"{self.name}: tracing", took):
+            function = compat.aot_autograd(
+                fw_compiler=self._forward,
+                bw_compiler=self._backward,
+                inference_compiler=self._inference,
+                partition_fn=self._partition,
+                decompositions=decompositions(self.options.compiler),
+            )(self.gm, examples)
         assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
+        self.planned.record.seconds.update(took)
         same_values(own_values(self.inputs.described, self.given_inputs))
         if self.options.offloads("optimizer"):
             parameters = (value for value in self.given_inputs if isinstance(value, torch.nn.Parameter))
@@ -195,20 +199,21 @@ class _Compilation:
         if times is None:
             return None
         planned = self._plan(annotated, forward_outputs)
-        start = time.perf_counter()
-        runs = in_microbatches(gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options,
-                               forward_outputs, self.inputs.kept_gradients(annotated, forward_outputs))
-        planned.record.seconds["rewrite"] = time.perf_counter() - start
+        with phase("rewrite", f"{self.name}: rewriting", planned.record.seconds):
+            runs = in_microbatches(gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options,
+                                   forward_outputs, self.inputs.kept_gradients(annotated, forward_outputs))
         self._say(annotated, planned)
         return runs
 
     def _forward(self, gm: GraphModule, examples: Any) -> Callable[[list[Any]], Any]:
         compat.expect_gradients({tangent.number: tangent.part for tangent in self.tangents})
-        call = self.lowering.forward(gm, examples) if self.runs is None else self.runs.forward()
+        with self._compiling("forward"):
+            call = self.lowering.forward(gm, examples) if self.runs is None else self.runs.forward()
         return self.holding.around(gm, call)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        call = self.lowering.backward(gm, inputs) if self.runs is None else self.runs.backward()
+        with self._compiling("backward"):
+            call = self.lowering.backward(gm, inputs) if self.runs is None else self.runs.backward()
         assert self.planned is not None
         name = self.planned.record.name
         call = call if self.watched is None else self.watched.backward(call)
@@ -218,7 +223,13 @@ class _Compilation:
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
         rewritten = self._rewrite(gm, None)
         self._finish()
-        return self.holding.around(gm, self.lowering.inference(rewritten))
+        with self._compiling("forward"):
+            call = self.lowering.inference(rewritten)
+        return self.holding.around(gm, call)
+
+    def _compiling(self, half: str) -> phase:
+        assert self.planned is not None, "planning comes first"
+        return phase(f"compile {half}", f"{self.name}: compiling {half}", self.planned.record.seconds)
 
     def _finish(self) -> None:
         """The record of the graph is whole now."""
@@ -233,21 +244,21 @@ class _Compilation:
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
         annotated = self._annotated(gm, forward_outputs)
         planned = self._plan(annotated, forward_outputs)
-        start = time.perf_counter()
-        self.left = left_outputs(annotated, planned.decision)
-        kept = self.inputs.kept_gradients(annotated, forward_outputs)
-        groups = self.session.groups(planned.mesh)
-        after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
-                       compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
-                       ahead=planned.kept is None or planned.kept.ahead)(gm)
-        self.tangents = left_tangents(annotated, planned.decision)
-        planned.record.seconds["rewrite"] = time.perf_counter() - start
+        with phase("rewrite", f"{self.name}: rewriting", planned.record.seconds):
+            self.left = left_outputs(annotated, planned.decision)
+            kept = self.inputs.kept_gradients(annotated, forward_outputs)
+            groups = self.session.groups(planned.mesh)
+            after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
+                           compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
+                           ahead=planned.kept is None or planned.kept.ahead)(gm)
+            self.tangents = left_tangents(annotated, planned.decision)
         self._say(annotated, planned)
         return gm
 
     def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> Annotated:
         """With what planning needs to know, once all ranks have the same graph."""
-        annotated = self.inputs.annotate(gm, forward_outputs, microbatches)
+        with phase("annotate", f"{self.name}: annotating", {}):  # which `annotate` counts itself
+            annotated = self.inputs.annotate(gm, forward_outputs, microbatches)
         with compat.outside_tracing():
             together("compiling a graph", CALLING, every=0)
         same_graph(annotated.hash(), annotated.text)
@@ -258,7 +269,8 @@ class _Compilation:
         """What all ranks agree on, entered in the session."""
         self.annotated = annotated
         self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs)
-        self.planned = planned = self.planner.agreed()
+        with phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
+            self.planned = planned = self.planner.agreed()
         self.session.graphs.append(planned.record)
         self.session.options, self.session.cluster = self.options, planned.cluster
         self.session.rejected.extend(planned.rejected)

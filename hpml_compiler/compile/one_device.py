@@ -11,6 +11,7 @@ from hpml_compiler.compile import session
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
 from hpml_compiler.compile.microbatched import OneDevice
+from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.refused import refuse
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.compile.unplanned import Unplanned
@@ -33,7 +34,8 @@ def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
     if options.microbatches > 1 and torch.is_grad_enabled():
         return OneDevice(gm, example_inputs, options).compile()
     if options.compiler == "inductor":
-        return compat.inductor_whole(gm, example_inputs)
+        with phase("compile", "compiling with inductor", {}):
+            return compat.inductor_whole(gm, example_inputs)
     copy_for_set_data(gm)
     compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
     return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
@@ -48,20 +50,32 @@ class _Budgeted:
         self.sharing = sharing_of(session.current().step, gm, inputs, options, memory_bytes)
         self.options = self.sharing.options
         self.lowering = Lowering(options.compiler)
+        self.seconds: dict[str, float] = {}
 
     def compile(self) -> Callable[..., Any]:
         refuse(self.gm)
         copy_for_set_data(self.gm)
         self.described = graph_inputs(self.gm, self.inputs)
         backend = compat.aot_autograd(
-            fw_compiler=self.lowering.forward, bw_compiler=self.lowering.backward,
-            inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
+            fw_compiler=self._compiling("forward", self.lowering.forward),
+            bw_compiler=self._compiling("backward", self.lowering.backward),
+            inference_compiler=self._compiling("forward", lambda graph, _: self.lowering.inference(graph)),
+            partition_fn=self._partition,
             decompositions=compat.inductor_decompositions() if self.options.compiler == "inductor" else None)
-        return backend(self.gm, self.inputs)
+        with phase("trace", "tracing", self.seconds):
+            return backend(self.gm, self.inputs)
+
+    def _compiling(self, half: str, compile_half: Callable[[GraphModule, Any], Any]) -> Callable[[GraphModule, Any], Any]:
+        def timed(gm: GraphModule, inputs: Any) -> Any:
+            with phase(f"compile {half}", f"compiling {half}", self.seconds):
+                return compile_half(gm, inputs)
+        return timed
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         unplanned = Unplanned(joint, self.described, num_fwd_outputs, self.options)
-        kept = keep_on_one_device(joint, num_fwd_outputs, self.sharing, local_cluster(self.options, 1), self._pinned(unplanned))
+        with phase("solve", "deciding what is kept for backward", self.seconds):
+            pinned, cluster = self._pinned(unplanned), local_cluster(self.options, 1)
+            kept = keep_on_one_device(joint, num_fwd_outputs, self.sharing, cluster, pinned)
         session.current().step.enter(self.sharing, self.sharing.whole, kept)
         self._note_plan(unplanned, kept)
         return self.lowering.cut(joint, kept, num_fwd_outputs, self.options.offload_folder or "")
@@ -74,7 +88,7 @@ class _Budgeted:
         return given.check(unplanned.hash(), torch.__version__, 1).kept
 
     def _note_plan(self, unplanned: Unplanned, kept: KeptNodes) -> None:
-        current, unplanned.kept = session.current(), kept
+        current, unplanned.kept, unplanned.seconds = session.current(), kept, self.seconds
         current.options, current.cluster = self.options, str(local_cluster(self.options, 1))
         current.unplanned.append(unplanned.plan)
         session.save_plan()

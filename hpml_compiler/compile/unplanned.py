@@ -21,13 +21,14 @@ from passes.presets import annotate
 
 
 class Unplanned:
-    """A graph as it was traced, before any pass, and what was decided of it."""
+    """A graph as it was traced, before any pass, what was decided of it, and where the time of its compilation went."""
 
     def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options):
         self.joint = copied(joint)
         self.inputs, self.forward_outputs, self.options = inputs, forward_outputs, options
         self.frame = compat.frame_being_compiled()
         self.kept: KeptNodes | None = None
+        self.seconds: dict[str, float] = {}
 
     def hash(self) -> str:
         return annotate(copied(self.joint), self.inputs, self.forward_outputs).hash()
@@ -37,4 +38,4 @@ class Unplanned:
         annotated = annotate(self.joint, self.inputs, self.forward_outputs)
         options = self.options.model_copy(update={"mesh": None})
         record = plan_of_one_device(annotated, self.kept, options, local_cluster(options, 1), name).record
-        return record.model_copy(update={"frame": self.frame})
+        return record.model_copy(update={"frame": self.frame, "seconds": self.seconds})

@@ -20,6 +20,8 @@ from hpml_compiler.plans.schema import (
     collective_totals,
 )
 
+PHASES = ("trace", "annotate", "solve", "rewrite", "compile forward", "compile backward")
+
 
 class PlanContent(PlanFile):
     """What a plan holds, and what follows from that alone. `options` are those it was made with."""
@@ -79,6 +81,13 @@ class PlanContent(PlanFile):
         return counted_peak([graph for graph in self.step_graphs if graph.training])
 
     @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time before the first step went, in the order of the work: sums over all graphs that were compiled."""
+        phases = [*PHASES, *(phase for graph in self.graphs for phase in graph.seconds)]
+        return {phase: sum(graph.seconds.get(phase, 0.0) for graph in self.graphs)
+                for phase in dict.fromkeys(phases) if any(phase in graph.seconds for graph in self.graphs)}
+
+    @property
     def collectives(self) -> dict[str, CollectiveTotal]:
         """Collectives of one step by kind."""
         return collective_totals(move for graph in self.step_graphs for move in graph.redistributions)
@@ -91,7 +100,6 @@ class PlanContent(PlanFile):
         bounds = [solver.bound for solver in solvers]
         bound = None if None in bounds else sum(b for b in bounds if b is not None) * 1e-6
         gaps = [solver.gap for solver in solvers]
-        phases = dict.fromkeys(["trace", "annotate", "solve", "rewrite", *(k for g in self.graphs for k in g.seconds)])
         cost = self.predicted
         return {
             "step_time_s": cost.step_time_us * 1e-6,
@@ -112,7 +120,7 @@ class PlanContent(PlanFile):
                             "optimizer": cost.optimizer_us * 1e-6},
             "ilp": {"variables": sum(s.variables for s in solvers), "binaries": sum(s.binaries for s in solvers),
                     "constraints": sum(s.constraints for s in solvers)},
-            "seconds": {phase: sum(graph.seconds.get(phase, 0.0) for graph in self.graphs) for phase in phases},
+            "seconds": dict.fromkeys(PHASES[:4], 0.0) | self.seconds,
             "rejected": [attempt.model_dump(mode="json") for attempt in self.rejected],
         }
 

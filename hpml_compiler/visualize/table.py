@@ -46,6 +46,9 @@ def renderable(plan: PlanContent) -> RenderableType:
         parts.append(labelled("not taken", f"mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
     if len(plan.rejected) > MOST_NAMES:
         parts.append(labelled("", f"and {len(plan.rejected) - MOST_NAMES} more meshes"))
+    if plan.seconds:
+        took = ", ".join(f"{phase} {format_us(1e6 * seconds)}" for phase, seconds in plan.seconds.items())
+        parts.append(labelled("took", took))
     return Group(*parts)
 
 

@@ -134,6 +134,13 @@ def test_accumulated_steps_are_compared_with_three_calls(ranks):
         assert 0 < report.optimizer_us < report.step_time.measured
 
 
+def test_a_plan_says_where_the_time_before_the_first_step_went(ranks):
+    phases = ["trace", "annotate", "solve", "rewrite", "compile forward", "compile backward"]
+    for found in ranks:
+        seconds = found["plan"].seconds
+        assert [phase for phase in seconds if phase != "look"] == phases and min(seconds.values()) >= 0
+
+
 def test_memory_is_measured_part_by_part(ranks):
     for found in ranks:
         parts = {part.name: part for part in found["accumulate"].memory_parts}

@@ -1,0 +1,40 @@
+"""What is done to a graph until its first step: how long each part takes, for its plan, and a line about it on a terminal."""
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+_open: list[phase] = []
+"""Those that this process is in, the innermost last."""
+
+
+class phase:  # noqa: N801  # reads as a statement
+    """A context. What it takes is added to `seconds` under `what`, without what phases inside of it take; meanwhile rank 0's
+    terminal says `text`."""
+
+    def __init__(self, what: str, text: str, seconds: dict[str, float]) -> None:
+        self.what, self.text, self.seconds = what, text, seconds
+        self.inside_s = 0.0
+
+    def __enter__(self) -> None:
+        _open.append(self)
+        _show()
+        self.start = time.perf_counter()
+
+    def __exit__(self, *_: Any) -> None:
+        took = time.perf_counter() - self.start
+        _open.remove(self)
+        self.seconds[self.what] = self.seconds.get(self.what, 0.0) + took - self.inside_s
+        if _open:
+            _open[-1].inside_s += took
+        _show()
+
+
+def _show() -> None:
+    """Write the line anew, or take it away: only where somebody may look at it, so that logs in files have none of it."""
+    if not sys.stderr.isatty() or dist.is_initialized() and dist.get_rank() != 0:
+        return
+    print("\r\x1b[K" + (f"hpml: {_open[-1].text} ..." if _open else ""), end="", file=sys.stderr, flush=True)
