@@ -17,6 +17,7 @@ from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_t
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import Microbatched, fitting_rows, in_microbatches, loss_alone, times_of
+from hpml_compiler.compile.monitoring import current_monitor, monitor_of
 from hpml_compiler.compile.one_device import one_device
 from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.pipelined import PipelinedGraph
@@ -25,9 +26,7 @@ from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.refused import refuse
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor import tensorboard
-from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
-from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.options import Options
 from hpml_compiler.planning.kept import with_kept
 from hpml_compiler.planning.plan_graph import Planned, solver_options
@@ -37,7 +36,7 @@ from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
-from hpml_compiler.runtime.devices import device_type, settle
+from hpml_compiler.runtime.devices import settle
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
@@ -74,20 +73,6 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         if stages:
             return PipelinedGraph(gm, example_inputs, options).compile()
         return _Compilation(gm, example_inputs, options).run()
-
-
-def monitor_of(options: Options) -> Monitor:
-    """This process's monitor, made with the options of the graph that is compiled first."""
-    current = session.current()
-    if current.monitor is None:
-        speaks, kind = dist.get_rank() == 0, device_type()
-        current.monitor = Monitor(kind, speaks=speaks, folder=options.tensorboard,
-                                  power=PowerMeter.here(kind) if speaks else None)
-    return current.monitor
-
-
-def current_monitor() -> Monitor | None:
-    return session.current().monitor
 
 
 class _Compilation:

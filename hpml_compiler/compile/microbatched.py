@@ -129,6 +129,9 @@ class Microbatched:
         in_loop(self.options.compiler, len(self.loop.forward))(self.loop.body)
         # The one that saves little, with either compiler: saved values are what microbatches are for.
         self.halves = compat.min_cut_partition(self.loop.body, values_of(self.loop.body), len(self.loop.forward), None)
+        returned = self.halves[0].graph.output_node().args[0][len(self.loop.forward):]
+        # By names and fakes, since lowering may put other nodes in their places.
+        self.saved_by_one = {node.name: node.meta["val"] for node in returned}
 
     def partition(self) -> tuple[GraphModule, GraphModule]:
         placeholders = self.marked.graph.find_nodes(op="placeholder")
@@ -154,11 +157,7 @@ class Microbatched:
 
     def saved_in_loop(self) -> list[Any]:
         """Fakes of what the loop's forward hands to its backward, if all of that runs first."""
-        return [x.meta["val"] for x in self._saved_by_one()] * self.microbatches
-
-    def _saved_by_one(self) -> list[Node]:
-        output = self.halves[0].graph.output_node()
-        return list(output.args[0][len(self.loop.forward):])
+        return [*self.saved_by_one.values()] * self.microbatches
 
     def forward(self) -> Call:
         schedule = self.schedule()
@@ -182,7 +181,7 @@ class Microbatched:
         forward, backward = self.halves
         with compat.strides_of_results() as strides:
             run_forward = self.lowering.forward(forward, None)
-        made = {node.name: k for k, node in enumerate(self._saved_by_one())}
+        made = {name: k for k, name in enumerate(self.saved_by_one)}
         reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
         saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
         inputs, strides = values_of(backward), (strides or [])[len(self.loop.forward):]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch.fx import GraphModule
 
@@ -88,13 +87,11 @@ class LoweredStage:
         # The one that saves little, with either compiler: saved values are held for many microbatches.
         self.forward, self.backward = compat.min_cut_partition(joint, values_of(joint), graph.forward_outputs, None)
         self.lowering.forward_outputs = graph.forward_outputs
-
-    @property
-    def saved(self) -> dict[str, Any]:
-        """What backward takes of forward: names and fakes."""
-        made = {node.name: node for node in returned_nodes(self.forward)[self.graph.forward_outputs:] if node is not None}
-        taken = (node.name for node in self.backward.graph.find_nodes(op="placeholder"))
-        return {name: made[name].meta["val"] for name in taken if name in made}
+        # By names and fakes, since lowering may put other nodes in their places.
+        self.names = _names(self.forward), _names(self.backward)
+        made = {node.name: node for node in returned_nodes(self.forward)[graph.forward_outputs:] if node is not None}
+        self.saved = {name: made[name].meta["val"] for name in self.names[1][0] if name in made}
+        """What backward takes of forward."""
 
     def calls(self) -> StageCalls:
         with compat.strides_of_results() as strides:
@@ -105,8 +102,9 @@ class LoweredStage:
                 inputs[k] = inputs[k].as_strided(inputs[k].shape, tuple(map(int, stride)))
         with compat.strides_of_results():
             backward = self.lowering.backward(self.backward, inputs)
-        return StageCalls(self.graph, Half(forward, *_names(self.forward)), Half(backward, *_names(self.backward)),
-                          tuple(self.saved), self._shared())
+        of_forward, of_backward = self.names
+        return StageCalls(self.graph, Half(forward, *of_forward), Half(backward, *of_backward), tuple(self.saved),
+                          self._shared())
 
     def _shared(self) -> frozenset[int]:
         """Places of gradients whose memory the stage before may still read, or that another stage adds to."""

@@ -54,7 +54,7 @@ def test_one_device_keeps_what_it_keeps_in_a_run(needs, tight):
     (graph,), (ran_graph,) = tight.graphs, ran.graphs
     assert graph.kept == ran_graph.kept and graph.kept.again and graph.solver.bound == ran_graph.solver.bound
     assert graph.memory.peak == tight.peak.bytes and graph.memory.activations == graph.kept.saved_bytes
-    assert list(ran.seconds) == ["trace", "solve", "compile forward", "compile backward"]
+    assert list(ran.seconds) == ["trace", "solve", "compile forward"], "backward is compiled when it is first called"
 
 
 def test_a_budget_that_is_too_small_is_refused_with_one_that_works(needs):

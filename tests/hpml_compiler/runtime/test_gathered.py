@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from packaging.version import Version
 from torch import nn
 
 from hpml_compiler.runtime import gathered
@@ -166,6 +167,8 @@ def local(p: Any) -> Any:
     return p.to_local() if hasattr(p, "to_local") else p
 
 
+BROADCASTS = Version(torch.__version__).release >= (2, 13)
+"""Before, torch refuses to broadcast a DTensor in place, with words that say so."""
 CHANGES: dict[str, Callable[[nn.Module, Callable], Any]] = {
     "sgd": by(lambda p: torch.optim.SGD(p, lr=0.1)),
     "adamw": by(lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-3)),
@@ -226,7 +229,8 @@ def changed(rank: int, names: list[str]) -> list[tuple[str, float, int, int]]:
 
 
 def test_no_change_goes_unseen(tmp_path):
-    for found in run_ranks(tmp_path, changed, args=(list(CHANGES),)):
+    names = [name for name in CHANGES if name != "broadcast" or BROADCASTS]
+    for found in run_ranks(tmp_path, changed, args=(names,)):
         assert {name: error for name, error, _, _ in found if not error < 1e-9} == {}
         # Two layers of a weight and a bias; what changes one weight has that gathered again alone.
         assert all(after <= 4 for _, _, _, after in found)
