@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hpml_compiler.compile.again import again_of, compiled, kept_for_again
 from hpml_compiler.compile.graph_inputs import sizes_are_numbers
 from hpml_compiler.compile.lowering import Lowering, takes_list, values_of
 from hpml_compiler.compile.refused import refuse
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import solver_options
 from hpml_compiler.runtime.inputs import copy_for_set_data
+from hpml_compiler.runtime.loss_inside import LossInside
 from hpml_compiler.runtime.microbatches import (
     Call,
     Calls,
-    LossInside,
     LossOutside,
     Schedule,
     kept_for_backward,
@@ -113,13 +114,20 @@ def loss_alone(joint: GraphModule) -> GraphModule:
     return gm
 
 
-class Microbatched:
-    """`partition` gives AOTAutograd its graphs, `forward` and `backward` are what runs."""
+MakesWhole = Callable[[], "Microbatched | None"]
 
-    def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int):
+
+class Microbatched:
+    """`partition` gives AOTAutograd its graphs, `forward` and `backward` are what runs. written: positions of the inputs that
+    the model changes in place. whole: makes the same for gradients that arrive at any output; None where that is not possible.
+    """
+
+    def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
+                 written: Container[int] = (), whole: MakesWhole | None = None):
         self.options, self.microbatches, self.forward_outputs = options, microbatches, forward_outputs
         self.marked, self.loop = marked, cut_loop(marked)
         self.loss = loss_of(marked)
+        self.again = again_of(marked, self.loss, written, None if whole is None else lambda: compiled(whole))
         self.lowering = Lowering(options.compiler)
         self.lowering.reuse = options.compiler == "inductor"  # call by call, each value is let go of when it was last read
         self.runs: LossInside | LossOutside | None = None
@@ -140,7 +148,7 @@ class Microbatched:
         results = list(self.marked.graph.output_node().args[0])
         values = [x.meta["val"] if isinstance(x, Node) else None for x in results]
         outputs, gradients = values[:self.forward_outputs], values[self.forward_outputs:]
-        saved = self._saved(placeholders, gradients)
+        self.saved = saved = self._saved(placeholders, gradients)
         forward = _opaque([(node.name, node.meta["val"]) for node in primals], [*outputs, *numbers_last(saved)])
         backward = _opaque([*((f"saved_{k}", x) for k, x in enumerate(numbers_first(saved))),
                             *((node.name, node.meta["val"]) for node in tangents)], gradients)
@@ -150,7 +158,7 @@ class Microbatched:
         """Fakes of what goes from forward to backward."""
         if self.loss is not None:
             used = next(node.meta["val"] for node in placeholders if node.name == self.loss)
-            return [*(x for x in gradients if x is not None), used]
+            return [*(x for x in gradients if x is not None), used, *kept_for_again(self.marked, self.again)]
         by_name = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
         kept = [by_name[name] for name in kept_for_backward(self.loop, self.forward_outputs)]
         return kept + self.saved_in_loop()
@@ -162,12 +170,9 @@ class Microbatched:
     def forward(self) -> Call:
         schedule = self.schedule()
         if self.loss is None:
-            placeholders = self.marked.graph.find_nodes(op="placeholder")
-            self.runs = LossOutside(schedule, self.forward_outputs, self._saved(placeholders, ()))
+            self.runs = LossOutside(schedule, self.forward_outputs, self.saved)
         else:
-            placeholders = self.marked.graph.find_nodes(op="placeholder")
-            tangent = next(node.meta["val"] for node in placeholders if node.name == self.loss)
-            self.runs = LossInside(schedule, self.forward_outputs, self.loss, tangent.dtype, tangent.device)
+            self.runs = LossInside(schedule, self.forward_outputs, self.loss, self.saved, self.again)
         run = self.runs.forward
         return takes_list(lambda arguments: run(arguments))
 
@@ -227,11 +232,12 @@ def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) 
 
 
 def in_microbatches(gm: GraphModule, annotated: Annotated, decision: Decision, times: InTime, groups: MeshGroups,
-                    options: Options, forward_outputs: int, kept_gradients: Sequence[int]) -> Microbatched:
-    """From an annotated graph, and what was decided over devices and in time, to what runs."""
-    decision = on_time_axis(decision, annotated.graph, times)
+                    options: Options, forward_outputs: int, kept_gradients: Sequence[int],
+                    whole: MakesWhole | None = None) -> Microbatched:
+    """From an annotated graph, and what was decided over devices and in time, to what runs. whole: see `Microbatched`."""
+    decision, written = on_time_axis(decision, annotated.graph, times), compat.inputs_written(gm)
     to_microbatches(decision, groups.with_time(times.microbatches), forward_outputs, kept_gradients)(gm)
-    return Microbatched(options, gm, times.microbatches, forward_outputs)
+    return Microbatched(options, gm, times.microbatches, forward_outputs, written, whole)
 
 
 class OneDevice:
@@ -258,15 +264,20 @@ class OneDevice:
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         if self.microbatches == 1:
             return self._whole(joint, inputs, num_fwd_outputs, kwargs)
-        gm = loss_alone(joint)
-        annotated = annotate(gm, self.described, num_fwd_outputs, self.microbatches)
+        original = copied(joint)
+        self.runs = self._in_microbatches(loss_alone(joint), num_fwd_outputs,
+                                          lambda: self._in_microbatches(copied(original), num_fwd_outputs, None))
+        return self._whole(joint, inputs, num_fwd_outputs, kwargs) if self.runs is None else self.runs.partition()
+
+    def _in_microbatches(self, gm: GraphModule, forward_outputs: int,
+                         whole: MakesWhole | None) -> Microbatched | None:
+        annotated = annotate(gm, self.described, forward_outputs, self.microbatches)
         times = times_of(annotated.graph, self.microbatches, solver_options(self.options))
         if times is None:
-            return self._whole(joint, inputs, num_fwd_outputs, kwargs)
-        gradients = range(num_fwd_outputs, len(gm.graph.output_node().args[0]))
-        self.runs = in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
-                                    num_fwd_outputs, gradients)
-        return self.runs.partition()
+            return None
+        gradients = range(forward_outputs, len(gm.graph.output_node().args[0]))
+        return in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
+                               forward_outputs, gradients, whole)
 
     def _whole(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
         prepare(self.options.compiler)(joint)

@@ -6,7 +6,7 @@ whole on every rank, and so are gradients: each is made where its stage is, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hpml_compiler.compile.agreement import from_rank_0, same_graph, when_all_ca
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
-from hpml_compiler.compile.microbatched import Microbatched, fitting_rows, loss_alone, times_of
+from hpml_compiler.compile.microbatched import MakesWhole, Microbatched, fitting_rows, loss_alone, times_of
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.stages import LoweredStage, stage_body
 from hpml_compiler.options import Options
@@ -37,6 +37,7 @@ from hpml_compiler.runtime.world import world_mesh
 from passes import compat
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
+from passes.graph.copied import copied
 from passes.graph.placement_graph import InputKind
 from passes.partition.in_time import on_one_device, on_time_axis
 from passes.presets import annotate, to_microbatches, whole_batch
@@ -51,9 +52,9 @@ class Pipeline(Microbatched):
     """Microbatches of which this rank runs some stages. kinds: of the inputs of the marked graph, by name."""
 
     def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
-                 kinds: Mapping[str, InputKind]):
+                 kinds: Mapping[str, InputKind], written: Container[int], whole: MakesWhole | None):
         self.kinds = kinds
-        super().__init__(options, marked, microbatches, forward_outputs)
+        super().__init__(options, marked, microbatches, forward_outputs, written, whole)
 
     def cut_body(self) -> None:
         options = self.options
@@ -119,17 +120,21 @@ class PipelinedGraph:
         return self.runs
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        joint = loss_alone(joint)
+        original = copied(joint)
         self.inputs.written = compat.inputs_written(joint)
         self.draws = draws_random_numbers(joint)
-        annotated = annotate(joint, self.inputs.described, num_fwd_outputs, self.microbatches)
         with compat.outside_tracing():
             together("compiling a graph", CALLING, every=0)
+        self.runs = self._pipeline(loss_alone(joint), num_fwd_outputs,
+                                   lambda: self._pipeline(copied(original), num_fwd_outputs, None))
+        return self.runs.partition()
+
+    def _pipeline(self, joint: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> Pipeline:
+        annotated = annotate(joint, self.inputs.described, forward_outputs, self.microbatches)
         same_graph(annotated.hash(), annotated.text)
         kinds = dict(annotated.interface.kinds)
-        microbatches = self._mark(annotated, num_fwd_outputs)
-        self.runs = Pipeline(self.options, joint, microbatches, num_fwd_outputs, kinds)
-        return self.runs.partition()
+        microbatches = self._mark(annotated, forward_outputs)
+        return Pipeline(self.options, joint, microbatches, forward_outputs, kinds, self.inputs.written, whole)
 
     def _mark(self, annotated: Annotated, forward_outputs: int) -> int:
         """Put the markers of the loop in; returns how many microbatches go through it."""

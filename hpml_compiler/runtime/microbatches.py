@@ -1,9 +1,7 @@
 """Run a step microbatch by microbatch, inside what autograd takes for one forward and one backward.
 
 Where the loss is computed inside, both run in forward, one microbatch after the other, so that only one microbatch's saved
-values are alive; gradients are linear in the loss's tangent, and backward scales them by what that is. Which it will be,
-forward takes from the last backward, so that a loss scale is there where half precision needs it. Where the loss is computed
-outside, forward holds what all microbatches save.
+values are alive (`hpml_compiler.runtime.loss_inside`). Where it is computed outside, forward holds what all microbatches save.
 """
 from __future__ import annotations
 
@@ -13,8 +11,6 @@ from typing import Any
 
 import torch
 
-from passes import compat
-from passes.errors import HpmlError
 from passes.transform.markers import place_of, taken
 from passes.transform.microbatches import Collected, Loop, Read, Segment
 
@@ -119,11 +115,13 @@ class Schedule:
         for half in (0, 1):
             self.segment(half, "after", values)
 
-    def all_forward(self, values: Values) -> list[list[torch.Tensor]]:
-        """Forward of all microbatches; returns what each saves."""
+    def all_forward(self, values: Values, saves: bool = True) -> list[list[torch.Tensor]]:
+        """Forward of all microbatches; returns what each saves, unless nothing is to be saved."""
         self.segment(0, "before", values)
-        made = self.collectors(self.loop.forward, False)
-        saved = [self.forward(values, number, made) for number in range(self.microbatches)]
+        made, saved = self.collectors(self.loop.forward, False), []
+        for number in range(self.microbatches):
+            own = self.forward(values, number, made)
+            saved += [own] if saves else []
         self.collect(made, values)
         self.segment(0, "after", values)
         return saved
@@ -139,47 +137,6 @@ class Schedule:
 
     def results(self, values: Mapping[str, torch.Tensor], names: Iterable[str | None]) -> list[torch.Tensor | None]:
         return [None if name is None else values[name] for name in names]
-
-
-class LossInside:
-    """forward returns the graph's forward outputs, its gradients and the tangent that these are of. tangents: names of the
-    inputs that are tangents, of which `loss` is the one of the loss; of the others it is held that no gradient arrives."""
-
-    def __init__(self, schedule: Schedule, forward_outputs: int, loss: str, dtype: torch.dtype, device: torch.device):
-        self.schedule, self.forward_outputs, self.loss = schedule, forward_outputs, loss
-        self.dtype, self.device, self.last = dtype, device, 1.0
-
-    def forward(self, arguments: list[Any]) -> list[Any]:
-        names = [name for name in self.schedule.loop.given if not name.startswith("tangents")]
-        values = dict(zip(names, arguments, strict=True))
-        arguments.clear()
-        values[self.loss] = used = torch.full((), self.last, dtype=self.dtype, device=self.device)
-        self.schedule.at_once(values)
-        results = self.schedule.results(values, self.schedule.loop.results)
-        gradients = [x for x in results[self.forward_outputs:] if x is not None]
-        return [*results[:self.forward_outputs], *gradients, used]
-
-    def backward(self, arguments: list[Any]) -> list[Any]:
-        tangents = [name for name in self.schedule.loop.given if name.startswith("tangents")]
-        count = len(arguments) - len(tangents)
-        given = dict(zip(tangents, arguments[count:], strict=True))
-        used, gradients = arguments[count - 1], arguments[:count - 1]
-        arguments.clear()
-        if any(bool(given[name].any()) for name in tangents if name != self.loss):
-            raise HpmlError(
-                "a gradient arrives at another output than the loss, which the microbatches have taken none for", "backward",
-                "compute all of the loss in the compiled model or none of it, or leave options['microbatches'] out")
-        value, before = float(given[self.loss]), float(used)
-        if value not in (0.0, self.last) and abs(value) != float("inf") and value == value:
-            self.last = value
-        if value != before:
-            gradients = [(x.to(torch.promote_types(x.dtype, torch.float32)) * (value / before)).to(x.dtype)
-                         if x.is_floating_point() or x.is_complex() else x for x in gradients]
-        elif compat.keeps_graph():  # they are asked for again, and `.grad` may be changed in place until then
-            gradients = [x.clone() for x in gradients]
-        remaining = iter(gradients)
-        names = self.schedule.loop.results[self.forward_outputs:]
-        return [None if name is None else next(remaining) for name in names]
 
 
 class LossOutside:

@@ -49,15 +49,16 @@ class Pipelined(Schedule):
         for half in (0, 1):
             self.segment(half, "after", values)
 
-    def all_forward(self, values: Values) -> list[list[torch.Tensor]]:
+    def all_forward(self, values: Values, saves: bool = True) -> list[list[torch.Tensor]]:
         self.segment(0, "before", values)
         made = _Made(self)
         run = self._run(values, made)
+        run.saves = saves
         run.run([action for action in self.table.actions[self.rank] if action.kind in FORWARD_KINDS])
         self._finish("forward", made, values)
         self.segment(0, "after", values)
         return [[run.known[stage, number][name] for name in calls.saved]
-                for stage, calls in self.stages.items() for number in range(self.microbatches)]
+                for stage, calls in self.stages.items() for number in range(self.microbatches)] if saves else []
 
     def all_backward(self, saved: list[list[torch.Tensor]], values: Values) -> None:
         self.segment(1, "before", values)

@@ -124,6 +124,8 @@ class Run:
         self.known: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
         """By stage and microbatch: what it has saved, received and made, each until it was last needed."""
         self.arriving: dict[tuple[str, int, int], Received] = {}
+        self.saves = True
+        """Whether backward will run too."""
 
     def run(self, actions: Sequence[Action] | None = None) -> None:
         """All that the table has for this rank, or a part of it."""
@@ -203,6 +205,6 @@ class Run:
 
     def _keep(self, stage: int, microbatch: int, sent: Sequence[str] = ()) -> None:
         """After forward, what backward takes, and what is still to be sent."""
-        known, kept = self.known[stage, microbatch], {*self.stages[stage].backward.takes, *sent}
+        known, kept = self.known[stage, microbatch], {*(self.stages[stage].backward.takes if self.saves else ()), *sent}
         for name in [name for name in known if name not in kept]:
             del known[name]

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch._dispatch.python import no_python_dispatcher
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -59,6 +59,13 @@ def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
         if mode is not None:
             return mode
     return None
+
+
+@contextlib.contextmanager
+def compiling_anew(gm: torch.fx.GraphModule) -> Any:
+    """A context in which a traced graph can be compiled when its trace is over."""
+    with tracing(TracingContext(fake_mode_of(gm))):
+        yield
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -105,10 +105,8 @@ class WithLogits(nn.Module):
 def test_logits_beside_the_loss():
     check(WithLogits(), (torch.randn(ROWS, 8, dtype=torch.double),), 2, loss_of=lambda out: out[0])
     model = WithLogits()
-    loss, logits = compiled(model, 2)(x := torch.randn(ROWS, 8))
+    _, logits = compiled(model, 2)(x := torch.randn(ROWS, 8))
     torch.testing.assert_close(logits, model.layer(x))
-    with pytest.raises(Exception, match="a gradient arrives at another output than the loss"):
-        (loss + logits.sum()).backward()
 
 
 class Normalized(nn.Module):
