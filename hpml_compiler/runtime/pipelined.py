@@ -5,13 +5,14 @@ What a stage has made of the step's results, its rank shares with the others onc
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hpml_compiler.runtime.blame import is_distributed
 from hpml_compiler.runtime.microbatches import Calls, Collector, Schedule, Values
-from hpml_compiler.runtime.stages import Messages, Run, StageCalls
+from hpml_compiler.runtime.stages import Failed, Messages, Run, StageCalls
 from passes.schedule.actions import Schedule as Table
 from passes.transform.markers import taken
 from passes.transform.microbatches import Collected, Loop, Read
@@ -40,37 +41,49 @@ class Pipelined(Schedule):
         return [len(calls.saved) for calls in self.stages.values() for _ in range(self.microbatches)]
 
     def at_once(self, values: Values) -> None:
-        for half in (0, 1):
-            self.segment(half, "before", values)
+        failed = self._before((0, 1), values)
         made = _Made(self)
-        self._run(values, made).run()
+        self.messages.agree(self._run(values, made).run(failed=failed))
         self._finish("forward", made, values)
         self._finish("backward", made, values)
         for half in (0, 1):
             self.segment(half, "after", values)
 
     def all_forward(self, values: Values, saves: bool = True) -> list[list[torch.Tensor]]:
-        self.segment(0, "before", values)
+        failed = self._before((0,), values)
         made = _Made(self)
         run = self._run(values, made)
         run.saves = saves
-        run.run([action for action in self.table.actions[self.rank] if action.kind in FORWARD_KINDS])
+        actions = self.table.actions[self.rank]
+        self.messages.agree(run.run([action for action in actions if action.kind in FORWARD_KINDS], failed))
         self._finish("forward", made, values)
         self.segment(0, "after", values)
         return [[run.known[stage, number][name] for name in calls.saved]
                 for stage, calls in self.stages.items() for number in range(self.microbatches)] if saves else []
 
     def all_backward(self, saved: list[list[torch.Tensor]], values: Values) -> None:
-        self.segment(1, "before", values)
+        failed = self._before((1,), values)
         made = _Made(self)
         run = self._run(values, made)
         keys = [(stage, number) for stage in self.stages for number in range(self.microbatches)]
         for key, own in zip(keys, saved, strict=True):
             run.known[key].update(zip(self.stages[key[0]].saved, own, strict=True))
         saved.clear()
-        run.run([action for action in self.table.actions[self.rank] if action.kind not in FORWARD_KINDS])
+        actions = self.table.actions[self.rank]
+        self.messages.agree(run.run([action for action in actions if action.kind not in FORWARD_KINDS], failed))
         self._finish("backward", made, values)
         self.segment(1, "after", values)
+
+    def _before(self, halves: Sequence[int], values: Values) -> Failed | None:
+        """What is done before the loop. What fails is told to the others when they have been through the loop."""
+        try:
+            for half in halves:
+                self.segment(half, "before", values)
+        except Exception as error:
+            if is_distributed(error):
+                raise
+            return Failed("what is done before the first microbatch", error)
+        return None
 
     def _run(self, values: Values, made: _Made) -> Run:
         def given(number: int, name: str) -> torch.Tensor:

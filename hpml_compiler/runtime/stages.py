@@ -6,9 +6,10 @@ sends are looked after until the end. Both ends start messages in the same order
 """
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +40,18 @@ class StageCalls:
     backward: Half
     saved: tuple[str, ...] = ()
     shared: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What this rank could not do, and when."""
+
+    what: str
+    error: Exception
+    when: float = field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        return f"{self.what} failed: {type(self.error).__name__}: {self.error}"
 
 
 class Messages:
@@ -76,6 +89,20 @@ class Messages:
                     for k, part in zip(places, flat.split(sizes)):
                         found[k] = _like(part.view(tuple(map(int, like[k].shape))), like[k])()
         return [_there(x) for x in found]
+
+    def agree(self, failed: Failed | None) -> None:
+        """Raises on all ranks what has failed on one, the first if on several."""
+        any_failed = torch.tensor([failed is not None], dtype=torch.int32, device=self.device)
+        dist.all_reduce(any_failed, dist.ReduceOp.MAX, self.group)
+        if not int(any_failed):
+            return
+        rank = dist.get_rank()
+        said: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(said, None if failed is None else (failed.when, rank, str(failed)), self.group)
+        _, first, text = min(each for each in said if each is not None)
+        error = None if failed is None else failed.error
+        raise HpmlError(f"rank {first}: {text}", f"rank {rank}, in a pipeline",
+                        "see the error that this one was raised from" if first == rank else f"look at rank {first}") from error
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -127,19 +154,34 @@ class Run:
         self.saves = True
         """Whether backward will run too."""
 
-    def run(self, actions: Sequence[Action] | None = None) -> None:
-        """All that the table has for this rank, or a part of it."""
+    def run(self, actions: Sequence[Action] | None = None, failed: Failed | None = None) -> Failed | None:
+        """All that the table has for this rank, or a part of it. Returns what has failed here, now or (failed) before. The
+        others get their messages all the same, with zeros in them: they would wait until their time is over."""
         for action in self.table.actions[self.rank] if actions is None else actions:
+            if failed is not None:
+                self._in_place_of(action)
+                continue
             try:
                 getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
-            except HpmlError:
-                raise
             except Exception as error:
                 if is_distributed(error):  # another rank is late or gone, which whoever called this finds out
                     raise
-                raise HpmlError(f"{action} failed: {type(error).__name__}: {error}", f"rank {self.rank} of the pipeline",
-                                "see the error that this one was raised from") from error
+                failed = Failed(str(action), error)
+                self.known.clear()
+        for received in self.arriving.values():  # where something has failed
+            received.wait()
         self.messages.finish()
+        return failed
+
+    def _in_place_of(self, action: Action) -> None:
+        graph = self.stages[action.stage].graph
+        if action.kind.startswith("receive"):
+            getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
+        elif action.kind.startswith("send"):
+            forward = action.kind == "send_forward"
+            fakes = [graph.fakes[name] for name in (graph.sent if forward else graph.sent_back)]
+            zeros = [torch.zeros(tuple(map(int, x.shape)), dtype=x.dtype, device=self.messages.device) for x in fakes]
+            self.messages.send(zeros, self.table.ranks[action.stage + (1 if forward else -1)])
 
     def _forward(self, stage: int, microbatch: int) -> None:
         calls, known = self.stages[stage], self.known[stage, microbatch]

@@ -47,7 +47,7 @@ class StageGraph:
     whole graph that it takes, in its order; after them come `read`, those of `received` that it reads itself. The others it
     hands on. own_sent: what it returns first of `sent`; after that come the whole graph's `outputs`, by their places there.
     Of what backward returns, `gradients` come first, by their places among those of the whole graph: those of `given`, nothing
-    for `read`; then `own_sent_back`. fakes: of all that is received, here or there, as the whole graph has it.
+    for `read`; then `own_sent_back`. fakes: of all that is received and sent, as the whole graph has it.
     """
 
     index: int
@@ -175,7 +175,8 @@ class _Stage:
             _names(given), _values(self.before), _values(self.reads), _values(self.after), _names(self.sends),
             tuple(self.outputs), tuple(places), _values(self.back_from), _values(self.reads_back), _values(self.back_to),
             _names(self.sends_back),
-            {each.value: whole.nodes[each.value].meta["val"] for each in (*self.before, *self.back_from)})
+            {each.value: whole.nodes[each.value].meta["val"]
+             for each in (*self.before, *self.after, *self.back_from, *self.back_to)})
 
     def _needed(self, wanted: Sequence[Node | None]) -> set[Node]:
         """All that the stage computes or is given, for what it returns and for its side effects."""
