@@ -60,16 +60,18 @@ from passes.transform.rematerialize import Rematerialize
 from passes.transform.shard import Shard
 
 
-def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1) -> PassManager:
+def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1,
+                    leaves: bool = True) -> PassManager:
     """From a traced graph to one that can be planned."""
     return PassManager((Normalize(), Shapes(), Flops(), Describe(tuple(inputs), forward_outputs),
-                        FindOperations(microbatches)))
+                        FindOperations(microbatches, leaves)))
 
 
-def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1) -> Annotated:
+def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1,
+             leaves: bool = True) -> Annotated:
     """Run the passes before planning; `forward_outputs` is None for a forward graph."""
     start = time.perf_counter()
-    before_planning(inputs, forward_outputs, microbatches)(gm)
+    before_planning(inputs, forward_outputs, microbatches, leaves)(gm)
     return Annotated(gm, inputs, {"annotate": time.perf_counter() - start})
 
 
@@ -123,9 +125,14 @@ def one_stage(compiler: str, forward_outputs: int) -> PassManager:
         Deduplicate(), TagPhases(forward_outputs)))
 
 
-def whole_batch(forward_outputs: int, kept_gradients: Sequence[int]) -> PassManager:
-    """The same for a step that goes through its batch at once."""
-    return PassManager((OneMicrobatch(), OwnGradients(tuple(kept_gradients), forward_outputs)))
+def whole_batch(forward_outputs: int, kept_gradients: Sequence[int], decision: Decision | None = None,
+                groups: MeshGroups | None = None) -> PassManager:
+    """From a graph that can be planned to one whose step goes through its batch at once, for `passes.transform.microbatches`.
+    decision, groups: where a stage has several ranks."""
+    shards: tuple[Pass, ...] = () if decision is None or groups is None else (Adopt(decision), Shard(groups), Deduplicate())
+    manager = PassManager((*shards, OneMicrobatch(), OwnGradients(tuple(kept_gradients), forward_outputs)))
+    manager.check(available=(INTERFACE, OPERATIONS))
+    return manager
 
 
 def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int]) -> PassManager:

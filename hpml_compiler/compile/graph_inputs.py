@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
+from hpml_compiler.compile.stage_mesh import axes_of_stage, has_stages, over_stage
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.inputs import InputPlacement, copy_for_set_data, take_out_markers
 from hpml_compiler.runtime.parameters import placeable
 from passes import compat
+from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.graph.interface import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
 from passes.graph.layouts import legal
@@ -40,7 +42,7 @@ class GraphInputs:
 
     `rows`: positions of those that are rows of a batch. `gathered`: of placed ones that each call gathers. `written`: of
     those that the graph changes in place. `mesh`: axes that this graph has to share, if any: those that its parameters are
-    placed on, or those of the graphs before it.
+    placed on, or those of the graphs before it. Of a pipeline, those of a stage.
     """
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options) -> None:
@@ -51,11 +53,13 @@ class GraphInputs:
         copy_for_set_data(gm)
         gm, self.examples, placed = take_out_markers(gm, given)
         sources = compat.input_sources(gm)
-        self.mesh = session.current().mesh
+        self._placed_on = session.current().mesh
         for position, placement in placed.items():
             if isinstance(given[position], torch.nn.Parameter):
-                self.mesh = session.current().adopt(placement.mesh, parameter_name(sources[position]))
+                name = parameter_name(sources[position])
+                self._placed_on = self._shared(session.current().adopt(placement.mesh, name), name, options)
                 break
+        self.mesh = self._placed_on if not has_stages(self._placed_on) else axes_of_stage(self._placed_on or {})
         can_be_placed = set(placeable(gm, given)) if torch.is_grad_enabled() else set()
         self.described = graph_inputs(gm, self.examples, can_be_placed)
         for position, placement in placed.items():
@@ -71,26 +75,42 @@ class GraphInputs:
         if placement.output:
             self.gathered.add(position)
             return described
-        bound = described.kind == "parameter" or options.mesh in (None, self.mesh)
-        mesh = session.current().device_mesh(self.mesh) if self.mesh is not None and bound else None
-        if placement.can_be_planned(shape, mesh):
-            return replace(described, kind="parameter", stored=session.from_dtensor(placement.placements))
+        axes = self._placed_on
+        bound = described.kind == "parameter" or options.mesh in (None, axes)
+        mesh = session.current().device_mesh(axes) if axes is not None and bound else None
+        if axes is not None and placement.can_be_planned(shape, mesh):
+            stored = over_stage(session.from_dtensor(placement.placements), axes) if has_stages(axes) else (
+                session.from_dtensor(placement.placements))
+            if stored is not None:
+                return replace(described, kind="parameter", stored=stored)
         self.gathered.add(position)
         return described
 
-    def annotate(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> Annotated:
+    def _shared(self, placed_on: dict[str, int], name: str, options: Options) -> dict[str, int] | None:
+        """Axes that parameters are placed on, if this graph can be planned on them: one without stages takes what the stages of
+        a pipeline share gathered."""
+        if options.stage_ranks > 1 and [*placed_on.items()] != [*(options.mesh or {}).items()]:
+            raise BadInput(f"it is placed on the mesh {placed_on} already, and {options.mesh} is asked for",
+                           f"parameter {name}", "give one mesh for all that a model is compiled for")
+        return placed_on if options.stage_ranks > 1 or not has_stages(placed_on) else None
+
+    def take_rows_whole(self) -> None:
+        self.gathered |= self.rows
+        self.rows.clear()
+
+    def annotate(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1, leaves: bool = True) -> Annotated:
         """What planning needs to know of the traced graph; on the way, some inputs turn out to be needed whole. microbatches:
-        that its step goes through."""
+        that its step goes through. leaves: whether what it returns besides the loss may stay where it is made."""
         if forward_outputs is None:  # no gradient flows, whether or not it may: parameters are placed by training alone
             self.described = [replace(described, placeable=False) for described in self.described]
         self.written = compat.inputs_written(gm)
         for position in self.written | inputs_in_outputs(gm, forward_outputs):
             self._take_whole(position)
-        annotated = annotate(gm, self.described, forward_outputs, microbatches)
+        annotated = annotate(gm, self.described, forward_outputs, microbatches, leaves)
         views = self._viewed_in_other_parts(annotated)
         for position in views:
             self._take_whole(position)
-        return annotate(gm, self.described, forward_outputs, microbatches) if views else annotated
+        return annotate(gm, self.described, forward_outputs, microbatches, leaves) if views else annotated
 
     def _take_whole(self, position: int) -> None:
         """The graph changes this input in place, and returns the new value whole; or it returns a view of it, which

@@ -1,10 +1,13 @@
 """A graph whose step goes through the stages of a pipeline, each on a rank of its own, microbatch by microbatch.
 
-Every rank traces and cuts the whole graph, and compiles what is around its loop and the stages that it runs. Parameters are
-whole on every rank, and so are gradients: each is made where its stage is, and given to the others.
+Every rank traces and cuts the whole graph, and compiles what is around its loop and the stages that it runs. Where the mesh has
+other axes than `pp`, the whole graph is planned on these, as if one stage did all, and what is cut is a rank's part of it.
+Parameters are placed on these axes; along `pp` they are whole on every rank, and so are gradients: each is made where its stage
+is, and given to the others.
 """
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -19,28 +22,30 @@ from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, size
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import MakesWhole, Microbatched, fitting_rows, loss_alone, times_of
+from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
-from hpml_compiler.compile.stages import LoweredStage, stage_body
+from hpml_compiler.compile.stage_mesh import STAGES_AXIS, StageMesh
+from hpml_compiler.compile.stages import LoweredStage, stage_body, structure_of
 from hpml_compiler.options import Options
-from hpml_compiler.planning.plan_graph import solver_options
+from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
 from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.doing import Spot
+from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.microbatches import Call
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.pipelined import Pipelined, of_loop
 from hpml_compiler.runtime.stages import Messages
 from hpml_compiler.runtime.together import CALLING, together
-from hpml_compiler.runtime.world import world_mesh
 from passes import compat
-from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
+from passes.graph.decision import Decision
 from passes.graph.placement_graph import InputKind
 from passes.partition.in_time import on_one_device, on_time_axis
-from passes.presets import annotate, to_microbatches, whole_batch
+from passes.presets import after_planning, to_microbatches, whole_batch
 from passes.schedule.actions import schedule
 from passes.tracing.trace import decompositions
 from passes.transform.collectives import MeshGroups
@@ -59,9 +64,11 @@ class Pipeline(Microbatched):
     def cut_body(self) -> None:
         options = self.options
         self.mesh = session.current().device_mesh(options.mesh or {})
-        self.place = self.mesh.get_local_rank("pp")
+        self.place = self.mesh.get_local_rank(STAGES_AXIS)
         self.table = schedule(options.schedule_name, options.stage_ranks, self.microbatches, options.virtual_stages)
         device = local_cluster(options, dist.get_world_size()).device
+        text = structure_of(self.loop.body)
+        same_graph(hashlib.sha256(text.encode()).hexdigest(), lambda: text)
         self.staged = stage_body(self.marked, self.kinds, self.loop, self.table.stages, device, from_rank_0)
         self.stages = when_all_can("cut its stages in two", lambda: [
             LoweredStage(graph, options.compiler) for graph in self.staged.graphs
@@ -75,7 +82,7 @@ class Pipeline(Microbatched):
 
     def schedule(self) -> Pipelined:
         stages = when_all_can("compile its stages", lambda: {stage.graph.index: stage.calls() for stage in self.stages})
-        group = self.mesh.get_group("pp")
+        group = self.mesh.get_group(STAGES_AXIS)
         messages = Messages(dist.get_process_group_ranks(group), torch.device(device_type()), group)
         return Pipelined(self.loop, self.calls(of_loop, None, ()), self.table, self.place, stages, messages,
                          self.staged.reads, self.staged.outputs, self.staged.gradients)
@@ -87,66 +94,115 @@ class PipelinedGraph:
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], options: Options):
         self.gm, self.given, self.options = gm, inputs, options
         self.name = f"graph of a pipeline, {len(session.current().graphs)}"
+        self.mesh = StageMesh(options.mesh or {})
         self.lowering = Lowering(options.compiler)
+        self.holding = Holding()
         self.runs: Pipeline | None = None
+        self.placements: dict[int, Any] = {}
         self.draws = False
-        others = [axis for axis, size in (options.mesh or {}).items() if axis != "pp" and size > 1]
-        if others:
-            raise BadInput(f"stages of a pipeline go with no other axis yet, and the mesh has {', '.join(others)}",
-                           "options['mesh']", f'give {{"pp": {dist.get_world_size()}}}, or leave pp out')
 
     def compile(self) -> Callable[..., Any]:
         note_function()
         for node in self.gm.graph.find_nodes(op="placeholder"):
             guard_on_sizes(getattr(node.meta["example_value"], "_local_tensor", None))
         self.inputs = GraphInputs(self.gm, self.given, self.options)
-        self.inputs.gathered |= self.inputs.rows
+        self.inputs.take_rows_whole()
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
-        shapes = [x.shape for x, its in zip(examples, self.inputs.described, strict=True) if its.kind == "batch"]
-        self.microbatches = fitting_rows(shapes, self.options.microbatches, speaks=dist.get_rank() == 0)
+        self.microbatches = self._microbatches()
         function = compat.aot_autograd(
-            fw_compiler=lambda graph, _: self._runs().forward(), bw_compiler=self._backward,
-            inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
-            decompositions=decompositions(self.options.compiler))(self.gm, examples)
+            fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
+            partition_fn=self._partition, decompositions=decompositions(self.options.compiler))(self.gm, examples)
         same_values(own_values(self.inputs.described, self.given))
-        written = self.inputs.written if self.runs is not None else ()
-        installed = install({}, self.gm, self.given, world_mesh(), self.inputs.gathered, written)
-        half = of_forward(self.name, self.inputs.described, self.given, self.draws)
-        return forward_call(lambda *args: function(*installed.locals(args)), Spot(f"forward of {self.name}"), half,
-                            self.runs is not None)
+        installed = install(self.placements, self.gm, self.given, self.mesh.devices, self.inputs.gathered, self.inputs.written,
+                            self.holding)
 
-    def _runs(self) -> Pipeline:
-        assert self.runs is not None, "AOTAutograd partitions every graph that it compiles forward and backward of"
-        return self.runs
+        def call(*args: Any) -> Any:
+            given = installed.locals(args)
+            results = function(*given)
+            if installed.writes:
+                installed.write_back(args, given)
+            return results
+
+        half = of_forward(self.name, self.inputs.described, self.given, self.draws)
+        return forward_call(call, Spot(f"forward of {self.name}"), half, self.runs is not None)
+
+    def _microbatches(self) -> int:
+        """As many as divide the rows that a stage's rank has at the least."""
+        shapes = [x.shape for x, its in zip(self.inputs.examples, self.inputs.described, strict=True) if its.kind == "batch"]
+        return fitting_rows(shapes, self.options.microbatches, self.mesh.axes.get("dp", 1), speaks=dist.get_rank() == 0)
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         original = copied(joint)
-        self.inputs.written = compat.inputs_written(joint)
-        self.draws = draws_random_numbers(joint)
-        with compat.outside_tracing():
-            together("compiling a graph", CALLING, every=0)
-        self.runs = self._pipeline(loss_alone(joint), num_fwd_outputs,
-                                   lambda: self._pipeline(copied(original), num_fwd_outputs, None))
+        self._together(joint)
+        whole = None if self.mesh.is_split else lambda: self._pipeline(copied(original), num_fwd_outputs, None)
+        self.runs = self._pipeline(loss_alone(joint), num_fwd_outputs, whole)
         return self.runs.partition()
 
     def _pipeline(self, joint: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> Pipeline:
-        annotated = annotate(joint, self.inputs.described, forward_outputs, self.microbatches)
-        same_graph(annotated.hash(), annotated.text)
+        annotated = self._annotated(joint, forward_outputs, self.microbatches)
         kinds = dict(annotated.interface.kinds)
-        microbatches = self._mark(annotated, forward_outputs)
+        microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
         return Pipeline(self.options, joint, microbatches, forward_outputs, kinds, self.inputs.written, whole)
 
-    def _mark(self, annotated: Annotated, forward_outputs: int) -> int:
+    def _together(self, gm: GraphModule) -> None:
+        self.draws = draws_random_numbers(gm)
+        with compat.outside_tracing():
+            together("compiling a graph", CALLING, every=0)
+
+    def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> Annotated:
+        """With what planning needs to know, once all ranks have the same graph."""
+        annotated = self.inputs.annotate(gm, forward_outputs, microbatches, leaves=False)
+        same_graph(annotated.hash(), annotated.text)
+        return annotated
+
+    def _decision(self, annotated: Annotated, forward_outputs: int | None) -> Decision:
+        """What each rank of a stage does, which all agree on."""
+        if not self.mesh.is_split:
+            return on_one_device(annotated.graph)
+        cluster = self.mesh.cluster(local_cluster(self.options, dist.get_world_size()))
+        planned = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, cluster).agreed()
+        values, positions = annotated.graph.values, dict(annotated.interface.positions)
+        self.holding.note({values[v].name: self.mesh.route_over_all(route) for v, route in planned.decision.held.items()},
+                          positions)
+        if annotated.interface.training:
+            stored = annotated.interface.stored
+            self.placements = {
+                positions[values[v].name]: session.to_dtensor(self.mesh.over_all(planned.decision.stored(v)))
+                for v in planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in stored}
+        self._say(planned)
+        return planned.decision
+
+    def _say(self, planned: Planned) -> None:
+        if dist.get_rank() == 0:
+            log.info("%s: each stage on the mesh %s, planned in %.2f s", self.name, planned.mesh,
+                     sum(planned.record.seconds.values()))
+
+    def _mark(self, annotated: Annotated, decision: Decision, forward_outputs: int) -> int:
         """Put the markers of the loop in; returns how many microbatches go through it."""
-        joint, graph, count = annotated.gm, annotated.graph, self.microbatches
+        joint, graph, count, groups = annotated.gm, annotated.graph, self.microbatches, self.mesh.groups()
         gradients = self.inputs.kept_gradients(annotated, forward_outputs)
         times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
         if times is None:
-            whole_batch(forward_outputs, gradients)(joint)
+            split = (decision, groups) if self.mesh.is_split else ()
+            whole_batch(forward_outputs, gradients, *split)(joint)
             return 1
-        decision = on_time_axis(on_one_device(graph), graph, times)
-        to_microbatches(decision, MeshGroups((), (), ()).with_time(count), forward_outputs, gradients)(joint)
+        if not self.mesh.is_split:
+            groups = MeshGroups((), (), ())
+        to_microbatches(on_time_axis(decision, graph, times), groups.with_time(count), forward_outputs, gradients)(joint)
         return count
 
+    def _forward(self, graph: GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+        assert self.runs is not None, "AOTAutograd partitions every graph that it compiles forward and backward of"
+        return self.holding.around(graph, self.runs.forward())
+
     def _backward(self, graph: GraphModule, _: Any) -> Call:
-        return backward_call(self._runs().backward(), Spot(f"backward of {self.name}"), of_backward(self.name, graph))
+        assert self.runs is not None, "forward is compiled first"
+        return backward_call(self.runs.backward(), Spot(f"backward of {self.name}"), of_backward(self.name, graph))
+
+    def _inference(self, graph: GraphModule, _: Any) -> Callable[..., Any]:
+        """Forward alone goes through no stages: the ranks of each do all of it."""
+        if self.mesh.is_split:
+            self._together(graph)
+            annotated = self._annotated(graph, None)
+            after_planning(self._decision(annotated, None), self.mesh.groups(), self.options.compiler)(graph)
+        return self.holding.around(graph, self.lowering.inference(graph))

@@ -23,16 +23,18 @@ from hpml_compiler.profile import quick
 from passes import compat
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
+from passes.machine.cluster import Cluster
 
 
 class Planner:
-    """Of one graph. sharing: what it shares with the others of its step, under a budget."""
+    """Of one graph. sharing: what it shares with the others of its step, under a budget. cluster: what it is planned for, if
+    that is not all devices."""
 
     def __init__(self, annotated: Annotated, inputs: GraphInputs, options: Options, sharing: Sharing | None,
-                 forward_outputs: int | None):
+                 forward_outputs: int | None, cluster: Cluster | None = None):
         self.annotated, self.inputs, self.options, self.sharing = annotated, inputs, options, sharing
         self.forward_outputs = forward_outputs
-        self.session, self.cluster = session.current(), local_cluster(options, dist.get_world_size())
+        self.session, self.cluster = session.current(), cluster or local_cluster(options, dist.get_world_size())
 
     def agreed(self) -> Planned:
         """All ranks call this together."""

@@ -61,6 +61,12 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop, 
         {place: graph.index for graph in graphs for place in graph.outputs}, makers_of_gradients(body))
 
 
+def structure_of(body: GraphModule) -> str:
+    """What is the same on all ranks, whichever parts of the values they have: calls by name, and what each reads."""
+    return "\n".join(f"{node.name} = {node.target} {[x.name for x in node.all_input_nodes]}" for node in body.graph.nodes
+                     if node.op == "call_function")
+
+
 def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop) -> dict[str, InputKind]:
     """Of a body: what was made of parameters before the loop counts as one."""
     learned: set[str] = set()

@@ -10,7 +10,7 @@ from passes.analysis.shapes import SHAPES
 from passes.annotations import Key, read, write
 from passes.base import AnalysisPass
 from passes.graph.block_chain import BlockChain, Piece, block_chain
-from passes.graph.blocks import block_of, is_backward, module_of
+from passes.graph.blocks import block_of, module_of, runs_in_backward
 from passes.graph.keys import INTERFACE
 from passes.registry import register
 from passes.result import target_name
@@ -48,7 +48,7 @@ def learned_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
 
 def _pieces(graph_module: fx.GraphModule, learned: set[fx.Node]) -> Iterator[Piece]:
     for node in graph_module.graph.nodes:
-        if node.op != "call_function" or is_backward(node):
+        if node.op != "call_function" or runs_in_backward(node):
             continue
         specs = [[(s.shape, s.dtype) for s in read(SHAPES, each)] for each in (node, *node.all_input_nodes)]
         constants = fx.map_arg((node.args, node.kwargs), lambda _: "?")

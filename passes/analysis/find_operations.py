@@ -18,13 +18,15 @@ from passes.registry import register
 @register
 @dataclass(frozen=True)
 class FindOperations(AnalysisPass):
-    """Writes OPERATIONS. The graph should be normalized before. microbatches: that a step goes through."""
+    """Writes OPERATIONS. The graph should be normalized before. microbatches: that a step goes through. leaves: whether what
+    the graph returns besides the loss may stay where it is made."""
 
     name = "find_operations"
     requires = (FLOPS, INTERFACE)
     provides = (OPERATIONS,)
 
     microbatches: int = 1
+    leaves: bool = True
 
     def run(self, graph_module: fx.GraphModule) -> None:
         interface = read(INTERFACE, graph_module)
@@ -33,7 +35,8 @@ class FindOperations(AnalysisPass):
             trainable=interface.trainable, microbatches=self.microbatches,
         )
         inputs = {value.name: value.index for value in graph.values if value.producer is None}
-        left = interface.unread if self.microbatches == 1 else ()  # what is collected of microbatches is made whole
+        # What is collected of microbatches is made whole.
+        left = interface.unread if self.leaves and self.microbatches == 1 else ()
         graph = replace(graph, unread=FrozenMap({
             graph.outputs[each.number][0]: None if each.tangent is None else inputs[each.tangent]
             for each in left}))

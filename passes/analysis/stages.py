@@ -5,10 +5,12 @@ the same time and little crosses. Which place:
 
     forward     its own block's; what is made of parameters alone, its first reader's
     backward    that of the forward call with its `seq_nr`, but none after what it reads of backward
+    held back   the latest of its readers' and its operands': forward values that are moved between devices for backward alone
     sums        the earliest of what is added, so that one gradient goes on from there, however many blocks read the value
 
-So no forward value goes back and no gradient forward; a graph where that does not hold is refused. The cut is between repeated
-blocks or what lies between them; where there are fewer of these than stages, between any two modules.
+A collective and the wait for it are in one place. So no forward value goes back and no gradient forward; a graph where that
+does not hold is refused. The cut is between repeated blocks or what lies between them; where there are fewer of these than
+stages, between any two modules.
 """
 from __future__ import annotations
 
@@ -29,10 +31,10 @@ from passes.base import AnalysisPass
 from passes.costs.roofline import RooflineCost
 from passes.errors import BadInput, HpmlError
 from passes.graph.block_chain import BlockChain
-from passes.graph.blocks import block_of, is_backward
+from passes.graph.blocks import block_of, is_backward, runs_in_backward
 from passes.graph.interface import Interface
 from passes.graph.keys import INTERFACE
-from passes.graph.nodes import returned_nodes
+from passes.graph.nodes import WAIT, returned_nodes
 from passes.graph.phase import BACKWARD, FORWARD, Phase
 from passes.graph.stages import STAGES, Sent, Stages
 from passes.machine.cluster import Cluster
@@ -41,6 +43,9 @@ from passes.machine.mesh import Mesh
 from passes.records import FrozenMap
 from passes.registry import register
 from passes.solve.equal_cut import equal_cut
+
+PARTS = (operator.getitem, WAIT)
+"""What goes with the call that it reads: a part of what that makes, or all of it once it is there."""
 
 
 @register
@@ -64,6 +69,8 @@ class _Cut:
         self.gm, self.count = gm, count
         self.interface: Interface = read(INTERFACE, gm)
         self.chain: BlockChain = read(BLOCK_CHAIN, gm)
+        if not self.chain.blocks:
+            raise self._too_few(0)
         self.calls = [node for node in gm.graph.nodes if node.op == "call_function"]
         learned = learned_nodes(gm)
         self.copied = {node for node in self.calls if node not in learned}
@@ -88,6 +95,10 @@ class _Cut:
             frozenset(node.name for node in summed), FrozenMap(self._readers(of, sums)),
             tuple(map(tuple, blocks)), tuple(time_us))
 
+    def _too_few(self, parts: int) -> BadInput:
+        return BadInput(f"the model has no {self.count} parts that follow each other and compute something",
+                        "options['mesh']['pp']", f"take at most {max(parts, 1)} stages")
+
     def _cut(self) -> list[int]:
         """Up to which block each stage goes."""
         blocks = self.chain.blocks
@@ -95,7 +106,7 @@ class _Cut:
         for node, us in self.us.items():
             time[self.place[node]] += us
         crossing = [cut.bytes for cut in self.chain.cuts]
-        repeated = {block_of(node) for node in self.calls if not is_backward(node)} - {""}
+        repeated = {block_of(node) for node in self.calls if not runs_in_backward(node)} - {""}
         among = [block.path in repeated for block in blocks]
         if sum(among) >= self.count:
             units = [k for k in range(1, len(blocks)) if among[k - 1] or among[k]] + [len(blocks)]
@@ -104,8 +115,7 @@ class _Cut:
         found = equal_cut([sum(time[start:stop]) for start, stop in zip([0, *units], units)],
                           [crossing[unit - 1] for unit in units[:-1]], self.count)
         if found is None:
-            raise BadInput(f"the model has no {self.count} parts that follow each other and compute something",
-                           "options['mesh']['pp']", f"take at most {sum(us > 0 for us in time)} stages")
+            raise self._too_few(sum(us > 0 for us in time))
         return [units[end - 1] for end in found]
 
     def _sums(self, of: dict[fx.Node, int]) -> tuple[dict[fx.Node, list[fx.Node]], set[fx.Node]]:
@@ -131,7 +141,7 @@ class _Cut:
                 if user.op == "output" or user in summed or of[user] == of[node]:
                     continue
                 phase = FORWARD if of[user] > of[node] else BACKWARD
-                if is_backward(node) and phase == FORWARD or not is_backward(user) and phase == BACKWARD:
+                if runs_in_backward(node) and phase == FORWARD or not runs_in_backward(user) and phase == BACKWARD:
                     raise HpmlError(
                         f"a pipeline of {self.count} stages would have to send a value against their order: {node.name}, made "
                         f"in stage {of[node]}, is read by {user.name} in stage {of[user]}", node.name,
@@ -168,10 +178,9 @@ def places(gm: fx.GraphModule, chain: BlockChain, learned: set[fx.Node]) -> dict
     place: dict[fx.Node, int] = {}
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     for node in calls:
-        if not is_backward(node):
-            source = node.args[0]
-            apart = node.target is operator.getitem and isinstance(source, fx.Node) and source in place
-            place[node] = place[source] if apart else home[node.name]  # type: ignore[index]
+        if not runs_in_backward(node):
+            source = node.args[0] if node.target in PARTS else None
+            place[node] = place[source] if isinstance(source, fx.Node) and source in place else home[node.name]
     _to_first_readers(calls, learned, place)
     by_sequence: dict[int, int] = {}
     for node, position in place.items():
@@ -179,8 +188,9 @@ def places(gm: fx.GraphModule, chain: BlockChain, learned: set[fx.Node]) -> dict
         if number is not None and node in learned:
             by_sequence[number] = max(position, by_sequence.get(number, 0))
     for node in calls:
-        if is_backward(node):
+        if runs_in_backward(node):
             place[node] = _of_backward(node, place, learned, by_sequence, len(chain.blocks) - 1)
+    _to_last_readers([node for node in calls if runs_in_backward(node) and not is_backward(node)], learned, place)
     return place
 
 
@@ -197,15 +207,23 @@ def _to_first_readers(calls: Sequence[fx.Node], learned: set[fx.Node], place: di
         if node in alone and readers:
             place[node] = min(readers)
     for node in calls:
-        if node.target is operator.getitem and node in alone:
+        if node.target in PARTS and node in alone:
             place[node] = place[node.all_input_nodes[0]]
+
+
+def _to_last_readers(held_back: Sequence[fx.Node], learned: set[fx.Node], place: dict[fx.Node, int]) -> None:
+    """What is made for backward goes from there to earlier stages, and is made where forward has what it is made of."""
+    for node in reversed(held_back):
+        place[node] = max((place[user] for user in node.users if user in place), default=place[node])
+    for node in held_back:
+        place[node] = max([place[node], *(place[x] for x in node.all_input_nodes if x in place and x in learned)])
 
 
 def _of_backward(node: fx.Node, place: dict[fx.Node, int], learned: set[fx.Node], by_sequence: dict[int, int],
                  last: int) -> int:
     # A sum of gradients carries the number of whatever ran last in forward.
     number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
-    if node.target is operator.getitem:
+    if node.target in PARTS:
         return place[node.all_input_nodes[0]]
     made = [place[x] for x in node.all_input_nodes if x in place and x in learned and is_backward(x)]
     own = by_sequence.get(number) if number is not None else None

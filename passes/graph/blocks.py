@@ -15,6 +15,8 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
+from passes.graph.nodes import BACKWARD_ON_PURPOSE
+
 _INDEXED = re.compile(r"(?:\.|\[)(\d+)\]?$")
 _PREFIX = re.compile(r"^L\['(\w+)'\]\.?")
 CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
@@ -48,6 +50,11 @@ def module_of(node: Node) -> str:
 
 def is_backward(node: Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def runs_in_backward(node: Node) -> bool:
+    """Also what is held back for it, though forward could do it."""
+    return is_backward(node) or node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE
 
 
 def assign_blocks(gm: GraphModule) -> dict[Node, str]:

@@ -1,0 +1,88 @@
+"""The mesh of a pipeline: one axis for its stages, and others, along which what a stage does is split.
+
+All stages have meshes of one shape, so a value has the same local shape at both ends of a message, which goes along `pp` alone.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpml_compiler.compile import session
+from hpml_compiler.options import Options
+from passes.errors import BadInput
+from passes.graph.decision import Hop, Route
+from passes.graph.layouts import Layout
+from passes.machine.axis import device_axes
+from passes.machine.cluster import Cluster
+from passes.rules.base import REPLICATE
+from passes.transform.collectives import MeshGroups
+
+STAGES_AXIS = "pp"
+
+
+def has_stages(mesh: Mapping[str, int] | None) -> bool:
+    return (mesh or {}).get(STAGES_AXIS, 1) > 1
+
+
+def axes_of_stage(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Those of a mesh along which a stage is split."""
+    return {name: size for name, size in mesh.items() if name != STAGES_AXIS}
+
+
+@dataclass(frozen=True)
+class StageMesh:
+    """sizes: of all axes, `pp` among them, in the order of the ranks. What is whole along `pp` has a layout over the others."""
+
+    sizes: Mapping[str, int]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return axes_of_stage(self.sizes)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a stage has more than one rank."""
+        return any(size > 1 for size in self.axes.values())
+
+    @property
+    def devices(self) -> DeviceMesh:
+        """Of all ranks."""
+        return session.current().device_mesh(self.sizes)
+
+    def groups(self) -> MeshGroups:
+        """This rank's place in the mesh of its stages."""
+        mesh = self.devices
+        return MeshGroups(device_axes(self.axes), tuple(mesh.get_local_rank(name) for name in self.axes),
+                          tuple(mesh.get_group(name).group_name for name in self.axes))
+
+    def options(self, options: Options) -> Options:
+        """For the plan of what all stages do, as if the ranks of one did it."""
+        return options.model_copy(update={"mesh": self.axes})
+
+    def cluster(self, cluster: Cluster) -> Cluster:
+        """The devices of one stage: whole nodes if the stages divide these, else a part of one."""
+        group, stages = cluster.group, self.sizes[STAGES_AXIS]
+        if group.nodes % stages == 0:
+            return Cluster((replace(group, nodes=group.nodes // stages),))
+        if group.devices_per_node % stages == 0:
+            return Cluster((replace(group, devices_per_node=group.devices_per_node // stages),))
+        raise BadInput(f"{stages} stages do not divide {group.nodes} nodes of {group.devices_per_node} devices",
+                       "options['mesh']['pp']", "give a number of stages that divides the nodes, or the devices of each")
+
+    def over_all(self, layout: Layout) -> Layout:
+        """The same over all axes of the mesh."""
+        rest = iter(layout)
+        return tuple(REPLICATE if name == STAGES_AXIS else next(rest) for name in self.sizes)
+
+    def route_over_all(self, route: Route) -> Route:
+        return Route(route.value, self.over_all(route.source),
+                     tuple(Hop(self.over_all(hop.layout), hop.phase) for hop in route.hops))
+
+
+def over_stage(layout: Layout, mesh: Mapping[str, int]) -> Layout | None:
+    """A layout over all axes of a mesh as one over those of a stage; None if it is split along `pp`."""
+    if any(p != REPLICATE for p, name in zip(layout, mesh, strict=True) if name == STAGES_AXIS):
+        return None
+    return tuple(p for p, name in zip(layout, mesh, strict=True) if name != STAGES_AXIS)
