@@ -21,7 +21,7 @@ from passes.graph.placement_graph import InputKind
 from passes.graph.stages import STAGES, Stages
 from passes.machine.device import Device
 from passes.presets import describing_body, one_stage, staged_as, staging
-from passes.rules.table import is_random
+from passes.rules.repeatable import draws
 from passes.transform.microbatches import Loop, Read
 from passes.transform.split_stages import StageGraph, makers_of_gradients, split_stages
 
@@ -43,7 +43,7 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop, 
     """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: gives all ranks what one finds."""
     body = copied(loop.body)
     for node in body.graph.nodes:
-        if is_random(node.target):
+        if draws(node):
             raise HpmlError(
                 "random numbers that are drawn in a stage of a pipeline would be others than one device's",
                 node.name, "draw them without regard to what the model computes, or leave pp out of options['mesh']")

@@ -14,7 +14,7 @@ from passes.graph.blocks import block_of, module_of, runs_in_backward
 from passes.graph.keys import INTERFACE
 from passes.registry import register
 from passes.result import target_name
-from passes.rules.table import is_random
+from passes.rules.repeatable import draws
 
 BLOCK_CHAIN: Key[BlockChain] = Key("block_chain", BlockChain, scope="graph")
 """Repeated blocks, and the modules around them, with what forward hands from one to another."""
@@ -41,7 +41,7 @@ def learned_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
     for node in graph_module.graph.nodes:
         given = node.op == "placeholder" and (kinds.get(node.name) in ("parameter", "tangent")
                                               or getattr(node.meta.get("val"), "requires_grad", False))
-        if given or is_random(node.target) or learned.intersection(node.all_input_nodes):
+        if given or draws(node) or learned.intersection(node.all_input_nodes):
             learned.add(node)
     return learned
 

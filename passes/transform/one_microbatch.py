@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from passes.base import TransformPass
 from passes.compat import fake_mode_of
 from passes.registry import register
-from passes.rules.table import is_random
+from passes.rules.repeatable import draws
 from passes.transform.insert import Inserter
 from passes.transform.markers import ADD_UP, TAKE
 
@@ -58,7 +58,7 @@ def _drawn(gm: GraphModule) -> set[Node]:
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.name.startswith("tangents") or late.intersection(node.all_input_nodes):
             late.add(node)
-    stack = [node for node in gm.graph.nodes if is_random(node.target) and node not in late]
+    stack = [node for node in gm.graph.nodes if draws(node) and node not in late]
     found: set[Node] = set()
     while stack:
         node = stack.pop()
