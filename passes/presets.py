@@ -128,7 +128,7 @@ def one_stage(compiler: str, forward_outputs: int) -> PassManager:
 def whole_batch(forward_outputs: int, kept_gradients: Sequence[int], decision: Decision | None = None,
                 groups: MeshGroups | None = None) -> PassManager:
     """From a graph that can be planned to one whose step goes through its batch at once, for `passes.transform.microbatches`.
-    decision, groups: where a stage has several ranks."""
+    decision, groups: where a stage has several ranks; no decision where it has one."""
     shards: tuple[Pass, ...] = () if decision is None or groups is None else (Adopt(decision), Shard(groups), Deduplicate())
     manager = PassManager((*shards, OneMicrobatch(), OwnGradients(tuple(kept_gradients), forward_outputs)))
     manager.check(available=(INTERFACE, OPERATIONS))

@@ -40,12 +40,13 @@ from hpml_compiler.runtime.pipelined import Pipelined, of_loop
 from hpml_compiler.runtime.stages import Messages
 from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
+from passes.analysis.stages import TooFewParts
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.decision import Decision
 from passes.graph.placement_graph import InputKind
 from passes.partition.in_time import on_one_device, on_time_axis
-from passes.presets import after_planning, to_microbatches, whole_batch
+from passes.presets import after_planning, one_device, to_microbatches, whole_batch
 from passes.schedule.actions import schedule
 from passes.tracing.trace import decompositions
 from passes.transform.collectives import MeshGroups
@@ -99,7 +100,7 @@ class PipelinedGraph:
         self.holding = Holding()
         self.runs: Pipeline | None = None
         self.placements: dict[int, Any] = {}
-        self.draws = False
+        self.draws = self.training = False
 
     def compile(self) -> Callable[..., Any]:
         note_function()
@@ -124,19 +125,36 @@ class PipelinedGraph:
             return results
 
         half = of_forward(self.name, self.inputs.described, self.given, self.draws)
-        return forward_call(call, Spot(f"forward of {self.name}"), half, self.runs is not None)
+        return forward_call(call, Spot(f"forward of {self.name}"), half, self.training)
 
     def _microbatches(self) -> int:
         """As many as divide the rows that a stage's rank has at the least."""
         shapes = [x.shape for x, its in zip(self.inputs.examples, self.inputs.described, strict=True) if its.kind == "batch"]
         return fitting_rows(shapes, self.options.microbatches, self.mesh.axes.get("dp", 1), speaks=dist.get_rank() == 0)
 
-    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         original = copied(joint)
+        self.training = True
         self._together(joint)
         whole = None if self.mesh.is_split else lambda: self._pipeline(copied(original), num_fwd_outputs, None)
-        self.runs = self._pipeline(loss_alone(joint), num_fwd_outputs, whole)
+        try:
+            self.runs = self._pipeline(loss_alone(joint), num_fwd_outputs, whole)
+        except TooFewParts as error:
+            if dist.get_rank() == 0:
+                log.warning("%s goes through no stages, and each does all of it: %s", self.name, error.what)
+            return self._all_of_it(joint, inputs, num_fwd_outputs, kwargs)
         return self.runs.partition()
+
+    def _all_of_it(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
+        """Forward and backward of what is too small for stages, as the loss is where the graph breaks before it."""
+        if self.mesh.is_split:
+            annotated = self._annotated(joint, forward_outputs)
+            gradients = self.inputs.kept_gradients(annotated, forward_outputs)
+            after_planning(self._decision(annotated, forward_outputs), self.mesh.groups(), self.options.compiler,
+                           forward_outputs, gradients)(joint)
+        else:
+            one_device(self.options.compiler)(joint)
+        return self.lowering.partition(joint, inputs, forward_outputs, kwargs.get("static_lifetime_input_indices"))
 
     def _pipeline(self, joint: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> Pipeline:
         annotated = self._annotated(joint, forward_outputs, self.microbatches)
@@ -183,21 +201,19 @@ class PipelinedGraph:
         gradients = self.inputs.kept_gradients(annotated, forward_outputs)
         times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
         if times is None:
-            split = (decision, groups) if self.mesh.is_split else ()
-            whole_batch(forward_outputs, gradients, *split)(joint)
+            whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups)(joint)
             return 1
         if not self.mesh.is_split:
             groups = MeshGroups((), (), ())
         to_microbatches(on_time_axis(decision, graph, times), groups.with_time(count), forward_outputs, gradients)(joint)
         return count
 
-    def _forward(self, graph: GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-        assert self.runs is not None, "AOTAutograd partitions every graph that it compiles forward and backward of"
-        return self.holding.around(graph, self.runs.forward())
+    def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        return self.holding.around(graph, self.lowering.forward(graph, inputs) if self.runs is None else self.runs.forward())
 
-    def _backward(self, graph: GraphModule, _: Any) -> Call:
-        assert self.runs is not None, "forward is compiled first"
-        return backward_call(self.runs.backward(), Spot(f"backward of {self.name}"), of_backward(self.name, graph))
+    def _backward(self, graph: GraphModule, inputs: Any) -> Call:
+        call = self.lowering.backward(graph, inputs) if self.runs is None else self.runs.backward()
+        return backward_call(call, Spot(f"backward of {self.name}"), of_backward(self.name, graph))
 
     def _inference(self, graph: GraphModule, _: Any) -> Callable[..., Any]:
         """Forward alone goes through no stages: the ranks of each do all of it."""

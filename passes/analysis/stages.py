@@ -48,6 +48,10 @@ PARTS = (operator.getitem, WAIT)
 """What goes with the call that it reads: a part of what that makes, or all of it once it is there."""
 
 
+class TooFewParts(BadInput):
+    """The graph cannot be cut into so many stages."""
+
+
 @register
 @dataclass(frozen=True)
 class FindStages(AnalysisPass):
@@ -95,9 +99,9 @@ class _Cut:
             frozenset(node.name for node in summed), FrozenMap(self._readers(of, sums)),
             tuple(map(tuple, blocks)), tuple(time_us))
 
-    def _too_few(self, parts: int) -> BadInput:
-        return BadInput(f"the model has no {self.count} parts that follow each other and compute something",
-                        "options['mesh']['pp']", f"take at most {max(parts, 1)} stages")
+    def _too_few(self, parts: int) -> TooFewParts:
+        return TooFewParts(f"the graph has no {self.count} parts that follow each other and compute something",
+                           "options['mesh']['pp']", f"take at most {max(parts, 1)} stages")
 
     def _cut(self) -> list[int]:
         """Up to which block each stage goes."""

@@ -15,7 +15,7 @@ def draws(node: Node) -> bool:
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else argument.default_value
-            return node.kwargs.get("dropout_p", given) != 0.0
+            return bool(node.kwargs.get("dropout_p", given) != 0.0)
     return True
 
 
