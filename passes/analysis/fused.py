@@ -19,12 +19,20 @@ FUSING = INLINED | SCATTERING | {
     "sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "prod", "any", "all", "argmax", "argmin", "index",
     "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random", "max_pool2d_with_indices_backward"}
 """Operators whose kernels read other results before these are in memory."""
+COSTLY = {"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"}
+"""What inductor's kernels for CPUs do not compute twice: a result that is computed with one, and that several read, is written
+into memory (`StorageBox.should_realize_on_reuse`, torch 2.13)."""
 NOT_ADDED_TO = {torch.bfloat16, torch.int64, torch.bool}
 """What inductor's kernels cannot add to memory that others add to, too: the operator's own kernel is called."""
 
 
 def is_inlined(node: Node) -> bool:
     return is_pointwise(node.target) or view_name(node.target) in INLINED
+
+
+def is_costly(node: Node, device: str) -> bool:
+    """device: the type of what runs it."""
+    return device == "cpu" and view_name(node.target) in COSTLY
 
 
 def is_fusing(node: Node) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes.analysis.flops import FLOPS
-from passes.analysis.fused import is_fusing, is_inlined, scratch_bytes
+from passes.analysis.fused import is_costly, is_fusing, is_inlined, scratch_bytes
 from passes.analysis.operations import kind_of
 from passes.annotations import read, write
 from passes.base import AnalysisPass
@@ -159,7 +159,8 @@ class _Reader:
                 "", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise), self._offload_us(leaf)))
         self.runs.append(Run(
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
-            self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing, self.blocks[node],
+            self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing,
+            pointwise and is_costly(node, self.device or leaves[0].device.type), self.blocks[node],
             _workspace(node, leaves, self.device), scratch_bytes=scratch_bytes(node)))
 
     def _is_repeatable(self, node: Node) -> bool:

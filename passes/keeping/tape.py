@@ -17,7 +17,8 @@ class Run:
     backward: whether it is part of backward; if not, it can run in forward, or once more in backward where it is
     `repeatable`, which is to say that it gives the same again. us: what that takes. reads, makes: storages, each once.
     inlined: whether a compiler that fuses computes it in the kernels of whoever reads it, so that its result takes no
-    memory where all of these are `fusing`. block: where it is from. workspace_bytes: of a collective, besides what it reads
+    memory where all of these are `fusing`. costly: whether such a compiler would rather write down what is computed with it
+    than compute it in several kernels. block: where it is from. workspace_bytes: of a collective, besides what it reads
     and makes, until it is waited for. waits_for: the run that this one waits for, and nothing else. scratch_bytes: of any run,
     besides, while it runs.
     """
@@ -30,6 +31,7 @@ class Run:
     repeatable: bool = True
     inlined: bool = False
     fusing: bool = False
+    costly: bool = False
     block: str = ""
     workspace_bytes: int = 0
     waits_for: int | None = None

@@ -4,7 +4,8 @@ Given what is kept, forward runs what its outputs and the kept storages need. Ba
 the first run that reads it, as rematerialization does (`passes.transform.rematerialize`). A storage lives from the run that
 makes it to the last one that reads it; what is kept, from forward to its last reader in backward. What is offloaded is kept
 elsewhere in between: in forward it lives like what is not kept, in backward from its first reader on. A result that is
-computed inside the kernels of its readers takes nothing, but what it is computed from lives as long as these.
+computed inside the kernels of its readers takes nothing, but what it is computed from lives as long as these. What is costly to
+compute is no such result where several read it that are in different kernels.
 """
 from __future__ import annotations
 
@@ -162,7 +163,9 @@ def _touched(tape: Tape, order: list[int], runs: list[Run], there: frozenset[int
             if s in fused:
                 fused[s] &= run.fusing
                 count[s] += 1
+    later: frozenset[int] | None = None
     sources: dict[int, frozenset[int]] = {}  # of what is inlined, the storages in memory behind it
+    costly: set[int] = set()  # what would be computed anew by each of its readers, at a price
     touched: list[Collection[int]] = []
     for number, run in zip(order, runs):
         behind = [sources[s] for s in run.reads if s in sources]
@@ -170,13 +173,42 @@ def _touched(tape: Tape, order: list[int], runs: list[Run], there: frozenset[int
             touched.append(tape.touches[number if number >= 0 else -1 - number])
             continue
         found = frozenset(s for s in run.reads if s not in sources).union(*behind)
+        readers = max(count[s] for s in run.makes) if run.inlined else 0
+        is_costly = run.costly or not costly.isdisjoint(run.reads)
+        written = readers > 1 and is_costly  # where only its own kernel reads it, it takes nothing all the same
+        if written and later is None:
+            later = _read_later(runs, fused)
         if (run.inlined and there.isdisjoint(run.makes) and all(fused[s] for s in run.makes)
-                and len(found) <= (MOST_READS if max(count[s] for s in run.makes) < 2 else MOST_READS_IF_SHARED)):
+                and len(found) <= (MOST_READS if readers < 2 else MOST_READS_IF_SHARED)
+                and not (written and later and not later.isdisjoint(run.makes))):
             sources.update(dict.fromkeys(run.makes, found))
+            if is_costly and not written:
+                costly.update(run.makes)
             touched.append(())
         else:
             touched.append(found.union(run.makes))
     return touched
+
+
+def _read_later(runs: list[Run], fused: dict[int, bool]) -> frozenset[int]:
+    """Of what may be computed by its readers, that which is read after the next call of a library, by what these compute, too.
+    Kernels are made of what stands between two of these calls."""
+    stretches: list[int] = []
+    at = 0
+    for run in runs:
+        stretches.append(at)
+        at += not run.fusing
+    last: dict[int, int] = {}
+    found: set[int] = set()
+    for run, stretch in zip(reversed(runs), reversed(stretches)):
+        reach = stretch
+        if run.inlined:
+            reach = max([stretch, *(last[s] for s in run.makes if fused[s] and s in last)])
+            found.update(s for s in run.makes if last.get(s, stretch) > stretch)
+        for s in run.reads:
+            if s in fused:
+                last[s] = max(last.get(s, 0), reach)
+    return frozenset(found)
 
 
 def _reuse(tape: Tape, runs: list[Run], lives: dict[int, Life], offloaded: frozenset[int]) -> None:

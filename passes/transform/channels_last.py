@@ -30,7 +30,8 @@ DIMS = 4
 @register
 @dataclass(frozen=True)
 class ChannelsLast(TransformPass):
-    """What follows from convolutions has that order already."""
+    """What follows from convolutions has that order already, but for gradients that begin with one number for all elements, as
+    of a mean. Inductor would write such a gradient in the usual order, and copy it for each convolution that reads it."""
 
     name = "channels_last"
 
@@ -43,7 +44,7 @@ class ChannelsLast(TransformPass):
         copies: dict[fx.Node, fx.Node] = {}
         for node in list(graph.nodes):
             for x in node.args[:OPERANDS.get(node.target, 0)]:
-                if x not in copies and _is_given(x) and _is_in_another_order(x):
+                if x not in copies and (_is_given(x) or _follows_constant(x)) and _is_in_another_order(x):
                     copies[x] = _in_order(graph, node, x, fake_mode)
                 if x in copies:
                     node.replace_input_with(x, copies[x])
@@ -85,3 +86,18 @@ def _is_given(x: fx.Node) -> bool:
             seen.update(new)
             stack += new
     return True
+
+
+def _follows_constant(x: fx.Node) -> bool:
+    """Whether what decides on its order has none: results of pointwise calls have the order of their first operand, and one
+    number for all elements, or for all of an image, comes to be in the usual one."""
+    while x.op == "call_function" and is_pointwise(x.target):
+        same = (each for each in x.all_input_nodes if _shape(each) == _shape(x))
+        x = next(same, None)  # pyright: ignore[reportAssignmentType]
+        if x is None:
+            return False
+    return x.op == "call_function" and view_name(x.target) in {"expand", "full"}
+
+
+def _shape(x: fx.Node) -> tuple[int, ...]:
+    return tuple(getattr(x.meta.get("val"), "shape", ()))

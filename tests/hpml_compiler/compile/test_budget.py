@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,35 @@ class Convolving(nn.Module):
 
 def test_convolutions_stay_below_their_budget_with_inductor():
     check("inductor", 0.0, 0.92, kind=Convolving)  # with several threads, what pooling needs in backward is not fused
+
+
+class Chains(nn.Module):
+    """Chains of light operations, drawn by chance, between convolutions: gates that several kernels read, and a gradient that
+    begins with one number for all elements."""
+
+    def __init__(self, dropout: float, channels: int = 16, blocks: int = 4):
+        super().__init__()
+        torch.manual_seed(0)
+        draw = random.Random(3)
+        self.first = nn.Conv2d(2, channels, 3, padding=1)
+        self.blocks = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1) for _ in range(blocks))
+        self.chains = [draw.choices([F.gelu, F.relu, torch.tanh, F.silu, torch.sigmoid], k=2) for _ in range(blocks)]
+
+    def forward(self, x):
+        x = self.first(x.view(4, 2, 64, 64))
+        for block, (one, other) in zip(self.blocks, self.chains, strict=True):
+            y = block(x)
+            x = x + one(y) * other(x)
+        return x.square().mean()
+
+
+def test_chains_of_light_kernels_stay_below_their_budget_as_they_are_counted():
+    """What inductor fuses, writes and copies is what is counted."""
+    _, unbounded = trained({}, kind=Chains)
+    budget = int(0.9 * unbounded)
+    _, peak = trained({"memory_budget": budget}, kind=Chains)
+    assert peak <= 1.03 * budget
+    assert hpml_compiler.last_plan().peak.bytes == pytest.approx(peak, rel=0.05)
 
 
 def test_a_budget_that_nothing_meets_is_refused_with_what_works():

@@ -59,6 +59,18 @@ def test_what_an_inlined_result_is_computed_from_lives_as_long_as_its_readers():
     assert walked.forward.nbytes == (10, 10, 15, 16)
 
 
+@pytest.mark.parametrize(("again", "after"), [(False, 10), (True, 20)])
+def test_what_is_costly_to_compute_is_written_where_other_kernels_read_it_too(again, after):
+    """x -> gate -> a, library(a) -> b, and b is computed from the gate, too, or not."""
+    runs = (Run("gate", False, 1.0, (0,), (1,), True, True, True, costly=True),
+            Run("half", False, 1.0, (1,), (2,), True, True, True),
+            Run("a", False, 1.0, (1, 2), (3,), True, False, True), Run("library", False, 1.0, (3,), (4,)),
+            Run("b", False, 1.0, (4, 2) if again else (4,), (5,), True, False, True))
+    storages = (Storage("x", 0, None, "forward"), Storage("gate", 10, 0), Storage("half", 10, 1), Storage("a", 10, 2),
+                Storage("library", 1, 3), Storage("b", 1, 4))
+    assert walk(Tape(runs, storages, frozenset({5}), frozenset()), ()).forward.nbytes[2] == after
+
+
 def test_a_light_kernel_writes_over_what_nobody_reads_any_more():
     storages = (Storage("x", 0, None, "forward"), Storage("a", 10, 0), Storage("b", 10, 1))
     for fusing, peak in ((True, 10), (False, 20)):
