@@ -8,8 +8,8 @@ Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, sec
 Nothing is delayed that something else than an output of the graph needs: such reductions share a bucket only as long
 as none of them is needed. Values do not change but for the order in which a backend adds up.
 
-Where bytes count, a bucket is waited for when the next one starts: what is whole until then need not be, and is not held until
-the end by all.
+Where bytes count, buckets are smaller, and each is waited for when the next one starts: what is whole until then need not
+be, and is not held until the end by all.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -35,6 +35,9 @@ from passes.transform.insert import Inserter
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ALL_REDUCE, REDUCE_SCATTER = c10d.all_reduce.default, c10d.reduce_scatter_tensor.default
+PARTS, LEAST_BYTES = 16, 1 << 16
+"""Where bytes count, a bucket has no more than one of so many parts of all gradients, as what it holds comes on top of them;
+or than so many bytes, where that is more."""
 MAX_LATER = 16
 """Nodes between a reduction and the outputs that may be moved behind everything else with it."""
 
@@ -100,11 +103,14 @@ class Bucket(TransformPass):
         """Groups in the order of their operands. None is needed before the last operand of its group is there."""
         full: list[list[_Reduction]] = []
         filling: dict[Hashable, list[_Reduction]] = {}
+        most = self.bucket_bytes
+        if self.soon and not self.by_block:  # of a few layers that stand for many, nobody knows what all gradients are
+            most = min(most, max(sum(r.nbytes for r in reductions) // PARTS, LEAST_BYTES))
         for r in reductions:
             bucket = filling.setdefault(r.key(), [])
             if bucket and (
                 min(b.needed_at for b in bucket) <= order[r.start]
-                or sum(b.nbytes for b in bucket) + r.nbytes > self.bucket_bytes
+                or sum(b.nbytes for b in bucket) + r.nbytes > most
             ):
                 full.append(bucket)
                 bucket = filling[r.key()] = []

@@ -44,6 +44,13 @@ def test_where_bytes_count_a_bucket_is_waited_for_when_the_next_one_starts():
     assert calls.index("slice") < calls.index("wait_tensor") + 2, "and what follows goes with it"
 
 
+@pytest.mark.parametrize(("options", "expected"), [({}, 1), ({"soon": True}, 16), ({"soon": True, "by_block": True}, 1)])
+def test_where_bytes_count_a_bucket_is_a_small_part_of_all_gradients(options, expected):
+    b = RankGraph()
+    reduced = [b.all_reduce(b.call(aten.mul.Tensor, b.operand(128, 128), 2.0)) for _ in range(32)]
+    assert len(reductions(after(b.outputs(*reduced), **options))) == expected
+
+
 @pytest.mark.parametrize(("by_block", "expected"), [(False, 1), (True, 2)])
 def test_equal_layers_stay_equal_where_each_has_buckets_of_its_own(by_block, expected):
     b = RankGraph()
