@@ -16,7 +16,7 @@ from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, size
 from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
-from hpml_compiler.compile.microbatched import Microbatched, fitting_rows, in_microbatches, loss_alone, times_of
+from hpml_compiler.compile.microbatched import Microbatched, in_microbatches
 from hpml_compiler.compile.monitoring import current_monitor, monitor_of
 from hpml_compiler.compile.one_device import one_device
 from hpml_compiler.compile.phases import phase
@@ -28,7 +28,9 @@ from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.options import Options
+from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.kept import with_kept
+from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.runtime import lost_ranks
@@ -47,6 +49,7 @@ from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
 from passes.graph.annotated import Annotated
+from passes.machine.mesh import mesh_from_pin
 from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
 
@@ -184,6 +187,11 @@ class _Compilation:
         if times is None:
             return None
         planned = self._plan(annotated, forward_outputs)
+        cluster = local_cluster(self.options, dist.get_world_size())
+        record = with_microbatches(planned.record, annotated.graph, times, loss_of(gm) is not None,
+                                   mesh_from_pin(planned.mesh, cluster), self.options.optimizer_states)
+        self.planned = planned = replace(planned, record=record)
+        self.session.graphs[-1] = record
         with phase("rewrite", f"{self.name}: rewriting", planned.record.seconds):
             runs = in_microbatches(gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options,
                                    forward_outputs, self.inputs.kept_gradients(annotated, forward_outputs))

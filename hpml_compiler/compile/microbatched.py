@@ -8,19 +8,22 @@ compiled once.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
-import logging
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hpml_compiler.compile import session
 from hpml_compiler.compile.again import again_of, compiled, kept_for_again
 from hpml_compiler.compile.graph_inputs import sizes_are_numbers
+from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, takes_list, values_of
 from hpml_compiler.compile.refused import refuse
+from hpml_compiler.compile.unplanned import UnplannedInTime
 from hpml_compiler.options import Options
+from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import solver_options
 from hpml_compiler.runtime.inputs import copy_for_set_data
 from hpml_compiler.runtime.loss_inside import LossInside
@@ -34,84 +37,21 @@ from hpml_compiler.runtime.microbatches import (
     numbers_last,
 )
 from passes import compat
-from passes.analysis.microbatch_rows import common_rows, most_that_fit
-from passes.analysis.mixed_rows import mixing_operations
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.decision import Decision
 from passes.graph.interface import graph_inputs
-from passes.graph.placement_graph import PlacementGraph
-from passes.partition.in_time import InTime, on_one_device, on_time_axis, place_in_time
+from passes.partition.in_time import InTime, on_one_device, on_time_axis
 from passes.presets import annotate, around_loop, in_loop, to_microbatches
 from passes.presets import one_device as prepare
-from passes.solve.solvers import SolverOptions
 from passes.tracing.trace import decompositions
 from passes.transform.collectives import MeshGroups
 from passes.transform.microbatches import Segment, cut_loop
-from passes.transform.no_gradient import NoGradient
-
-log = logging.getLogger("hpml")
-LEAST_SHARE = 0.5
-"""Of the work on rows: with less of it in the loop, microbatches save little and cost much."""
 
 
 def whole_schedule(*_values: Any) -> Any:
     """What stands in the graphs that AOTAutograd gets for all that a schedule does."""
     raise AssertionError("graphs of a schedule are not compiled")
-
-
-def times_of(graph: PlacementGraph, microbatches: int, solver: SolverOptions) -> InTime | None:
-    """Where everything is on the axis of time; None, with a warning, where rows of the batch depend on each other."""
-    if not any(value.microbatch for value in graph.values):
-        log.warning("no microbatches: no input of this graph has rows that could be split into %d", microbatches)
-        return None
-    if mixed := mixing_operations(graph):
-        log.warning("no microbatches: rows of the batch depend on each other at %s", _named(mixed))
-        return None
-    times = place_in_time(graph, microbatches, solver)
-    if times.share < LEAST_SHARE:
-        log.warning("no microbatches: %.0f %% of the work on rows would be outside of their loop, most at %s",
-                    100 * (1 - times.share), _named(times.whole))
-        return None
-    log.info("%d microbatches, with %.1f %% of the work on rows in their loop", microbatches, 100 * times.share)
-    return times
-
-
-def fitting_rows(shapes: Iterable[Sequence[int]], microbatches: int, ranks: int = 1, speaks: bool = True) -> int:
-    """How many microbatches data of these shapes goes through; said, where that is fewer than asked for. ranks: among which the
-    rows of each are shared out."""
-    rows = common_rows(shapes)
-    on_ranks = f" on {ranks} ranks" if ranks > 1 and rows % ranks == 0 else ""
-    found = most_that_fit(rows // ranks if on_ranks else rows, microbatches) if rows else microbatches
-    if found < microbatches and speaks:
-        log.warning("a batch of %d rows%s goes through in %s: it does not divide into %d", rows, on_ranks,
-                    f"{found} microbatches" if found > 1 else "one piece", microbatches)
-    return found
-
-
-def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def loss_of(joint: GraphModule) -> str | None:
-    """Name of the tangent of the one scalar among the outputs: the loss, if there is one."""
-    scalars = [node.name for node in joint.graph.find_nodes(op="placeholder")
-               if node.name.startswith("tangents") and node.meta["val"].dim() == 0]
-    return scalars[0] if len(scalars) == 1 else None
-
-
-def other_tangents(joint: GraphModule) -> frozenset[str]:
-    """Where the loss is computed inside: names of the tangents beside its own, which are taken for zero."""
-    loss = loss_of(joint)
-    return frozenset(node.name for node in joint.graph.find_nodes(op="placeholder")
-                     if loss is not None and node.name.startswith("tangents") and node.name != loss)
-
-
-def loss_alone(joint: GraphModule) -> GraphModule:
-    """A copy of a joint graph in which gradients arrive at the loss alone, if it has one."""
-    gm = copied(joint)
-    NoGradient(other_tangents(gm))(gm)
-    return gm
 
 
 MakesWhole = Callable[[], "Microbatched | None"]
@@ -271,13 +211,22 @@ class OneDevice:
 
     def _in_microbatches(self, gm: GraphModule, forward_outputs: int,
                          whole: MakesWhole | None) -> Microbatched | None:
+        traced = copied(gm)
         annotated = annotate(gm, self.described, forward_outputs, self.microbatches)
         times = times_of(annotated.graph, self.microbatches, solver_options(self.options))
         if times is None:
             return None
+        if whole is not None:
+            self._note_plan(traced, forward_outputs, times)
         gradients = range(forward_outputs, len(gm.graph.output_node().args[0]))
         return in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
                                forward_outputs, gradients, whole)
+
+    def _note_plan(self, traced: GraphModule, forward_outputs: int, times: InTime) -> None:
+        current = session.current()
+        current.options, current.cluster = self.options, str(local_cluster(self.options, 1))
+        current.unplanned.append(UnplannedInTime(traced, self.described, forward_outputs, self.options, times).plan)
+        session.save_plan()
 
     def _whole(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
         prepare(self.options.compiler)(joint)

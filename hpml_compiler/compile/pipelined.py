@@ -21,12 +21,13 @@ from hpml_compiler.compile.agreement import from_rank_0, same_graph, when_all_ca
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
-from hpml_compiler.compile.microbatched import MakesWhole, Microbatched, fitting_rows, loss_alone, times_of
+from hpml_compiler.compile.microbatched import MakesWhole, Microbatched
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.stage_mesh import STAGES_AXIS, StageMesh
 from hpml_compiler.compile.stages import LoweredStage, stage_body, structure_of
 from hpml_compiler.options import Options
+from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.calls import backward_call, forward_call

@@ -50,7 +50,7 @@ class Session:
     step: Step = field(default_factory=Step)
     """Under a memory budget, what the graphs of a step hold."""
     unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)
-    """Of graphs that one device runs under a byte budget: what makes the plan of each, given a name for it."""
+    """Of graphs that one device runs under a byte budget or in microbatches: what makes each plan, given a name for it."""
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """The DeviceMesh of these axes; made once, by all ranks together."""
@@ -148,7 +148,7 @@ def last_plan() -> Plan:
         made.graphs.append(made.unplanned[0](f"graph_{len(made.graphs)}"))
         made.unplanned.pop(0)
     if not made.graphs:
-        raise BadInput("nothing was compiled for several ranks yet, nor under a byte budget", "last_plan",
+        raise BadInput("nothing was compiled for several ranks yet, nor under a byte budget or in microbatches", "last_plan",
                        "call the compiled model first")
     training = [g for g in made.graphs if g.training] or made.graphs
     return as_plan(

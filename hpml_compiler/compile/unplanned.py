@@ -1,7 +1,7 @@
-"""The plan of a graph that one device runs under a byte budget: made when somebody asks for it.
+"""The plan of a graph that one device runs under a byte budget, or in microbatches: made when somebody asks for it.
 
-What is kept for backward was decided on the graph itself, which needs no placements. The plan is for people, and for those
-who play it; so it is made from a copy of the graph as it was traced, later.
+What was decided was decided on the graph itself, which needs no placements. The plan is for people, and for those who play it;
+so it is made from a copy of the graph as it was traced, later.
 """
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
+from hpml_compiler.planning.in_microbatches import with_microbatches
+from hpml_compiler.planning.microbatches import loss_of
 from hpml_compiler.planning.one_device import plan_of_one_device
+from hpml_compiler.planning.plan_graph import plan_graph
 from hpml_compiler.plans.schema import GraphPlan
 from passes import compat
 from passes.graph.copied import copied
 from passes.graph.interface import GraphInput
 from passes.keeping.keys import KeptNodes
+from passes.machine.mesh import mesh_from_pin
+from passes.partition.in_time import InTime
 from passes.presets import annotate
 
 
@@ -39,3 +44,21 @@ class Unplanned:
         options = self.options.model_copy(update={"mesh": None})
         record = plan_of_one_device(annotated, self.kept, options, local_cluster(options, 1), name).record
         return record.model_copy(update={"frame": self.frame, "seconds": self.seconds})
+
+
+class UnplannedInTime:
+    """A graph as it was when it was decided that it goes through its batch in microbatches, and how it does."""
+
+    def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options, times: InTime):
+        self.joint, self.times = joint, times
+        self.inputs, self.forward_outputs, self.options = inputs, forward_outputs, options
+        self.frame = compat.frame_being_compiled()
+
+    def plan(self, name: str) -> GraphPlan:
+        annotated = annotate(self.joint, self.inputs, self.forward_outputs, self.times.microbatches)
+        options = self.options.model_copy(update={"mesh": None})
+        cluster = local_cluster(options, 1)
+        planned = plan_graph(annotated, options, cluster, name=name)
+        record = with_microbatches(planned.record, annotated.graph, self.times, loss_of(self.joint) is not None,
+                                   mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
+        return record.model_copy(update={"frame": self.frame})

@@ -11,15 +11,19 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning.budgeted import Budgeted
+from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.in_trials import remembered
-from hpml_compiler.planning.plan_graph import Planned, plan_graph
+from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
+from hpml_compiler.planning.plan_graph import Planned, plan_graph, solver_options
 from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.shorten import LONG, SHORT, Folded, depth, neighbors, repeated_paths, shortened
 from hpml_compiler.plans.plan import Plan
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
+from passes.graph.interface import input_position
 from passes.keeping.seam import NotAlike
 from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
 from passes.partition.depth import NotLinear
 from passes.partition.splice import without
 from passes.presets import annotate
@@ -79,7 +83,7 @@ class Traces:
 
     def _annotated(self, traced: Traced) -> Annotated:
         budget = self.options.memory_budget is not None
-        return _annotate(replace(traced, gm=copied(traced.gm)) if budget else traced)
+        return _annotate(replace(traced, gm=copied(traced.gm)) if budget else traced, self.options)
 
 
 def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
@@ -93,10 +97,21 @@ def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
     return as_plan([r.record for r in results], [a for r in results for a in r.rejected], options, str(cluster))
 
 
-def _annotate(traced: Traced) -> Annotated:
-    annotated = annotate(traced.gm, traced.inputs, traced.forward_outputs)
+def _annotate(traced: Traced, options: Options) -> Annotated:
+    count = 1
+    if options.microbatches > 1:
+        traced = replace(traced, gm=loss_alone(traced.gm))
+        count = fitting_rows(_shapes_of_batch(traced), options.microbatches, (options.mesh or {}).get("dp", 1))
+    annotated = annotate(traced.gm, traced.inputs, traced.forward_outputs, count)
     annotated.seconds["trace"] = traced.seconds
     return annotated
+
+
+def _shapes_of_batch(traced: Traced) -> list[torch.Size]:
+    """Of the inputs of the joint graph that are data."""
+    given = [node for node in traced.gm.graph.find_nodes(op="placeholder") if not node.name.startswith("tangents")]
+    return [node.meta["val"].shape for order, node in enumerate(given) if isinstance(node.meta.get("val"), torch.Tensor)
+            and traced.inputs[input_position(node, order)].kind == "batch"]
 
 
 def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan | None) -> list[Planned]:
@@ -110,8 +125,9 @@ def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan 
             if given is not None:
                 given.check(annotated.hash(), torch.__version__, cluster.world_size)
             plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh)
-            results.append(plan(given=given) if given is not None else
-                           remembered(memory_of(annotated, options, cluster, None, mesh), plan))
+            planned = plan(given=given) if given is not None else remembered(
+                memory_of(annotated, options, cluster, None, mesh), plan)
+            results.append(_in_time(planned, annotated, options, cluster))
     return results
 
 
@@ -134,7 +150,19 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None
-    return [replace(planned, record=folded.of_all_layers(planned.record))]
+    whole = replace(planned, record=folded.of_all_layers(planned.record))
+    return [_in_time(whole, annotated, options, cluster)]
+
+
+def _in_time(planned: Planned, annotated: Annotated, options: Options, cluster: Cluster) -> Planned:
+    """In microbatches, where they are asked for and its rows allow them."""
+    count = next((value.factors[dim][factor] for value in annotated.graph.values for dim, factor in value.microbatch), 1)
+    times = None if count == 1 else times_of(annotated.graph, count, solver_options(options))
+    if times is None:
+        return planned
+    record = with_microbatches(planned.record, annotated.graph, times, loss_of(annotated.gm) is not None,
+                               mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
+    return replace(planned, record=record)
 
 
 def as_plan(graphs: list, rejected: list, options: Options, cluster: str) -> Plan:

@@ -7,9 +7,6 @@ from passes.errors import BadInput
 
 def refuse_uncounted(options: Options) -> None:
     """Raises BadInput for options of which a plan would be wrong."""
-    if options.microbatches > 1:
-        raise BadInput("a plan does not count microbatches yet", "options['microbatches']",
-                       "leave it out; `simulate` plays a plan with microbatches")
     if options.stage_ranks > 1:
         raise BadInput("a plan does not count stages of a pipeline yet", "options['mesh']",
                        "leave the axis pp out; a run takes it, as in options={\"mesh\": {\"pp\": 2}}")

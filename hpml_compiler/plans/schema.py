@@ -24,6 +24,7 @@ from hpml_compiler.plans.fields import (
     Record,
     Shape,
 )
+from hpml_compiler.plans.in_time import MicrobatchPlan
 from hpml_compiler.plans.kept import KeptPlan
 
 Objective = Literal["time", "energy"]
@@ -200,6 +201,9 @@ class GraphPlan(Record):
     the same piece gives another graph of the same frame.
 
     `kept`: what of forward is kept for backward, where a byte budget decided that; None where none did.
+
+    `microbatches`: how a step goes through its batch, where that is in several parts. Operations and redistributions are listed
+    as of the whole batch; `predicted` and `memory` are of the step as it goes.
     """
 
     graph_hash: str
@@ -220,6 +224,7 @@ class GraphPlan(Record):
     rows: Annotated[int, Field(ge=0)] | None = None
     frame: str = ""
     kept: KeptPlan | None = None
+    microbatches: MicrobatchPlan | None = None
 
     def runs(self, operation: OperationPlan) -> int:
         """How many times in one step of the whole model the listed `operation` runs."""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from hpml_compiler.plans.fields import Shape
@@ -12,7 +12,7 @@ from passes.costs.efficiency import item_bytes
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.machine.axis import Axes, device_axes
 from passes.rules.view_names import VIEWS, view_name
-from passes.schedule.step_graph import Call, returned_gradients, with_gradients
+from passes.schedule.step_graph import Call, When, returned_gradients, with_gradients
 
 
 def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], axes: Axes) -> float:
@@ -46,6 +46,7 @@ class LocalView:
                 fused=each.class_id,
                 runs=self.graph.runs(each),
                 again_us=None if self.kept is None else self.kept.again_us.get(name),
+                when=self.when.get(name, "loop"),
             ) for name, each in self.graph.operations.items())
         return with_gradients(found) if self.graph.training else found
 
@@ -59,8 +60,21 @@ class LocalView:
         return frozenset(found)
 
     @cached_property
+    def when(self) -> Mapping[str, When]:
+        """Of what a plan in microbatches does outside of their loop."""
+        said = self.graph.microbatches
+        before, after = ((), ()) if said is None else (said.before, said.after)
+        return {**dict.fromkeys(before, "before"), **dict.fromkeys(after, "after")}
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a value is as large for fewer rows, or an operation does as much."""
+        return name in self.fixed or name in self.when
+
+    @cached_property
     def gradients(self) -> frozenset[str]:
-        return returned_gradients(self.calls) if self.graph.training else frozenset()
+        """Sums over rows: they are as large for fewer of them."""
+        sums = self.graph.microbatches.sums if self.graph.microbatches is not None else ()
+        return (returned_gradients(self.calls) if self.graph.training else frozenset()).union(sums)
 
     def is_gradient(self, move: Redistribution) -> bool:
         """Whether a redistribution reduces a gradient for the optimizer."""

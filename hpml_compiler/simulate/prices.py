@@ -46,7 +46,7 @@ class Repriced:
         kernel = kernel_of(self.graph.operations[name])
         if kernel is None:
             return 0.0
-        if part != 1.0 and name not in self.view.fixed:
+        if part != 1.0 and not self.view.is_whole(name):
             fixed = self.view.fixed_bytes(name)
             kernel = replace(kernel, flops=kernel.flops * part, bytes=fixed + (kernel.bytes - fixed) * part)
         return price(kernel, self.prices)
@@ -61,7 +61,7 @@ class Repriced:
     def _message(self, move: Redistribution, hop: HopPlan, part: float) -> Message[float] | Slice:
         """Of gradients and of what comes of parameters alone, always all bytes."""
         term = message_of(hop, self.view.axes)
-        if part == 1.0 or isinstance(term, Slice) or self.view.is_gradient(move) or move.value in self.view.fixed:
+        if part == 1.0 or isinstance(term, Slice) or self.view.is_gradient(move) or self.view.is_whole(move.value):
             return term
         return replace(term, bytes=term.bytes * part)
 
@@ -89,7 +89,7 @@ class AsPlanned:
         if part == 1.0 or not whole:
             return whole
         if self.reference is None:
-            return whole * (1.0 if name in self.view.fixed else part)
+            return whole * (1.0 if self.view.is_whole(name) else part)
         return whole * _ratio(self.reference.operation_us(name, part), self.reference.operation_us(name))
 
     def hop_us(self, move: Redistribution, hop: HopPlan, part: float = 1.0) -> float:
@@ -97,7 +97,7 @@ class AsPlanned:
         if part == 1.0 or not whole or self.view.is_gradient(move):
             return whole
         if self.reference is None:
-            return whole * (1.0 if move.value in self.view.fixed else part)
+            return whole * (1.0 if self.view.is_whole(move.value) else part)
         return whole * _ratio(self.reference.hop_us(move, hop, part), self.reference.hop_us(move, hop))
 
     def optimizer_us(self) -> float:

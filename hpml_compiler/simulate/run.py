@@ -47,6 +47,7 @@ def simulate(
     recompute: "full" runs the repeated blocks' forward (all of forward where there are none) once more for backward; "none"
     what the plan says, where a byte budget decided what is kept.
     microbatches: forward and backward run that often, each on that part of the rows; gradients are reduced after the last.
+    1: as the plan says.
     overlap: False runs everything one after another, which is what a plan's `predicted` adds up. contention: how much both
     streams slow down while both run, 1 to 2; None: `CONTENTION` by the device's kind. stages: what each pipeline stage
     takes; the step is then `schedule`'s, and the plan gives ranks (shared out among the devices of the pipeline, in order)
@@ -77,6 +78,10 @@ def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
     """Every part of a plan that knows its rows has to be divided; of one that does not, there is a most."""
     parts = [(f"the group {group.cluster}", group.rows) for group in plan.groups if group.plan] if isinstance(
         plan, MixedPlan) else [(f"graph {graph.name}", graph.rows) for graph in plan.step_graphs]
+    own = {graph.microbatches.count for graph in plan.graphs if graph.microbatches} if isinstance(plan, Plan) else set()
+    if count > 1 and own:
+        raise BadInput(f"the plan goes through its batch in {max(own)} microbatches, and {count} are asked for", "simulate",
+                       "leave it out, or plan without microbatches")
     if not parts:
         raise BadInput("the plan has no graphs, so there is no step to simulate", "simulate",
                        "make it again with `hpml plan TARGET --save PLAN.json`")

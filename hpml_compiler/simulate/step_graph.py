@@ -10,8 +10,10 @@ from passes.schedule.step_graph import Call, Hop, Leg, StepGraph
 
 
 def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_kept: bool = True) -> StepGraph:
-    """part: the share of the rows that a microbatch has. obeys_kept: as in `LocalView`."""
+    """part: the share of the rows that a microbatch has, where the plan does not say it. obeys_kept: as in `LocalView`."""
     view = LocalView(graph, obeys_kept)
+    said = graph.microbatches
+    part = part if said is None else 1.0 / said.count
     return StepGraph(
         name=graph.name,
         training=graph.training,
@@ -25,11 +27,13 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_ke
         call_us=prices.call_us(),
         accumulate_us=prices.accumulate_us(),
         optimizer_us=prices.optimizer_us(),
+        microbatches=1 if said is None else said.count,
+        at_once=said is None or said.loss_inside,
     )
 
 
 def _call(view: LocalView, call: Call, prices: PlanPrices, part: float) -> Call:
-    share = 1.0 if call.name in view.fixed or call.gradient else part
+    share = 1.0 if view.is_whole(call.name) or call.gradient or call.name in view.gradients else part
     operation, us = view.graph.operations[call.name], prices.operation_us(call.name, part)
     again_us = call.again_us  # as the plan says; for other prices in proportion
     if again_us is not None:
@@ -39,7 +43,9 @@ def _call(view: LocalView, call: Call, prices: PlanPrices, part: float) -> Call:
 
 def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Leg:
     gradient = view.is_gradient(move)
-    share = 1.0 if gradient or (move.consumer and move.value in view.fixed) else part
+    share = 1.0 if gradient or (move.consumer and view.is_whole(move.value)) else part
+    before = view.graph.microbatches is not None and (
+        move.value in view.graph.parameters or view.when.get(move.value) == "before")
     return Leg(
         value=move.value,
         reader=move.consumer,
@@ -51,5 +57,5 @@ def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float)
         dtype=move.dtype,
         gradient=gradient,
         multiplicity=move.multiplicity,
-        once=move.held,
+        once=move.held or before,
     )

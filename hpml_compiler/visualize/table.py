@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpml_compiler.plans.content import PlanContent
+from hpml_compiler.plans.in_time import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, SolverReport
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
 from hpml_compiler.visualize.terminal import as_text, labelled
@@ -63,6 +64,8 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
     classes = block_classes(graph)
     yield _table(graph, classes)
     yield from _disagreements(graph, classes)
+    if graph.microbatches is not None:
+        yield labelled("microbatches", describe_microbatches(graph.microbatches))
     yield labelled("per device", describe_memory(graph.memory))
     yield labelled("collectives", format_collectives(graph.collectives) or "none")
     for left in graph.left_whole[:MOST_NAMES]:
@@ -71,8 +74,19 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
         yield labelled("", f"and {len(graph.left_whole) - MOST_NAMES} more")
 
 
+def describe_microbatches(said: MicrobatchPlan) -> str:
+    """How the batch goes through, what of it does not, and in which order."""
+    whole = ", ".join(said.whole[:MOST_NAMES]) + (f" and {len(said.whole) - MOST_NAMES} more" * (len(said.whole) > MOST_NAMES))
+    order = "backward of each after its forward" if said.loss_inside else (
+        "forward of all first, since the loss is not in this graph: what all of them save is held")
+    return (f"{said.count}, with {100 * said.share:.1f} % of the work on rows in their loop"
+            f"{f' (whole: {whole})' if whole else ''}; {order}. Rows of blocks are of the whole batch")
+
+
 def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[RenderableType]:
-    """A table that does not add up to the prediction above it says so."""
+    """A table that does not add up to the prediction above it says so; that of microbatches is known not to."""
+    if graph.microbatches is not None:
+        return
     for what, predicted, total in (
         ("compute", graph.predicted.compute_us, sum(each.compute_us for each in classes)),
         ("communication", graph.predicted.communication_us, sum(each.communication_us for each in classes)),

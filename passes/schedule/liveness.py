@@ -5,7 +5,9 @@ its last reader. One that forward makes and only backward reads lives on if it i
 forward and made again where backward reads it, and then takes memory only if a kernel that is no pointwise one (which would
 recompute it on the fly) reads it. What is listed in backward, but `saved`, is made in forward. Values that one fused kernel
 makes and reads take none. What is recomputed needs its own sources: these live on as long. A gradient lives from where it is
-made to the end of the step, as it does when `zero_grad` sets gradients to None. What a call takes besides lives while it runs.
+made to the end of the step, as it does when `zero_grad` sets gradients to None; where a graph has a loop over microbatches,
+those of a further one live until it has made all. What is there before that loop lives until the last of them has read
+it. What a call takes besides lives while it runs.
 """
 from __future__ import annotations
 
@@ -77,16 +79,26 @@ class GraphLedger:
         self.inner = frozenset(call.name for call in graph.calls if self._is_inner(call))
         self.carried = carried(graph)
         self.unreduced: dict[Key, Interval | None] = {}  # what a gradient takes beyond its reduced part
+        self.once = frozenset(leg.value for leg in graph.legs if leg.once)
+        self.made: dict[Key, _Storage] = {}
+        self.copies: dict[tuple, _Storage] = {}
         self.begin()
 
     def begin(self) -> None:
         """A new microbatch."""
-        self.made: dict[Key, _Storage] = {}
-        self.copies: dict[tuple, _Storage] = {}
+        self.made = {key: each for key, each in self.made.items() if self._stays(key[0])}
+        self.copies = {key: each for key, each in self.copies.items() if key[0] in self.once}
         self.copy_entries: dict[tuple, int] = {}
-        self.latest: dict[str, Key] = {}
+        self.latest: dict[str, Key] = {key[0]: key for key in self.made}
+        self.added: list[tuple[float, int | None]] = []
         self.outputs: list[tuple[float, int | None]] = []
         self.backward_born: int | None = None
+
+    def continue_from(self, other: GraphLedger) -> None:
+        """What is there for all microbatches, and gradients that are added up, are the same as of the ledger of another one."""
+        self.unreduced = other.unreduced
+        self.made.update((key, each) for key, each in other.made.items() if self._stays(key[0]))
+        self.copies.update((key, each) for key, each in other.copies.items() if key[0] in self.once)
 
     def backward_begins(self, index: int | None) -> None:
         """With entry `index`, its first one: it is given tangents, and what forward has computed on its behalf."""
@@ -151,41 +163,52 @@ class GraphLedger:
         if leg.communicates:
             self.outputs.append((leg.result_bytes, index))
 
-    def end(self, now: int | None) -> None:
-        """The microbatch is over with entry `now`: what lived in it is known."""
+    def end(self, now: int | None, last: bool) -> None:
+        """The microbatch, the last one if `last`, is over with entry `now`: what lived in it is known."""
+        for nbytes, index in self.added:
+            self.ledger.add(nbytes, index, now, part=GRADIENTS)
         for nbytes, index in self.outputs:
             self.ledger.add(nbytes, index, now if index is None or now is None else max(now, index))
         for storage in reversed(list(self.made.values())):
             if not storage.kept and storage.needed_last is not None:  # made again in backward, from its sources
                 for source in storage.sources:
                     self._need(source, storage.needed_last)
-        for storage in (*self.made.values(), *self.copies.values()):
+        over = [each for key, each in self.made.items() if last or not self._stays(key[0])]
+        for storage in (*over, *(each for key, each in self.copies.items() if last or key[0] not in self.once)):
             self._close(storage)
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _stays(self, value: str) -> bool:
+        """Whether it is made before the loop over microbatches, for all of them."""
+        return value in self.graph.by_name and self.graph.by_name[value].when == "before"
 
     def _is_inner(self, call: Call) -> bool:
         """Made and read by one fused kernel only."""
         readers = self.graph.readers.get(call.name, ())
         return bool(readers) and not any(call.saved) and all(
-            (r.fused, r.block, r.phase) == (call.fused, call.block, call.phase) for r in readers)
+            (r.fused, r.block, r.phase, r.when) == (call.fused, call.block, call.phase, call.when) for r in readers)
 
     def _kept_bytes(self, each: Instance, phase: str) -> float:
         call = each.call
         if phase == RECOMPUTE and call.again_us is not None:
             return call.bytes if call.kernel not in LIGHT else 0.0
+        if call.when == "before":
+            return call.bytes if any(r.when != "before" for r in self._all_readers(call.name)) else 0.0
         if phase == FORWARD and (each.group in self.recomputed or self.recomputed == {OUTSIDE}):
             crosses = any(r.block != call.block for r in self._forward_readers(call.name))
             return call.bytes if crosses or call.name in self.carried.values() else 0.0
         return call.saved_bytes
 
-    def _forward_readers(self, name: str) -> Iterable[Call]:
+    def _all_readers(self, name: str) -> Iterable[Call]:
         """Through views."""
         for reader in self.graph.readers.get(name, ()):
-            if reader.phase == FORWARD:
-                yield reader
-                if self.storage[reader.name] != reader.name:
-                    yield from self._forward_readers(reader.name)
+            yield reader
+            if self.storage[reader.name] != reader.name:
+                yield from self._all_readers(reader.name)
+
+    def _forward_readers(self, name: str) -> Iterable[Call]:
+        return (reader for reader in self._all_readers(name) if reader.phase == FORWARD)
 
     def _key(self, source: str, each: Instance) -> Key:
         """The run of `source` that this instance reads: of its own layer, of the layer before, else the latest."""
@@ -235,6 +258,8 @@ class GraphLedger:
         if key in self.unreduced:
             if (interval := self.unreduced[key]) is not None:
                 interval.last = index  # a further microbatch adds to it
+            if self.graph.microbatches > 1:  # a compiled backward hands out all of them at once
+                self.added.append((each.call.bytes, index))
             return
         nbytes = each.call.bytes
         reduced = (leg.result_bytes for leg in self.graph.legs

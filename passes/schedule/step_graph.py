@@ -9,8 +9,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from passes.graph.phase import BACKWARD, Phase
+
+When = Literal["before", "loop", "after"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Call:
     block: where it is from, as `h.3`; kernel: the sort of kernel; fused: calls of one block, phase and `fused` are one
     kernel. gradient: the optimizer takes its results, or views of them, so that they are held until the step ends.
     runs: how often it runs in a step of the whole model, where one layer is listed for many. again_us: what running it once
-    more takes, where backward does so because its results are not saved.
+    more takes, where backward does so because its results are not saved. when: in the loop over microbatches, or once, whole,
+    before it or after it.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Call:
     gradient: bool = False
     runs: int = 1
     again_us: float | None = None
+    when: When = "loop"
 
     @property
     def bytes(self) -> float:
@@ -91,6 +96,9 @@ class StepGraph:
     tangents: bytes of the gradients that backward is given. parameter_bytes, gradient_bytes, optimizer_bytes: held by a
     rank; trained_bytes: of each trained parameter. call_us: what entering forward, or backward, takes by itself;
     accumulate_us: adding the gradients of one more microbatch; optimizer_us: the optimizer's step.
+
+    microbatches: how often this graph runs in a step, where that is its own matter. at_once: backward of each of them follows
+    its forward; else forward of all comes first.
     """
 
     name: str
@@ -105,6 +113,8 @@ class StepGraph:
     call_us: float = 0.0
     accumulate_us: float = 0.0
     optimizer_us: float = 0.0
+    microbatches: int = 1
+    at_once: bool = True
 
     @cached_property
     def by_name(self) -> dict[str, Call]:

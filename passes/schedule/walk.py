@@ -18,16 +18,46 @@ def program(graphs: Sequence[StepGraph], microbatches: int = 1, recompute: bool 
     """The program of a step. microbatches: how often forward and backward run; recompute: the forward part of repeated
     blocks runs once more for backward (all of forward where there are none); update_bytes: what the optimizer makes."""
     made = Program()
-    walks = [_Walk(made, graph, recompute) for graph in graphs]
+    walks = [_Loop(made, graph, recompute) for graph in graphs]
     for microbatch in range(microbatches):
         for walk in walks:
-            walk.forward(microbatch)
+            walk.forward(microbatch, last=microbatch == microbatches - 1)
         for walk in reversed(walks):
             walk.backward(microbatch, last=microbatch == microbatches - 1)
     for walk in walks:
         walk.close()
     made.optimizer(sum(graph.optimizer_us for graph in graphs), update_bytes)
     return made
+
+
+class _Loop:
+    """One graph's part of the program, where it may have microbatches of its own: then it runs them all in one turn, forward
+    and backward of each if its loss is inside."""
+
+    def __init__(self, program: Program, graph: StepGraph, recompute: bool):
+        self.count, self.at_once = graph.microbatches, graph.at_once or graph.microbatches == 1
+        self.walks = [_Walk(program, graph, recompute) for _ in range(1 if self.at_once else self.count)]
+
+    def forward(self, microbatch: int, last: bool) -> None:
+        if self.count == 1:
+            self.walks[0].forward(microbatch, last)
+        for number in range(self.count if self.count > 1 else 0):
+            walk = self.walks[0 if self.at_once else number]
+            if walk is not self.walks[0]:
+                walk.memory.continue_from(self.walks[0].memory)
+            walk.forward(number, last=number == self.count - 1)
+            if self.at_once:
+                walk.backward(number, last=number == self.count - 1)
+
+    def backward(self, microbatch: int, last: bool) -> None:
+        if self.count == 1:
+            self.walks[0].backward(microbatch, last)
+        elif not self.at_once:
+            for number, walk in enumerate(self.walks):
+                walk.backward(number, last=number == self.count - 1)
+
+    def close(self) -> None:
+        self.walks[0].close()
 
 
 class _Walk:
@@ -46,13 +76,13 @@ class _Walk:
                       for each in self.phases[FORWARD] if each.call.again_us is not None}
         self.memory = GraphLedger(program.ledger, graph, self.recomputed)
         self.buckets = Buckets(program, self._after_bucket)
-        self.microbatch = 0
+        self.microbatch, self.last = 0, True
         self.returned: list[int | None] = []  # ends of the legs of what a phase returns
         self.entry: int | None = None  # that of the last call,
         self.kernel: tuple[object, int] = ("", 0)  # and the kernel that it stands for: its calls, and the layer
 
-    def forward(self, microbatch: int) -> None:
-        self.microbatch = microbatch
+    def forward(self, microbatch: int, last: bool) -> None:
+        self.microbatch, self.last = microbatch, last
         self.made: dict[tuple[str, int], int | None] = {}
         self.latest: dict[str, int | None] = {}
         self.memory.begin()
@@ -79,7 +109,7 @@ class _Walk:
         self._wait_for_returned()
         if last:
             self.buckets.flush()
-        self.memory.end(self.program.now)
+        self.memory.end(self.program.now, last)
 
     def close(self) -> None:
         """Legs that nothing in the graph waits for and no call makes: the optimizer does."""
@@ -105,6 +135,8 @@ class _Walk:
 
     def _run_one(self, each: Instance, phase: str, reduce: bool) -> None:
         program, call, label = self.program, each.call, each.call.name + _layer(each)
+        if call.when == "before" and self.microbatch or call.when == "after" and not self.last:
+            return
         program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
         into = [(leg, repeats) for leg, repeats in self.legs.into(each)
                 if not (leg.once and self.microbatch) and (phase != RECOMPUTE or self._comes_again(leg, call))]
