@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import fake_mode_of
 from passes.errors import HpmlError
-from passes.graph.nodes import memory_of
+from passes.graph.nodes import BACKWARD_ON_PURPOSE, memory_of
 from passes.transform.insert import Inserter
 from passes.transform.markers import ADD_UP, COLLECTS, TAKE
 
@@ -159,6 +159,9 @@ class _Cut:
             return f"tangents_{k}" if self.late[node] else f"primals_{k}"
 
         gm, new = _graph(self.gm, read, inside, ends, name, same)
+        for node in forward.intersection(inside):  # forward has it, for whatever half it was on its way between devices
+            if new[node].meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE:
+                new[node].meta["partitioner_tag"] = "is_forward"
         self._own_memory(gm, [new[same.get(x, x)] for x in ends], sorted(self.late[x] for x in collects))
         reads = [(self._as_read(node), self.late[node]) for node in read]
         return gm, tuple(r for r, back in reads if not back), tuple(r for r, back in reads if back)

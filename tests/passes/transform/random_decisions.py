@@ -67,7 +67,8 @@ def _choose(strategies: Sequence[Strategy], rng: random.Random) -> Strategy:
 
 
 def _split(value: Value, axes: Axes, rng: random.Random) -> Layout:
-    places = [REPLICATE, *((d, k) for d, row in enumerate(value.factors) for k in range(len(row)))]
+    places = [REPLICATE, *((d, k) for d, row in enumerate(value.factors) for k in range(len(row))
+                           if (d, k) not in value.microbatch)]
     layout = tuple(rng.choice(places) for _ in axes)
     return layout if legal(value, layout, axes) else (REPLICATE,) * len(axes)
 

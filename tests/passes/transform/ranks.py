@@ -1,9 +1,10 @@
-"""All ranks of a mesh in one process: their graphs run in lockstep, and collectives exchange what they hold."""
+"""All ranks of a mesh in one process: their graphs run from collective to collective, which exchange what they hold."""
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -88,36 +89,52 @@ COLLECTIVES: dict[Callable, Callable] = {
 
 
 def run(graphs: Sequence[fx.GraphModule], groups: Sequence[MeshGroups], inputs: Sequence[Sequence]) -> list[list]:
-    """What the graph of every rank returns. Random operators draw the same numbers on all ranks."""
-    order = [list(gm.graph.nodes) for gm in graphs]
-    assert len({len(nodes) for nodes in order}) == 1, "ranks that run different programs wait for ever"
-    env: list[dict] = [{} for _ in graphs]
-    given = [iter(own) for own in inputs]
-    results: list[list] = []
+    """What the graph of every rank returns. Each runs to its next collective, which all have to reach. Random operators draw
+    the same numbers on all ranks."""
     mistaken: set[fx.Node] = set()
-    for nodes in zip(*order):
-        (target,) = {str(n.target) for n in nodes if n.op != "placeholder"} or {""}
-        calls = [fx.map_arg((n.args, n.kwargs), own.__getitem__) for n, own in zip(nodes, env)]
-        state = torch.get_rng_state()
-        for rank, (node, (args, kwargs)) in enumerate(zip(nodes, calls)):
-            torch.set_rng_state(state)
-            if node.op == "placeholder":
-                env[rank][node] = next(given[rank])
-            elif node.op == "get_attr":
-                env[rank][node] = getattr(graphs[rank], node.target)
-            elif node.op == "output":
-                results.append(list(args[0]))
-            elif node.target in COLLECTIVES:
-                peers = _peers(groups, rank, node.args[-1])
-                parts = [calls[p][0][0] for p in peers]
-                env[rank][node] = COLLECTIVES[node.target](parts, peers.index(rank), *args[1:])
-            elif node.target == c10d.wait_tensor.default:
-                env[rank][node] = args[0]
-            else:
-                env[rank][node] = _as_described(node, node.target(*args, **kwargs))
-            _check(node, env[rank].get(node), mistaken)
-        assert target is not None
-    return results
+    programs = [_program(gm, own, mistaken) for gm, own in zip(graphs, inputs, strict=True)]
+    states = [torch.get_rng_state() for _ in programs]
+    got: list = [None for _ in programs]
+    while True:
+        results: list = []
+        calls: list[tuple[fx.Node, tuple]] = []
+        for rank, program in enumerate(programs):
+            torch.set_rng_state(states[rank])
+            try:
+                calls.append(program.send(got[rank]))
+            except StopIteration as end:
+                results.append(end.value)
+            states[rank] = torch.get_rng_state()
+        assert not (results and calls) and len({str(node.target) for node, _ in calls}) <= 1, (
+            "ranks that run different programs wait for ever")
+        if results:
+            return results
+        for rank, (node, args) in enumerate(calls):
+            peers = _peers(groups, rank, str(node.args[-1]))
+            parts = [calls[p][1][0] for p in peers]
+            got[rank] = COLLECTIVES[node.target](parts, peers.index(rank), *args[1:])  # type: ignore[index]
+
+
+def _program(gm: fx.GraphModule, inputs: Sequence, mistaken: set[fx.Node]) -> Generator[tuple[fx.Node, tuple], Any, list]:
+    """Yields a collective with its arguments, and is sent its result."""
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in gm.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "get_attr":
+            env[node] = getattr(gm, node.target)
+        elif node.op == "output":
+            return list(args[0])
+        elif node.target in COLLECTIVES:
+            env[node] = yield node, args
+        elif node.target == c10d.wait_tensor.default:
+            env[node] = args[0]
+        else:
+            env[node] = _as_described(node, node.target(*args, **kwargs))
+        _check(node, env[node], mistaken)
+    raise AssertionError("a graph ends with what it returns")
 
 
 def _as_described(node: fx.Node, value):
@@ -144,4 +161,4 @@ def _check(node: fx.Node, value, mistaken: set[fx.Node]) -> None:
 
 def _is_logsumexp(node: fx.Node) -> bool:
     made_by = aten._scaled_dot_product_flash_attention_for_cpu.default
-    return node.target is operator.getitem and node.args[1] == 1 and node.args[0].target is made_by
+    return node.target is operator.getitem and node.args[1:] == (1,) and getattr(node.args[0], "target", None) is made_by
