@@ -87,8 +87,12 @@ def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool) -> A
 
 def _say(found: Any, name: str | None, memory: bool) -> None:
     from hpml_compiler.visualize.memory import memory_text
+    from hpml_compiler.visualize.stages import stages_text
     from hpml_compiler.visualize.terminal import columns
 
+    if name is None and not memory and (staged := [graph for graph in found.graphs if graph.pipeline is not None]):
+        print("\n".join(map(stages_text, staged)))
+        return
     print(memory_text(found, *peak_of(found)) if memory else found.explain(_required(name), columns()))
 
 

@@ -25,6 +25,7 @@ from hpml_compiler.compile.microbatched import MakesWhole, Microbatched
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.stage_mesh import STAGES_AXIS, StageMesh
+from hpml_compiler.compile.staged_plan import StagedPlan
 from hpml_compiler.compile.stages import LoweredStage, stage_body, structure_of
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
@@ -46,7 +47,7 @@ from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.decision import Decision
 from passes.graph.placement_graph import InputKind
-from passes.partition.in_time import on_one_device, on_time_axis
+from passes.partition.in_time import InTime, on_one_device, on_time_axis
 from passes.presets import after_planning, one_device, to_microbatches, whole_batch
 from passes.schedule.actions import schedule
 from passes.tracing.trace import decompositions
@@ -101,6 +102,7 @@ class PipelinedGraph:
         self.holding = Holding()
         self.runs: Pipeline | None = None
         self.placements: dict[int, Any] = {}
+        self.times: InTime | None = None
         self.draws = self.training = False
 
     def compile(self) -> Callable[..., Any]:
@@ -139,12 +141,21 @@ class PipelinedGraph:
         self._together(joint)
         whole = None if self.mesh.is_split else lambda: self._pipeline(copied(original), num_fwd_outputs, None)
         try:
-            self.runs = self._pipeline(loss_alone(joint), num_fwd_outputs, whole)
+            self.runs = runs = self._pipeline(loss_alone(joint), num_fwd_outputs, whole)
         except TooFewParts as error:
             if dist.get_rank() == 0:
                 log.warning("%s goes through no stages, and each does all of it: %s", self.name, error.what)
             return self._all_of_it(joint, inputs, num_fwd_outputs, kwargs)
-        return self.runs.partition()
+        if not self.mesh.is_split:
+            self._note_plan(original, num_fwd_outputs, runs)
+        return runs.partition()
+
+    def _note_plan(self, traced: GraphModule, forward_outputs: int, runs: Pipeline) -> None:
+        current, cluster = session.current(), local_cluster(self.options, dist.get_world_size())
+        current.options, current.cluster = self.options, str(cluster)
+        plan = StagedPlan(traced, self.inputs.described, forward_outputs, self.options, cluster, self.times)
+        current.unplanned.append(lambda name: plan.plan(name, runs.marked, runs.staged, runs.table))
+        session.save_plan()
 
     def _all_of_it(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
         """Forward and backward of what is too small for stages, as the loss is where the graph breaks before it."""
@@ -201,6 +212,7 @@ class PipelinedGraph:
         joint, graph, count, groups = annotated.gm, annotated.graph, self.microbatches, self.mesh.groups()
         gradients = self.inputs.kept_gradients(annotated, forward_outputs)
         times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
+        self.times = times
         if times is None:
             whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups)(joint)
             return 1

@@ -50,7 +50,7 @@ class Session:
     step: Step = field(default_factory=Step)
     """Under a memory budget, what the graphs of a step hold."""
     unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)
-    """Of graphs that one device runs under a byte budget or in microbatches: what makes each plan, given a name for it."""
+    """Of graphs whose plan is made when it is asked for: what makes each plan, given a name for it."""
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """The DeviceMesh of these axes; made once, by all ranks together."""

@@ -1,11 +1,11 @@
-"""How a step goes through its batch in several microbatches, as part of a plan."""
+"""How a step goes through its batch in several microbatches, and through stages, as part of a plan."""
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpml_compiler.plans.fields import Names, Record
+from hpml_compiler.plans.fields import Count, Microseconds, Names, Record
 
 
 class MicrobatchPlan(Record):
@@ -25,3 +25,49 @@ class MicrobatchPlan(Record):
     sums: Names = ()
     whole: Names = ()
     loss_inside: bool = True
+
+
+class SentPlan(Record):
+    """What a stage sends for one microbatch: the value, its bytes, and whether to the stage before it, in backward."""
+
+    value: str
+    bytes: Count
+    backward: bool
+
+
+class StagePlan(Record):
+    """One stage of a pipeline. rank: along the axis pp, that runs it. parameters: those whose gradients it makes whole, with
+    their bytes. forward_us, backward_us, send_us (to the next stage), return_us (to the one before), saved_bytes: of one
+    microbatch; in_flight: the most of which something is saved at a time; memory_bytes: what its rank holds for it then, with
+    parameters, gradients and optimizer state as they are stored."""
+
+    blocks: Names
+    rank: Count
+    parameters: Names
+    parameter_bytes: Count
+    forward_us: Microseconds
+    backward_us: Microseconds
+    send_us: Microseconds
+    return_us: Microseconds
+    saved_bytes: Count
+    in_flight: Count
+    memory_bytes: Count
+    sends: Annotated[tuple[SentPlan, ...], Field(strict=False)]
+
+
+class PipelinePlan(Record):
+    """A step that goes through stages. schedule: its name in `passes.schedule.orders`; ranks: along the axis pp; step_us: of
+    the schedule alone, without what is around its loop and the optimizer; bubble: the share of it in which a rank computes
+    nothing, on average, 0 to 1."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+    ranks: Annotated[int, Field(ge=1)]
+    microbatches: Annotated[int, Field(ge=1)]
+    step_us: Microseconds
+    bubble: Annotated[float, Field(ge=0.0, le=1.0)]
+    stages: Annotated[tuple[StagePlan, ...], Field(strict=False)]
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of each rank."""
+        return len(self.stages) // self.ranks

@@ -24,7 +24,7 @@ from hpml_compiler.plans.fields import (
     Record,
     Shape,
 )
-from hpml_compiler.plans.in_time import MicrobatchPlan
+from hpml_compiler.plans.in_time import MicrobatchPlan, PipelinePlan
 from hpml_compiler.plans.kept import KeptPlan
 
 Objective = Literal["time", "energy"]
@@ -204,6 +204,8 @@ class GraphPlan(Record):
 
     `microbatches`: how a step goes through its batch, where that is in several parts. Operations and redistributions are listed
     as of the whole batch; `predicted` and `memory` are of the step as it goes.
+
+    `pipeline`: the stages that it goes through, where there are any.
     """
 
     graph_hash: str
@@ -225,6 +227,7 @@ class GraphPlan(Record):
     frame: str = ""
     kept: KeptPlan | None = None
     microbatches: MicrobatchPlan | None = None
+    pipeline: PipelinePlan | None = None
 
     def runs(self, operation: OperationPlan) -> int:
         """How many times in one step of the whole model the listed `operation` runs."""

@@ -10,6 +10,7 @@ from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
+from hpml_compiler.simulate.stages import stages_of
 from hpml_compiler.simulate.step_graph import step_graph
 from passes.costs import CostModel
 from passes.costs.between_groups import sum_between_groups_j, sum_between_groups_us
@@ -69,6 +70,8 @@ def simulate(
         built = _mixed(plan, cluster, recompute == "full", microbatches, overlap)
     elif stages is not None:
         built = _pipeline(plan, _mesh(plan, cluster), stages, microbatches, schedule, virtual_stages)
+    elif any(graph.pipeline for graph in plan.step_graphs):
+        built = _planned_pipeline(plan, cluster, recompute == "full", cost)
     else:
         built = _plan(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", microbatches, overlap)
     return _simulation(built, built.run(contention))
@@ -78,7 +81,7 @@ def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
     """Every part of a plan that knows its rows has to be divided; of one that does not, there is a most."""
     parts = [(f"the group {group.cluster}", group.rows) for group in plan.groups if group.plan] if isinstance(
         plan, MixedPlan) else [(f"graph {graph.name}", graph.rows) for graph in plan.step_graphs]
-    own = {graph.microbatches.count for graph in plan.graphs if graph.microbatches} if isinstance(plan, Plan) else set()
+    own = {each.count for graph in plan.graphs if (each := graph.microbatches)} if isinstance(plan, Plan) else set()
     if count > 1 and own:
         raise BadInput(f"the plan goes through its batch in {max(own)} microbatches, and {count} are asked for", "simulate",
                        "leave it out, or plan without microbatches")
@@ -149,6 +152,18 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
     return one_lane([step_graph(graph, each, 1.0 / microbatches, not recompute) for graph, each in zip(graphs, prices)],
                     ranks=plan.world_size, device=mesh.device if mesh else None, microbatches=microbatches,
                     recompute=recompute, overlap=overlap)
+
+
+def _planned_pipeline(plan: Plan, cluster: Cluster | str | None, recompute: bool, cost: CostModel | None) -> Lanes:
+    """The stages that a plan says, at the times that it says."""
+    graph, *others = plan.step_graphs
+    if others or cluster is not None or recompute or cost is not None:
+        raise BadInput("stages of a plan are played as it says them, of one graph, on its own cluster", "simulate",
+                       "leave cluster, cost and recompute out")
+    pipe, memory = graph.pipeline, graph.memory
+    assert pipe is not None, "the caller has looked"
+    stages = stages_of(pipe, memory.parameters + memory.gradients + memory.optimizer, graph.predicted.optimizer_us)
+    return _pipeline(plan, None, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
 
 
 def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[Stage], microbatches: int, schedule: ScheduleName,

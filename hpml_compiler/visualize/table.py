@@ -14,6 +14,7 @@ from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.in_time import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, SolverReport
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
+from hpml_compiler.visualize.stages import stage_table
 from hpml_compiler.visualize.terminal import as_text, labelled
 from hpml_compiler.visualize.text import (
     format_bytes,
@@ -66,6 +67,8 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
     yield from _disagreements(graph, classes)
     if graph.microbatches is not None:
         yield labelled("microbatches", describe_microbatches(graph.microbatches))
+    if graph.pipeline is not None:
+        yield stage_table(graph.pipeline)
     yield labelled("per device", describe_memory(graph.memory))
     yield labelled("collectives", format_collectives(graph.collectives) or "none")
     for left in graph.left_whole[:MOST_NAMES]:
@@ -85,7 +88,7 @@ def describe_microbatches(said: MicrobatchPlan) -> str:
 
 def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[RenderableType]:
     """A table that does not add up to the prediction above it says so; that of microbatches is known not to."""
-    if graph.microbatches is not None:
+    if graph.microbatches is not None or graph.pipeline is not None:
         return
     for what, predicted, total in (
         ("compute", graph.predicted.compute_us, sum(each.compute_us for each in classes)),

@@ -15,7 +15,7 @@ from passes.graph.stages import STAGES, Stages
 from passes.records import FrozenMap
 from passes.registry import register
 
-_NO_STAGES = Stages(0, FrozenMap(), frozenset(), (), FrozenMap(), frozenset(), FrozenMap(), (), ())
+_NO_STAGES = Stages(0, FrozenMap(), frozenset(), (), FrozenMap(), frozenset(), FrozenMap(), (), (), ())
 
 
 @register

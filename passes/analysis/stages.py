@@ -88,16 +88,17 @@ class _Cut:
         of = {node: stage_of[self.place[node]] for node in self.calls}
         sums, summed = self._sums(of)
         sent = self._sent(of, summed)
-        time_us = [0.0] * self.count
+        time_us, forward_us = [0.0] * self.count, [0.0] * self.count
         for node, us in self.us.items():
             time_us[of[node]] += us
+            forward_us[of[node]] += 0.0 if is_backward(node) else us
         blocks = [[block.name for block, s in zip(self.chain.blocks, stage_of) if s == stage] for stage in range(self.count)]
         return Stages(
             self.count, FrozenMap({node.name: stage for node, stage in of.items()}),
             frozenset(node.name for node in self.copied), tuple(sent),
             FrozenMap({node.name: tuple(part.name for part in parts) for node, parts in sums.items()}),
             frozenset(node.name for node in summed), FrozenMap(self._readers(of, sums)),
-            tuple(map(tuple, blocks)), tuple(time_us))
+            tuple(map(tuple, blocks)), tuple(time_us), tuple(forward_us))
 
     def _too_few(self, parts: int) -> TooFewParts:
         return TooFewParts(f"the graph has no {self.count} parts that follow each other and compute something",

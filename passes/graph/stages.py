@@ -39,7 +39,8 @@ class Stages:
     of: the stage of every call. copied: of these, the calls that each stage makes for itself. sums: of a gradient that is
     added up over stages, the parts, each made in another stage, in the order in which they are added; summed: the calls that
     add them, which are in no stage's graph. parameters: the stages that read a parameter, first the one where its gradient
-    is whole. blocks: of each stage, by name. time_us: of each stage, of all that it computes in a step.
+    is whole. blocks: of each stage, by name. time_us: of each stage, of all that it computes in a step;
+    forward_us: the part of it that is forward's.
     """
 
     count: int
@@ -51,6 +52,7 @@ class Stages:
     parameters: FrozenMap[str, tuple[int, ...]]
     blocks: tuple[tuple[str, ...], ...]
     time_us: tuple[float, ...]
+    forward_us: tuple[float, ...]
 
     def over(self, border: int, phase: Phase) -> tuple[Sent, ...]:
         """What goes over the border after stage `border`, in the order in which it is made."""

@@ -1,0 +1,117 @@
+"""The plan of a graph that runs as the stages of a pipeline: made when somebody asks for it.
+
+Parameters are listed as they lie: whole on every rank. Times of the stages, and what goes between them, are those that the cut
+was made by; what a stage saves is what the partitioner saves of its graph.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.stages import LoweredStage, StagedBody
+from hpml_compiler.options import Options
+from hpml_compiler.planning.in_microbatches import with_microbatches
+from hpml_compiler.planning.microbatches import loss_alone, loss_of
+from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.plans.in_time import PipelinePlan, SentPlan, StagePlan
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.simulate.stages import stages_of
+from passes import compat
+from passes.costs.prices import MeshPrices
+from passes.graph.interface import GraphInput
+from passes.graph.phase import BACKWARD, FORWARD
+from passes.machine.cluster import Cluster
+from passes.machine.mesh import mesh_from_pin
+from passes.partition.in_time import InTime
+from passes.presets import annotate
+from passes.schedule.actions import Schedule
+from passes.schedule.pipeline import play
+
+
+class StagedPlan:
+    """joint: as it was traced. times: where everything is on the axis of time, None where the whole batch is one microbatch.
+    cluster: of all ranks."""
+
+    def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options,
+                 cluster: Cluster, times: InTime | None):
+        self.joint, self.inputs, self.forward_outputs = joint, inputs, forward_outputs
+        self.options, self.cluster, self.times = options, cluster, times
+        self.frame = compat.frame_being_compiled()
+
+    def plan(self, name: str, marked: GraphModule, staged: StagedBody, table: Schedule) -> GraphPlan:
+        count = 1 if self.times is None else self.times.microbatches
+        joint = loss_alone(self.joint)
+        annotated = annotate(joint, self.inputs, self.forward_outputs, count)
+        options = self.options.model_copy(update={"mesh": None})
+        alone = Cluster((replace(self.cluster.groups[0], nodes=1, devices_per_node=1),))
+        planned = plan_graph(annotated, options, alone, name=name)
+        record = planned.record
+        if self.times is not None:
+            record = with_microbatches(record, annotated.graph, self.times, loss_of(joint) is not None,
+                                       mesh_from_pin(planned.mesh, alone), options.optimizer_states)
+        parameters = _parameters(marked, staged, annotated.interface.names)
+        mesh = mesh_from_pin({"dp": len(table.actions)}, self.cluster)  # for its links alone
+        prices = MeshPrices(mesh, options.optimizer_states)
+        stages = tuple(self._stage(k, record, staged, table, parameters[k], prices) for k in range(table.stages))
+        pipe = PipelinePlan(schedule=table.name, ranks=len(table.actions), microbatches=table.microbatches, step_us=0.0,
+                            bubble=0.0, stages=stages)
+        played = play(table, stages_of(pipe))
+        pipe = pipe.model_copy(update={"step_us": played.step_us, "bubble": played.bubble})
+        return _with_pipeline(record, pipe).model_copy(update={"frame": self.frame})
+
+    def _stage(self, k: int, record: GraphPlan, staged: StagedBody, table: Schedule, parameters: Sequence[str],
+               prices: MeshPrices) -> StagePlan:
+        stages = staged.stages
+        on, back = stages.over(k, FORWARD), stages.over(k - 1, BACKWARD)
+        saved, in_flight = _saved_bytes(staged, k, self.options.compiler), table.in_flight()[k]
+        memory = record.memory
+        return StagePlan(
+            blocks=stages.blocks[k], rank=table.ranks[k], parameters=tuple(parameters),
+            parameter_bytes=sum(record.parameters[name].bytes_whole for name in parameters),
+            forward_us=stages.forward_us[k], backward_us=stages.time_us[k] - stages.forward_us[k],
+            send_us=sum(prices.collective("send_recv", 0, each.bytes) for each in on),
+            return_us=sum(prices.collective("send_recv", 0, each.bytes) for each in back),
+            saved_bytes=saved, in_flight=in_flight,
+            memory_bytes=memory.parameters + memory.gradients + memory.optimizer + saved * in_flight,
+            sends=tuple(SentPlan(value=each.value, bytes=round(each.bytes), backward=each.phase == BACKWARD)
+                        for each in (*on, *back)))
+
+
+def _with_pipeline(record: GraphPlan, pipe: PipelinePlan) -> GraphPlan:
+    compute = sum(stage.forward_us + stage.backward_us for stage in pipe.stages) * pipe.microbatches / pipe.ranks
+    sent = sum(stage.send_us + stage.return_us for stage in pipe.stages) * pipe.microbatches / pipe.ranks
+    of_rank = [[stage for stage in pipe.stages if stage.rank == rank] for rank in range(pipe.ranks)]
+    activations = max(sum(stage.saved_bytes * stage.in_flight for stage in own) for own in of_rank)
+    held = record.memory.parameters + record.memory.gradients + record.memory.optimizer
+    return record.model_copy(update={
+        "mesh": {"pp": pipe.ranks}, "pipeline": pipe,
+        "predicted": record.predicted.model_copy(update={
+            "step_time_us": pipe.step_us + record.predicted.optimizer_us, "compute_us": compute, "communication_us": sent,
+            "overhead_us": 0.0, "energy_j": None, "energy_label": None}),
+        "memory": record.memory.model_copy(update={"activations": activations, "peak": held + activations})})
+
+
+def _saved_bytes(staged: StagedBody, k: int, compiler: str) -> int:
+    """Of one microbatch: what backward takes of forward, but for what was whole before the loop."""
+    stage = LoweredStage(staged.graphs[k], compiler)
+    whole = {name for name, read in staged.reads.items() if read.rows is None}
+    return sum(value.numel() * value.element_size() for name, value in stage.saved.items()
+               if name not in whole and hasattr(value, "element_size"))
+
+
+def _parameters(marked: GraphModule, staged: StagedBody, names: Mapping[str, str]) -> list[list[str]]:
+    """Of each stage, those that it is the first reader of, also where something is made of them before the loop."""
+    made_of: dict[str, set[str]] = {}
+    for node in marked.graph.nodes:
+        made_of[node.name] = {names[node.name]} if node.name in names else {
+            name for x in node.all_input_nodes for name in made_of[x.name]}
+    found: list[list[str]] = [[] for _ in staged.graphs]
+    seen: set[str] = set()
+    for given, readers in staged.stages.parameters.items():
+        for name in sorted(made_of.get(staged.reads[given].name, ())):
+            if name not in seen:
+                seen.add(name)
+                found[readers[0]].append(name)
+    return found

@@ -1,0 +1,50 @@
+"""The plan of a run through stages: what each has, holds and sends, and that the schedule that runs is the one played."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hpml_compiler
+from hpml_compiler.plans.plan import Plan
+from hpml_compiler.simulate import simulate
+from hpml_compiler.visualize.stages import stages_text
+from passes.errors import BadInput
+from tests.hpml_compiler.compile.test_pipelined import Tied, batch
+
+
+def recorded(rank, schedule, virtual, microbatches):
+    hpml_compiler.reset()
+    torch.manual_seed(0)
+    model = Tied()
+    call = torch.compile(model, backend="hpml", options={
+        "mesh": {"pp": 2}, "compiler": "eager", "microbatches": microbatches, "schedule": schedule, "virtual_stages": virtual})
+    call(*batch())[0].backward()
+    plan = hpml_compiler.last_plan()
+    (graph,) = plan.graphs
+    pipe = graph.pipeline
+    assert plan.mesh == {"pp": 2} and pipe is not None and Plan.from_json(plan.to_json()) == plan
+    assert (pipe.ranks, pipe.microbatches, len(pipe.stages)) == (2, microbatches, 2 * virtual)
+    assert (graph.microbatches is None) == (microbatches == 1)
+    owned = [name for stage in pipe.stages for name in stage.parameters]
+    assert sorted(owned) == sorted(graph.parameters)  # each is whole in one stage, though the table is read in two
+    assert sum(stage.parameter_bytes for stage in pipe.stages) == 4 * sum(p.numel() for p in model.parameters())
+    rows = 8 // microbatches
+    for k, stage in enumerate(pipe.stages):
+        # On go the residual stream and what each block multiplies by, float32 of width 8, and back their gradients.
+        on, back = ([each.bytes for each in stage.sends if each.backward == way] for way in (False, True))
+        assert on == ([] if k == len(pipe.stages) - 1 else [4 * 8 * rows] * 2)
+        assert len(back) == (0 if k == 0 else 2) and stage.saved_bytes > 0 and stage.forward_us > 0 and stage.backward_us > 0
+    if schedule != "gpipe" and virtual == 1:
+        assert [stage.in_flight for stage in pipe.stages] == [min(2, microbatches), 1]
+    played = simulate(plan, contention=1.0)  # as when the cut was made: sends slow nothing down
+    assert played.step_us == pytest.approx(graph.predicted.step_time_us)
+    assert len(played.ranks_of_lane) == 2 and played.peak_bytes <= graph.memory.peak
+    assert "stages on 2 ranks" in stages_text(graph) and "stages on 2 ranks" in plan.table()
+    with pytest.raises(BadInput, match="played as it says them"):
+        simulate(plan, "1x2:h100-80g")
+
+
+@pytest.mark.parametrize(("schedule", "virtual", "microbatches"), [
+    ("1f1b", 1, 4), ("gpipe", 1, 1), ("interleaved", 2, 2)])
+def test_a_run_through_stages_records_them(launch, schedule, virtual, microbatches):
+    launch(recorded, 2, (schedule, virtual, microbatches))
