@@ -15,7 +15,7 @@ from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plans.files import describe_errors
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import Objective
-from hpml_compiler.quantities import parse_budget, parse_watts
+from hpml_compiler.quantities import parse_axes, parse_budget, parse_watts
 from passes.errors import BadInput, shortened
 from passes.machine.cluster import MOST_DEVICES
 from passes.schedule.orders import ScheduleName
@@ -29,21 +29,6 @@ Offload = Literal["off", "saved", "optimizer", "all"]
 OPTIMIZER_STATES: dict[OptimizerName, int] = {
     "adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "rmsprop": 1, "adagrad": 1,
 }
-
-
-def _mesh_sizes(value: object) -> object:
-    if not isinstance(value, Mapping):
-        return value
-    if not value:
-        raise ValueError("it names no axis; leave it out to let the solver choose")
-    for name, size in value.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"{name!r} is no name for an axis: use letters, digits and underscores")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"the size of axis {name!r} is {size!r}, not a positive integer")
-        if size > MOST_DEVICES:
-            raise ValueError(f"the size of axis {name!r} is more than {MOST_DEVICES:,}, the most devices that hpml plans for")
-    return dict(value)
 
 
 def _path_text(value: object) -> object:
@@ -62,7 +47,7 @@ def _level(value: object) -> object:
 Budget = Annotated[int | float, BeforeValidator(parse_budget)]
 Watts = Annotated[float, BeforeValidator(parse_watts)]
 ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
-AxisSizes = Annotated[dict[str, int], BeforeValidator(_mesh_sizes)]
+AxisSizes = Annotated[dict[str, int], BeforeValidator(parse_axes)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
 
@@ -91,6 +76,9 @@ class Options(BaseModel):
         "auto", description='the order in which stages of a pipeline run microbatches; "auto": 1f1b, with virtual_stages '
         "interleaved")
     virtual_stages: int = Field(1, ge=1, description="how many stages of a pipeline each rank of the mesh's axis pp has")
+    compile_blocks: Literal["auto", "on", "off"] = Field(
+        "auto", description='whether equal blocks of a graph, as the layers of a model, are compiled once and called for each '
+        'of them: "on" compiles deep models faster, and each block costs a call; "auto" is "off" so far')
     zero: ZeroLevel = Field(
         "auto", description="how parameters are stored: 0 whole wherever they are read whole; 2 in parts, gathered once per "
         "step of the optimizer and held until it changes them; 3 in parts, gathered again in each forward and backward; 1 is "

@@ -1,9 +1,11 @@
-"""Bytes and watts as people write them."""
+"""Bytes, watts and sizes of a mesh as people write them."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from passes.errors import shortened
+from passes.machine.cluster import MOST_DEVICES
 
 _UNITS = {"b": 1} | {f"{letter}{suffix}": base ** power
                      for power, letter in enumerate("kmgt", start=1) for suffix, base in (("b", 1000), ("ib", 1024))}
@@ -58,3 +60,19 @@ def parse_watts(value: object) -> float:
     if not 0 < watts < 1e18:
         raise ValueError(f"{shortened(repr(value))} is no positive, finite number of watts")
     return watts
+
+
+def parse_axes(value: object) -> object:
+    """Sizes of a mesh by axis; anything but a mapping is handed on. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        return value
+    if not value:
+        raise ValueError("it names no axis; leave it out to let the solver choose")
+    for name, size in value.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{name!r} is no name for an axis: use letters, digits and underscores")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"the size of axis {name!r} is {size!r}, not a positive integer")
+        if size > MOST_DEVICES:
+            raise ValueError(f"the size of axis {name!r} is more than {MOST_DEVICES:,}, the most devices that hpml plans for")
+    return dict(value)

@@ -89,7 +89,7 @@ class _Compilation:
             memory_bytes = local_cluster(options, dist.get_world_size()).device.memory_bytes
             self.sharing = sharing_of(self.session.step, gm, example_inputs, options, memory_bytes)
             self.options = self.sharing.options
-        self.lowering = Lowering(options.compiler)
+        self.lowering = Lowering(options.compiler, blocks=options.compile_blocks == "on")
         self.holding = Holding()
         self.planned: Planned | None = None
         self.runs: Microbatched | None = None

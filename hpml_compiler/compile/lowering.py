@@ -1,12 +1,14 @@
 """From a rewritten joint graph to two callables: partition it, then compile each half."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from hpml_compiler.compile.blocks import in_blocks
 from passes import compat
 from passes.keeping.keys import KeptNodes
 from passes.presets import rematerializing
@@ -52,8 +54,10 @@ def drop_unused(half: GraphModule, other: str) -> None:
 class Lowering:
     """Partitioning and compiling for one graph, with inductor or without ("eager")."""
 
-    def __init__(self, compiler: str, forward_outputs: int | None = None):
+    def __init__(self, compiler: str, forward_outputs: int | None = None, blocks: bool = False):
         self.inductor = compiler == "inductor"
+        self.blocks = blocks
+        """Whether equal blocks are compiled once."""
         self.forward_outputs = forward_outputs
         self.reuse = True
         """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
@@ -89,6 +93,10 @@ class Lowering:
 
     def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
                ) -> Callable[[list[Any]], Any]:
+        if self.blocks and self.reuse and all(map(_alike, values_of(gm), inputs)):
+            call = in_blocks(gm, functools.partial(self._segment, is_inference=is_inference))
+            if call is not None:
+                return takes_list(call)
         if not self.inductor:
             return boxed(torch.fx.GraphModule(gm, gm.graph).forward) if self.reuse else freeing(gm)
         output = gm.graph.find_nodes(op="output")[0]
@@ -104,3 +112,30 @@ class Lowering:
             gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference, reuse=self.reuse,
             keep_order=starts_ahead(gm.graph),
         )
+
+    def _segment(self, gm: GraphModule, *, is_inference: bool) -> Callable[[list[Any]], Any] | None:
+        """A part of a graph; None where its results would not have the strides that they were traced with, which other parts
+        rely on."""
+        if not self.inductor:
+            return freeing(gm)
+        (output,) = gm.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        # Never as backward: inductor would write over inputs by their numbers in the whole graph's backward.
+        with compat.strides_of_results() as strides:
+            call = compat.compile_with_inductor(gm, values_of(gm), static_inputs=(), is_backward=False,
+                                                is_inference=is_inference, keep_order=starts_ahead(gm.graph))
+        traced = [node.meta["val"] for node in output.args[0]]
+        return call if all(map(_has_strides, traced, strides or [None] * len(traced))) else None
+
+
+def _has_strides(value: torch.Tensor, strides: Any) -> bool:
+    """Whether strides place a tensor's elements where its own do. strides: None for what has none, or keeps its own."""
+    return strides is None or all(size == 1 or own == int(other) for size, own, other in zip(
+        value.shape, value.stride(), strides, strict=True))
+
+
+def _alike(traced: Any, given: Any) -> bool:
+    """Whether an input is laid out as it was traced: lowering forward may have given what it saves other strides."""
+    if not isinstance(traced, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return traced is given
+    return traced.shape == given.shape and _has_strides(traced, given.stride())

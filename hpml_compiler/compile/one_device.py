@@ -31,7 +31,7 @@ def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
         watch_steps()
     if options.memory_budget is not None and torch.is_grad_enabled():
         return _Budgeted(gm, example_inputs, options).compile()
-    if options.microbatches > 1 and torch.is_grad_enabled():
+    if (options.microbatches > 1 or options.compile_blocks == "on") and torch.is_grad_enabled():
         return OneDevice(gm, example_inputs, options).compile()
     if options.compiler == "inductor":
         with phase("compile", "compiling with inductor", {}):
