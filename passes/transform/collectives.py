@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from passes.graph.layouts import Layout, local_shape
+from passes.graph.nodes import BY_COORDINATE
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes, AxisKind, time_axis
 from passes.records import FrozenMap
@@ -129,12 +130,17 @@ class Redistributor:
         for f in rows[dim][:factor]:
             outer *= f
         local = local_shape(value, target, self.groups.axes)
+        where = tuple(value.spec.shape), source, target, axis
         if outer == 1:
-            return insert(aten.slice.Tensor, x, dim, mine * local[dim], (mine + 1) * local[dim])
+            part = insert(aten.slice.Tensor, x, dim, mine * local[dim], (mine + 1) * local[dim])
+            part.meta[BY_COORDINATE] = where
+            return part
         shape = list(x.meta["val"].shape)
         inner = shape[dim] // (outer * n)
         apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
-        return reshape(insert, insert(aten.select.int, apart, dim + 1, mine), local)
+        part = insert(aten.select.int, apart, dim + 1, mine)
+        part.meta[BY_COORDINATE] = where
+        return reshape(insert, part, local)
 
     def _to_front(self, insert: Inserter, x: Node, before: int, n: int) -> Node:
         """(before, n, rest) -> (n, before, rest), packed."""

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.base import TransformPass
 from passes.compat import pytree
-from passes.graph.nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
+from passes.graph.nodes import BACKWARD_ON_PURPOSE, BY_COORDINATE, WAIT, is_collective, memory_of
 from passes.registry import register
 from passes.rules.table import is_random
 
@@ -29,7 +29,8 @@ UNDEFINED = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_li
 @dataclass(frozen=True)
 class Deduplicate(TransformPass):
     """Equal calls of equal arguments become the first of them. Left alone: random and mutating calls, what shares memory
-    with an output (each result is the caller's own), and calls held back for backward whose equal is not."""
+    with an output (each result is the caller's own), calls held back for backward whose equal is not, and calls that are equal
+    on some ranks alone: all ranks have the same calls after it."""
 
     name = "deduplicate"
 
@@ -44,7 +45,8 @@ class Deduplicate(TransformPass):
             leaves, form = pytree.tree_flatten((node.args, dict(node.kwargs)))
             held_back = node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE
             # 1, 1.0 and True are equal, but not as arguments; nor are 0.0 and -0.0.
-            key = (node.target, tuple((type(x), repr(x) if isinstance(x, float) else x) for x in leaves), str(form), held_back)
+            key = (node.target, tuple((type(x), repr(x) if isinstance(x, float) else x) for x in leaves), str(form), held_back,
+                   node.meta.get(BY_COORDINATE))
             if first.setdefault(key, node) is not node:
                 node.replace_all_uses_with(first[key])
                 graph.erase_node(node)

@@ -11,7 +11,7 @@ whose routes begin alike. What backward needs of a value that forward made trave
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from passes.graph.checkpointed import REGION, hand_on
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
 from passes.graph.layouts import Layout, local_shape
-from passes.graph.nodes import BACKWARD_ON_PURPOSE
+from passes.graph.nodes import BACKWARD_ON_PURPOSE, BY_COORDINATE
 from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
 from passes.registry import register
@@ -43,9 +43,9 @@ class _Appender(Inserter):
     """Appends to the graph under construction instead of inserting before a node. marked: the node whose marks of
     checkpointing are handed on."""
 
-    def __init__(self, graph: Graph, like: Node, fake_mode: Any, tag: str | None = None):
+    def __init__(self, graph: Graph, like: Node, fake_mode: Any, tag: str | None = None, by_coordinate: Hashable = None):
         super().__init__(graph, like, like, fake_mode)
-        self.tag = tag
+        self.tag, self.by_coordinate = tag, by_coordinate
         self.marked: Node | None = like
 
     def _value(self, x: Any) -> Any:
@@ -59,6 +59,8 @@ class _Appender(Inserter):
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]
         hand_on(self.marked, node)
+        if self.by_coordinate is not None:
+            node.meta[BY_COORDINATE] = self.by_coordinate
         if self.tag is not None:
             node.meta["partitioner_tag"] = self.tag
         if node.meta.get("partitioner_tag") != "is_backward" and any(
@@ -193,24 +195,25 @@ class Sharder:
 
         args, kwargs = pytree.tree_map(swap, (node.args, dict(node.kwargs)), is_leaf=lambda x: isinstance(x, Node))
         values = [self.graph.values[v] for v in op.outputs]
-        insert = _Appender(self.new, node, self.fake_mode)
 
         def part(is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
             return self._range(op, layouts, is_input, tensor, dim)
 
+        shifted, ordered = shifted_ranges(rule, part), ordered_ranges(rule, part)
+        where = (layouts.inputs, layouts.made, tuple(v.spec.shape for v in values)) if shifted or ordered else None
         new = localize(
             Local(
                 target=node.target, args=tuple(args), kwargs=kwargs,
                 whole=tuple(v.spec.shape for v in values),
                 local=tuple(local_shape(v, p, self.groups.axes) for v, p in zip(values, layouts.made)),
-                rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part),
+                rule=rule, ranges=shifted, ordered=ordered,
                 strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
-            insert,
+            _Appender(self.new, node, self.fake_mode, by_coordinate=where),
         )
         self.env[node] = new
         self._check(node, op, values, layouts, new)
-        paths = [path for path, _ in leaves_of(node.meta["val"])]
+        insert, paths = _Appender(self.new, node, self.fake_mode), [path for path, _ in leaves_of(node.meta["val"])]
         for value, made, after in zip(values, layouts.made, layouts.outputs):
             part = new
             for position in paths[value.port]:

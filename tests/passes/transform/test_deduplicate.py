@@ -1,13 +1,21 @@
 """Equal calls before, one of them after; but what is held back for backward stays there."""
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import fx
 
 from passes import compat
+from passes.graph.copied import copied
+from passes.partition.decide import Adopt
+from passes.presets import annotate
 from passes.transform.deduplicate import Deduplicate
-from passes.transform.shard import BACKWARD_ON_PURPOSE
+from passes.transform.shard import BACKWARD_ON_PURPOSE, Shard
+from tests.helpers.axes import axes_of
+from tests.passes.rules.steps import traced
+from tests.passes.transform.random_decisions import decide
 from tests.passes.transform.rank_graphs import RankGraph, aten
 from tests.passes.transform.ranks import groups_of, run
 
@@ -95,3 +103,18 @@ def test_what_forward_gathered_is_not_saved():
     saved = [n.meta["val"].shape for n in forward.graph.output_node().args[0][1:]]
     assert saved == [torch.Size([32, 8])]
     assert calls(forward).count("all_gather_into_tensor") == calls(backward).count("all_gather_into_tensor") == 1
+
+
+def test_all_ranks_have_the_same_calls_afterwards():
+    """Positions that begin at 0 are on the first rank what whole positions are."""
+    step = traced("llama")[0]
+    gm = copied(step.gm)
+    graph = annotate(gm, step.inputs, step.forward_outputs).graph
+    decision, told = decide(graph, axes_of(2, 2), random.Random(0)), []
+    for place in groups_of((2, 2))[:2]:
+        own = copied(gm)
+        annotate(own, step.inputs, step.forward_outputs)
+        for transform in (Adopt(decision), Shard(place), Deduplicate()):
+            transform(own)
+        told.append([(n.target, [x.name for x in n.all_input_nodes]) for n in own.graph.nodes if n.op == "call_function"])
+    assert told[0] == told[1]
