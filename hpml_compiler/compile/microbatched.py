@@ -134,7 +134,8 @@ class Microbatched:
             stride = strides[place] if strides else None
             if stride is not None and tuple(map(int, stride)) != tuple(inputs[k].stride()):
                 inputs[k] = inputs[k].as_strided(inputs[k].shape, tuple(map(int, stride)))
-        with compat.strides_of_results():  # what is asked for outside of this are those of the whole schedule
+        # What is asked for outside of this are the strides of the whole schedule, and inputs that it may write over.
+        with compat.strides_of_results(), compat.keeping_inputs():
             run_backward = self.lowering.backward(backward, inputs) if self.loop.backward else None
         return Schedule(self.loop, self.calls(run_forward, run_backward, saved), self.microbatches)
 

@@ -8,11 +8,13 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch._guards import TracingContext
 from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler.options import Options
 from hpml_compiler.simulate import simulate
+from passes import compat
 from passes.errors import BadInput
 from tests.hpml_compiler.compile.test_budget import ROWS as ROWS_OF_DEEP
 from tests.hpml_compiler.compile.test_budget import WIDTH, Deep, trained
@@ -79,6 +81,20 @@ def test_numbers_that_differ_from_call_to_call_pass_from_part_to_part(with_loss)
 
 def test_inductor_runs_them_too():
     check(mlp(16, 32), (torch.randn(ROWS, 16, dtype=torch.double),), 2, "inductor")
+
+
+def test_parts_of_a_step_leave_their_inputs_as_they_are(monkeypatch):
+    """AOTAutograd names, by their places, inputs of the whole backward that may be written over; a part has others there."""
+    compile_half, donated = compat.compile_with_inductor, []
+
+    def noting(gm, inputs, *, is_backward, **options):
+        if is_backward:
+            donated.append(TracingContext.get().fw_metadata.bw_donated_idxs)
+        return compile_half(gm, inputs, is_backward=is_backward, **options)
+
+    monkeypatch.setattr(compat, "compile_with_inductor", noting)
+    compiled(mlp(16, 32), 2, "inductor")(torch.randn(ROWS, 16)).backward()
+    assert donated == [[]]
 
 
 class Dropped(nn.Module):
