@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.blocks import in_blocks
 from passes import compat
+from passes.graph.nodes import returned_nodes
 from passes.keeping.keys import KeptNodes
 from passes.presets import rematerializing
 from passes.transform.gather_ahead import starts_ahead
@@ -51,6 +52,9 @@ def drop_unused(half: GraphModule, other: str) -> None:
     half.recompile()
 
 
+Call = Callable[[list[Any]], Any]
+
+
 class Lowering:
     """Partitioning and compiling for one graph, with inductor or without ("eager")."""
 
@@ -87,6 +91,22 @@ class Lowering:
     def backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
         return self._lower(gm, inputs, is_backward=True, is_inference=False)
+
+    def part(self, forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[Call, Call]:
+        """Both halves of a part of what AOTAutograd takes for one graph. outputs: how many results of forward come before what
+        it saves, which backward takes by name, with the strides that lowering forward gave it.
+
+        What AOTAutograd asks for around this, and says, is of the whole graph: strides, and inputs that may be written over.
+        """
+        names = [None if node is None else node.name for node in returned_nodes(forward)]
+        with compat.strides_of_results() as strides:
+            run = self.forward(forward, None)
+        if all(node.op != "call_function" for node in backward.graph.nodes):
+            return run, freeing(backward)
+        given = dict(zip(names[outputs:], (strides or [])[outputs:]))
+        inputs = [_laid_out(node.meta["val"], given.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
+        with compat.strides_of_results(), compat.keeping_inputs():
+            return run, self.backward(backward, inputs)
 
     def inference(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
         return self._lower(gm, values_of(gm), is_backward=False, is_inference=True)
@@ -126,6 +146,13 @@ class Lowering:
                                                 is_inference=is_inference, keep_order=starts_ahead(gm.graph))
         traced = [node.meta["val"] for node in output.args[0]]
         return call if all(map(_has_strides, traced, strides or [None] * len(traced))) else None
+
+
+def _laid_out(value: Any, strides: Any) -> Any:
+    """strides: None for what has none, or keeps its own."""
+    if strides is None or tuple(map(int, strides)) == tuple(value.stride()):
+        return value
+    return value.as_strided(value.shape, tuple(map(int, strides)))
 
 
 def _has_strides(value: torch.Tensor, strides: Any) -> bool:

@@ -124,20 +124,12 @@ class Microbatched:
     def schedule(self) -> Schedule:
         """What runs the loop, compiled."""
         forward, backward = self.halves
-        with compat.strides_of_results() as strides:
-            run_forward = self.lowering.forward(forward, None)
         made = {name: k for k, name in enumerate(self.saved_by_one)}
         reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
         saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
-        inputs, strides = values_of(backward), (strides or [])[len(self.loop.forward):]
-        for k, place in enumerate(saved):
-            stride = strides[place] if strides else None
-            if stride is not None and tuple(map(int, stride)) != tuple(inputs[k].stride()):
-                inputs[k] = inputs[k].as_strided(inputs[k].shape, tuple(map(int, stride)))
-        # What is asked for outside of this are the strides of the whole schedule, and inputs that it may write over.
-        with compat.strides_of_results(), compat.keeping_inputs():
-            run_backward = self.lowering.backward(backward, inputs) if self.loop.backward else None
-        return Schedule(self.loop, self.calls(run_forward, run_backward, saved), self.microbatches)
+        run_forward, run_backward = self.lowering.part(forward, backward, len(self.loop.forward))
+        calls = self.calls(run_forward, run_backward if self.loop.backward else None, saved)
+        return Schedule(self.loop, calls, self.microbatches)
 
     def calls(self, forward: Call, backward: Call | None, saved: tuple[int, ...]) -> Calls:
         """The compiled parts, with these for the body."""

@@ -100,14 +100,7 @@ class LoweredStage:
         """What backward takes of forward."""
 
     def calls(self) -> StageCalls:
-        with compat.strides_of_results() as strides:
-            forward = self.lowering.forward(self.forward, None)
-        inputs = values_of(self.backward)
-        for k, stride in enumerate((strides or [])[self.graph.forward_outputs:]):
-            if stride is not None and tuple(map(int, stride)) != tuple(inputs[k].stride()):
-                inputs[k] = inputs[k].as_strided(inputs[k].shape, tuple(map(int, stride)))
-        with compat.strides_of_results(), compat.keeping_inputs():
-            backward = self.lowering.backward(self.backward, inputs)
+        forward, backward = self.lowering.part(self.forward, self.backward, self.graph.forward_outputs)
         of_forward, of_backward = self.names
         return StageCalls(self.graph, Half(forward, *of_forward), Half(backward, *of_backward), tuple(self.saved),
                           self._shared())

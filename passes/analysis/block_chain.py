@@ -12,6 +12,7 @@ from passes.base import AnalysisPass
 from passes.graph.block_chain import BlockChain, Piece, block_chain
 from passes.graph.blocks import block_of, module_of, runs_in_backward
 from passes.graph.keys import INTERFACE
+from passes.graph.nodes import constants_of
 from passes.registry import register
 from passes.result import target_name
 from passes.rules.repeatable import draws
@@ -51,10 +52,9 @@ def _pieces(graph_module: fx.GraphModule, learned: set[fx.Node]) -> Iterator[Pie
         if node.op != "call_function" or runs_in_backward(node):
             continue
         specs = [[(s.shape, s.dtype) for s in read(SHAPES, each)] for each in (node, *node.all_input_nodes)]
-        constants = fx.map_arg((node.args, node.kwargs), lambda _: "?")
         yield Piece(node.name, _path(node), tuple(each.name for each in node.all_input_nodes),
                     float(sum(spec.bytes for spec in read(SHAPES, node))),
-                    str((target_name(node.target), constants, specs)), node not in learned)
+                    str((target_name(node.target), constants_of(node), specs)), node not in learned)
 
 
 def _path(node: fx.Node) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx import GraphModule, Node
 
 from passes.compat import pytree
@@ -31,3 +32,8 @@ def returned_nodes(gm: GraphModule) -> list[Node | None]:
     """What a graph returns, in order; None where that is no node."""
     results = pytree.tree_leaves(gm.graph.output_node().args, is_leaf=lambda x: x is None or isinstance(x, Node))
     return [x if isinstance(x, Node) else None for x in results]
+
+
+def constants_of(node: Node) -> str:
+    """The arguments of a call, without the calls among them."""
+    return repr(fx.map_arg((node.args, node.kwargs), lambda _: "?"))

@@ -10,8 +10,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch.fx import Node
+
+from passes.graph.nodes import constants_of
 
 LEAST_CALLS = 8
 """Of a stretch that is worth finding again."""
@@ -26,11 +27,6 @@ def described(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return tuple(map(described, value))
     return repr(value)
-
-
-def constants_of(node: Node) -> Hashable:
-    """The arguments of a call, without the calls among them."""
-    return repr(fx.map_arg((node.args, node.kwargs), lambda _: "?"))
 
 
 def cuts(nodes: Sequence[Node]) -> list[int]:

@@ -19,8 +19,8 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 from passes import compat
-from passes.graph.nodes import WAIT, is_collective, returned_nodes
-from passes.graph.repeats import constants_of, cuts, described
+from passes.graph.nodes import WAIT, constants_of, is_collective, returned_nodes
+from passes.graph.repeats import cuts, described
 
 LOOK_UP = "prims.inductor_lookup_seed.default"
 """By name: inductor registers it when it is loaded."""
