@@ -2,7 +2,7 @@
 
 - classes: the class of work (matmul, collective, ...) that a profiler's event belongs to.
 - prediction: what the plans predict for the graphs that a step ran.
-- clock, steps: what lies between two optimizer steps, and how long it took.
+- steps: what lies between two optimizer steps, and how long it took.
 - profiled: one step under torch's profiler: its time by class, its peak of tensor memory.
 - held: bytes of parameters, gradients and optimizer state.
 - report: predicted beside measured, as a record and as text. tensorboard: as scalars.

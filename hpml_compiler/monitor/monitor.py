@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hpml_compiler.monitor import tensorboard
-from hpml_compiler.monitor.clock import Clock, clock_for
 from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.held import OldGradients, held_bytes, trained_parameters
 from hpml_compiler.monitor.prediction import Expected, GraphCost, Runs, expected, graph_cost
@@ -20,6 +19,7 @@ from hpml_compiler.monitor.report import Compared, Report, compared
 from hpml_compiler.monitor.schedule import FEWEST, Window
 from hpml_compiler.monitor.steps import Step, StepRecorder, StepTimes
 from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.runtime.clock import Clock, clock_for
 
 log = logging.getLogger("hpml")
 

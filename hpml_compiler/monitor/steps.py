@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpml_compiler.monitor.clock import Clock
 from hpml_compiler.monitor.prediction import Runs
+from hpml_compiler.runtime.clock import Clock
 
 MOST_SPANS = 2000
 """Calls of graphs in one step of which the times are kept; a step with more is not counted."""

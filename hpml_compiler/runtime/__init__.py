@@ -7,4 +7,5 @@
 - inputs: `take_out_markers` makes inputs that were placed before plain, for the compiler.
 - local_views: local parts, and gradients, at each call.
 - optimizer_step: optimizers. rows: batches. world: the ranks.
+- microbatches, pipelined, stages: a step in microbatches, and through stages; stage_times: when what was done, by a clock.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpml_compiler.runtime.blame import is_distributed
+from hpml_compiler.runtime.stage_times import LoopTimes, loop_times, note_sent
 from passes.errors import BadInput, HpmlError
 from passes.schedule.actions import Action, Schedule
 from passes.transform.split_stages import GRADIENT, StageGraph
@@ -66,6 +68,7 @@ class Messages:
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
             self.sent.append((dist.isend(flat, self.ranks[to], self.group), flat))
+            note_sent(flat.nbytes)
 
     def receive(self, like: Sequence[torch.Tensor], source: int) -> Received:
         """like: fakes of what comes; it is packed, whatever their strides."""
@@ -85,6 +88,8 @@ class Messages:
                 flat = (torch.cat([_there(found[k]).reshape(-1) for k in places]) if rank == owner
                         else torch.empty(sum(sizes), dtype=dtype, device=self.device))
                 dist.broadcast(flat.view(torch.uint8), self.ranks[owner], self.group)
+                if rank == owner:
+                    note_sent(flat.nbytes * (len(self.ranks) - 1))
                 if rank != owner:
                     for k, part in zip(places, flat.split(sizes)):
                         found[k] = _like(part.view(tuple(map(int, like[k].shape))), like[k])()
@@ -153,16 +158,19 @@ class Run:
         self.arriving: dict[tuple[str, int, int], Received] = {}
         self.saves = True
         """Whether backward will run too."""
+        self.times: LoopTimes | None = None
 
     def run(self, actions: Sequence[Action] | None = None, failed: Failed | None = None) -> Failed | None:
         """All that the table has for this rank, or a part of it. Returns what has failed here, now or (failed) before. The
         others get their messages all the same, with zeros in them: they would wait until their time is over."""
+        self.times = loop_times()
         for action in self.table.actions[self.rank] if actions is None else actions:
             if failed is not None:
                 self._in_place_of(action)
                 continue
             try:
-                getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
+                with nullcontext() if self.times is None else self.times.action(action):
+                    getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
             except Exception as error:
                 if is_distributed(error):  # another rank is late or gone, which whoever called this finds out
                     raise
@@ -171,6 +179,8 @@ class Run:
         for received in self.arriving.values():  # where something has failed
             received.wait()
         self.messages.finish()
+        if self.times is not None:
+            self.times.end()
         return failed
 
     def _in_place_of(self, action: Action) -> None:
@@ -235,7 +245,8 @@ class Run:
             return
         received = self.arriving.pop((way, stage, microbatch), None)
         if received is not None:
-            values = received.wait()
+            with nullcontext() if self.times is None else self.times.waiting():
+                values = received.wait()
         else:  # the other stage is on this rank
             known = self.known[source, microbatch]
             values = [known[name] for name in names]

@@ -6,9 +6,12 @@ import torch
 
 import hpml_compiler
 from hpml_compiler.plans.plan import Plan
+from hpml_compiler.runtime.clock import HostClock
+from hpml_compiler.runtime.stage_times import recording
 from hpml_compiler.simulate import simulate
 from hpml_compiler.visualize.stages import stages_text
 from passes.errors import BadInput
+from passes.schedule.actions import schedule
 from tests.hpml_compiler.compile.test_pipelined import Tied, batch
 
 
@@ -18,7 +21,8 @@ def recorded(rank, schedule, virtual, microbatches):
     model = Tied()
     call = torch.compile(model, backend="hpml", options={
         "mesh": {"pp": 2}, "compiler": "eager", "microbatches": microbatches, "schedule": schedule, "virtual_stages": virtual})
-    call(*batch())[0].backward()
+    with recording(HostClock()) as loops:
+        call(*batch())[0].backward()
     plan = hpml_compiler.last_plan()
     (graph,) = plan.graphs
     pipe = graph.pipeline
@@ -42,6 +46,18 @@ def recorded(rank, schedule, virtual, microbatches):
     assert "stages on 2 ranks" in stages_text(graph) and "stages on 2 ranks" in plan.table()
     with pytest.raises(BadInput, match="played as it says them"):
         simulate(plan, "1x2:h100-80g")
+    check_recorded(rank, loops, pipe)
+
+
+def check_recorded(rank, loops, pipe):
+    """What ran is what the schedule says, and so are the bytes that were sent in the loop; more when it is over."""
+    table = schedule(pipe.schedule, 2, pipe.microbatches, pipe.virtual_stages)
+    done = [each for loop in loops for each in loop.done()]
+    assert tuple(each.action for each in done) == table.computed(rank)
+    assert all(0 <= a.start_us <= a.start_us + a.waited_us < a.end_us for a in done) and all(a.work_us > 0 for a in done)
+    assert sum(loop.took_us for loop in loops) > sum(each.work_us for each in done)
+    planned = sum(each.bytes for stage in pipe.stages if stage.rank == rank for each in stage.sends) * pipe.microbatches
+    assert sum(loop.sent_bytes for loop in loops) >= planned > 0
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "microbatches"), [
