@@ -2,9 +2,8 @@
 
 In about a second, all ranks together: the largest operations of the graph to be planned, kernels bound by memory, the
 optimizer, and each kind of collective at a few sizes. What is found scales the formulas (a factor per kind of kernel);
-single operations keep the formula's proportions, since one short look at each would be more noise than news. Nothing is
-kept beyond the process: a moment in which the machine was busy must not decide for good. `hpml profile` measures longer,
-goes before it, and is kept.
+single operations keep the formula's proportions, since one short look at each would be more noise than news. It holds for a
+day (`hpml_compiler.profile.looks`). `hpml profile` measures longer, goes before it, and is kept.
 """
 from __future__ import annotations
 
@@ -22,7 +21,9 @@ import torch.distributed as dist
 from hpml_compiler.compile.agreement import from_rank_0
 from hpml_compiler.options import Options
 from hpml_compiler.planning.plan_graph import measurements
+from hpml_compiler.profile import looks
 from hpml_compiler.profile.collectives import measured_group, time_collective
+from hpml_compiler.profile.looks import Look
 from hpml_compiler.profile.model import one_device
 from hpml_compiler.profile.operations import operation_calls
 from hpml_compiler.profile.runtime import COLLECTIVES, between_us, collective_calls
@@ -32,8 +33,7 @@ from hpml_compiler.profile.variants import Variant, variants
 from hpml_compiler.runtime.devices import device_type
 from passes import compat
 from passes.costs import OptimizerModel, RooflineCost
-from passes.costs.measured import OPTIMIZER, Measurements
-from passes.costs.measured_collectives import MeasuredCollectives
+from passes.costs.measured import OPTIMIZER
 from passes.costs.prices import Measured
 from passes.graph.annotated import Annotated
 from passes.graph.operation_key import operation_key
@@ -67,15 +67,23 @@ def wanted(options: Options, cluster: Cluster, graph_hash: str) -> bool:
 
 
 def look(annotated: Annotated, cluster: Cluster) -> Measured:
-    """Measure; every rank calls it, inside a Dynamo backend or outside, and gets the same."""
-    start = time.perf_counter()
-    with _plain_tensors():
-        measured = _measure(annotated, cluster)
-    factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in measured.measurements.factors.items())
+    """Measure, or take what was found in the last day; every rank calls it, inside a Dynamo backend or outside, and gets the
+    same."""
+    start, key = time.perf_counter(), looks.key_of(annotated.hash(), cluster)
+    found = from_rank_0(lambda: looks.earlier(key))
+    before = found is not None
+    if found is None:
+        with _plain_tensors():
+            found = _measure(annotated)
+        if dist.get_rank() == 0:
+            looks.keep(key, found)
     if dist.get_rank() == 0:
-        log.info("no profile: a look of %.1f s at these devices finds kernels to take, times the formula: %s; `hpml profile` "
-                 "measures more", time.perf_counter() - start, factors)
-    return measured
+        factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in found.factors.items())
+        when = (f"{max(0.0, time.time() - found.made) / 3600:.1f} h ago" if before
+                else f"of {time.perf_counter() - start:.1f} s")
+        log.info("no profile: a look %s at these devices finds kernels to take, times the formula: %s; `hpml profile` "
+                 "measures more", when, factors)
+    return found.measured()
 
 
 @contextlib.contextmanager
@@ -88,7 +96,7 @@ def _plain_tensors() -> Iterator[None]:
         yield
 
 
-def _measure(annotated: Annotated, cluster: Cluster) -> Measured:
+def _measure(annotated: Annotated) -> Look:
     _, mesh = one_device()
     roofline = RooflineCost(mesh.device, mesh)
     expected = _heaviest(annotated, roofline)
@@ -111,14 +119,12 @@ def _measure(annotated: Annotated, cluster: Cluster) -> Measured:
     factors[OPTIMIZER] = us["optimizer"] / (OPTIMIZER_TENSORS * adam.optimizer_us(OPTIMIZER_ELEMENTS))
     assert dist.group.WORLD is not None, "there is a process group"
     ranks = list(range(dist.get_world_size()))
+    group = measured_group(len(ranks), 1)
     timings = [timing.point for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-               for timing in time_collective(kind, dist.group.WORLD, ranks, measured_group(len(ranks), 1),
-                                             sizes=COLLECTIVE_SIZES, seconds=COLLECTIVE_SECONDS)]
-    kind = device_type()
-    name = torch.cuda.get_device_name() if kind == "cuda" else ""
-    collectives = MeasuredCollectives(timings, lambda g: g.axis(kind, name), cluster.world_size)
+               for timing in time_collective(kind, dist.group.WORLD, ranks, group, sizes=COLLECTIVE_SIZES,
+                                             seconds=COLLECTIVE_SECONDS)]
     in_step_us = between_us(us) if all(k in us for k in (*COLLECTIVES, "chain", "products")) else 0.0
-    return Measured(Measurements(factors=factors, collective_us=in_step_us), collectives)
+    return Look.of(factors, in_step_us, timings, group)
 
 
 def _heaviest(annotated: Annotated, roofline: RooflineCost) -> dict[str, tuple[Variant, str, float]]:

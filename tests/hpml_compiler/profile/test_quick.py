@@ -11,7 +11,8 @@ from torch import nn
 from hpml_compiler.compile import session
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
-from hpml_compiler.profile import quick
+from hpml_compiler.profile import looks, quick
+from hpml_compiler.profile.looks import Look
 from passes.costs.measured import OPTIMIZER
 from passes.machine.mesh import mesh_from_pin
 
@@ -74,3 +75,29 @@ def once_in_a_session(rank: int) -> None:
 
 def test_graphs_that_follow_use_what_the_first_one_found(launch):
     launch(once_in_a_session, timeout_s=110)
+
+
+def looked_again(rank: int, folder: str) -> None:
+    """An earlier look holds for a day; what is older or cannot be read is looked at anew."""
+    os.environ.update(HPML_QUICK_PROFILE="1", HPML_CACHE="1", HPML_CACHE_DIR=folder)
+    measured: list[Look] = []
+    original = quick._measure
+    quick._measure = lambda *args: measured.append(original(*args)) or measured[-1]
+    axis = mesh_from_pin({"x": 2}, local_cluster(Options.parse({}), 2)).axes[0]
+    times = [(found.measurements.factors, found.collectives.collective_us("all_reduce", axis, 2**20))
+             for found in (first_step().quick for _ in range(2))]
+    assert times[0] == times[1] and len(measured) == 1
+    key = looks.key_of(session.current().graphs[0].graph_hash, local_cluster(Options.parse({}), 2))
+    assert looks.earlier(key) == (measured[0] if rank == 0 else looks.earlier(key))  # rank 0's was kept
+    old = measured[0].model_copy(update={"made": measured[0].made - looks.HOLDS_S})
+    for entry in (old.model_dump_json(), "no look"):
+        dist.barrier()
+        if rank == 0:
+            looks.plan_file.put(key, entry)
+        before = len(measured)
+        first_step()
+        assert len(measured) == before + 1
+
+
+def test_a_look_holds_for_a_day(launch, tmp_path):
+    launch(looked_again, args=(str(tmp_path),), timeout_s=110)
