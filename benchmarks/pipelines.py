@@ -31,6 +31,7 @@ import hpml_compiler
 from hpml_compiler.plans.in_time import PipelinePlan
 from hpml_compiler.runtime.clock import HostClock
 from hpml_compiler.runtime.stage_times import LoopTimes, recording
+from passes import compat
 from passes.schedule.actions import schedule
 from passes.schedule.pipeline import Stage, play
 
@@ -70,7 +71,7 @@ def by_hand(name: str, pipe: PipelinePlan) -> Callable[[], float]:
     made = BY_HAND[pipe.schedule](stages if pipe.schedule == "interleaved" else stages[0], pipe.microbatches, loss_fn=loss_of)
     parameters = [p for part in parts.values() for p in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-    update = type(optimizer).step.__wrapped__  # without hpml's hooks, which would make all ranks' parameters alike
+    update = compat.step_without_hooks(type(optimizer))  # without hpml's, which would make all ranks' parameters alike
     last = count - 1 in parts
 
     def step() -> float:

@@ -2,8 +2,9 @@
 
 Every rank traces and cuts the whole graph, and compiles what is around its loop and the stages that it runs. Where the mesh has
 other axes than `pp`, the whole graph is planned on these, as if one stage did all, and what is cut is a rank's part of it.
-Parameters are placed on these axes; along `pp` they are whole on every rank, and so are gradients: each is made where its stage
-is, and given to the others.
+Parameters are placed on these axes; along `pp`, one that a single rank's stages read is that rank's alone, with its gradient
+(`hpml_compiler.compile.owners`), and others are on every rank: their gradients are made where their stage is, and given to the
+others. A graph that goes through no stages borrows what it reads, at each call.
 """
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
@@ -22,6 +25,7 @@ from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, size
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import MakesWhole, Microbatched
+from hpml_compiler.compile.owners import Needs
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.stage_mesh import STAGES_AXIS, StageMesh
@@ -37,12 +41,14 @@ from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.microbatches import Call
+from hpml_compiler.runtime.owned import Owned, owner_of
 from hpml_compiler.runtime.parameters import install
 from hpml_compiler.runtime.pipelined import Pipelined, of_loop
 from hpml_compiler.runtime.stages import Messages
 from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
 from passes.analysis.stages import TooFewParts
+from passes.errors import HpmlError
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.decision import Decision
@@ -76,9 +82,16 @@ class Pipeline(Microbatched):
         self.stages = when_all_can("cut its stages in two", lambda: [
             LoweredStage(graph, options.compiler) for graph in self.staged.graphs
             if self.table.ranks[graph.index] == self.place])
+        self.needs = Needs(self.marked, self.loop, self.staged, self.table, self.forward_outputs)
         if dist.get_rank() == 0:
             log.info("%d stages under %s with %d microbatches: %s", self.table.stages, self.table.name, self.microbatches,
                      "; ".join(", ".join(blocks) for blocks in self.staged.stages.blocks))
+
+    def give_to(self, owners: Mapping[str, int]) -> None:
+        """owners: of parameters that one rank has alone, by the names of their placeholders."""
+        self.loop = self.needs.around(self.place, owners)
+        self.alone, elsewhere = self.needs.own_gradients(self.place, owners)
+        self.elsewhere = {node.name: node.meta["val"] for node in self.marked.graph.nodes if node.name in elsewhere}
 
     def saved_in_loop(self) -> list[Any]:
         return [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.saved.values()]
@@ -88,7 +101,7 @@ class Pipeline(Microbatched):
         group = self.mesh.get_group(STAGES_AXIS)
         messages = Messages(dist.get_process_group_ranks(group), torch.device(device_type()), group)
         return Pipelined(self.loop, self.calls(of_loop, None, ()), self.table, self.place, stages, messages,
-                         self.staged.reads, self.staged.outputs, self.staged.gradients)
+                         self.staged.reads, self.staged.outputs, self.staged.gradients, self.alone, self.elsewhere)
 
 
 class PipelinedGraph:
@@ -101,7 +114,10 @@ class PipelinedGraph:
         self.lowering = Lowering(options.compiler)
         self.holding = Holding()
         self.runs: Pipeline | None = None
-        self.placements: dict[int, Any] = {}
+        self.placements: dict[int, tuple[Placement, ...]] = {}
+        self.owned: dict[str, int] | None = None
+        """Parameters that one rank has alone in this graph, by their placeholders; None before that is known."""
+        self.own_here: set[int] = set()
         self.times: InTime | None = None
         self.draws = self.training = False
 
@@ -117,8 +133,9 @@ class PipelinedGraph:
             fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
             partition_fn=self._partition, decompositions=decompositions(self.options.compiler))(self.gm, examples)
         same_values(own_values(self.inputs.described, self.given))
+        borrowed = {k for k, x in enumerate(self.given) if owner_of(x) is not None} - self.inputs.gathered - self.own_here
         installed = install(self.placements, self.gm, self.given, self.mesh.devices, self.inputs.gathered, self.inputs.written,
-                            self.holding)
+                            self.holding, borrowed)
 
         def call(*args: Any) -> Any:
             given = installed.locals(args)
@@ -172,7 +189,34 @@ class PipelinedGraph:
         annotated = self._annotated(joint, forward_outputs, self.microbatches)
         kinds = dict(annotated.interface.kinds)
         microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
-        return Pipeline(self.options, joint, microbatches, forward_outputs, kinds, self.inputs.written, whole)
+        runs = Pipeline(self.options, joint, microbatches, forward_outputs, kinds, self.inputs.written, whole)
+        runs.give_to(self._owners(runs, annotated.interface.positions))
+        return runs
+
+    def _owners(self, runs: Pipeline, positions: Mapping[str, int]) -> dict[str, int]:
+        """Who has the parameters that one rank needs alone. What was given to another rank before is borrowed from it."""
+        found = runs.needs.owners(positions)
+        if self.owned is not None:
+            if any(found.get(name) != rank for name, rank in self.owned.items()):
+                raise HpmlError("a gradient arrives at another output than the loss, and with it, parameters would be read on "
+                                "other ranks than those which have them", self.name,
+                                "compute all of the loss in the compiled model, or none of it")
+            return self.owned
+        self.owned = {}
+        for name, position in positions.items():
+            given, owner = self.given[position], found.get(name)
+            if isinstance(given, DTensor):
+                if owner is not None and owner_of(given) == owner:
+                    self.owned[name] = owner
+                    self.own_here.add(position)
+            elif self.inputs.described[position].placeable:
+                placements = self.placements.get(position, (Replicate(),) * len(self.mesh.sizes))
+                if owner is not None and given.dim():
+                    self.owned[name] = owner
+                    placements = tuple(Owned(owner) if axis == STAGES_AXIS else placement
+                                       for axis, placement in zip(self.mesh.sizes, placements, strict=True))
+                self.placements[position] = placements
+        return self.owned
 
     def _together(self, gm: GraphModule) -> None:
         self.draws = draws_random_numbers(gm)

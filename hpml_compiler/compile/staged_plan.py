@@ -1,11 +1,11 @@
 """The plan of a graph that runs as the stages of a pipeline: made when somebody asks for it.
 
-Parameters are listed as they lie: whole on every rank. Times of the stages, and what goes between them, are those that the cut
-was made by; what a stage saves is what the partitioner saves of its graph.
+A rank holds the parameters that its stages read. Times of the stages, and what goes between them, are those that the cut was
+made by; what a stage saves is what the partitioner saves of its graph.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -51,46 +51,64 @@ class StagedPlan:
         if self.times is not None:
             record = with_microbatches(record, annotated.graph, self.times, loss_of(joint) is not None,
                                        mesh_from_pin(planned.mesh, alone), options.optimizer_states)
-        parameters = _parameters(marked, staged, annotated.interface.names)
+        read = _parameters(marked, staged, annotated.interface.names)
+        held = [sum(_held(record, {name for k in own for name in read[k]})) for own in _stages_of_ranks(table)]
         mesh = mesh_from_pin({"dp": len(table.actions)}, self.cluster)  # for its links alone
         prices = MeshPrices(mesh, options.optimizer_states)
-        stages = tuple(self._stage(k, record, staged, table, parameters[k], prices) for k in range(table.stages))
+        stages = tuple(self._stage(k, record, staged, table, read, prices) for k in range(table.stages))
         pipe = PipelinePlan(schedule=table.name, ranks=len(table.actions), microbatches=table.microbatches, step_us=0.0,
                             bubble=0.0, stages=stages)
         played = play(table, stages_of(pipe))
         pipe = pipe.model_copy(update={"step_us": played.step_us, "bubble": played.bubble})
-        return _with_pipeline(record, pipe).model_copy(update={"frame": self.frame})
+        most = max(range(len(held)), key=held.__getitem__)
+        own = {name for k in _stages_of_ranks(table)[most] for name in read[k]}
+        return _with_pipeline(record, pipe, _held(record, own)).model_copy(update={"frame": self.frame})
 
-    def _stage(self, k: int, record: GraphPlan, staged: StagedBody, table: Schedule, parameters: Sequence[str],
+    def _stage(self, k: int, record: GraphPlan, staged: StagedBody, table: Schedule, read: Sequence[Mapping[str, bool]],
                prices: MeshPrices) -> StagePlan:
         stages = staged.stages
         on, back = stages.over(k, FORWARD), stages.over(k - 1, BACKWARD)
         saved, in_flight = _saved_bytes(staged, k, self.options.compiler), table.in_flight()[k]
-        memory = record.memory
+        parameters = tuple(name for name, makes in read[k].items() if makes)
         return StagePlan(
-            blocks=stages.blocks[k], rank=table.ranks[k], parameters=tuple(parameters),
+            blocks=stages.blocks[k], rank=table.ranks[k], parameters=parameters,
             parameter_bytes=sum(record.parameters[name].bytes_whole for name in parameters),
             forward_us=stages.forward_us[k], backward_us=stages.time_us[k] - stages.forward_us[k],
             send_us=sum(prices.collective("send_recv", 0, each.bytes) for each in on),
             return_us=sum(prices.collective("send_recv", 0, each.bytes) for each in back),
             saved_bytes=saved, in_flight=in_flight,
-            memory_bytes=memory.parameters + memory.gradients + memory.optimizer + saved * in_flight,
+            memory_bytes=sum(_held(record, read[k])) + saved * in_flight,
             sends=tuple(SentPlan(value=each.value, bytes=round(each.bytes), backward=each.phase == BACKWARD)
                         for each in (*on, *back)))
 
 
-def _with_pipeline(record: GraphPlan, pipe: PipelinePlan) -> GraphPlan:
+def _stages_of_ranks(table: Schedule) -> list[list[int]]:
+    return [[stage for stage, rank in enumerate(table.ranks) if rank == own] for own in range(len(table.actions))]
+
+
+def _held(record: GraphPlan, names: Collection[str]) -> tuple[int, int, int]:
+    """Bytes of these parameters, of their gradients and of their optimizer state: of all, in proportion."""
+    memory, total = record.memory, sum(each.bytes_whole for each in record.parameters.values())
+    share = sum(record.parameters[name].bytes_whole for name in names) / total if total else 0.0
+    return round(memory.parameters * share), round(memory.gradients * share), round(memory.optimizer * share)
+
+
+def _with_pipeline(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, int]) -> GraphPlan:
+    """held: see `_held`, of the rank that holds most."""
     compute = sum(stage.forward_us + stage.backward_us for stage in pipe.stages) * pipe.microbatches / pipe.ranks
     sent = sum(stage.send_us + stage.return_us for stage in pipe.stages) * pipe.microbatches / pipe.ranks
     of_rank = [[stage for stage in pipe.stages if stage.rank == rank] for rank in range(pipe.ranks)]
     activations = max(sum(stage.saved_bytes * stage.in_flight for stage in own) for own in of_rank)
-    held = record.memory.parameters + record.memory.gradients + record.memory.optimizer
+    share = held[0] / record.memory.parameters if record.memory.parameters else 0.0
+    optimizer_us = record.predicted.optimizer_us * share
     return record.model_copy(update={
         "mesh": {"pp": pipe.ranks}, "pipeline": pipe,
         "predicted": record.predicted.model_copy(update={
-            "step_time_us": pipe.step_us + record.predicted.optimizer_us, "compute_us": compute, "communication_us": sent,
-            "overhead_us": 0.0, "energy_j": None, "energy_label": None}),
-        "memory": record.memory.model_copy(update={"activations": activations, "peak": held + activations})})
+            "step_time_us": pipe.step_us + optimizer_us, "optimizer_us": optimizer_us, "compute_us": compute,
+            "communication_us": sent, "overhead_us": 0.0, "energy_j": None, "energy_label": None}),
+        "memory": record.memory.model_copy(update={
+            "parameters": held[0], "gradients": held[1], "optimizer": held[2], "activations": activations,
+            "peak": sum(held) + activations})})
 
 
 def _saved_bytes(staged: StagedBody, k: int, compiler: str) -> int:
@@ -101,17 +119,18 @@ def _saved_bytes(staged: StagedBody, k: int, compiler: str) -> int:
                if name not in whole and hasattr(value, "element_size"))
 
 
-def _parameters(marked: GraphModule, staged: StagedBody, names: Mapping[str, str]) -> list[list[str]]:
-    """Of each stage, those that it is the first reader of, also where something is made of them before the loop."""
+def _parameters(marked: GraphModule, staged: StagedBody, names: Mapping[str, str]) -> list[dict[str, bool]]:
+    """Of each stage, the parameters that it reads, also where something is made of them before the loop; whether it is the one
+    that their gradients are made whole in."""
     made_of: dict[str, set[str]] = {}
     for node in marked.graph.nodes:
         made_of[node.name] = {names[node.name]} if node.name in names else {
             name for x in node.all_input_nodes for name in made_of[x.name]}
-    found: list[list[str]] = [[] for _ in staged.graphs]
+    found: list[dict[str, bool]] = [{} for _ in staged.graphs]
     seen: set[str] = set()
     for given, readers in staged.stages.parameters.items():
         for name in sorted(made_of.get(staged.reads[given].name, ())):
-            if name not in seen:
-                seen.add(name)
-                found[readers[0]].append(name)
+            for k, stage in enumerate(readers):
+                found[stage][name] = found[stage].get(name, False) or (k == 0 and name not in seen)
+            seen.add(name)
     return found

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.together import together
 from hpml_compiler.runtime.whole import whole
+from passes.graph.nodes import memory_of
 
 CALLED_BY_ONE = "all ranks call it, outside of `if rank == 0:`; rank 0 alone gets the state, and saves it"
 
@@ -53,8 +54,9 @@ class _Copies:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        key = (local.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, local.device)
-        if local.layout == torch.strided and local.numel() and key in self._made:
+        key = (memory_of(local), local.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, local.device)
+        has_memory = local.numel() or isinstance(tensor, DTensor)  # also where another rank has the rows
+        if local.layout == torch.strided and has_memory and key in self._made:
             return self._made[key]
         gathered = whole(tensor)
         if not self._keeps:

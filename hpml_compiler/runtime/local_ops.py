@@ -11,8 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.routes import in_place
 from passes import compat
+
+WITHOUT_PARTIAL = (Shard, Replicate, Owned)
+"""Placements of which nothing is to be reduced."""
 
 
 def try_local(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -42,7 +46,7 @@ def try_local(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str
 def _try_norms(func: Callable[..., Any], tensors: Any, order: Any = 2, *rest: Any, **kwargs: Any) -> Any:
     """`_foreach_norm`: norms of local parts, that become those of the whole when they are combined and reduced."""
     fits = all(isinstance(tensor, DTensor) and not (tensor.requires_grad and torch.is_grad_enabled())
-               and all(type(placement) in (Shard, Replicate) for placement in tensor._spec.placements)
+               and all(type(placement) in WITHOUT_PARTIAL for placement in tensor._spec.placements)
                for tensor in tensors)
     if not fits or rest or kwargs or not isinstance(order, (int, float)) or not 0 < order < math.inf:
         return NotImplemented
@@ -54,7 +58,7 @@ def _try_norms(func: Callable[..., Any], tensors: Any, order: Any = 2, *rest: An
 
 @functools.lru_cache(maxsize=256)
 def _norm_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], order: float, dtype: torch.dtype) -> Any:
-    partial = [compat.norm_partial(order) if type(placement) is Shard else placement for placement in placements]
+    partial = [placement if type(placement) is Replicate else compat.norm_partial(order) for placement in placements]
     return compat.dtensor_spec(mesh, partial, torch.empty((), dtype=dtype, device="meta"))
 
 
@@ -106,7 +110,7 @@ class _Operands:
         return tensor
 
     def _fits(self, tensor: DTensor, spec: Any, local: torch.Tensor) -> bool:
-        if compat.is_fake(local) or any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
+        if compat.is_fake(local) or any(type(placement) not in WITHOUT_PARTIAL for placement in spec.placements):
             return False
         if not spec.tensor_meta.shape:
             if self.scalar_spec is None:

@@ -8,13 +8,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hpml_compiler.runtime.alike import same_for_optimizer
 from hpml_compiler.runtime.doing import Spot, doing
 from hpml_compiler.runtime.gathered import note_change
-from hpml_compiler.runtime.local_ops import wrap
+from hpml_compiler.runtime.local_ops import WITHOUT_PARTIAL, wrap
 from hpml_compiler.runtime.placed import PlacedTensor, place_like
 from passes import compat
 
@@ -114,7 +113,7 @@ def _grad_fits(parameter: DTensor) -> bool:
         return True
     return (isinstance(grad, DTensor) and grad.device_mesh == parameter.device_mesh
             and grad.placements == parameter.placements
-            and all(type(placement) in (Shard, Replicate) for placement in grad.placements))
+            and all(type(placement) in WITHOUT_PARTIAL for placement in grad.placements))
 
 
 class _LocalStep:

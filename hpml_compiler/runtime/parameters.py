@@ -19,6 +19,7 @@ from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.outputs import Output
+from hpml_compiler.runtime.owned import at_owner, brought
 from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
 from hpml_compiler.runtime.rebinding import rebind, rebind_attributes
 from hpml_compiler.runtime.rows import Rows, take_in
@@ -36,18 +37,19 @@ class Installed:
 
     gathered: placed arguments that the graph takes whole. written: arguments that it changes in place. rows: arguments that
     are rows of a batch. outputs: arguments that other graphs returned. holding: what it takes gathered of parameters that
-    are stored in parts.
+    are stored in parts. borrowed: parameters that one rank of an axis owns, of which the graph needs its part on all.
     """
 
     def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
                  olds: list[nn.Parameter], news: Sequence[nn.Parameter], gathered: Sequence[int] = (),
                  written: Collection[int] = (), rows: Sequence[int] = (), holding: Holding | None = None,
-                 outputs: Sequence[int] = ()) -> None:
+                 outputs: Sequence[int] = (), borrowed: Collection[int] = ()) -> None:
         self._placed, self._trainable = tuple(placed), tuple(trainable)
         self._names, self._olds, self._news = names, olds, list(news)
         self._gathered, self._written, self._rows = tuple(gathered), sorted(set(written) & set(gathered)), tuple(rows)
         self._apart = [(i, k) for i in outputs for k in written if i != k]
-        self._holding = holding or None
+        self._holding, self._borrowed = holding or None, frozenset(borrowed)
+        self._borrowed_views = frozenset(k for k, index in enumerate(self._trainable) if index in self._borrowed)
 
     def locals(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of a call with plain local tensors for DTensors, connected to them by autograd.
@@ -63,9 +65,14 @@ class Installed:
         for index in self._placed:
             result[index] = args[index]._local_tensor
         if self._trainable and torch.is_grad_enabled():
-            views = LocalViews.apply(*[args[index] for index in self._trainable])
+            views = LocalViews.apply(self._borrowed_views, *[args[index] for index in self._trainable])
             for index, view in zip(self._trainable, views, strict=True):
                 result[index] = view
+            lent = self._borrowed.difference(self._trainable)
+        else:
+            lent = self._borrowed
+        for index in sorted(lent):
+            result[index] = brought(args[index])
         for index in self._gathered:
             result[index] = whole(args[index])
         for one, other in self._apart:
@@ -74,7 +81,7 @@ class Installed:
                                "with it, is what a compiled model returned: it was traced as if they had nothing in common",
                                f"arguments {one} and {other} of its graph", "give it a clone() of one of them")
         if self._holding is not None:
-            self._holding.take(args)
+            self._holding.take([lent_part(x) if k in self._borrowed else x for k, x in enumerate(args)])
         return result
 
     def write_back(self, args: Sequence[Any], results: Sequence[Any]) -> None:
@@ -110,13 +117,14 @@ def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[i
 
 def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any],
             mesh: DeviceMesh, gathered: Collection[int] = (), written: Collection[int] = (),
-            holding: Holding | None = None) -> Installed:
+            holding: Holding | None = None, borrowed: Collection[int] = ()) -> Installed:
     """Place parameters of a graph, inside a Dynamo backend and before it returns.
 
     placements: position of a graph input -> its placement, one per axis of `mesh`; sizes must divide. `gm` and
     `example_inputs` as Dynamo gave them. Modules hold the placed parameters when this returns; names, order, ties,
     `requires_grad`, gradients and hooks stay. Inputs placed before (parameters in a recompile, rows of a batch) need
-    no entry. `gathered`, `written` and `holding`: see `Installed`. Raises BadInput for an input that cannot be placed.
+    no entry. `gathered`, `written`, `holding` and `borrowed`: see `Installed`. Raises BadInput for an input that cannot be
+    placed.
     """
     olds = [example_inputs[i] for i in placements]
     sites = find_sites(olds) if olds else {}
@@ -148,7 +156,13 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     compat.trace_as(PlacedTensor)
     return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered), written,
                      [i for i in before if isinstance(example_inputs[i], Rows)], holding,
-                     [i for i in before if isinstance(example_inputs[i], Output)])
+                     [i for i in before if isinstance(example_inputs[i], Output)], borrowed)
+
+
+def lent_part(tensor: DTensor) -> DTensor:
+    """The same on every rank of its stages, with the owner's part."""
+    with compat.plain_torch_functions():
+        return compat.make_dtensor(PlacedTensor, *at_owner(tensor._local_tensor, tensor._spec))
 
 
 def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:

@@ -5,13 +5,14 @@ What a stage has made of the step's results, its rank shares with the others onc
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hpml_compiler.runtime.blame import is_distributed
 from hpml_compiler.runtime.microbatches import Calls, Collector, Schedule, Values
+from hpml_compiler.runtime.owned import no_rows
 from hpml_compiler.runtime.stages import Failed, Messages, Run, StageCalls
 from passes.schedule.actions import Schedule as Table
 from passes.transform.markers import taken
@@ -27,13 +28,17 @@ def of_loop(*_values: Any) -> Any:
 
 class Pipelined(Schedule):
     """Stands for `Schedule` where this rank runs some stages of the body alone. rank: its place in the pipeline. reads: of
-    the body's inputs, by name; outputs, gradients: the stages that make what the body's forward and backward return."""
+    the body's inputs, by name; outputs, gradients: the stages that make what the body's forward and backward return. alone: of
+    what its backward returns, by place, what stays on the rank that makes it. elsewhere: gradients of which other ranks have
+    all rows, with fakes of what this one has."""
 
     def __init__(self, loop: Loop, calls: Calls, table: Table, rank: int, stages: Mapping[int, StageCalls], messages: Messages,
-                 reads: Mapping[str, Read], outputs: Mapping[int, int], gradients: Mapping[int, tuple[int, ...]]):
+                 reads: Mapping[str, Read], outputs: Mapping[int, int], gradients: Mapping[int, tuple[int, ...]],
+                 alone: Container[int] = (), elsewhere: Mapping[str, torch.Tensor] | None = None):
         super().__init__(loop, calls, table.microbatches)
         self.table, self.rank, self.stages, self.messages = table, rank, stages, messages
         self.reads_of, self.outputs, self.gradients = reads, outputs, gradients
+        self.alone, self.elsewhere = alone, elsewhere or {}
 
     @property
     def parts(self) -> list[int]:
@@ -48,6 +53,7 @@ class Pipelined(Schedule):
         self._finish("backward", made, values)
         for half in (0, 1):
             self.segment(half, "after", values)
+        self._note_elsewhere(values)
 
     def all_forward(self, values: Values, saves: bool = True) -> list[list[torch.Tensor]]:
         failed = self._before((0,), values)
@@ -73,6 +79,11 @@ class Pipelined(Schedule):
         self.messages.agree(run.run([action for action in actions if action.kind not in FORWARD_KINDS], failed))
         self._finish("backward", made, values)
         self.segment(1, "after", values)
+        self._note_elsewhere(values)
+
+    def _note_elsewhere(self, values: Values) -> None:
+        for name, fake in self.elsewhere.items():
+            values[name] = torch.empty(no_rows(fake.shape), dtype=fake.dtype, device=self.messages.device)
 
     def _before(self, halves: Sequence[int], values: Values) -> Failed | None:
         """What is done before the loop. What fails is told to the others when they have been through the loop."""
@@ -98,6 +109,7 @@ class Pipelined(Schedule):
         what = self.loop.forward if way == "forward" else self.loop.backward
         makers = [(self.outputs[k],) if way == "forward" else self.gradients[k] for k in range(len(what))]
         own: list[torch.Tensor | None] = []
+        shared = [place for place in range(len(what)) if way == "forward" or place not in self.alone]
         like = [_fake_of(each) for each in what]
         for place, stages in enumerate(makers):
             owner, total = self.table.ranks[stages[0]], None
@@ -113,9 +125,10 @@ class Pipelined(Schedule):
                     total = part if total is None else total + part
             own.append(total)
         self.messages.finish()
-        owners = [self.table.ranks[stages[0]] for stages in makers]
-        for each, value in zip(what, self.messages.share(own, owners, like, self.rank), strict=True):
-            values[each.name] = value
+        values.update((what[place].name, x) for place, x in enumerate(own) if x is not None)
+        found = self.messages.share([own[place] for place in shared], [self.table.ranks[makers[place][0]] for place in shared],
+                                    [like[place] for place in shared], self.rank)
+        values.update((what[place].name, value) for place, value in zip(shared, found, strict=True))
 
 
 class _Made:

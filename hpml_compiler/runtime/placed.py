@@ -26,6 +26,7 @@ from hpml_compiler.runtime.eager import (
 from hpml_compiler.runtime.exporting import cannot_export
 from hpml_compiler.runtime.gathered import in_memory, note_change
 from hpml_compiler.runtime.local_ops import try_local
+from hpml_compiler.runtime.owned import as_at_owner, is_owned, is_owner
 from hpml_compiler.runtime.routes import (
     CASTS,
     COMPUTED_ATTRIBUTES,
@@ -42,6 +43,7 @@ from hpml_compiler.runtime.together import together
 from hpml_compiler.runtime.views import ViewStep, refresh, strided_replay
 from hpml_compiler.runtime.whole import local_part, reduced, whole
 from passes import compat
+from passes.errors import HpmlError
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +114,10 @@ class PlacedTensor(DTensor):
             return iter(_view(torch.Tensor.unbind, "unbind", args, kwargs))
         if placed[0] is args[0] and (name in VIEWS or name == "__get__"):
             return _view(func, name, args, kwargs)
+        if any(is_owned(operand.placements) for operand in placed):  # of which DTensor knows nothing
+            if name == "detach":
+                return compat.make_dtensor(PlacedTensor, args[0]._local_tensor.detach(), args[0]._spec)
+            return on_whole(func, args, kwargs, gathered_view)
         if name in CASTS and isinstance(args[0], DTensor) and any(p.is_partial() for p in args[0].placements):
             return on_whole(func, args, kwargs, gathered_view)  # it may share memory on one device
         alone = not _tracked(plain) and (name == "stack" or not any(operand.dim() for operand in plain))
@@ -131,7 +137,8 @@ class PlacedTensor(DTensor):
         target = args[0] if args else None
         if torch.is_grad_enabled():
             _check_may_change(name, changed)
-            if target is changed[0] and len(changed) == 1 and isinstance(target, DTensor) and target.requires_grad:
+            if (target is changed[0] and len(changed) == 1 and isinstance(target, DTensor) and target.requires_grad
+                    and not is_owned(target.placements)):
                 return func(*args, **kwargs)  # DTensor's own, with autograd: it fits by the check
         if name in ON_LOCALS and len(changed) == 1 and changed[0] is target and isinstance(target, PlacedTensor):
             result = on_parts(func, args, kwargs)
@@ -162,6 +169,29 @@ class PlacedTensor(DTensor):
     @classmethod
     def __tensor_unflatten__(cls, inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any) -> Any:
         return adopt(DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride), cls)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        if is_owned(self.placements):
+            return whole(self)
+        return DTensor.full_tensor(self, grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        if is_owned(self.placements):
+            raise HpmlError("a parameter that one stage of a pipeline has alone cannot be redistributed",
+                            f"a tensor of shape {tuple(self.shape)}", "take its whole value: tensor.full_tensor()")
+        return DTensor.redistribute(self, *args, **kwargs)
+
+    def __create_write_items__(self, fqn: str, item: Any) -> Any:
+        """For torch.distributed.checkpoint: whoever has a part writes it, at its place in the whole."""
+        if not is_owner(self.device_mesh, self.placements):
+            return []
+        return _at_owner(self).__create_write_items__(fqn, _at_owner(item))
+
+    def __create_chunk_list__(self) -> Any:
+        return _at_owner(self).__create_chunk_list__() if is_owner(self.device_mesh, self.placements) else []
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return _at_owner(self).__get_tensor_shard__(index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedTensor:
         if id(self) in memo:
@@ -250,6 +280,14 @@ def gathered_view(source: DTensor, value: torch.Tensor, replay: Callable[[torch.
     return view
 
 
+def _at_owner(tensor: DTensor) -> DTensor:
+    """What an owner has, as a DTensor that knows nothing of owners. The part is the same storage."""
+    with compat.plain_torch_functions():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return compat.make_dtensor(DTensor, tensor._local_tensor, compat.dtensor_spec(
+            tensor.device_mesh, as_at_owner(tensor.placements), like))
+
+
 def place(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> PlacedTensor:
     """A whole plain tensor, equal on all ranks, as a PlacedTensor: each rank keeps its part; no communication.
 
@@ -281,10 +319,12 @@ def _check_may_change(name: str, changed: Sequence[torch.Tensor]) -> None:
 def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A view; what does not share the source's storage is a GatheredView of it."""
     source = args[0]
+    if is_owned(source.placements) and name == "__get__" and func.__self__.__name__ == "data":
+        return compat.make_dtensor(PlacedTensor, source._local_tensor.data, source._spec)
     if name == "__getitem__" and _copies(args[1]):
         return on_whole(func, args, kwargs)
     several = name in SEVERAL_VIEWS and _tracked([source])  # DTensor's backward mixes in plain zeros
-    if not several and not hasattr(source, VIEW_STEP):
+    if not several and not hasattr(source, VIEW_STEP) and not is_owned(source.placements):
         result = _try_view(func, args, kwargs)
         address = source._local_tensor.untyped_storage().data_ptr()
         if result is not None and all(_is_view_at(address, view) for view in tensors_in(result)):

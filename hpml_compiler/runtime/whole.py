@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from hpml_compiler.runtime.owned import as_at_owner, at_owner, is_owner, no_rows
 from hpml_compiler.runtime.together import together
 from passes import compat
 
@@ -48,7 +49,7 @@ def _value(tensor: DTensor) -> torch.Tensor:
 def joined(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """The whole tensor of which each rank has a part; all ranks call this together."""
     with compat.plain_torch_functions():  # a new wrapper, since inside of torch.tensor([...]) even detach() makes none
-        result = compat.make_dtensor(DTensor, local, spec).full_tensor()
+        result = compat.make_dtensor(DTensor, *at_owner(local, spec)).full_tensor()
     stride = spec.tensor_meta.stride
     if result.stride() == stride or 0 in stride:
         return result
@@ -60,7 +61,9 @@ def local_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
 
     A part smaller than the whole gets storage of its own, so that the whole can be freed; strides keep their order.
     """
-    shape, offset = compat.local_shape_and_offset(tensor.shape, mesh, placements)
+    shape, offset = compat.local_shape_and_offset(tensor.shape, mesh, as_at_owner(placements))
+    if not is_owner(mesh, placements):
+        return tensor.new_empty(no_rows(shape))
     if tuple(shape) == tuple(tensor.shape):
         return tensor
     part = tensor

@@ -18,7 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.compat import fake_mode_of
 from passes.errors import HpmlError
+from passes.graph.copied import copied
 from passes.graph.nodes import BACKWARD_ON_PURPOSE, memory_of
+from passes.rules.repeatable import is_repeatable
 from passes.transform.insert import Inserter
 from passes.transform.markers import ADD_UP, COLLECTS, TAKE
 
@@ -84,6 +86,30 @@ class Loop:
     after: tuple[Segment, Segment]
     given: tuple[str, ...]
     results: tuple[str | None, ...]
+
+
+def restricted(segment: Segment, wanted: Container[str]) -> Segment:
+    """What of a segment makes these, and what is done whether or not it is wanted: random numbers are drawn, so that those
+    which follow are the same, and writes and unknown calls are made."""
+    if segment.gm is None:
+        return segment
+    gm = copied(segment.gm)
+    output = gm.graph.output_node()
+    kept = [(name, node) for name, node in zip(segment.makes, output.args[0], strict=True) if name in wanted]
+    output.args = (tuple(node for _, node in kept),)
+    for node in reversed(gm.graph.nodes):
+        if node.op == "call_function" and not node.users and is_repeatable(node):
+            gm.graph.erase_node(node)
+    reads = []
+    for name, node in zip(segment.reads, gm.graph.find_nodes(op="placeholder"), strict=True):
+        if node.users:
+            reads.append(name)
+        else:
+            gm.graph.erase_node(node)
+    if all(node.op != "call_function" for node in gm.graph.nodes) and not kept:
+        return Segment(None)
+    gm.recompile()
+    return Segment(gm, tuple(reads), tuple(name for name, _ in kept))
 
 
 def cut_loop(gm: GraphModule) -> Loop:

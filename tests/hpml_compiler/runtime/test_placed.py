@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.placed import GatheredView, PlacedTensor, place
 from hpml_compiler.runtime.whole import whole
 from passes import compat
 from tests.hpml_compiler.runtime.common import assert_close, full
 
+PLACEMENTS = (Shard(0), Replicate(), Owned(1))
 EDITS = {
     "an item": "w[0] = 0.5",
     "a column": "w[:, 1] += 1",
@@ -106,7 +108,7 @@ def names(values):
 def run_edits(rank):
     mesh = init_device_mesh("cpu", (2,))
     for label, edit in EDITS.items():
-        for placement in (Shard(0), Replicate()):
+        for placement in PLACEMENTS:
             ours, theirs = tensors(mesh, [placement]), tensors()
             for values in (ours, theirs):
                 torch.manual_seed(1)
@@ -127,7 +129,7 @@ def test_changes_in_place_stay(launch):
 def run_values(rank):
     mesh = init_device_mesh("cpu", (2,))
     for label, expression in VALUES.items():
-        for placement in (Shard(0), Replicate()):
+        for placement in PLACEMENTS:
             ours, theirs = tensors(mesh, [placement]), tensors()
             results = []
             for values in (ours, theirs):
@@ -154,10 +156,15 @@ def test_values_and_gradients(launch):
 
 def run_copies(rank):
     mesh = init_device_mesh("cpu", (2,))
-    ours, theirs = tensors(mesh, [Shard(0)]), tensors()
+    for placement in (Shard(0), Owned(1)):
+        check_copies(tensors(mesh, [placement]), placement)
+
+
+def check_copies(ours, placement):
+    theirs = tensors()
     copied = copy.deepcopy({"a": ours["w"], "b": ours["w"]})
     assert copied["a"] is copied["b"] is not ours["w"]
-    assert isinstance(copied["a"], nn.Parameter) and copied["a"].placements == (Shard(0),)
+    assert isinstance(copied["a"], nn.Parameter) and copied["a"].placements == (placement,)
     assert not ours["w"].is_shared() and ours["w"].share_memory_() is ours["w"] and ours["w"].is_shared()
     assert_close(ours["w"], theirs["w"])
     file = io.BytesIO()
@@ -167,7 +174,7 @@ def run_copies(rank):
     for name in theirs:
         assert type(loaded[name]) is nn.Parameter
         assert_close(loaded[name], theirs[name])
-    with pytest.raises(RuntimeError, match="leaves of the autograd graph"):
+    with pytest.raises(RuntimeError, match="leaves"):
         copy.deepcopy(ours["w"] * 2)
     with pytest.raises(RuntimeError, match="requires a gradient"):
         ours["w"][0] = 1
@@ -187,7 +194,8 @@ def test_copies_pickles_and_errors(launch):
 def run_whole(rank):
     mesh = init_device_mesh("cpu", (2, 2))
     value = torch.arange(64.0).view(8, 8)
-    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()]):
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()],
+                       [Owned(1), Shard(1)], [Shard(0), Owned(0)], [Owned(0), Owned(1)]):
         placed = place(value.clone(), mesh, placements).requires_grad_()
         result = whole(placed)
         assert type(result) is torch.Tensor

@@ -16,13 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.placed import GatheredView, PlacedTensor, place
 from hpml_compiler.runtime.whole import local_part
 from passes import compat
 from tests.hpml_compiler.runtime.common import full
 from tests.hpml_compiler.runtime.lines import CHANGES, GRADIENTS, VALUES
 
-PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial())
+PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial(), Owned(1))
 
 def environment(mesh=None, placement=None):
     torch.manual_seed(0)
