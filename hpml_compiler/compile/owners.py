@@ -69,15 +69,16 @@ class Needs:
                     for when in ("before", "after")}
         return replace(self.loop, **segments)
 
-    def own_gradients(self, rank: int, owners: Mapping[str, int]) -> tuple[frozenset[int], frozenset[str]]:
-        """Of what the loop's backward makes, by place, what only the rank needs that makes it; and of the graph's gradients, by
-        name, those that this rank has no rows of."""
+    def gradients_alone(self, owners: Mapping[str, int]) -> frozenset[int]:
+        """Of what the loop's backward makes, by place, what only the rank needs that makes it."""
         wanted = {each: self._needed(self._wanted(each, owners)).collected for each in self.ranks}
-        alone = frozenset(place for name, place in self.gradients_of_loop.items()
-                          if len(makers := self._makers(name)) == 1
-                          and all(name not in wanted[each] for each in self.ranks if each not in makers))
-        return alone, frozenset(self.gradients[name] for name, owner in owners.items()
-                                if owner != rank and name in self.gradients)
+        return frozenset(place for name, place in self.gradients_of_loop.items()
+                         if len(makers := self._makers(name)) == 1
+                         and all(name not in wanted[each] for each in self.ranks if each not in makers))
+
+    def gradients_elsewhere(self, rank: int, owners: Mapping[str, int]) -> frozenset[str]:
+        """Of the graph's gradients, by name, those that this rank has no rows of."""
+        return frozenset(self.gradients[name] for name, owner in owners.items() if owner != rank and name in self.gradients)
 
     def _wanted(self, rank: int, owners: Mapping[str, int]) -> set[str]:
         gradients = {result for name, result in self.gradients.items() if owners.get(name, rank) == rank}

@@ -48,7 +48,6 @@ from hpml_compiler.runtime.stages import Messages
 from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
 from passes.analysis.stages import TooFewParts
-from passes.errors import HpmlError
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.decision import Decision
@@ -88,10 +87,15 @@ class Pipeline(Microbatched):
                      "; ".join(", ".join(blocks) for blocks in self.staged.stages.blocks))
 
     def give_to(self, owners: Mapping[str, int]) -> None:
-        """owners: of parameters that one rank has alone, by the names of their placeholders."""
-        self.loop = self.needs.around(self.place, owners)
-        self.alone, elsewhere = self.needs.own_gradients(self.place, owners)
-        self.elsewhere = {node.name: node.meta["val"] for node in self.marked.graph.nodes if node.name in elsewhere}
+        """owners: of parameters that one rank has alone, by the names of their placeholders. Those that its stages do not need
+        alone are lent to all ranks for the step."""
+        needed_alone = self.needs.owners(owners)
+        own = {name: rank for name, rank in owners.items() if needed_alone.get(name) == rank}
+        self.loop = self.needs.around(self.place, own)
+        self.alone = self.needs.gradients_alone(own)
+        values = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
+        self.lent = {name: (rank, values[name]) for name, rank in owners.items() if name not in own}
+        self.elsewhere = {name: values[name] for name in self.needs.gradients_elsewhere(self.place, owners)}
 
     def saved_in_loop(self) -> list[Any]:
         return [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.saved.values()]
@@ -101,7 +105,8 @@ class Pipeline(Microbatched):
         group = self.mesh.get_group(STAGES_AXIS)
         messages = Messages(dist.get_process_group_ranks(group), torch.device(device_type()), group)
         return Pipelined(self.loop, self.calls(of_loop, None, ()), self.table, self.place, stages, messages,
-                         self.staged.reads, self.staged.outputs, self.staged.gradients, self.alone, self.elsewhere)
+                         self.staged.reads, self.staged.outputs, self.staged.gradients, self.alone, self.elsewhere,
+                         self.lent)
 
 
 class PipelinedGraph:
@@ -195,13 +200,9 @@ class PipelinedGraph:
 
     def _owners(self, runs: Pipeline, positions: Mapping[str, int]) -> dict[str, int]:
         """Who has the parameters that one rank needs alone. What was given to another rank before is borrowed from it."""
-        found = runs.needs.owners(positions)
-        if self.owned is not None:
-            if any(found.get(name) != rank for name, rank in self.owned.items()):
-                raise HpmlError("a gradient arrives at another output than the loss, and with it, parameters would be read on "
-                                "other ranks than those which have them", self.name,
-                                "compute all of the loss in the compiled model, or none of it")
+        if self.owned is not None:  # for gradients at other outputs, the graph is cut once more
             return self.owned
+        found = runs.needs.owners(positions)
         self.owned = {}
         for name, position in positions.items():
             given, owner = self.given[position], found.get(name)

@@ -30,15 +30,16 @@ class Pipelined(Schedule):
     """Stands for `Schedule` where this rank runs some stages of the body alone. rank: its place in the pipeline. reads: of
     the body's inputs, by name; outputs, gradients: the stages that make what the body's forward and backward return. alone: of
     what its backward returns, by place, what stays on the rank that makes it. elsewhere: gradients of which other ranks have
-    all rows, with fakes of what this one has."""
+    all rows, with fakes; lent: inputs that one rank has and others need, with that rank and a fake."""
 
     def __init__(self, loop: Loop, calls: Calls, table: Table, rank: int, stages: Mapping[int, StageCalls], messages: Messages,
                  reads: Mapping[str, Read], outputs: Mapping[int, int], gradients: Mapping[int, tuple[int, ...]],
-                 alone: Container[int] = (), elsewhere: Mapping[str, torch.Tensor] | None = None):
+                 alone: Container[int] = (), elsewhere: Mapping[str, torch.Tensor] | None = None,
+                 lent: Mapping[str, tuple[int, torch.Tensor]] | None = None):
         super().__init__(loop, calls, table.microbatches)
         self.table, self.rank, self.stages, self.messages = table, rank, stages, messages
         self.reads_of, self.outputs, self.gradients = reads, outputs, gradients
-        self.alone, self.elsewhere = alone, elsewhere or {}
+        self.alone, self.elsewhere, self.lent = alone, elsewhere or {}, lent or {}
 
     @property
     def parts(self) -> list[int]:
@@ -87,6 +88,9 @@ class Pipelined(Schedule):
 
     def _before(self, halves: Sequence[int], values: Values) -> Failed | None:
         """What is done before the loop. What fails is told to the others when they have been through the loop."""
+        if 0 in halves and self.lent:
+            owners, like = zip(*self.lent.values())
+            values.update(zip(self.lent, self.messages.share([values[name] for name in self.lent], owners, like, self.rank)))
         try:
             for half in halves:
                 self.segment(half, "before", values)

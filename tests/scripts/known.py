@@ -1,7 +1,7 @@
 """What fails today, and why: data, not skips. A test turns red when an entry does not fail any more, so that it goes."""
 from __future__ import annotations
 
-ALL = ("dp", "tp", "unpinned", "parts")
+ALL = ("dp", "tp", "unpinned", "parts", "stages")
 CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     # class of failures: {use: the meshes on which it fails}
     "double backward: AOTAutograd's refusal comes through, which does not say what to do": {

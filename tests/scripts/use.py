@@ -25,7 +25,8 @@ import torch
 import hpml_compiler
 
 MESHES: dict[str, dict[str, Any]] = {
-    "dp": {"mesh": {"dp": 2}}, "tp": {"mesh": {"tp": 2}}, "unpinned": {}, "parts": {"mesh": {"dp": 2}, "microbatches": 2}}
+    "dp": {"mesh": {"dp": 2}}, "tp": {"mesh": {"tp": 2}}, "unpinned": {}, "parts": {"mesh": {"dp": 2}, "microbatches": 2},
+    "stages": {"mesh": {"pp": 2}, "microbatches": 2}}
 """Options of each."""
 FAMILIES = "tests.scripts.uses"
 ByMesh = str | Mapping[str, str]

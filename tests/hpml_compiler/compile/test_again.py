@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
+from tests.hpml_compiler.runtime.common import full
 
 ROWS = 8
 SCALES = (2.0**16, 2.0**16, 2.0**15, 2.0**12, 2.0**16)
@@ -31,7 +32,7 @@ def gradients(model, call, x, scale):
     model.zero_grad()
     torch.manual_seed(3)
     (call(x) * scale).backward()
-    return [p.grad.clone() for p in model.parameters()]
+    return [full(p.grad).clone() for p in model.parameters()]
 
 
 def scaled(rank, options):
@@ -88,10 +89,10 @@ def steps(model, call, losses):
         optimizer.zero_grad()
         loss = loss_of(*call(torch.randn(ROWS, 8, dtype=torch.double)))
         loss.backward()
-        gradients = (torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())
+        gradients = (full(torch.zeros_like(p) if p.grad is None else p.grad).clone() for p in model.parameters())
         seen += [loss.detach(), torch.rand(1), *gradients]
         optimizer.step()
-    return [*seen, *model.state_dict().values()]
+    return [*seen, *map(full, model.state_dict().values())]
 
 
 def loss_alone(loss, features):
