@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hpml_compiler.runtime.accumulating import accumulate, may_accumulate, wrapped
 from hpml_compiler.runtime.owned import brought, is_owner
 from hpml_compiler.runtime.placed import PlacedTensor
 from passes import compat
@@ -32,10 +33,10 @@ class LocalViews(torch.autograd.Function):
             if ctx.borrowed:
                 gradients = tuple(_owners(gradient, tensor) if k in ctx.borrowed else gradient
                                   for k, (gradient, tensor) in enumerate(zip(gradients, ctx.placed, strict=True)))
-            if not torch.is_grad_enabled() and _may_accumulate(ctx):
-                _accumulate(ctx.placed, gradients)
+            if not torch.is_grad_enabled() and may_accumulate(ctx, ctx.placed):
+                accumulate(ctx.placed, gradients, PlacedTensor)
                 return (None,) * (1 + len(gradients))
-            return (None, *[None if gradient is None else _wrapped(gradient, tensor)
+            return (None, *[None if gradient is None else wrapped(gradient, tensor, PlacedTensor)
                           for tensor, gradient in zip(ctx.placed, gradients, strict=True)])
 
 
@@ -44,34 +45,3 @@ def _owners(gradient: torch.Tensor | None, tensor: DTensor) -> torch.Tensor | No
     if gradient is None or is_owner(tensor.device_mesh, tensor.placements):
         return gradient
     return torch.empty_like(tensor._local_tensor)
-
-
-def _may_accumulate(ctx: Any) -> bool:
-    """Whether the engine would only add the gradients to `.grad`: no hooks, and nobody else asked for them."""
-    if any(t._backward_hooks or t._post_accumulate_grad_hooks or not t.is_leaf for t in ctx.placed):
-        return False
-    return compat.will_accumulate([node for node, _ in ctx.next_functions])
-
-
-def _accumulate(placed: tuple[DTensor, ...], gradients: tuple[torch.Tensor | None, ...]) -> None:
-    """As autograd's own node: a gradient that nobody else holds is taken as it is, any other is copied. (Gradients that
-    are other tensors share no memory: `passes.transform.own_gradients`.)"""
-    seen: set[int] = set()
-    for tensor, gradient in zip(placed, gradients, strict=True):
-        if gradient is None:
-            continue
-        old = tensor.grad
-        if old is None:
-            held = id(gradient) in seen or compat.use_count(gradient) > 1
-            seen.add(id(gradient))
-            if held or gradient.stride() != tensor._local_tensor.stride():
-                gradient = torch.empty_like(tensor._local_tensor).copy_(gradient)
-            tensor.grad = _wrapped(gradient, tensor)
-        elif type(old) is PlacedTensor and old._spec is tensor._spec:
-            old._local_tensor.add_(gradient)
-        else:
-            old.add_(_wrapped(gradient, tensor))
-
-
-def _wrapped(gradient: torch.Tensor, tensor: DTensor) -> PlacedTensor:
-    return compat.make_dtensor(PlacedTensor, gradient, tensor._spec)

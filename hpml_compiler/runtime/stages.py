@@ -92,7 +92,9 @@ class Messages:
                     note_sent(flat.nbytes * (len(self.ranks) - 1))
                 if rank != owner:
                     for k, part in zip(places, flat.split(sizes)):
-                        found[k] = _like(part.view(tuple(map(int, like[k].shape))), like[k])()
+                        x = _like(part.view(tuple(map(int, like[k].shape))), like[k])()
+                        # No view for autograd, which lets nobody write to a view that it has not made.
+                        found[k] = x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
         return [_there(x) for x in found]
 
     def agree(self, failed: Failed | None) -> None:

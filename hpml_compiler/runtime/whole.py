@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from hpml_compiler.runtime.owned import as_at_owner, at_owner, is_owner, no_rows
+from hpml_compiler.runtime.accumulating import accumulate, may_accumulate
+from hpml_compiler.runtime.owned import as_at_owner, at_owner, is_owned, is_owner, no_rows
 from hpml_compiler.runtime.together import together
 from passes import compat
 
@@ -84,6 +85,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.kind, ctx.spec = type(tensor), tensor._spec
+        ctx.owned = tensor if is_owned(tensor.placements) else None
         ctx.set_materialize_grads(False)
         value = _value(tensor)
         if compat.is_fake(tensor._local_tensor):
@@ -100,7 +102,12 @@ class _Whole(torch.autograd.Function):
             return None
         if torch.is_grad_enabled():  # create_graph=True
             return _Part.apply(gradient, ctx.kind, ctx.spec)
-        return _part(gradient, ctx.kind, ctx.spec)
+        part = _part(gradient, ctx.kind, ctx.spec)
+        if ctx.owned is not None and may_accumulate(ctx, (ctx.owned,)):  # the engine adds up as DTensor does
+            with compat.plain_torch_functions():
+                accumulate((ctx.owned,), (part._local_tensor,), ctx.kind)
+            return None
+        return part
 
 
 class _Part(torch.autograd.Function):
