@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from hpml_compiler.compile.stages import StagedBody
+from passes.graph.interface import Interface
 from passes.graph.nodes import returned_nodes
 from passes.rules.repeatable import is_repeatable
 from passes.schedule.actions import Schedule
@@ -29,9 +30,9 @@ class _Needed:
 
 
 class Needs:
-    """marked: the graph that the loop was cut out of. table: whose ranks have the stages."""
+    """marked: the graph that the loop was cut out of, with its interface. table: whose ranks have the stages."""
 
-    def __init__(self, marked: GraphModule, loop: Loop, staged: StagedBody, table: Schedule, forward_outputs: int):
+    def __init__(self, marked: GraphModule, loop: Loop, staged: StagedBody, table: Schedule, interface: Interface):
         self.loop, self.staged, self.table = loop, staged, table
         self.ranks = range(len(table.actions))
         self.nodes: Mapping[str, Node] = {node.name: node for node in marked.graph.nodes}
@@ -40,9 +41,10 @@ class Needs:
         results = [None if node is None else node.name for node in returned_nodes(marked)]
         always = (node.name for each in (*loop.before, *loop.after) if each.gm is not None for node in each.gm.graph.nodes
                   if node.op == "call_function" and not is_repeatable(node))
-        self.common = frozenset(name for name in (*results[:forward_outputs], *always) if name is not None)
-        inputs = [name for name in loop.given if not name.startswith("tangents")]
-        self.gradients = {name: result for name, result in zip(inputs, results[forward_outputs:]) if result is not None}
+        self.common = frozenset(name for name in (*results[:interface.forward_outputs], *always) if name is not None)
+        gradients = results[interface.forward_outputs:]  # one for each input, which tokens of effects are not
+        self.gradients = {name: result for name, result in zip(interface.positions, gradients, strict=True)
+                          if result is not None}
         """Input -> its gradient, by name."""
 
     def owners(self, parameters: Iterable[str]) -> dict[str, int]:

@@ -51,7 +51,7 @@ from passes.analysis.stages import TooFewParts
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.decision import Decision
-from passes.graph.placement_graph import InputKind
+from passes.graph.interface import Interface
 from passes.partition.in_time import InTime, on_one_device, on_time_axis
 from passes.presets import after_planning, one_device, to_microbatches, whole_batch
 from passes.schedule.actions import schedule
@@ -62,11 +62,11 @@ log = logging.getLogger("hpml")
 
 
 class Pipeline(Microbatched):
-    """Microbatches of which this rank runs some stages. kinds: of the inputs of the marked graph, by name."""
+    """Microbatches of which this rank runs some stages. interface: of the marked graph."""
 
     def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
-                 kinds: Mapping[str, InputKind], written: Container[int], whole: MakesWhole | None):
-        self.kinds = kinds
+                 interface: Interface, written: Container[int], whole: MakesWhole | None):
+        self.interface = interface
         super().__init__(options, marked, microbatches, forward_outputs, written, whole)
 
     def cut_body(self) -> None:
@@ -77,11 +77,11 @@ class Pipeline(Microbatched):
         device = local_cluster(options, dist.get_world_size()).device
         text = structure_of(self.loop.body)
         same_graph(hashlib.sha256(text.encode()).hexdigest(), lambda: text)
-        self.staged = stage_body(self.marked, self.kinds, self.loop, self.table.stages, device, from_rank_0)
+        self.staged = stage_body(self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0)
         self.stages = when_all_can("cut its stages in two", lambda: [
             LoweredStage(graph, options.compiler) for graph in self.staged.graphs
             if self.table.ranks[graph.index] == self.place])
-        self.needs = Needs(self.marked, self.loop, self.staged, self.table, self.forward_outputs)
+        self.needs = Needs(self.marked, self.loop, self.staged, self.table, self.interface)
         if dist.get_rank() == 0:
             log.info("%d stages under %s with %d microbatches: %s", self.table.stages, self.table.name, self.microbatches,
                      "; ".join(", ".join(blocks) for blocks in self.staged.stages.blocks))
@@ -192,10 +192,10 @@ class PipelinedGraph:
 
     def _pipeline(self, joint: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> Pipeline:
         annotated = self._annotated(joint, forward_outputs, self.microbatches)
-        kinds = dict(annotated.interface.kinds)
+        interface = annotated.interface
         microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
-        runs = Pipeline(self.options, joint, microbatches, forward_outputs, kinds, self.inputs.written, whole)
-        runs.give_to(self._owners(runs, annotated.interface.positions))
+        runs = Pipeline(self.options, joint, microbatches, forward_outputs, interface, self.inputs.written, whole)
+        runs.give_to(self._owners(runs, interface.positions))
         return runs
 
     def _owners(self, runs: Pipeline, positions: Mapping[str, int]) -> dict[str, int]:

@@ -5,7 +5,7 @@ random numbers, which are drawn before the loop, are the same everywhere.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -14,7 +14,7 @@ from hpml_compiler.compile.lowering import Lowering, values_of
 from hpml_compiler.runtime.stages import Half, StageCalls
 from passes import compat
 from passes.annotations import read
-from passes.errors import HpmlError
+from passes.errors import BadInput, HpmlError
 from passes.graph.copied import copied
 from passes.graph.nodes import memory_of, returned_nodes
 from passes.graph.placement_graph import InputKind
@@ -56,9 +56,19 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop, 
     staged_as(agreed(found))(body)
     names = [node.name for node in body.graph.find_nodes(op="placeholder")]
     graphs = split_stages(body, (), aligned=False)
+    _check_sizes(graphs)
     return StagedBody(
         read(STAGES, body), graphs, dict(zip(names, (*loop.reads, *loop.late), strict=True)),
         {place: graph.index for graph in graphs for place in graph.outputs}, makers_of_gradients(body))
+
+
+def _check_sizes(graphs: Sequence[StageGraph]) -> None:
+    """Raises BadInput where a stage could not know how much it receives."""
+    for graph in graphs:
+        for name, fake in graph.fakes.items():
+            if any(not isinstance(size, int) for size in fake.shape):
+                raise BadInput(f"stage {graph.index} of a pipeline would receive or send something whose size depends on data: "
+                               f"{tuple(fake.shape)}", name, "leave pp out of options['mesh'], or make its size a fixed one")
 
 
 def structure_of(body: GraphModule) -> str:

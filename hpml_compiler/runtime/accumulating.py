@@ -24,14 +24,15 @@ def accumulate(leaves: Sequence[DTensor], gradients: Sequence[torch.Tensor | Non
     for tensor, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
             continue
-        old = tensor.grad
+        old: Any = tensor.grad
         if old is None:
             held = id(gradient) in seen or compat.use_count(gradient) > 1
             seen.add(id(gradient))
             if held or gradient.stride() != tensor._local_tensor.stride():
                 gradient = torch.empty_like(tensor._local_tensor).copy_(gradient)
             tensor.grad = wrapped(gradient, tensor, kind)
-        elif type(old) is kind and old._spec is tensor._spec:
+        elif type(old) is kind and (old._spec is tensor._spec or (
+                old.placements == tensor.placements and old.device_mesh == tensor.device_mesh)):
             old._local_tensor.add_(gradient)
         else:
             old.add_(wrapped(gradient, tensor, kind))

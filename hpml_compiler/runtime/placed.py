@@ -117,6 +117,9 @@ class PlacedTensor(DTensor):
         if any(is_owned(operand.placements) for operand in placed):  # of which DTensor knows nothing
             if name == "detach":
                 return compat.make_dtensor(PlacedTensor, args[0]._local_tensor.detach(), args[0]._spec)
+            if name == "new_empty":  # of this class, as torch's stager of asynchronous checkpoints expects
+                mesh = args[0].device_mesh
+                return place(func(args[0]._local_tensor, *args[1:], **kwargs), mesh, [Replicate()] * mesh.ndim)
             return on_whole(func, args, kwargs, gathered_view)
         if name in CASTS and isinstance(args[0], DTensor) and any(p.is_partial() for p in args[0].placements):
             return on_whole(func, args, kwargs, gathered_view)  # it may share memory on one device

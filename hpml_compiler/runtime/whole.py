@@ -122,7 +122,7 @@ class _Part(torch.autograd.Function):
         return whole(gradients[0]), None, None
 
 
-def _part(gradient: torch.Tensor, kind: type, spec: Any) -> torch.Tensor:
+def _part(gradient: torch.Tensor, kind: type, spec: Any) -> Any:
     spec = reduced(spec, gradient)
     part = local_part(gradient, spec.mesh, spec.placements)
     # What arrives may be expanded, or be held by somebody else, who would see it being clipped in place.
