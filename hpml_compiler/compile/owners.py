@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
-from hpml_compiler.compile.stages import StagedBody
+from hpml_compiler.planning.staged_body import StagedBody
 from passes.graph.interface import Interface
 from passes.graph.nodes import returned_nodes
 from passes.rules.repeatable import is_repeatable

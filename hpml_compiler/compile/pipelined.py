@@ -29,11 +29,12 @@ from hpml_compiler.compile.owners import Needs
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.stage_mesh import STAGES_AXIS, StageMesh
-from hpml_compiler.compile.staged_plan import StagedPlan
-from hpml_compiler.compile.stages import LoweredStage, stage_body, structure_of
+from hpml_compiler.compile.stages import LoweredStage
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
+from hpml_compiler.planning.staged_body import stage_body, structure_of
+from hpml_compiler.planning.staged_plan import StagedPlan
 from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward

@@ -1,119 +1,28 @@
-"""The body of a loop over microbatches as the stages of a pipeline: split, and compiled on the ranks that run them.
-
-What is around the loop stays whole, and every rank does all of it. So what a microbatch reads is an input of the body, and
-random numbers, which are drawn before the loop, are the same everywhere.
-"""
+"""A stage of a pipeline on the rank that runs it: compiled."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-from torch.fx import GraphModule
-
-from hpml_compiler.compile.lowering import Lowering, values_of
+from hpml_compiler.compile.lowering import Lowering
+from hpml_compiler.planning.staged_body import halves_of
 from hpml_compiler.runtime.stages import Half, StageCalls
-from passes import compat
-from passes.annotations import read
-from passes.errors import BadInput, HpmlError
-from passes.graph.copied import copied
 from passes.graph.nodes import memory_of, returned_nodes
-from passes.graph.placement_graph import InputKind
-from passes.graph.stages import STAGES, Stages
-from passes.machine.device import Device
-from passes.presets import describing_body, one_stage, staged_as, staging
-from passes.rules.repeatable import draws
-from passes.transform.microbatches import Loop, Read
-from passes.transform.split_stages import StageGraph, makers_of_gradients, split_stages
-
-
-@dataclass(frozen=True)
-class StagedBody:
-    """reads: of a body's inputs, by name, what they are of the whole graph. outputs, gradients: of what its forward and its
-    backward return, by place, the stages that make it; several make parts, in the order in which these are added up."""
-
-    stages: Stages
-    graphs: tuple[StageGraph, ...]
-    reads: Mapping[str, Read]
-    outputs: Mapping[int, int]
-    gradients: Mapping[int, tuple[int, ...]]
-
-
-def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop, count: int, device: Device,
-               agreed: Callable[[Callable[[], Stages]], Stages]) -> StagedBody:
-    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: gives all ranks what one finds."""
-    body = copied(loop.body)
-    for node in body.graph.nodes:
-        if draws(node):
-            raise HpmlError(
-                "random numbers that are drawn in a stage of a pipeline would be others than one device's",
-                node.name, "draw them without regard to what the model computes, or leave pp out of options['mesh']")
-    describing_body(_kinds(body, marked, kinds, loop), len(loop.forward))(body)
-
-    def found() -> Stages:
-        staging(count, device)(body)
-        return read(STAGES, body)
-
-    staged_as(agreed(found))(body)
-    names = [node.name for node in body.graph.find_nodes(op="placeholder")]
-    graphs = split_stages(body, (), aligned=False)
-    _check_sizes(graphs)
-    return StagedBody(
-        read(STAGES, body), graphs, dict(zip(names, (*loop.reads, *loop.late), strict=True)),
-        {place: graph.index for graph in graphs for place in graph.outputs}, makers_of_gradients(body))
-
-
-def _check_sizes(graphs: Sequence[StageGraph]) -> None:
-    """Raises BadInput where a stage could not know how much it receives."""
-    for graph in graphs:
-        for name, fake in graph.fakes.items():
-            if any(not isinstance(size, int) for size in fake.shape):
-                raise BadInput(f"stage {graph.index} of a pipeline would receive or send something whose size depends on data: "
-                               f"{tuple(fake.shape)}", name, "leave pp out of options['mesh'], or make its size a fixed one")
-
-
-def structure_of(body: GraphModule) -> str:
-    """What is the same on all ranks, whichever parts of the values they have: calls by name, and what each reads."""
-    return "\n".join(f"{node.name} = {node.target} {[x.name for x in node.all_input_nodes]}" for node in body.graph.nodes
-                     if node.op == "call_function")
-
-
-def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop) -> dict[str, InputKind]:
-    """Of a body: what was made of parameters before the loop counts as one."""
-    learned: set[str] = set()
-    for node in marked.graph.nodes:
-        given = kinds.get(node.name) == "parameter" or getattr(node.meta.get("val"), "requires_grad", False)
-        if node.op == "placeholder" and given or any(x.name in learned for x in node.all_input_nodes):
-            learned.add(node.name)
-    found: dict[str, InputKind] = {}
-    for k, (node, each) in enumerate(zip(body.graph.find_nodes(op="placeholder"), (*loop.reads, *loop.late), strict=True)):
-        late = k >= len(loop.reads)
-        found[node.name] = "tangent" if late else "parameter" if each.name in learned else kinds.get(each.name, "constant")
-    return found
+from passes.transform.split_stages import StageGraph
 
 
 class LoweredStage:
-    """A stage on the rank that runs it: cut into forward and backward at once, compiled by `calls`."""
+    """A stage that is cut into forward and backward at once, and compiled by `calls`."""
 
     def __init__(self, graph: StageGraph, compiler: str):
-        self.graph = graph
-        joint = copied(graph.gm)
-        one_stage(compiler, graph.forward_outputs)(joint)
+        self.graph, self.halves = graph, halves_of(graph, compiler)
         self.lowering = Lowering(compiler)
         self.lowering.reuse = compiler == "inductor"  # call by call, each value is let go of when it was last read
-        # The one that saves little, with either compiler: saved values are held for many microbatches.
-        self.forward, self.backward = compat.min_cut_partition(joint, values_of(joint), graph.forward_outputs, None)
         self.lowering.forward_outputs = graph.forward_outputs
-        # By names and fakes, since lowering may put other nodes in their places.
-        self.names = _names(self.forward), _names(self.backward)
-        made = {node.name: node for node in returned_nodes(self.forward)[graph.forward_outputs:] if node is not None}
-        self.saved = {name: made[name].meta["val"] for name in self.names[1][0] if name in made}
-        """What backward takes of forward."""
+        self.saved = self.halves.saved
 
     def calls(self) -> StageCalls:
-        forward, backward = self.lowering.part(self.forward, self.backward, self.graph.forward_outputs)
-        of_forward, of_backward = self.names
-        return StageCalls(self.graph, Half(forward, *of_forward), Half(backward, *of_backward), tuple(self.saved),
-                          self._shared())
+        halves = self.halves
+        forward, backward = self.lowering.part(halves.forward, halves.backward, self.graph.forward_outputs)
+        return StageCalls(self.graph, Half(forward, *halves.forward_names), Half(backward, *halves.backward_names),
+                          tuple(self.saved), self._shared())
 
     def _shared(self) -> frozenset[int]:
         """Places of gradients whose memory the stage before may still read, or that another stage adds to."""
@@ -122,8 +31,3 @@ class LoweredStage:
         elsewhere = {memory_of(node) for node in sent}
         return frozenset(place for place, node in zip(self.graph.gradients, gradients)
                          if place is not None and memory_of(node) in elsewhere)
-
-
-def _names(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    return (tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
-            tuple(None if node is None else node.name for node in returned_nodes(gm)))

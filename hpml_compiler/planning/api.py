@@ -38,6 +38,8 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
     if not isinstance(cluster, Cluster):
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     if len(cluster.groups) > 1:
+        if parsed.stage_ranks > 1:
+            raise BadInput("a plan for unlike devices does not count stages of a pipeline", "options['mesh']", "leave pp out")
         if parsed.microbatches > 1:
             raise BadInput("a plan for unlike devices does not count microbatches", "options['microbatches']",
                            "leave it out; `simulate` plays such a plan with microbatches")

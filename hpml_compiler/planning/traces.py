@@ -12,6 +12,7 @@ from torch import nn
 from hpml_compiler.options import Options
 from hpml_compiler.planning.budgeted import Budgeted
 from hpml_compiler.planning.in_microbatches import with_microbatches
+from hpml_compiler.planning.in_stages import plan_in_stages
 from hpml_compiler.planning.in_trials import remembered
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, plan_graph, solver_options
@@ -90,6 +91,10 @@ def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
     """Plan what was traced on a cluster of like devices. Raises BadInput and Infeasible."""
     options = traces.options
     options.check_mesh(cluster.world_size)
+    if options.stage_ranks > 1:
+        records = [plan_in_stages(each, options, cluster, _fitting(each, options), f"graph_{number}")
+                   for number, each in enumerate(traces.traced)]
+        return as_plan(records, [], options, str(cluster))
     given = options.load_plan()
     results = _plan_shortened(traces, options, cluster)
     if results is None:
@@ -101,10 +106,15 @@ def _annotate(traced: Traced, options: Options) -> Annotated:
     count = 1
     if options.microbatches > 1:
         traced = replace(traced, gm=loss_alone(traced.gm))
-        count = fitting_rows(_shapes_of_batch(traced), options.microbatches, (options.mesh or {}).get("dp", 1))
+        count = _fitting(traced, options)
     annotated = annotate(traced.gm, traced.inputs, traced.forward_outputs, count)
     annotated.seconds["trace"] = traced.seconds
     return annotated
+
+
+def _fitting(traced: Traced, options: Options) -> int:
+    """How many microbatches its rows go through in."""
+    return fitting_rows(_shapes_of_batch(traced), options.microbatches, (options.mesh or {}).get("dp", 1))
 
 
 def _shapes_of_batch(traced: Traced) -> list[torch.Size]:

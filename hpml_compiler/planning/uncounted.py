@@ -7,6 +7,7 @@ from passes.errors import BadInput
 
 def refuse_uncounted(options: Options) -> None:
     """Raises BadInput for options of which a plan would be wrong."""
-    if options.stage_ranks > 1:
-        raise BadInput("a plan does not count stages of a pipeline yet", "options['mesh']",
-                       "leave the axis pp out; a run takes it, as in options={\"mesh\": {\"pp\": 2}}")
+    others = {axis: size for axis, size in (options.mesh or {}).items() if axis != "pp" and size > 1}
+    if options.stage_ranks > 1 and others:
+        raise BadInput(f"a plan does not count stages that are split on other axes yet: {others}", "options['mesh']",
+                       "give pp alone, or leave it out; a run takes both, as in options={\"mesh\": {\"pp\": 2, \"tp\": 2}}")

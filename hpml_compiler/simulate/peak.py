@@ -18,4 +18,5 @@ def simulated_peak(plan: PlanContent, found: Simulation) -> Peak:
     node = event.name.split()[0]
     graph = next((each for each in plan.step_graphs if node in each.operations), None)
     block = graph.operations[node].block if graph else ""
-    return Peak({part: parts[part] for part in PARTS if parts.get(part)}, graph.name if graph else "", node, block, event.kind)
+    shown = [*PARTS, *(part for part in parts if part not in PARTS)]  # such as what stages that were given hold
+    return Peak({part: parts[part] for part in shown if parts.get(part)}, graph.name if graph else "", node, block, event.kind)

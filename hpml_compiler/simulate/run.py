@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from hpml_compiler.mixed.plan import MixedPlan
@@ -10,7 +11,7 @@ from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
-from hpml_compiler.simulate.stages import stages_of
+from hpml_compiler.simulate.stages import held_by_part, stages_of
 from hpml_compiler.simulate.step_graph import step_graph
 from passes.costs import CostModel
 from passes.costs.between_groups import sum_between_groups_j, sum_between_groups_us
@@ -162,8 +163,9 @@ def _planned_pipeline(plan: Plan, cluster: Cluster | str | None, recompute: bool
                        "leave cluster, cost and recompute out")
     pipe, memory = graph.pipeline, graph.memory
     assert pipe is not None, "the caller has looked"
-    stages = stages_of(pipe, memory.parameters + memory.gradients + memory.optimizer, graph.predicted.optimizer_us)
-    return _pipeline(plan, None, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
+    stages = stages_of(pipe, graph.predicted.optimizer_us)
+    built = _pipeline(plan, None, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
+    return replace(built, held=[held_by_part(sum(held.values()), memory) for held in built.held])
 
 
 def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[Stage], microbatches: int, schedule: ScheduleName,

@@ -9,8 +9,10 @@ from hpml_compiler.plans.plan import Plan
 from hpml_compiler.runtime.clock import HostClock
 from hpml_compiler.runtime.stage_times import recording
 from hpml_compiler.simulate import simulate
+from hpml_compiler.simulate.peak import simulated_peak
 from hpml_compiler.visualize.stages import stages_text
 from passes.errors import BadInput
+from passes.machine.cluster import Cluster
 from passes.schedule.actions import schedule
 from tests.hpml_compiler.compile.test_pipelined import Tied, batch
 
@@ -43,10 +45,23 @@ def recorded(rank, schedule, virtual, microbatches):
     played = simulate(plan, contention=1.0)  # as when the cut was made: sends slow nothing down
     assert played.step_us == pytest.approx(graph.predicted.step_time_us)
     assert len(played.ranks_of_lane) == 2 and played.peak_bytes <= graph.memory.peak
+    assert simulated_peak(plan, played).bytes == pytest.approx(played.peak_bytes, abs=4)
     assert "stages on 2 ranks" in stages_text(graph) and "stages on 2 ranks" in plan.table()
     with pytest.raises(BadInput, match="played as it says them"):
         simulate(plan, "1x2:h100-80g")
     check_recorded(rank, loops, pipe)
+    if rank == 0:
+        check_planned(plan, schedule, virtual, microbatches)
+
+
+def check_planned(ran, schedule, virtual, microbatches):
+    """Without ranks, the same plan."""
+    torch.manual_seed(0)
+    planned = hpml_compiler.plan(Tied(), batch(), Cluster.local(2, "cpu"), mesh={"pp": 2}, compiler="eager",
+                                 microbatches=microbatches, schedule=schedule, virtual_stages=virtual)
+    (graph,), (other,) = ran.graphs, planned.graphs
+    assert planned.mesh == ran.mesh and other.pipeline == graph.pipeline and other.memory == graph.memory
+    assert (other.microbatches, other.predicted.step_time_us) == (graph.microbatches, graph.predicted.step_time_us)
 
 
 def check_recorded(rank, loops, pipe):

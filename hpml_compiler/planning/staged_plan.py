@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.stages import LoweredStage, StagedBody
 from hpml_compiler.options import Options
 from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.microbatches import loss_alone, loss_of
 from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.planning.staged_body import StagedBody, halves_of
 from hpml_compiler.plans.in_time import PipelinePlan, SentPlan, StagePlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.stages import stages_of
@@ -45,7 +45,7 @@ class StagedPlan:
         joint = loss_alone(self.joint)
         annotated = annotate(joint, self.inputs, self.forward_outputs, count)
         options = self.options.model_copy(update={"mesh": None})
-        alone = Cluster((replace(self.cluster.groups[0], nodes=1, devices_per_node=1),))
+        alone = one_rank_of(self.cluster)
         planned = plan_graph(annotated, options, alone, name=name)
         record = planned.record
         if self.times is not None:
@@ -82,6 +82,10 @@ class StagedPlan:
                         for each in (*on, *back)))
 
 
+def one_rank_of(cluster: Cluster) -> Cluster:
+    return Cluster((replace(cluster.groups[0], nodes=1, devices_per_node=1),))
+
+
 def _stages_of_ranks(table: Schedule) -> list[list[int]]:
     return [[stage for stage, rank in enumerate(table.ranks) if rank == own] for own in range(len(table.actions))]
 
@@ -113,9 +117,9 @@ def _with_pipeline(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, 
 
 def _saved_bytes(staged: StagedBody, k: int, compiler: str) -> int:
     """Of one microbatch: what backward takes of forward, but for what was whole before the loop."""
-    stage = LoweredStage(staged.graphs[k], compiler)
+    saved = halves_of(staged.graphs[k], compiler).saved
     whole = {name for name, read in staged.reads.items() if read.rows is None}
-    return sum(value.numel() * value.element_size() for name, value in stage.saved.items()
+    return sum(value.numel() * value.element_size() for name, value in saved.items()
                if name not in whole and hasattr(value, "element_size"))
 
 

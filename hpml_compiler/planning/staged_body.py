@@ -1,0 +1,119 @@
+"""The body of a loop over microbatches as the stages of a pipeline: split, and each cut into forward and backward.
+
+What is around the loop is no stage's. So what a microbatch reads is an input of the body, and random numbers, which are drawn
+before the loop, are the same everywhere. A run and a plan split alike.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from passes import compat
+from passes.annotations import read
+from passes.errors import BadInput, HpmlError
+from passes.graph.copied import copied
+from passes.graph.nodes import returned_nodes
+from passes.graph.placement_graph import InputKind
+from passes.graph.stages import STAGES, Stages
+from passes.machine.device import Device
+from passes.presets import describing_body, one_stage, staged_as, staging
+from passes.rules.repeatable import draws
+from passes.transform.microbatches import Loop, Read
+from passes.transform.split_stages import StageGraph, makers_of_gradients, split_stages
+
+
+@dataclass(frozen=True)
+class StagedBody:
+    """reads: of a body's inputs, by name, what they are of the whole graph. outputs, gradients: of what its forward and its
+    backward return, by place, the stages that make it; several make parts, in the order in which these are added up."""
+
+    stages: Stages
+    graphs: tuple[StageGraph, ...]
+    reads: Mapping[str, Read]
+    outputs: Mapping[int, int]
+    gradients: Mapping[int, tuple[int, ...]]
+
+
+def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop, count: int, device: Device,
+               agreed: Callable[[Callable[[], Stages]], Stages]) -> StagedBody:
+    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: gives all ranks what one finds."""
+    body = copied(loop.body)
+    for node in body.graph.nodes:
+        if draws(node):
+            raise HpmlError(
+                "random numbers that are drawn in a stage of a pipeline would be others than one device's",
+                node.name, "draw them without regard to what the model computes, or leave pp out of options['mesh']")
+    describing_body(_kinds(body, marked, kinds, loop), len(loop.forward))(body)
+
+    def found() -> Stages:
+        staging(count, device)(body)
+        return read(STAGES, body)
+
+    staged_as(agreed(found))(body)
+    names = [node.name for node in body.graph.find_nodes(op="placeholder")]
+    graphs = split_stages(body, (), aligned=False)
+    _check_sizes(graphs)
+    return StagedBody(
+        read(STAGES, body), graphs, dict(zip(names, (*loop.reads, *loop.late), strict=True)),
+        {place: graph.index for graph in graphs for place in graph.outputs}, makers_of_gradients(body))
+
+
+def _check_sizes(graphs: Sequence[StageGraph]) -> None:
+    """Raises BadInput where a stage could not know how much it receives."""
+    for graph in graphs:
+        for name, fake in graph.fakes.items():
+            if any(not isinstance(size, int) for size in fake.shape):
+                raise BadInput(f"stage {graph.index} of a pipeline would receive or send something whose size depends on data: "
+                               f"{tuple(fake.shape)}", name, "leave pp out of options['mesh'], or make its size a fixed one")
+
+
+def structure_of(body: GraphModule) -> str:
+    """What is the same on all ranks, whichever parts of the values they have: calls by name, and what each reads."""
+    return "\n".join(f"{node.name} = {node.target} {[x.name for x in node.all_input_nodes]}" for node in body.graph.nodes
+                     if node.op == "call_function")
+
+
+def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop) -> dict[str, InputKind]:
+    """Of a body: what was made of parameters before the loop counts as one."""
+    learned: set[str] = set()
+    for node in marked.graph.nodes:
+        given = kinds.get(node.name) == "parameter" or getattr(node.meta.get("val"), "requires_grad", False)
+        if node.op == "placeholder" and given or any(x.name in learned for x in node.all_input_nodes):
+            learned.add(node.name)
+    found: dict[str, InputKind] = {}
+    for k, (node, each) in enumerate(zip(body.graph.find_nodes(op="placeholder"), (*loop.reads, *loop.late), strict=True)):
+        late = k >= len(loop.reads)
+        found[node.name] = "tangent" if late else "parameter" if each.name in learned else kinds.get(each.name, "constant")
+    return found
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Forward and backward of a stage: names of what each takes and returns, and, by name, fakes of what backward takes of
+    forward."""
+
+    forward: GraphModule
+    backward: GraphModule
+    forward_names: tuple[tuple[str, ...], tuple[str | None, ...]]
+    backward_names: tuple[tuple[str, ...], tuple[str | None, ...]]
+    saved: Mapping[str, torch.Tensor]
+
+
+def halves_of(graph: StageGraph, compiler: str) -> Halves:
+    joint = copied(graph.gm)
+    one_stage(compiler, graph.forward_outputs)(joint)
+    given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    # The cut that saves little, with either compiler: saved values are held for many microbatches.
+    forward, backward = compat.min_cut_partition(joint, given, graph.forward_outputs, None)
+    # By names and fakes, since lowering may put other nodes in their places.
+    names = _names(forward), _names(backward)
+    made = {node.name: node for node in returned_nodes(forward)[graph.forward_outputs:] if node is not None}
+    return Halves(forward, backward, *names, {name: made[name].meta["val"] for name in names[1][0] if name in made})
+
+
+def _names(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+    return (tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
+            tuple(None if node is None else node.name for node in returned_nodes(gm)))
