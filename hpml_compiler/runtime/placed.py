@@ -26,7 +26,7 @@ from hpml_compiler.runtime.eager import (
 from hpml_compiler.runtime.exporting import cannot_export
 from hpml_compiler.runtime.gathered import in_memory, note_change
 from hpml_compiler.runtime.local_ops import try_local
-from hpml_compiler.runtime.owned import as_at_owner, is_owned, is_owner
+from hpml_compiler.runtime.owned import as_at_owner, at_owner, is_owned, is_owner
 from hpml_compiler.runtime.routes import (
     CASTS,
     COMPUTED_ATTRIBUTES,
@@ -179,10 +179,13 @@ class PlacedTensor(DTensor):
         return DTensor.full_tensor(self, grad_placements=grad_placements)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        if is_owned(self.placements):
-            raise HpmlError("a parameter that one stage of a pipeline has alone cannot be redistributed",
-                            f"a tensor of shape {tuple(self.shape)}", "take its whole value: tensor.full_tensor()")
-        return DTensor.redistribute(self, *args, **kwargs)
+        if not is_owned(self.placements):
+            return DTensor.redistribute(self, *args, **kwargs)
+        if self.requires_grad and torch.is_grad_enabled():
+            raise HpmlError("a parameter that one stage of a pipeline has alone cannot be redistributed with gradients",
+                            f"a tensor of shape {tuple(self.shape)}", "use torch.no_grad(), or tensor.full_tensor()")
+        with compat.plain_torch_functions():
+            return compat.make_dtensor(PlacedTensor, *at_owner(self._local_tensor, self._spec)).redistribute(*args, **kwargs)
 
     def __create_write_items__(self, fqn: str, item: Any) -> Any:
         """For torch.distributed.checkpoint: whoever has a part writes it, at its place in the whole."""

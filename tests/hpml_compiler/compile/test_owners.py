@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import hpml_compiler
@@ -97,9 +98,12 @@ def test_a_script_does_with_them_what_it_does_on_one_device(launch, ranks, optio
 
 def shares(rank):
     model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     torch.compile(model, backend="hpml", options=OPTIONS)(*batch())[0].backward()
     optimizer.step()
+    by_torch = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, p in model.named_parameters():
+        same(by_torch[name], p)
     found = {}
     for name, p in model.named_parameters():
         assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
