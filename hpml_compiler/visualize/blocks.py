@@ -2,13 +2,14 @@
 
 A block is the module at a path up to its first number ("transformer.h.3"), or its first two names where there is none
 ("transformer.wte"). Blocks whose paths differ in that number only are folded into one class if their parameters are
-equal in shape, dtype and placements and their forward operations in kind and placements.
+equal in shape, dtype and placements and their forward operations in kind and placements; in a pipeline, if they are in one
+stage, too.
 """
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpml_compiler.plans.schema import (
     ROOT,
@@ -46,6 +47,8 @@ class BlockClass:
     parameter_count: int
     bytes_per_device: int
     collectives: dict[str, CollectiveTotal]
+    stage: int | None = None
+    """Of a pipeline, the stage that they are in; None where there are no stages, and for what lies in several."""
 
 
 def block_path(module_path: str) -> str:
@@ -64,16 +67,24 @@ def owner_path(parameter: str) -> str:
 
 def block_classes(graph: GraphPlan) -> list[BlockClass]:
     """The classes of equal blocks of a graph, in the order in which they run."""
-    families: dict[tuple[str, tuple[object, ...], frozenset[object]], list[Block]] = defaultdict(list)
-    blocks = _blocks(graph)
+    families: dict[tuple[int | None, str, tuple[object, ...], frozenset[object]], list[Block]] = defaultdict(list)
+    blocks, stages = _blocks(graph), _stages(graph)
     for block in blocks:
-        families[(block_class(block.path), _parameters_of(block), _forward_of(block))].append(block)
+        stage = stages.get(block.path)
+        families[(stage, block_class(block.path), _parameters_of(block), _forward_of(block))].append(block)
     # where one layer's nodes are listed for all, the other layers have parameters only: fold them into that one
-    with_operations = {key[:2]: key for key in families if key[2]}
-    for key in [key for key in families if not key[2] and key[:2] in with_operations]:
-        families[with_operations[key[:2]]].extend(families.pop(key))
+    with_operations = {key[:3]: key for key in families if key[3]}
+    for key in [key for key in families if not key[3] and key[:3] in with_operations]:
+        families[with_operations[key[:3]]].extend(families.pop(key))
     order = {block.path: position for position, block in enumerate(blocks)}
-    return sorted((_fold(graph, members) for members in families.values()), key=lambda c: order[c.blocks[0].path])
+    found = [replace(_fold(graph, members), stage=key[0]) for key, members in families.items()]
+    return sorted(found, key=lambda c: order[c.blocks[0].path])
+
+
+def _stages(graph: GraphPlan) -> dict[str, int]:
+    """The stage of each block of a pipeline that is in one. The model itself, whose own calls are anywhere, is in none."""
+    return {} if graph.pipeline is None else {
+        path: k for k, stage in enumerate(graph.pipeline.stages) for path in map(block_path, stage.blocks) if path}
 
 
 def chain(graph: GraphPlan) -> BlockChain:

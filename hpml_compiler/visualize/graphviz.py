@@ -12,6 +12,7 @@ from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
 from hpml_compiler.visualize.pictures import picture_format
 from hpml_compiler.visualize.sketch import INPUTS, Edge, Node, Sketch, sketch
+from hpml_compiler.visualize.stages import stage_labels
 from hpml_compiler.visualize.table import describe_memory, describe_solver
 from hpml_compiler.visualize.text import format_bytes, format_mesh, format_us
 from passes.errors import BadInput, MissingDependency
@@ -51,7 +52,7 @@ def digraph(
         inner = graphviz.Digraph(f"cluster_g{position}")
         # a frame tells several graphs apart; around one it would only cut through the labels of edges that lead around
         inner.attr(pencolor="gray" if len(plan.graphs) > 1 else "transparent")
-        _draw(inner, found, f"g{position}_", title)
+        _draw(inner, found, f"g{position}_", title, [] if graph.pipeline is None else stage_labels(graph.pipeline))
         drawing.subgraph(inner)
     return drawing
 
@@ -78,13 +79,15 @@ def _is_named(each: BlockClass, names: set[str]) -> bool:
     return each.name in names or any(block.path in names for block in each.blocks)
 
 
-def _draw(drawing: graphviz.Digraph, found: Sketch, prefix: str, title: str) -> None:
+def _draw(drawing: graphviz.Digraph, found: Sketch, prefix: str, title: str, stages: Sequence[str]) -> None:
+    """stages: labels of those of a pipeline."""
     drawing.attr(label=_escape(title), margin="24")
-    for index, (cluster, label) in enumerate(found.clusters.items()):
-        inner = graphviz.Digraph(f"cluster_{prefix}{index}", graph_attr={"label": _escape(label), "pencolor": "black"})
-        _draw_nodes(inner, {name: node for name, node in found.nodes.items() if node.cluster == cluster}, prefix)
-        drawing.subgraph(inner)
-    _draw_nodes(drawing, {name: node for name, node in found.nodes.items() if not node.cluster}, prefix)
+    for k, label in enumerate(stages):
+        stage = graphviz.Digraph(f"cluster_{prefix}stage{k}", graph_attr={"label": _escape(label), "pencolor": "gray",
+                                                                         "style": "rounded"})
+        _draw_part(stage, found, prefix, k)
+        drawing.subgraph(stage)
+    _draw_part(drawing, found, prefix, None)
     if found.left_out:
         total = found.left_out + sum(node.kind != "end" for node in found.nodes.values())
         drawing.node(f"{prefix}left_out", _escape(f"{found.left_out} of {total} nodes are left out, the cheapest"),
@@ -97,6 +100,18 @@ def _draw(drawing: graphviz.Digraph, found: Sketch, prefix: str, title: str) -> 
         drawing.edge(prefix + tail, prefix + head, label=_edge_label(edge), constraint=str(forward).lower(),
                      style="dashed" if edge.backward else "solid",
                      color="gray" if edge.order else "firebrick" if edge.collectives else "black")
+
+
+def _draw_part(drawing: graphviz.Digraph, found: Sketch, prefix: str, stage: int | None) -> None:
+    """The nodes of one stage, or those of none."""
+    nodes = {name: node for name, node in found.nodes.items() if node.stage == stage}
+    for index, (cluster, label) in enumerate(found.clusters.items()):
+        opened = {name: node for name, node in nodes.items() if node.cluster == cluster}
+        if opened:
+            inner = graphviz.Digraph(f"cluster_{prefix}{index}", graph_attr={"label": _escape(label), "pencolor": "black"})
+            _draw_nodes(inner, opened, prefix)
+            drawing.subgraph(inner)
+    _draw_nodes(drawing, {name: node for name, node in nodes.items() if not node.cluster}, prefix)
 
 
 def _draw_nodes(drawing: graphviz.Digraph, nodes: dict[str, Node], prefix: str) -> None:

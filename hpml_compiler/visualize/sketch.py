@@ -26,13 +26,15 @@ Pair = tuple[str, str]  # tail, head
 
 @dataclass(frozen=True)
 class Node:
-    """kind: "block", "operation", "parameter" or "end" (inputs, outputs). cluster: the opened class it belongs to."""
+    """kind: "block", "operation", "parameter" or "end" (inputs, outputs). cluster: the opened class it belongs to; stage: of a
+    pipeline."""
 
     label: str
     kind: str
     cluster: str = ""
     split: bool = False
     backward: bool = False
+    stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,14 @@ def _nodes(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str]
         if each.name not in opened:
             identifier = f"block{index}"
             split = any(map(_is_split, first.parameters.values()))
-            nodes[identifier] = Node(block_label(each), "block", split=split)
+            nodes[identifier] = Node(block_label(each), "block", split=split, stage=each.stage)
             costs[identifier] = (True, each.compute_us + each.communication_us)
             homes |= {name: identifier for block in each.blocks for name in (*block.parameters, *block.operations)}
             continue
         names = (*first.parameters, *first.operations)
         shown = {name: f"block{index}_{position}" for position, name in enumerate(names)}
         for name, identifier in shown.items():
-            nodes[identifier] = _leaf(graph, name, each.name)
+            nodes[identifier] = replace(_leaf(graph, name, each.name), stage=each.stage)
             operation = graph.operations.get(name)
             costs[identifier] = (name in moved, operation.predicted_us if operation else 0.0)
         for block in each.blocks:

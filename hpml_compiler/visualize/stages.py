@@ -31,6 +31,14 @@ def stages_text(graph: GraphPlan) -> str:
     return as_text(stage_table(graph.pipeline))
 
 
+def stage_labels(pipe: PipelinePlan) -> list[str]:
+    """Of each stage, for its frame in a picture; times of one microbatch."""
+    return ["\n".join((
+        f"stage {k} on rank {stage.rank}: forward {format_us(stage.forward_us)}, backward {format_us(stage.backward_us)}",
+        f"{format_bytes(stage.memory_bytes)} held, {stage.in_flight} of {pipe.microbatches} microbatches in flight",
+        *(f"sends {_sent(sent)}" for sent in stage.sends))) for k, stage in enumerate(pipe.stages)]
+
+
 def _blocks(stage: StagePlan) -> str:
     return stage.blocks[0] if len(stage.blocks) == 1 else f"{stage.blocks[0]} to {stage.blocks[-1]}"
 

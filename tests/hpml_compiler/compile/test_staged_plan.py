@@ -10,6 +10,8 @@ from hpml_compiler.runtime.clock import HostClock
 from hpml_compiler.runtime.stage_times import recording
 from hpml_compiler.simulate import simulate
 from hpml_compiler.simulate.peak import simulated_peak
+from hpml_compiler.visualize.blocks import block_classes
+from hpml_compiler.visualize.graphviz import digraph
 from hpml_compiler.visualize.stages import stages_text
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
@@ -47,6 +49,12 @@ def recorded(rank, schedule, virtual, microbatches):
     assert len(played.ranks_of_lane) == 2 and played.peak_bytes <= graph.memory.peak
     assert simulated_peak(plan, played).bytes == pytest.approx(played.peak_bytes, abs=4)
     assert "stages on 2 ranks" in stages_text(graph) and "stages on 2 ranks" in plan.table()
+    source = digraph(plan).source  # a frame for each stage, around the blocks that are in it alone
+    for k, stage in enumerate(pipe.stages):
+        assert f"cluster_g0_stage{k}" in source and f"stage {k} on rank {stage.rank}" in source
+    for each in block_classes(graph):
+        own = [k for k, stage in enumerate(pipe.stages) if each.blocks[0].path in stage.blocks]
+        assert each.stage == (own[0] if each.blocks[0].path else None)
     with pytest.raises(BadInput, match="played as it says them"):
         simulate(plan, "1x2:h100-80g")
     check_recorded(rank, loops, pipe)
