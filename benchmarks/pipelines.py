@@ -2,7 +2,7 @@
 written by hand, each compiled with inductor and interleaved in one run.
 
     torchrun --nproc-per-node 2 benchmarks/pipelines.py [--model gpt@8] [--microbatches 8] [--schedules gpipe 1f1b interleaved]
-        [--rounds 6] [--clock cpu]
+        [--rounds 6] [--clock cpu] [--timeline step.svg]
 
 For each schedule: the median step of the slowest rank and its ratio; on every rank the peak of what a step allocates above
 parameters and the optimizer's state, measured and, of activations, by the plan; the bubble, which is the share of the loop in
@@ -16,6 +16,7 @@ import argparse
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +29,12 @@ from torch.nn import functional as F
 from two_ranks import CLOCKS, timed
 
 import hpml_compiler
+from hpml_compiler.monitor.stage_events import measured_schedule
 from hpml_compiler.plans.in_time import PipelinePlan
 from hpml_compiler.runtime.clock import HostClock
 from hpml_compiler.runtime.stage_times import LoopTimes, recording
+from hpml_compiler.simulate import simulate
+from hpml_compiler.visualize.timeline import draw
 from passes import compat
 from passes.schedule.actions import schedule
 from passes.schedule.pipeline import Stage, play
@@ -201,6 +205,10 @@ def compared(name: str, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     found["peak_mib"] = {c: by_rank(peak_of(step) / MIB) for c, step in steps.items()}
     found["saved_mib_planned"] = [stage.saved_bytes * stage.in_flight / MIB for stage in pipe.stages]
     (loops,) = loops_of(ours, steps=1)
+    if args.timeline is not None:
+        events = measured_schedule(loops)
+        if dist.get_rank() == 0:
+            draw(simulate(hpml_compiler.last_plan()), args.timeline.with_stem(f"{args.timeline.stem}-{kind}"), kind, events)
     found["sent_bytes"] = by_rank(sum(loop.sent_bytes for loop in loops))
     found["sent_bytes_planned"] = sum(each.bytes for stage in pipe.stages for each in stage.sends) * pipe.microbatches
     return found
@@ -213,6 +221,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(BY_HAND), choices=BY_HAND)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
+    parser.add_argument("--timeline", type=Path, help="draw each schedule, simulated and measured, into FILE-SCHEDULE")
     parser.add_argument("--outputs", action="store_true", help="the model returns its logits, too")
     args = parser.parse_args()
     torch.set_num_threads(1)

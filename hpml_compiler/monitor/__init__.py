@@ -8,4 +8,5 @@
 - report: predicted beside measured, as a record and as text. tensorboard: as scalars.
 - schedule: which steps are measured, which one is profiled. monitor: all of it together, for one process.
 - hooks: how a run tells the monitor what it does.
+- stage_events: a step of a pipeline as it was measured, of all ranks.
 """

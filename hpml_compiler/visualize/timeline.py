@@ -4,6 +4,7 @@ from __future__ import annotations
 import bisect
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,29 +27,35 @@ CHARACTER = 0.0085
 """Width of a character of a label, as a part of the picture's."""
 
 
-def draw(simulation: Simulation, path: str | os.PathLike[str], title: str = "") -> Path:
-    """Draw into `path` (.png, .svg, .pdf). Of more than MOST_LANES lanes, evenly spaced ones. Raises BadInput where the
-    file cannot be written."""
+def draw(simulation: Simulation, path: str | os.PathLike[str], title: str = "", measured: Sequence[Event] = ()) -> Path:
+    """Draw into `path` (.png, .svg, .pdf). Of more than MOST_LANES lanes, evenly spaced ones. measured: what ranks really
+    computed (`hpml_compiler.monitor.stage_events`), drawn below what they do in the simulation, on the same axis of time.
+    Raises BadInput where the file cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from hpml_compiler.simulate.simulation import format_ranks
 
     path = Path(path)
-    scale, unit = _unit(simulation.step_us)
+    end_us = max((event.stop_us for event in measured), default=0.0)
+    end_us = max(end_us, simulation.step_us)
+    scale, unit = _unit(end_us)
     lanes = _shown(len(simulation.ranks_of_lane))
+    rows = ((0.0, 0.33, "compute"), (0.35, 0.2, "communication"), (0.57, 0.33, "measured")) if measured else (
+        (0.0, 0.5, "compute"), (0.53, 0.34, "communication"))
+    shown = [*simulation.events, *(replace(event, stream="measured") for event in measured)]
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
         figure = Figure(figsize=(12, 2.6 + 0.62 * len(lanes) + 0.8), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(0.9 * len(lanes) + 0.6, 1.1))
         for row, lane in enumerate(lanes):
-            _lane(upper, [e for e in simulation.events if e.lane == lane], row, scale, simulation.step_us)
+            _lane(upper, [e for e in shown if e.lane == lane], row, rows, scale, end_us)
         upper.set_ylim(len(lanes) - 0.05, -0.05)
-        upper.set_yticks([row + offset for row in range(len(lanes)) for offset in (0.25, 0.7)])
-        upper.set_yticklabels([text for lane in lanes for text in (
-            f"{format_ranks(simulation.ranks_of_lane[lane])}  compute", "communication")])
+        upper.set_yticks([row + top + height / 2 for row in range(len(lanes)) for top, height, _ in rows])
+        upper.set_yticklabels([f"{format_ranks(simulation.ranks_of_lane[lane])}  {stream}" if stream == "compute" else stream
+                               for lane in lanes for _, _, stream in rows])
         upper.tick_params(axis="y", length=0)
         upper.tick_params(axis="x", labelbottom=False)
-        upper.set_xlim(0, simulation.step_us / scale or 1)
+        upper.set_xlim(0, end_us / scale or 1)
         _legend(upper, simulation.events)
         _memory(lower, simulation, scale)
         lower.set_xlabel(f"time ({unit})")
@@ -66,8 +73,10 @@ def headline(simulation: Simulation) -> str:
     return f"step {format_us(s.step_us)}: {shares}; peak {format_bytes(s.peak_bytes)}"
 
 
-def _lane(axes: Any, events: list[Event], row: int, scale: float, step_us: float) -> None:
-    for top, height, stream in ((0.0, 0.5, "compute"), (0.53, 0.34, "communication")):
+def _lane(axes: Any, events: list[Event], row: int, rows: Sequence[tuple[float, float, str]], scale: float, step_us: float,
+          ) -> None:
+    """rows: where each stream is, from the top, and how high."""
+    for top, height, stream in rows:
         axes.broken_barh([(0, step_us / scale)], (row + top, height), facecolors="#f4f4f4")
         own = [e for e in events if e.stream == stream]
         for kind in dict.fromkeys(e.kind for e in own):

@@ -114,12 +114,12 @@ def tasks_of(table: Schedule, stages: Sequence[Stage]) -> Pipeline:
             elif needed is not None:
                 after.append(number[needed])
             built.tasks.append(Task(stages[action.stage].us(action), after=tuple(after), lanes=(rank,)))
-            built.labels.append(Label(_name(action), "forward" if action.kind == "forward" else "backward", True))
+            built.labels.append(Label(name_of(action), "forward" if action.kind == "forward" else "backward", True))
     for action in messages:
         made = _made(table, action)
         built.tasks.append(Task(_send_us(stages, action), COMMUNICATION, (number[made],), (table.ranks[action.stage],),
                                 len(built.tasks)))
-        built.labels.append(Label(f"send {_name(made)}", "send_recv", False))
+        built.labels.append(Label(f"send {name_of(made)}", "send_recv", False))
     last = "backward_weight" if table.splits_backward else "backward"
     for action, index in number.items():
         if action.kind == "forward":
@@ -159,5 +159,5 @@ def _send_us(stages: Sequence[Stage], send: Action) -> float:
 _LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
 
 
-def _name(action: Action) -> str:
+def name_of(action: Action) -> str:
     return f"{_LETTERS[action.kind]}{action.microbatch} of stage {action.stage}"

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import hpml_compiler
+from hpml_compiler.monitor.stage_events import measured_schedule
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.runtime.clock import HostClock
 from hpml_compiler.runtime.stage_times import recording
@@ -74,6 +75,11 @@ def check_planned(ran, schedule, virtual, microbatches):
 
 def check_recorded(rank, loops, pipe):
     """What ran is what the schedule says, and so are the bytes that were sent in the loop; more when it is over."""
+    events = measured_schedule(loops)
+    for lane in range(2):
+        own = [event for event in events if event.lane == lane]
+        assert len(own) == len(schedule(pipe.schedule, 2, pipe.microbatches, pipe.virtual_stages).computed(lane))
+        assert all(a.stop_us <= b.start_us for a, b in zip(own, own[1:])) and all(a.start_us < a.stop_us for a in own)
     table = schedule(pipe.schedule, 2, pipe.microbatches, pipe.virtual_stages)
     done = [each for loop in loops for each in loop.done()]
     assert tuple(each.action for each in done) == table.computed(rank)

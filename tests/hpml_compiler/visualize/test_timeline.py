@@ -6,6 +6,7 @@ import pytest
 from hpml_compiler.simulate import Stage, simulate
 from hpml_compiler.visualize.timeline import draw, headline
 from passes.errors import BadInput
+from passes.schedule.assembly import Event
 from tests.helpers.plans import gpt_plan
 from tests.hpml_compiler.simulate.toy import chain_plan
 
@@ -23,6 +24,16 @@ def test_a_pipeline_has_a_row_for_each_stage(tmp_path):
     svg = draw(found, tmp_path / "pipeline.svg").read_text()
     assert all(f"rank {rank}  compute" in svg for rank in range(8))
     assert all(f"<!-- {kind}{i} -->" in svg for kind in "FB" for i in range(4))
+
+
+def test_what_was_measured_is_drawn_below(tmp_path):
+    found = simulate(gpt_plan(2), stages=[Stage(10, 20)] * 8, microbatches=4)
+    measured = [Event(event.lane, event.stream, event.name, event.kind, event.start_us, event.stop_us)
+                for event in found.events if event.stream == "compute"]
+    before = draw(found, tmp_path / "simulated.svg").read_text()
+    after = draw(found, tmp_path / "both.svg", measured=measured).read_text()
+    assert after.count("<!-- measured -->") == 8 and before.count("<!-- measured -->") == 0
+    assert after.count("<!-- F0 -->") > before.count("<!-- F0 -->") > 0
 
 
 def test_the_headline_shares_add_up():
