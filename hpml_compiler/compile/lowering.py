@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,21 +92,28 @@ class Lowering:
         # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
         return self._lower(gm, inputs, is_backward=True, is_inference=False)
 
-    def part(self, forward: GraphModule, backward: GraphModule, outputs: int) -> tuple[Call, Call]:
-        """Both halves of a part of what AOTAutograd takes for one graph. outputs: how many results of forward come before what
-        it saves, which backward takes by name, with the strides that lowering forward gave it.
+    def part(self, forward: GraphModule, backwards: Sequence[GraphModule], outputs: int) -> tuple[Call, list[Call]]:
+        """Both halves of a part of what AOTAutograd takes for one graph; backward in one graph, or in several that run one
+        after another. outputs: how many results of forward come before what it saves, which backward takes by name, with the
+        strides that lowering forward gave it; so does a second graph of backward what the first one returns.
 
         What AOTAutograd asks for around this, and says, is of the whole graph: strides, and inputs that may be written over.
         """
-        names = [None if node is None else node.name for node in returned_nodes(forward)]
+        names = _names_returned(forward)
         with compat.strides_of_results() as strides:
             run = self.forward(forward, None)
-        if all(node.op != "call_function" for node in backward.graph.nodes):
-            return run, freeing(backward)
         given = dict(zip(names[outputs:], (strides or [])[outputs:]))
-        inputs = [_laid_out(node.meta["val"], given.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
-        with compat.strides_of_results(), compat.keeping_inputs():
-            return run, self.backward(backward, inputs)
+        calls: list[Call] = []
+        for backward in backwards:
+            if all(node.op != "call_function" for node in backward.graph.nodes):
+                calls.append(freeing(backward))
+                continue
+            names = _names_returned(backward)
+            inputs = [_laid_out(node.meta["val"], given.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
+            with compat.strides_of_results() as strides, compat.keeping_inputs():
+                calls.append(self.backward(backward, inputs))
+            given.update(zip(names, strides or []))
+        return run, calls
 
     def inference(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
         return self._lower(gm, values_of(gm), is_backward=False, is_inference=True)
@@ -146,6 +153,10 @@ class Lowering:
                                                 is_inference=is_inference, keep_order=starts_ahead(gm.graph))
         traced = [node.meta["val"] for node in output.args[0]]
         return call if all(map(_has_strides, traced, strides or [None] * len(traced))) else None
+
+
+def _names_returned(gm: GraphModule) -> list[str | None]:
+    return [None if node is None else node.name for node in returned_nodes(gm)]
 
 
 def _laid_out(value: Any, strides: Any) -> Any:

@@ -127,7 +127,7 @@ class Microbatched:
         made = {name: k for k, name in enumerate(self.saved_by_one)}
         reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
         saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
-        run_forward, run_backward = self.lowering.part(forward, backward, len(self.loop.forward))
+        run_forward, (run_backward,) = self.lowering.part(forward, [backward], len(self.loop.forward))
         calls = self.calls(run_forward, run_backward if self.loop.backward else None, saved)
         return Schedule(self.loop, calls, self.microbatches)
 

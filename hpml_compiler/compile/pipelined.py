@@ -80,7 +80,7 @@ class Pipeline(Microbatched):
         same_graph(hashlib.sha256(text.encode()).hexdigest(), lambda: text)
         self.staged = stage_body(self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0)
         self.stages = when_all_can("cut its stages in two", lambda: [
-            LoweredStage(graph, options.compiler) for graph in self.staged.graphs
+            LoweredStage(graph, options.compiler, self.table.splits_backward) for graph in self.staged.graphs
             if self.table.ranks[graph.index] == self.place])
         self.needs = Needs(self.marked, self.loop, self.staged, self.table, self.interface)
         if dist.get_rank() == 0:

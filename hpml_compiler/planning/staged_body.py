@@ -22,6 +22,7 @@ from passes.machine.device import Device
 from passes.presets import describing_body, one_stage, staged_as, staging
 from passes.rules.repeatable import draws
 from passes.transform.microbatches import Loop, Read
+from passes.transform.split_backward import split_backward
 from passes.transform.split_stages import StageGraph, makers_of_gradients, split_stages
 
 
@@ -91,29 +92,38 @@ def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Forward and backward of a stage: names of what each takes and returns, and, by name, fakes of what backward takes of
-    forward."""
+class Half:
+    """A graph, and the names of what it takes and returns: lowering may put other nodes in the places of these."""
 
-    forward: GraphModule
-    backward: GraphModule
-    forward_names: tuple[tuple[str, ...], tuple[str | None, ...]]
-    backward_names: tuple[tuple[str, ...], tuple[str | None, ...]]
+    gm: GraphModule
+    takes: tuple[str, ...]
+    returns: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Forward and backward of a stage. weight: the part of backward that runs later, where it is split; it may be all of it.
+    saved: by name, fakes of what backward takes of forward."""
+
+    forward: Half
+    backward: Half | None
+    weight: Half | None
     saved: Mapping[str, torch.Tensor]
 
 
-def halves_of(graph: StageGraph, compiler: str) -> Halves:
+def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False) -> Halves:
     joint = copied(graph.gm)
     one_stage(compiler, graph.forward_outputs)(joint)
     given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     # The cut that saves little, with either compiler: saved values are held for many microbatches.
-    forward, backward = compat.min_cut_partition(joint, given, graph.forward_outputs, None)
-    # By names and fakes, since lowering may put other nodes in their places.
-    names = _names(forward), _names(backward)
+    forward, whole = compat.min_cut_partition(joint, given, graph.forward_outputs, None)
+    parts = split_backward(whole, len(graph.gradients)) if splits_backward else (whole, None)
+    backward, weight = (None if part is None else _half(part) for part in parts)
     made = {node.name: node for node in returned_nodes(forward)[graph.forward_outputs:] if node is not None}
-    return Halves(forward, backward, *names, {name: made[name].meta["val"] for name in names[1][0] if name in made})
+    taken = dict.fromkeys(name for half in (backward, weight) if half is not None for name in half.takes)
+    return Halves(_half(forward), backward, weight, {name: made[name].meta["val"] for name in taken if name in made})
 
 
-def _names(gm: GraphModule) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    return (tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
-            tuple(None if node is None else node.name for node in returned_nodes(gm)))
+def _half(gm: GraphModule) -> Half:
+    return Half(gm, tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
+                tuple(None if node is None else node.name for node in returned_nodes(gm)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -14,11 +15,13 @@ from hpml_compiler.options import Options
 from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.microbatches import loss_alone, loss_of
 from hpml_compiler.planning.plan_graph import plan_graph
-from hpml_compiler.planning.staged_body import StagedBody, halves_of
+from hpml_compiler.planning.staged_body import Halves, StagedBody, halves_of
 from hpml_compiler.plans.in_time import PipelinePlan, SentPlan, StagePlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.stages import stages_of
 from passes import compat
+from passes.analysis.flops import FLOPS
+from passes.annotations import read
 from passes.costs.prices import MeshPrices
 from passes.graph.interface import GraphInput
 from passes.graph.phase import BACKWARD, FORWARD
@@ -28,6 +31,7 @@ from passes.partition.in_time import InTime
 from passes.presets import annotate
 from passes.schedule.actions import Schedule
 from passes.schedule.pipeline import play
+from passes.transform.split_stages import StageGraph
 
 
 class StagedPlan:
@@ -67,17 +71,23 @@ class StagedPlan:
     def _stage(self, k: int, record: GraphPlan, staged: StagedBody, table: Schedule, read: Sequence[Mapping[str, bool]],
                prices: MeshPrices) -> StagePlan:
         stages = staged.stages
-        on, back = stages.over(k, FORWARD), stages.over(k - 1, BACKWARD)
-        saved, in_flight = _saved_bytes(staged, k, self.options.compiler), table.in_flight()[k]
+        on = stages.over(k, FORWARD) if k + 1 < table.stages and table.ranks[k + 1] != table.ranks[k] else ()
+        back = stages.over(k - 1, BACKWARD) if k and table.ranks[k - 1] != table.ranks[k] else ()
+        halves = halves_of(staged.graphs[k], self.options.compiler, table.splits_backward)
+        saved, in_flight = _saved_bytes(staged, halves), table.in_flight()[k]
+        backward_us = stages.time_us[k] - stages.forward_us[k]
+        # What an earlier stage of its rank reads, too, is there once.
+        held = {name for name in read[k] if not any(name in read[j] for j in range(k) if table.ranks[j] == table.ranks[k])}
         parameters = tuple(name for name, makes in read[k].items() if makes)
         return StagePlan(
             blocks=stages.blocks[k], rank=table.ranks[k], parameters=parameters,
             parameter_bytes=sum(record.parameters[name].bytes_whole for name in parameters),
-            forward_us=stages.forward_us[k], backward_us=stages.time_us[k] - stages.forward_us[k],
+            forward_us=stages.forward_us[k], backward_us=backward_us,
+            weight_us=backward_us * _share_of_weights(staged.graphs[k], halves) if table.splits_backward else None,
             send_us=sum(prices.collective("send_recv", 0, each.bytes) for each in on),
             return_us=sum(prices.collective("send_recv", 0, each.bytes) for each in back),
             saved_bytes=saved, in_flight=in_flight,
-            memory_bytes=sum(_held(record, read[k])) + saved * in_flight,
+            memory_bytes=sum(_held(record, held)) + saved * in_flight,
             sends=tuple(SentPlan(value=each.value, bytes=round(each.bytes), backward=each.phase == BACKWARD)
                         for each in (*on, *back)))
 
@@ -115,12 +125,27 @@ def _with_pipeline(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, 
             "peak": sum(held) + activations})})
 
 
-def _saved_bytes(staged: StagedBody, k: int, compiler: str) -> int:
-    """Of one microbatch: what backward takes of forward, but for what was whole before the loop."""
-    saved = halves_of(staged.graphs[k], compiler).saved
+def _saved_bytes(staged: StagedBody, halves: Halves) -> int:
+    """Of one microbatch: what backward takes of forward, but for what was whole before the loop. If what its second part takes
+    is more, that."""
     whole = {name for name, read in staged.reads.items() if read.rows is None}
-    return sum(value.numel() * value.element_size() for name, value in saved.items()
-               if name not in whole and hasattr(value, "element_size"))
+
+    def held(values: Mapping[str, Any]) -> int:
+        return sum(value.numel() * value.element_size() for name, value in values.items()
+                   if name not in whole and hasattr(value, "element_size"))
+
+    late = [] if halves.weight is None else halves.weight.gm.graph.find_nodes(op="placeholder")
+    return max(held(halves.saved), held({node.name: node.meta["val"] for node in late}))
+
+
+def _share_of_weights(graph: StageGraph, halves: Halves) -> float:
+    """Of backward's work, by FLOPs, that of its second part."""
+    if halves.backward is None or halves.weight is None:
+        return float(halves.backward is None)
+    flops = {node.name: read(FLOPS, node) for node in graph.gm.graph.nodes if FLOPS.selects(node)}
+    first, second = (sum(flops.get(node.name, 0.0) for node in half.gm.graph.nodes)
+                     for half in (halves.backward, halves.weight))
+    return second / (first + second) if first + second else 0.5
 
 
 def _parameters(marked: GraphModule, staged: StagedBody, names: Mapping[str, str]) -> list[dict[str, bool]]:

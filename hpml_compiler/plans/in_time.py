@@ -28,7 +28,8 @@ class MicrobatchPlan(Record):
 
 
 class SentPlan(Record):
-    """What a stage sends for one microbatch: the value, its bytes, and whether to the stage before it, in backward."""
+    """What a stage sends to another rank for one microbatch: the value, its bytes, and whether to the stage before it, in
+    backward."""
 
     value: str
     bytes: Count
@@ -39,7 +40,9 @@ class StagePlan(Record):
     """One stage of a pipeline. rank: along the axis pp, that runs it. parameters: those whose gradients it makes whole, with
     their bytes. forward_us, backward_us, send_us (to the next stage), return_us (to the one before), saved_bytes: of one
     microbatch; in_flight: the most of which something is saved at a time; memory_bytes: what its rank holds for it then, with
-    parameters, gradients and optimizer state as they are stored."""
+    parameters, gradients and optimizer state as they are stored. weight_us: the part of backward_us for gradients that nobody
+    waits for, where the schedule runs it apart; then saved_bytes is the most that is held for a microbatch, before that part or
+    after the other one, so that saved_bytes * in_flight is an upper bound."""
 
     blocks: Names
     rank: Count
@@ -47,6 +50,7 @@ class StagePlan(Record):
     parameter_bytes: Count
     forward_us: Microseconds
     backward_us: Microseconds
+    weight_us: Microseconds | None = None
     send_us: Microseconds
     return_us: Microseconds
     saved_bytes: Count

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hpml_compiler.runtime.blame import is_distributed
 from hpml_compiler.runtime.stage_times import LoopTimes, loop_times, note_sent
-from passes.errors import BadInput, HpmlError
+from passes.errors import HpmlError
 from passes.schedule.actions import Action, Schedule
 from passes.transform.split_stages import GRADIENT, StageGraph
 
@@ -35,13 +35,21 @@ class Half:
 @dataclass(frozen=True)
 class StageCalls:
     """A stage that is ready to run. forward returns what the graph sends and its outputs, then what backward takes of it.
-    saved: names of the latter. shared: places of gradients whose memory somebody else may still read."""
+    backward returns gradients, what the graph sends back, and what `weight` takes of it: the part that runs later, and returns
+    the other gradients, if any are left. There is no backward before it where nothing is sent back. Each has None in place of
+    what the other makes. saved: names of what they take of forward. shared: places of gradients whose memory somebody else
+    may still read."""
 
     graph: StageGraph
     forward: Half
-    backward: Half
+    backward: Half | None
+    weight: Half | None = None
     saved: tuple[str, ...] = ()
     shared: frozenset[int] = frozenset()
+
+    @property
+    def backwards(self) -> tuple[Half, ...]:
+        return tuple(half for half in (self.backward, self.weight) if half is not None)
 
 
 @dataclass(frozen=True)
@@ -150,13 +158,12 @@ class Run:
 
     def __init__(self, table: Schedule, rank: int, stages: Mapping[int, StageCalls], messages: Messages,
                  given: Callable[[int, str], Any], collect: Callable[[str, int, int, int, torch.Tensor], None]):
-        if table.splits_backward:
-            raise BadInput("stages do not compute gradients of inputs and of weights apart yet", f"schedule {table.name}",
-                           "take gpipe, 1f1b or interleaved")
         self.table, self.rank, self.stages, self.messages = table, rank, stages, messages
         self.given, self.collect = given, collect
         self.known: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
         """By stage and microbatch: what it has saved, received and made, each until it was last needed."""
+        self.waiting: dict[tuple[int, int], dict[str, Any]] = {}
+        """The same, of what the second part of backward takes."""
         self.arriving: dict[tuple[str, int, int], Received] = {}
         self.saves = True
         """Whether backward will run too."""
@@ -178,6 +185,7 @@ class Run:
                     raise
                 failed = Failed(str(action), error)
                 self.known.clear()
+                self.waiting.clear()
         for received in self.arriving.values():  # where something has failed
             received.wait()
         self.messages.finish()
@@ -209,18 +217,35 @@ class Run:
         self._keep(stage, microbatch, calls.graph.sent if stage + 1 < self.table.stages else ())
 
     def _backward(self, stage: int, microbatch: int) -> None:
+        """All of it, or what comes before the part for `_backward_weight`."""
         calls, known = self.stages[stage], self.known[stage, microbatch]
-        graph = calls.graph
+        graph, half = calls.graph, calls.backward
         self._arrive("backward", stage, microbatch, stage + 1, graph.received_back, GRADIENT)
-        made = calls.backward.call([
-            known[name] if name in known else self.given(microbatch, name) for name in calls.backward.takes])
-        for place, x in zip(graph.gradients, made):
-            if place is not None:
-                self.collect("backward", place, stage, microbatch, x)
-        back = dict(zip(graph.own_sent_back, made[len(graph.gradients):]))
+        made = [] if half is None else self._gradients(half, stage, microbatch, known)
+        first = len(graph.gradients)
+        back = dict(zip(graph.own_sent_back, made[first:]))
         handed = {name: back[name] if name in back else known[GRADIENT + name] for name in graph.sent_back}
+        if calls.weight is not None:
+            names = () if half is None else half.returns[first + len(graph.own_sent_back):]
+            there = {**known, **dict(zip(names, made[len(made) - len(names):], strict=True))}
+            self.waiting[stage, microbatch] = {name: there[name] for name in calls.weight.takes if name in there}
         known.clear()
         known.update(handed)
+
+    _backward_input = _backward
+
+    def _backward_weight(self, stage: int, microbatch: int) -> None:
+        half = self.stages[stage].weight
+        if half is not None:
+            self._gradients(half, stage, microbatch, self.waiting.pop((stage, microbatch)))
+
+    def _gradients(self, half: Half, stage: int, microbatch: int, known: Mapping[str, Any]) -> Sequence[Any]:
+        """Backward, or a part of it; what it returns, of which the gradients are collected."""
+        made = half.call([known[name] if name in known else self.given(microbatch, name) for name in half.takes])
+        for place, x in zip(self.stages[stage].graph.gradients, made):
+            if place is not None and x is not None:
+                self.collect("backward", place, stage, microbatch, x)
+        return made
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         known = self.known[stage, microbatch]
@@ -260,6 +285,7 @@ class Run:
 
     def _keep(self, stage: int, microbatch: int, sent: Sequence[str] = ()) -> None:
         """After forward, what backward takes, and what is still to be sent."""
-        known, kept = self.known[stage, microbatch], {*(self.stages[stage].backward.takes if self.saves else ()), *sent}
+        known = self.known[stage, microbatch]
+        kept = {*sent, *(name for half in self.stages[stage].backwards if self.saves for name in half.takes)}
         for name in [name for name in known if name not in kept]:
             del known[name]

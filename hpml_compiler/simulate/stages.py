@@ -13,7 +13,7 @@ def stages_of(pipe: PipelinePlan, optimizer_us: float = 0.0) -> list[Stage]:
     held = [stage.memory_bytes - stage.saved_bytes * stage.in_flight for stage in pipe.stages]
     most = max(sum(nbytes for stage, nbytes in zip(pipe.stages, held) if stage.rank == rank) for rank in range(pipe.ranks))
     return [Stage(stage.forward_us, stage.backward_us, stage.send_us, stage.return_us, activation_bytes=stage.saved_bytes,
-                  held_bytes=nbytes, optimizer_us=optimizer_us * nbytes / most if most else 0.0)
+                  held_bytes=nbytes, optimizer_us=optimizer_us * nbytes / most if most else 0.0, weight_us=stage.weight_us)
             for stage, nbytes in zip(pipe.stages, held)]
 
 

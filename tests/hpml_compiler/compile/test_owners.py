@@ -17,6 +17,7 @@ from tests.hpml_compiler.compile.test_pipelined import Tied, batch
 from tests.hpml_compiler.runtime.common import full
 
 OPTIONS = {"mesh": {"pp": 2}, "compiler": "eager", "microbatches": 2}
+ZBV = {**OPTIONS, "schedule": "zbv", "virtual_stages": 2}
 
 
 def model_of(kind=Tied):
@@ -91,15 +92,16 @@ def as_on_one_device(rank, options):
 
 
 @pytest.mark.parametrize(("ranks", "options"), [
-    (2, OPTIONS), (2, {**OPTIONS, "virtual_stages": 2}), (4, {**OPTIONS, "mesh": {"pp": 2, "dp": 2}, "zero": 3})])
+    (2, OPTIONS), (2, {**OPTIONS, "virtual_stages": 2}), (2, ZBV),
+    (4, {**OPTIONS, "mesh": {"pp": 2, "dp": 2}, "zero": 3})])
 def test_a_script_does_with_them_what_it_does_on_one_device(launch, ranks, options):
     launch(as_on_one_device, ranks, (options,))
 
 
-def shares(rank):
+def shares(rank, options):
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    torch.compile(model, backend="hpml", options=OPTIONS)(*batch())[0].backward()
+    torch.compile(model, backend="hpml", options=options)(*batch())[0].backward()
     optimizer.step()
     by_torch = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, p in model.named_parameters():
@@ -114,12 +116,13 @@ def shares(rank):
     return found
 
 
-def test_each_is_on_one_rank_but_what_several_read(launch):
+@pytest.mark.parametrize(("options", "of_table", "of_blocks"), [(OPTIONS, None, (0, 0, 1, 1)), (ZBV, 0, (0, 1, 1, 0))])
+def test_each_is_on_one_rank_but_what_several_read(launch, options, of_table, of_blocks):
     """The table is looked up in the first stage and multiplied by in the last."""
-    first, second = launch(shares, 2)
+    first, second = launch(shares, 2, (options,))
     for name in first:
         owner, here, _ = first[name]
-        assert owner == second[name][0] == (None if name == "table.weight" else int(name.split(".")[1]) // 2)
+        assert owner == second[name][0] == (of_table if name == "table.weight" else of_blocks[int(name.split(".")[1])])
         assert (here, second[name][1]) == ((1, 1) if owner is None else (1 - owner, owner))
         assert all((each[name][2] == 0) == (each[name][1] == 0) for each in (first, second))
 

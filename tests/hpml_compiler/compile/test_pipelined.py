@@ -45,6 +45,13 @@ class Outside(Tied):
         return x
 
 
+class Logits(Tied):
+    """The loss is computed by the script."""
+
+    def forward(self, tokens, labels):
+        return super().forward(tokens, labels)[1]
+
+
 class Drawn(Tied):
     """What is drawn depends on what the model computes."""
 
@@ -103,7 +110,8 @@ def test_four_ranks_draw_what_one_device_draws(launch):
 
 @pytest.mark.parametrize(("kind", "options"), [
     (Tied, {"microbatches": 4}), (Outside, {"microbatches": 2}), (Tied, {"microbatches": 2, "virtual_stages": 2}),
-    (Drawn, {}), (Tied, {}),
+    (Drawn, {}), (Tied, {}), (Logits, {"microbatches": 4, "schedule": "zero_bubble"}),
+    (Tied, {"microbatches": 4, "schedule": "zbv", "virtual_stages": 2}),
 ])
 def test_two_ranks_give_what_one_device_gives(launch, kind, options):
     launch(trained, 2, ([(kind, "eager", {"mesh": {"pp": 2}, "compiler": "eager", **options})],))

@@ -41,9 +41,12 @@ def recorded(rank, schedule, virtual, microbatches):
     for k, stage in enumerate(pipe.stages):
         # On go the residual stream and what each block multiplies by, float32 of width 8, and back their gradients.
         on, back = ([each.bytes for each in stage.sends if each.backward == way] for way in (False, True))
-        assert on == ([] if k == len(pipe.stages) - 1 else [4 * 8 * rows] * 2)
-        assert len(back) == (0 if k == 0 else 2) and stage.saved_bytes > 0 and stage.forward_us > 0 and stage.backward_us > 0
-    if schedule != "gpipe" and virtual == 1:
+        before, after = (each is not None and each.rank != stage.rank for each in neighbors(pipe.stages, k))
+        assert on == ([4 * 8 * rows] * 2 if after else []) and len(back) == (2 if before else 0)
+        assert stage.saved_bytes > 0 and stage.forward_us > 0 and stage.backward_us > 0
+        if pipe.schedule in ("zero_bubble", "zbv"):  # the first one's backward is waited for by nobody
+            assert stage.weight_us == stage.backward_us if k == 0 else 0 < stage.weight_us < stage.backward_us
+    if schedule == "1f1b":
         assert [stage.in_flight for stage in pipe.stages] == [min(2, microbatches), 1]
     played = simulate(plan, contention=1.0)  # as when the cut was made: sends slow nothing down
     assert played.step_us == pytest.approx(graph.predicted.step_time_us)
@@ -61,6 +64,10 @@ def recorded(rank, schedule, virtual, microbatches):
     check_recorded(rank, loops, pipe)
     if rank == 0:
         check_planned(plan, schedule, virtual, microbatches)
+
+
+def neighbors(stages, k):
+    return (stages[k - 1] if k else None), (stages[k + 1] if k + 1 < len(stages) else None)
 
 
 def check_planned(ran, schedule, virtual, microbatches):
@@ -90,6 +97,6 @@ def check_recorded(rank, loops, pipe):
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "microbatches"), [
-    ("1f1b", 1, 4), ("gpipe", 1, 1), ("interleaved", 2, 2)])
+    ("1f1b", 1, 4), ("gpipe", 1, 1), ("interleaved", 2, 2), ("zero_bubble", 1, 4), ("zbv", 2, 4)])
 def test_a_run_through_stages_records_them(launch, schedule, virtual, microbatches):
     launch(recorded, 2, (schedule, virtual, microbatches))
