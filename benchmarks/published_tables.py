@@ -2,10 +2,9 @@
 
     python benchmarks/published_tables.py benchmarks/published/megatron_sc21.json [--rows 1.7B,3.6B,7.5B] [--plans DIR]
 
-Prints one JSON object: the fitted parameters, and per row the measured and predicted time and the relative error. Rows
-with pipeline stages are labelled `"method": "stages cut from the plan of all layers"`, since the planner has no stages
-yet; rows of one stage `"method": "simulated plan"`. --rows: only these, by name. --plans: a folder where plans are kept,
-since planning takes most of the time; the plans in it are taken as they are, so empty it after a change of the planner.
+Prints one JSON object: the fitted parameters, and per row the measured and predicted time and the relative error.
+--rows: only these, by name. --plans: a folder where plans are kept, since planning takes most of the time; the plans in it
+are taken as they are, so empty it after a change of the planner.
 """
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ from pathlib import Path
 from hpml_compiler.calibration.calibrate import calibrate, plan_row
 from hpml_compiler.calibration.rows import Row, read_rows
 from hpml_compiler.plans.plan import Plan
-
-METHODS = {False: "simulated plan", True: "stages cut from the plan of all layers"}
 
 
 def kept_plan(row: Row, folder: Path | None) -> Plan:
@@ -32,12 +29,10 @@ def kept_plan(row: Row, folder: Path | None) -> Plan:
 
 
 def table(path: Path, names: list[str] | None, plans: Path | None, fit: list[str] | None) -> dict:
-    """The report on the rows of a file: that of `hpml calibrate`, with how each row was predicted."""
+    """The report on the rows of a file: that of `hpml calibrate`, with the mean errors of rows with and without stages."""
     rows = [row for row in read_rows(path) if not names or row.name in names]
     found = calibrate(rows, [kept_plan(row, plans) for row in rows], names=fit)
     report = found.to_json()
-    for row, each in zip(rows, report["rows"]):
-        each["method"] = METHODS[row.pipeline is not None]
     for key, pipelined in (("mean_held_out_error_one_stage", False), ("mean_held_out_error_pipelines", True)):
         errors = [abs(each["error"]) for row, each in zip(rows, report["rows"])
                   if row.held_out and (row.pipeline is not None) == pipelined]

@@ -186,8 +186,9 @@ def staged_as(stages: Stages) -> PassManager:
     return PassManager((AdoptStages(stages),))
 
 
-def staging(count: int, device: Device) -> PassManager:
-    """From a graph that can be planned to one that says into which stages it can be split (`passes.transform.split_stages`)."""
-    manager = PassManager((FindBlocks(), FindStages(count, device)))
+def staging(count: int, device: Device, starts: tuple[str, ...] = ()) -> PassManager:
+    """From a graph that can be planned to one that says into which stages it can be split (`passes.transform.split_stages`).
+    starts: as `FindStages` takes them."""
+    manager = PassManager((FindBlocks(), FindStages(count, device, starts)))
     manager.check(available=(SHAPES, FLOPS, INTERFACE))
     return manager

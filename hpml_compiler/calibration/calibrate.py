@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hpml_compiler.calibration.rows import Row
-from hpml_compiler.calibration.stage_costs import pipeline_us, stage_cluster
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.simulate import simulate
 from hpml_compiler.targets import load_target
@@ -31,11 +30,11 @@ share of the peak in all libraries; attention ranges from a tenth (scores throug
 EFFICIENCIES = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
 LINKS = ("intra_node.efficiency", "inter_node.efficiency")
 
+NO_LIMIT_BYTES = 10**15
+"""What no device has."""
+
 StepTime = Callable[[Plan, Cluster, Row], float]
 """(plan of a row, its cluster with the parameters on trial, the row) -> seconds of a step."""
-
-UNLIMITED = "1000TB"
-
 
 @dataclass(frozen=True)
 class RowReport:
@@ -98,7 +97,7 @@ def calibrate(
     all five. Raises BadInput for rows of other devices, unknown names and rows that leave nothing to fit.
     """
     step_time = step_time or simulated
-    clusters = [stage_cluster(row) for row in rows]
+    clusters = [Cluster.parse(row.cluster) for row in rows]
     sheet = device or _sheet(clusters[0].group)
     for row, cluster in zip(rows, clusters):
         if cluster.group.device.name != sheet.device.name:
@@ -127,9 +126,9 @@ def calibrate(
 
 
 def plan_row(row: Row) -> Plan:
-    """The plan of a row's target on its cluster (with a pipeline: on that of one stage, all layers) and pinned mesh.
+    """The plan of a row's target on its cluster and pinned mesh, with the stages and microbatches that it went through.
 
-    What was measured did fit, by recompute or microbatches that the planner does not know of: memory is no limit here.
+    What was measured did fit, by recompute that the planner does not know of: memory is no limit here.
 
     Raises BadInput that names the row.
     """
@@ -141,8 +140,9 @@ def plan_row(row: Row) -> Plan:
 
         model = LossAlone(model)
     try:
-        options = {"memory_budget": UNLIMITED, **row.options, "mesh": dict(row.mesh)}
-        plan = api.plan(model, batch, cluster=stage_cluster(row), **options)
+        cluster = Cluster.parse(row.cluster)
+        limited = "memory_budget" in row.options
+        plan = api.plan(model, batch, cluster=cluster if limited else _without_limit(cluster), **row.planned)
     except BadInput as error:
         raise BadInput(error.what, f"{row.name}: {error.where}", error.next_step) from error
     if not isinstance(plan, Plan):
@@ -150,11 +150,16 @@ def plan_row(row: Row) -> Plan:
     return plan
 
 
+def _without_limit(cluster: Cluster) -> Cluster:
+    """The same devices with more memory than any model takes."""
+    return replace(cluster, groups=tuple(
+        replace(group, device=replace(group.device, memory_bytes=NO_LIMIT_BYTES)) for group in cluster.groups))
+
+
 def simulated(plan: Plan, cluster: Cluster, row: Row) -> float:
-    """A `StepTime`: the simulator's; with a pipeline, that of stages cut from the plan (`stage_costs`)."""
-    if row.pipeline is not None:
-        return pipeline_us(plan, cluster, row) * 1e-6
-    return simulate(plan, cluster, recompute=row.recompute, microbatches=row.microbatches).step_us * 1e-6
+    """A `StepTime`: the simulator's."""
+    microbatches = row.microbatches if row.pipeline is None else 1  # else the plan says them
+    return simulate(plan, cluster, recompute=row.recompute, microbatches=microbatches).step_us * 1e-6
 
 
 def with_parameters(cluster: Cluster, values: Mapping[str, float]) -> Cluster:

@@ -72,14 +72,21 @@ class Row(Record):
             raise ValueError("give either seconds or tflops_per_device")
         if (self.tflops_per_device is None) != (self.formula is None) or (self.formula is None) != (self.arguments is None):
             raise ValueError("tflops_per_device goes with a formula and its arguments, seconds without")
-        if self.pipeline is not None and self.arguments is None:
-            raise ValueError("a pipeline needs the formula's arguments, which say what goes between stages")
         return self
 
     @property
     def devices(self) -> int:
         """Of the whole cluster. Raises BadInput for a cluster that cannot be read."""
         return Cluster.parse(self.cluster).world_size
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The options that it is planned with."""
+        if self.pipeline is None:
+            return {**self.options, "mesh": dict(self.mesh)}
+        pipe = self.pipeline
+        return {**self.options, "mesh": {"pp": pipe.stages, **self.mesh}, "microbatches": self.microbatches,
+                "schedule": pipe.schedule, "virtual_stages": pipe.virtual}
 
     @property
     def measured_s(self) -> float:

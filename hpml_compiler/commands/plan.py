@@ -55,14 +55,13 @@ def plan(
 def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
     """The options of --fix and of the flags, checked before anything slow starts. Raises BadInput."""
     from hpml_compiler.options import Options, parse_fixes
-    from hpml_compiler.planning.uncounted import refuse_uncounted
 
     fixed = parse_fixes(fixes)
     if twice := sorted(set(fixed) & set(flags)):
         where = f"--fix {twice[0]}=... and --{twice[0].replace('_', '-')}"
         raise BadInput(what=f"{', '.join(twice)} is given twice", where=where, next_step="leave one of them out")
     options = {**fixed, **flags}
-    refuse_uncounted(Options.parse(options))
+    Options.parse(options)
     return options
 
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.stage_mesh import axes_of_stage, has_stages, over_stage
+from hpml_compiler.compile.stage_mesh import over_stage
 from hpml_compiler.options import Options
+from hpml_compiler.planning.stage_axes import axes_of_stage, has_stages
 from hpml_compiler.runtime.inputs import InputPlacement, copy_for_set_data, take_out_markers
 from hpml_compiler.runtime.parameters import placeable
 from passes import compat

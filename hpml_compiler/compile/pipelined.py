@@ -28,11 +28,12 @@ from hpml_compiler.compile.microbatched import MakesWhole, Microbatched
 from hpml_compiler.compile.owners import Needs
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
-from hpml_compiler.compile.stage_mesh import STAGES_AXIS, StageMesh
+from hpml_compiler.compile.stage_mesh import StageMesh
 from hpml_compiler.compile.stages import LoweredStage
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
+from hpml_compiler.planning.stage_axes import STAGES_AXIS, lifetimes_of, schedule_of
 from hpml_compiler.planning.staged_body import stage_body, structure_of
 from hpml_compiler.planning.staged_plan import StagedPlan
 from hpml_compiler.runtime.alike import own_values, same_values
@@ -54,8 +55,8 @@ from passes.graph.copied import copied
 from passes.graph.decision import Decision
 from passes.graph.interface import Interface
 from passes.partition.in_time import InTime, on_one_device, on_time_axis
+from passes.partition.lifetimes import THROUGHOUT
 from passes.presets import after_planning, one_device, to_microbatches, whole_batch
-from passes.schedule.actions import schedule
 from passes.tracing.trace import decompositions
 from passes.transform.collectives import MeshGroups
 
@@ -74,7 +75,7 @@ class Pipeline(Microbatched):
         options = self.options
         self.mesh = session.current().device_mesh(options.mesh or {})
         self.place = self.mesh.get_local_rank(STAGES_AXIS)
-        self.table = schedule(options.schedule_name, options.stage_ranks, self.microbatches, options.virtual_stages)
+        self.table = schedule_of(options, self.microbatches)
         device = local_cluster(options, dist.get_world_size()).device
         text = structure_of(self.loop.body)
         same_graph(hashlib.sha256(text.encode()).hexdigest(), lambda: text)
@@ -125,6 +126,7 @@ class PipelinedGraph:
         """Parameters that one rank has alone in this graph, by their placeholders; None before that is known."""
         self.own_here: set[int] = set()
         self.times: InTime | None = None
+        self.planned: Planned | None = None
         self.draws = self.training = False
 
     def compile(self) -> Callable[..., Any]:
@@ -169,14 +171,13 @@ class PipelinedGraph:
             if dist.get_rank() == 0:
                 log.warning("%s goes through no stages, and each does all of it: %s", self.name, error.what)
             return self._all_of_it(joint, inputs, num_fwd_outputs, kwargs)
-        if not self.mesh.is_split:
-            self._note_plan(original, num_fwd_outputs, runs)
+        self._note_plan(original, num_fwd_outputs, runs)
         return runs.partition()
 
     def _note_plan(self, traced: GraphModule, forward_outputs: int, runs: Pipeline) -> None:
         current, cluster = session.current(), local_cluster(self.options, dist.get_world_size())
         current.options, current.cluster = self.options, str(cluster)
-        plan = StagedPlan(traced, self.inputs.described, forward_outputs, self.options, cluster, self.times)
+        plan = StagedPlan(traced, self.inputs.described, forward_outputs, self.options, cluster, self.times, self.planned)
         current.unplanned.append(lambda name: plan.plan(name, runs.marked, runs.staged, runs.table))
         session.save_plan()
 
@@ -193,7 +194,8 @@ class PipelinedGraph:
 
     def _pipeline(self, joint: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> Pipeline:
         annotated = self._annotated(joint, forward_outputs, self.microbatches)
-        interface = annotated.interface
+        interface, graph, count = annotated.interface, annotated.graph, self.microbatches
+        self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
         microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
         runs = Pipeline(self.options, joint, microbatches, forward_outputs, interface, self.inputs.written, whole)
         runs.give_to(self._owners(runs, interface.positions))
@@ -236,7 +238,10 @@ class PipelinedGraph:
         if not self.mesh.is_split:
             return on_one_device(annotated.graph)
         cluster = self.mesh.cluster(local_cluster(self.options, dist.get_world_size()))
-        planned = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, cluster).agreed()
+        lifetimes = THROUGHOUT if forward_outputs is None else lifetimes_of(schedule_of(
+            self.options, 1 if self.times is None else self.times.microbatches))
+        planned = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, cluster,
+                          lifetimes).agreed()
         values, positions = annotated.graph.values, dict(annotated.interface.positions)
         self.holding.note({values[v].name: self.mesh.route_over_all(route) for v, route in planned.decision.held.items()},
                           positions)
@@ -246,6 +251,7 @@ class PipelinedGraph:
                 positions[values[v].name]: session.to_dtensor(self.mesh.over_all(planned.decision.stored(v)))
                 for v in planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in stored}
         self._say(planned)
+        self.planned = planned
         return planned.decision
 
     def _say(self, planned: Planned) -> None:
@@ -255,17 +261,16 @@ class PipelinedGraph:
 
     def _mark(self, annotated: Annotated, decision: Decision, forward_outputs: int) -> int:
         """Put the markers of the loop in; returns how many microbatches go through it."""
-        joint, graph, count, groups = annotated.gm, annotated.graph, self.microbatches, self.mesh.groups()
+        joint, graph, times, groups = annotated.gm, annotated.graph, self.times, self.mesh.groups()
         gradients = self.inputs.kept_gradients(annotated, forward_outputs)
-        times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
-        self.times = times
         if times is None:
             whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups)(joint)
             return 1
         if not self.mesh.is_split:
             groups = MeshGroups((), (), ())
-        to_microbatches(on_time_axis(decision, graph, times), groups.with_time(count), forward_outputs, gradients)(joint)
-        return count
+        to_microbatches(on_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
+                        gradients)(joint)
+        return times.microbatches
 
     def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         return self.holding.around(graph, self.lowering.forward(graph, inputs) if self.runs is None else self.runs.forward())

@@ -24,16 +24,17 @@ from passes import compat
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 
 
 class Planner:
     """Of one graph. sharing: what it shares with the others of its step, under a budget. cluster: what it is planned for, if
-    that is not all devices."""
+    that is not all devices. lifetimes: when bytes are counted, without a budget."""
 
     def __init__(self, annotated: Annotated, inputs: GraphInputs, options: Options, sharing: Sharing | None,
-                 forward_outputs: int | None, cluster: Cluster | None = None):
+                 forward_outputs: int | None, cluster: Cluster | None = None, lifetimes: Lifetimes = THROUGHOUT):
         self.annotated, self.inputs, self.options, self.sharing = annotated, inputs, options, sharing
-        self.forward_outputs = forward_outputs
+        self.forward_outputs, self.lifetimes = forward_outputs, lifetimes
         self.session, self.cluster = session.current(), cluster or local_cluster(options, dist.get_world_size())
 
     def agreed(self) -> Planned:
@@ -67,7 +68,7 @@ class Planner:
         like = self.session.decided.get(key)
         plan = functools.partial(
             plan_graph, annotated, options, self.cluster, fixed_mesh=mesh, name=f"graph_{len(self.session.graphs)}", rows=rows,
-            given=given, like=like, quick=quick)
+            given=given, like=like, quick=quick, lifetimes=self.lifetimes)
         trial = None
         if self.sharing is not None and self.forward_outputs is not None:
             trial = self.trial(self.sharing)

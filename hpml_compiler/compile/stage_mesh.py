@@ -5,30 +5,19 @@ All stages have meshes of one shape, so a value has the same local shape at both
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpml_compiler.compile import session
 from hpml_compiler.options import Options
-from passes.errors import BadInput
+from hpml_compiler.planning.stage_axes import STAGES_AXIS, axes_of_stage, cluster_of_stage, is_split
 from passes.graph.decision import Hop, Route
 from passes.graph.layouts import Layout
 from passes.machine.axis import device_axes
 from passes.machine.cluster import Cluster
 from passes.rules.base import REPLICATE
 from passes.transform.collectives import MeshGroups
-
-STAGES_AXIS = "pp"
-
-
-def has_stages(mesh: Mapping[str, int] | None) -> bool:
-    return (mesh or {}).get(STAGES_AXIS, 1) > 1
-
-
-def axes_of_stage(mesh: Mapping[str, int]) -> dict[str, int]:
-    """Those of a mesh along which a stage is split."""
-    return {name: size for name, size in mesh.items() if name != STAGES_AXIS}
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,7 @@ class StageMesh:
     @property
     def is_split(self) -> bool:
         """Whether a stage has more than one rank."""
-        return any(size > 1 for size in self.axes.values())
+        return is_split(self.sizes)
 
     @property
     def devices(self) -> DeviceMesh:
@@ -62,14 +51,8 @@ class StageMesh:
         return options.model_copy(update={"mesh": self.axes})
 
     def cluster(self, cluster: Cluster) -> Cluster:
-        """The devices of one stage: whole nodes if the stages divide these, else a part of one."""
-        group, stages = cluster.group, self.sizes[STAGES_AXIS]
-        if group.nodes % stages == 0:
-            return Cluster((replace(group, nodes=group.nodes // stages),))
-        if group.devices_per_node % stages == 0:
-            return Cluster((replace(group, devices_per_node=group.devices_per_node // stages),))
-        raise BadInput(f"{stages} stages do not divide {group.nodes} nodes of {group.devices_per_node} devices",
-                       "options['mesh']['pp']", "give a number of stages that divides the nodes, or the devices of each")
+        """The devices of one stage."""
+        return cluster_of_stage(cluster, self.sizes[STAGES_AXIS])
 
     def over_all(self, layout: Layout) -> Layout:
         """The same over all axes of the mesh."""

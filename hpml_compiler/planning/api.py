@@ -10,7 +10,6 @@ from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.mixed.planning import plan_mixed
 from hpml_compiler.options import Options
 from hpml_compiler.planning.traces import Traces, plan_traces
-from hpml_compiler.planning.uncounted import refuse_uncounted
 from hpml_compiler.plans.plan import Plan
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
@@ -34,7 +33,6 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
         raise BadInput(f"the cluster is a {type(cluster).__name__}: {cluster!r:.80}", "plan(cluster=...)",
                        'write NODESxDEVICES:DEVICE, such as "8x8:h100-80g", a path, or a Cluster')
     parsed = Options.parse(options)
-    refuse_uncounted(parsed)
     if not isinstance(cluster, Cluster):
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     if len(cluster.groups) > 1:

@@ -39,8 +39,9 @@ class StagedBody:
 
 
 def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop, count: int, device: Device,
-               agreed: Callable[[Callable[[], Stages]], Stages]) -> StagedBody:
-    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: gives all ranks what one finds."""
+               agreed: Callable[[Callable[[], Stages]], Stages], starts: tuple[str, ...] = ()) -> StagedBody:
+    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: gives all ranks what one finds.
+    starts: the block that each stage but the first begins with, where they are not to be found."""
     body = copied(loop.body)
     for node in body.graph.nodes:
         if draws(node):
@@ -50,7 +51,7 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: Loop, 
     describing_body(_kinds(body, marked, kinds, loop), len(loop.forward))(body)
 
     def found() -> Stages:
-        staging(count, device)(body)
+        staging(count, device, starts)(body)
         return read(STAGES, body)
 
     staged_as(agreed(found))(body)

@@ -1,12 +1,11 @@
 """The plan of a graph that runs as the stages of a pipeline: made when somebody asks for it.
 
-A rank holds the parameters that its stages read. Times of the stages, and what goes between them, are those that the cut was
-made by; what a stage saves is what the partitioner saves of its graph.
+A rank holds the parameters that its stages read. Times of a stage are those of the calls of its blocks, as the plan prices
+them; what goes between stages, and what one saves, is read off the graphs that run.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
@@ -14,115 +13,94 @@ from torch.fx import GraphModule
 from hpml_compiler.options import Options
 from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.microbatches import loss_alone, loss_of
-from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.planning.one_device import NO_LIMIT
+from hpml_compiler.planning.pipeline_record import StagePart, with_pipeline
+from hpml_compiler.planning.plan_graph import Planned, plan_graph
+from hpml_compiler.planning.stage_axes import STAGES_AXIS, cluster_of_stage, lifetimes_of
 from hpml_compiler.planning.staged_body import Halves, StagedBody, halves_of
-from hpml_compiler.plans.in_time import PipelinePlan, SentPlan, StagePlan
+from hpml_compiler.plans.in_time import SentPlan
 from hpml_compiler.plans.schema import GraphPlan
-from hpml_compiler.simulate.stages import stages_of
 from passes import compat
+from passes.analysis.block_chain import BLOCK_CHAIN, FindBlocks, learned_nodes
 from passes.analysis.flops import FLOPS
+from passes.analysis.stages import places
 from passes.annotations import read
-from passes.costs.prices import MeshPrices
 from passes.graph.interface import GraphInput
 from passes.graph.phase import BACKWARD, FORWARD
+from passes.graph.stages import Sent, Stages
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.in_time import InTime
 from passes.presets import annotate
 from passes.schedule.actions import Schedule
-from passes.schedule.pipeline import play
 from passes.transform.split_stages import StageGraph
 
 
 class StagedPlan:
     """joint: as it was traced. times: where everything is on the axis of time, None where the whole batch is one microbatch.
-    cluster: of all ranks."""
+    cluster: of all ranks. planned: what the ranks of a stage do, where there are several; where there is one, it does all."""
 
     def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options,
-                 cluster: Cluster, times: InTime | None):
+                 cluster: Cluster, times: InTime | None, planned: Planned | None = None):
         self.joint, self.inputs, self.forward_outputs = joint, inputs, forward_outputs
-        self.options, self.cluster, self.times = options, cluster, times
+        self.options, self.cluster, self.times, self.planned = options, cluster, times, planned
         self.frame = compat.frame_being_compiled()
 
     def plan(self, name: str, marked: GraphModule, staged: StagedBody, table: Schedule) -> GraphPlan:
+        """marked, staged: what is cut, before it is and after. table: the schedule."""
         count = 1 if self.times is None else self.times.microbatches
         joint = loss_alone(self.joint)
-        annotated = annotate(joint, self.inputs, self.forward_outputs, count)
-        options = self.options.model_copy(update={"mesh": None})
-        alone = one_rank_of(self.cluster)
-        planned = plan_graph(annotated, options, alone, name=name)
-        record = planned.record
+        annotated = annotate(joint, self.inputs, self.forward_outputs, count, leaves=self.planned is None)
+        mesh = {STAGES_AXIS: len(table.actions)}
+        alone = cluster_of_stage(self.cluster, mesh[STAGES_AXIS])
+        if self.planned is None:  # one rank has no choice
+            own = self.options.model_copy(update={"mesh": None})
+            planned = plan_graph(annotated, own, alone, name=name, lifetimes=lifetimes_of(table), budget_bytes=NO_LIMIT)
+        else:
+            planned, mesh = self.planned, dict(self.options.mesh or {})
+        record = planned.record.model_copy(update={"name": name, "frame": self.frame})
         if self.times is not None:
             record = with_microbatches(record, annotated.graph, self.times, loss_of(joint) is not None,
-                                       mesh_from_pin(planned.mesh, alone), options.optimizer_states)
+                                       mesh_from_pin(planned.mesh, alone), self.options.optimizer_states)
         read = _parameters(marked, staged, annotated.interface.names)
-        held = [sum(_held(record, {name for k in own for name in read[k]})) for own in _stages_of_ranks(table)]
-        mesh = mesh_from_pin({"dp": len(table.actions)}, self.cluster)  # for its links alone
-        prices = MeshPrices(mesh, options.optimizer_states)
-        stages = tuple(self._stage(k, record, staged, table, read, prices) for k in range(table.stages))
-        pipe = PipelinePlan(schedule=table.name, ranks=len(table.actions), microbatches=table.microbatches, step_us=0.0,
-                            bubble=0.0, stages=stages)
-        played = play(table, stages_of(pipe))
-        pipe = pipe.model_copy(update={"step_us": played.step_us, "bubble": played.bubble})
-        most = max(range(len(held)), key=held.__getitem__)
-        own = {name for k in _stages_of_ranks(table)[most] for name in read[k]}
-        return _with_pipeline(record, pipe, _held(record, own)).model_copy(update={"frame": self.frame})
+        listed = _listed(annotated.gm, staged.stages, record.operations)
+        parts = [self._part(k, listed[k], staged, table, read[k]) for k in range(table.stages)]
+        return with_pipeline(record, parts, table, mesh, self.cluster, self.options.optimizer_states)
 
-    def _stage(self, k: int, record: GraphPlan, staged: StagedBody, table: Schedule, read: Sequence[Mapping[str, bool]],
-               prices: MeshPrices) -> StagePlan:
+    def _part(self, k: int, listed: Collection[str], staged: StagedBody, table: Schedule, read: Mapping[str, bool],
+              ) -> StagePart:
         stages = staged.stages
         on = stages.over(k, FORWARD) if k + 1 < table.stages and table.ranks[k + 1] != table.ranks[k] else ()
         back = stages.over(k - 1, BACKWARD) if k and table.ranks[k - 1] != table.ranks[k] else ()
-        halves = halves_of(staged.graphs[k], self.options.compiler, table.splits_backward)
-        saved, in_flight = _saved_bytes(staged, halves), table.in_flight()[k]
-        backward_us = stages.time_us[k] - stages.forward_us[k]
-        # What an earlier stage of its rank reads, too, is there once.
-        held = {name for name in read[k] if not any(name in read[j] for j in range(k) if table.ranks[j] == table.ranks[k])}
-        parameters = tuple(name for name, makes in read[k].items() if makes)
-        return StagePlan(
-            blocks=stages.blocks[k], rank=table.ranks[k], parameters=parameters,
-            parameter_bytes=sum(record.parameters[name].bytes_whole for name in parameters),
-            forward_us=stages.forward_us[k], backward_us=backward_us,
-            weight_us=backward_us * _share_of_weights(staged.graphs[k], halves) if table.splits_backward else None,
-            send_us=sum(prices.collective("send_recv", 0, each.bytes) for each in on),
-            return_us=sum(prices.collective("send_recv", 0, each.bytes) for each in back),
-            saved_bytes=saved, in_flight=in_flight,
-            memory_bytes=sum(_held(record, held)) + saved * in_flight,
-            sends=tuple(SentPlan(value=each.value, bytes=round(each.bytes), backward=each.phase == BACKWARD)
-                        for each in (*on, *back)))
+        saved, share = saved_by(k, staged, self.options.compiler, table)
+        return StagePart(stages.blocks[k], dict.fromkeys(listed, 1), read, saved, sent((*on, *back)), share)
 
 
-def one_rank_of(cluster: Cluster) -> Cluster:
-    return Cluster((replace(cluster.groups[0], nodes=1, devices_per_node=1),))
+def sent(values: Iterable[Sent]) -> tuple[SentPlan, ...]:
+    return tuple(SentPlan(value=each.value, bytes=round(each.bytes), backward=each.phase == BACKWARD) for each in values)
 
 
-def _stages_of_ranks(table: Schedule) -> list[list[int]]:
-    return [[stage for stage, rank in enumerate(table.ranks) if rank == own] for own in range(len(table.actions))]
+def saved_by(k: int, staged: StagedBody, compiler: str, table: Schedule) -> tuple[int, float | None]:
+    """Bytes that a stage saves of one microbatch, and the part of its backward that runs later, if the schedule cuts it."""
+    halves = halves_of(staged.graphs[k], compiler, table.splits_backward)
+    return _saved_bytes(staged, halves), _share_of_weights(staged.graphs[k], halves) if table.splits_backward else None
 
 
-def _held(record: GraphPlan, names: Collection[str]) -> tuple[int, int, int]:
-    """Bytes of these parameters, of their gradients and of their optimizer state: of all, in proportion."""
-    memory, total = record.memory, sum(each.bytes_whole for each in record.parameters.values())
-    share = sum(record.parameters[name].bytes_whole for name in names) / total if total else 0.0
-    return round(memory.parameters * share), round(memory.gradients * share), round(memory.optimizer * share)
-
-
-def _with_pipeline(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, int]) -> GraphPlan:
-    """held: see `_held`, of the rank that holds most."""
-    compute = sum(stage.forward_us + stage.backward_us for stage in pipe.stages) * pipe.microbatches / pipe.ranks
-    sent = sum(stage.send_us + stage.return_us for stage in pipe.stages) * pipe.microbatches / pipe.ranks
-    of_rank = [[stage for stage in pipe.stages if stage.rank == rank] for rank in range(pipe.ranks)]
-    activations = max(sum(stage.saved_bytes * stage.in_flight for stage in own) for own in of_rank)
-    share = held[0] / record.memory.parameters if record.memory.parameters else 0.0
-    optimizer_us = record.predicted.optimizer_us * share
-    return record.model_copy(update={
-        "mesh": {"pp": pipe.ranks}, "pipeline": pipe,
-        "predicted": record.predicted.model_copy(update={
-            "step_time_us": pipe.step_us + optimizer_us, "optimizer_us": optimizer_us, "compute_us": compute,
-            "communication_us": sent, "overhead_us": 0.0, "energy_j": None, "energy_label": None}),
-        "memory": record.memory.model_copy(update={
-            "parameters": held[0], "gradients": held[1], "optimizer": held[2], "activations": activations,
-            "peak": sum(held) + activations})})
+def _listed(gm: GraphModule, stages: Stages, names: Container[str]) -> list[list[str]]:
+    """Of each stage, the calls of the whole graph that it runs, by their blocks: what one rank does of a call has another name
+    where it is split. A block that has nothing in the loop is with the one before it."""
+    stage_of = {block: k for k, blocks in enumerate(stages.blocks) for block in blocks}
+    FindBlocks()(gm)
+    chain = read(BLOCK_CHAIN, gm)
+    latest, of_block = 0, []
+    for block in chain.blocks:
+        latest = stage_of.get(block.name, latest)
+        of_block.append(latest)
+    found: list[list[str]] = [[] for _ in stages.blocks]
+    for node, place in places(gm, chain, learned_nodes(gm)).items():
+        if node.name in names:
+            found[of_block[place]].append(node.name)
+    return found
 
 
 def _saved_bytes(staged: StagedBody, halves: Halves) -> int:

@@ -12,13 +12,14 @@ from torch import nn
 from hpml_compiler.options import Options
 from hpml_compiler.planning.budgeted import Budgeted
 from hpml_compiler.planning.in_microbatches import with_microbatches
-from hpml_compiler.planning.in_stages import plan_in_stages
+from hpml_compiler.planning.in_stages import plan_folded, plan_in_stages
 from hpml_compiler.planning.in_trials import remembered
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, plan_graph, solver_options
 from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.shorten import LONG, SHORT, Folded, depth, neighbors, repeated_paths, shortened
 from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.schema import GraphPlan
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.interface import input_position
@@ -92,14 +93,24 @@ def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
     options = traces.options
     options.check_mesh(cluster.world_size)
     if options.stage_ranks > 1:
-        records = [plan_in_stages(each, options, cluster, _fitting(each, options), f"graph_{number}")
-                   for number, each in enumerate(traces.traced)]
-        return as_plan(records, [], options, str(cluster))
+        return as_plan(_plan_stages(traces, options, cluster), [], options, str(cluster))
     given = options.load_plan()
     results = _plan_shortened(traces, options, cluster)
     if results is None:
         results = _plan_whole(traces, options, cluster, given)
     return as_plan([r.record for r in results], [a for r in results for a in r.rejected], options, str(cluster))
+
+
+def _plan_stages(traces: Traces, options: Options, cluster: Cluster) -> list[GraphPlan]:
+    if traces.shortened is not None:
+        folded, annotated = traces.shortened
+        count = _microbatches(annotated)
+        try:
+            return [plan_folded(folded, annotated, traces.few.forward_outputs, options, cluster, count, "graph_0")]
+        except NotLinear:
+            log.info("the layers of the model are not alike: tracing all of them")
+    return [plan_in_stages(each, options, cluster, _fitting(each, options), f"graph_{number}")
+            for number, each in enumerate(traces.traced)]
 
 
 def _annotate(traced: Traced, options: Options) -> Annotated:
@@ -166,13 +177,18 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
 
 def _in_time(planned: Planned, annotated: Annotated, options: Options, cluster: Cluster) -> Planned:
     """In microbatches, where they are asked for and its rows allow them."""
-    count = next((value.factors[dim][factor] for value in annotated.graph.values for dim, factor in value.microbatch), 1)
+    count = _microbatches(annotated)
     times = None if count == 1 else times_of(annotated.graph, count, solver_options(options))
     if times is None:
         return planned
     record = with_microbatches(planned.record, annotated.graph, times, loss_of(annotated.gm) is not None,
                                mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
     return replace(planned, record=record)
+
+
+def _microbatches(annotated: Annotated) -> int:
+    """As many as it was analyzed for."""
+    return next((value.factors[dim][factor] for value in annotated.graph.values for dim, factor in value.microbatch), 1)
 
 
 def as_plan(graphs: list, rejected: list, options: Options, cluster: str) -> Plan:

@@ -37,8 +37,9 @@ class SentPlan(Record):
 
 
 class StagePlan(Record):
-    """One stage of a pipeline. rank: along the axis pp, that runs it. parameters: those whose gradients it makes whole, with
-    their bytes. forward_us, backward_us, send_us (to the next stage), return_us (to the one before), saved_bytes: of one
+    """One stage of a pipeline. rank: along the axis pp, that runs it. operations: how often it runs each that is listed, for
+    one microbatch (and those that are not in the loop, once). parameters: those whose gradients it makes whole, with their
+    bytes. forward_us, backward_us, send_us (to the next stage), return_us (to the one before), saved_bytes: of one
     microbatch; in_flight: the most of which something is saved at a time; memory_bytes: what its rank holds for it then, with
     parameters, gradients and optimizer state as they are stored. weight_us: the part of backward_us for gradients that nobody
     waits for, where the schedule runs it apart; then saved_bytes is the most that is held for a microbatch, before that part or
@@ -46,6 +47,7 @@ class StagePlan(Record):
 
     blocks: Names
     rank: Count
+    operations: dict[str, Annotated[int, Field(ge=1)]]
     parameters: Names
     parameter_bytes: Count
     forward_us: Microseconds

@@ -11,7 +11,7 @@ from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
-from hpml_compiler.simulate.stages import held_by_part, stages_of
+from hpml_compiler.simulate.stages import held_by_part, sends_us, stages_of, times_of_stages
 from hpml_compiler.simulate.step_graph import step_graph
 from passes.costs import CostModel
 from passes.costs.between_groups import sum_between_groups_j, sum_between_groups_us
@@ -22,7 +22,7 @@ from passes.machine.cluster import Cluster
 from passes.machine.mesh import Mesh, mesh_from_pin
 from passes.schedule.assembly import breakdown, events
 from passes.schedule.events import Spans
-from passes.schedule.lanes import Lanes, one_lane, peak_bytes, side_by_side
+from passes.schedule.lanes import CONTENTION, Lanes, one_lane, peak_bytes, side_by_side
 from passes.schedule.orders import ScheduleName
 from passes.schedule.pipeline import Stage, pipeline
 
@@ -72,7 +72,8 @@ def simulate(
     elif stages is not None:
         built = _pipeline(plan, _mesh(plan, cluster), stages, microbatches, schedule, virtual_stages)
     elif any(graph.pipeline for graph in plan.step_graphs):
-        built = _planned_pipeline(plan, cluster, recompute == "full", cost)
+        built = _planned_pipeline(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", overlap,
+                                  contention)
     else:
         built = _plan(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", microbatches, overlap)
     return _simulation(built, built.run(contention))
@@ -145,7 +146,7 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
     graphs = plan.step_graphs
     if cost is not None and mesh is None:
         raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
-    states = Options.parse({name: plan.options[name] for name in ("optimizer",) if name in plan.options}).optimizer_states
+    states = _optimizer_states(plan)
     prices: list[PlanPrices] = []
     for graph in graphs:
         model = Repriced(graph, MeshPrices(mesh, states, cost=cost)) if mesh else None
@@ -155,16 +156,34 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
                     recompute=recompute, overlap=overlap)
 
 
-def _planned_pipeline(plan: Plan, cluster: Cluster | str | None, recompute: bool, cost: CostModel | None) -> Lanes:
-    """The stages that a plan says, at the times that it says."""
+def _optimizer_states(plan: Plan) -> int:
+    return Options.parse({name: plan.options[name] for name in ("optimizer",) if name in plan.options}).optimizer_states
+
+
+def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, overlap: bool,
+                      contention: float | None) -> Lanes:
+    """The stages that a plan says."""
     graph, *others = plan.step_graphs
-    if others or cluster is not None or recompute or cost is not None:
-        raise BadInput("stages of a plan are played as it says them, of one graph, on its own cluster", "simulate",
-                       "leave cluster, cost and recompute out")
+    if others:
+        raise BadInput(f"stages of one graph are played, and the plan has {len(others)} more", "simulate",
+                       "take the breaks out of the graph (`hpml_compiler.last_plan()` names them by their frames)")
+    if cost is not None and mesh is None:
+        raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
     pipe, memory = graph.pipeline, graph.memory
     assert pipe is not None, "the caller has looked"
-    stages = stages_of(pipe, graph.predicted.optimizer_us)
-    built = _pipeline(plan, None, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
+    own = MeshPrices(mesh, _optimizer_states(plan), cost=cost) if mesh else None
+    model = Repriced(graph, own) if own else None
+    prices = model if model and (anew or cost is not None) else AsPlanned(graph, model)
+    slower = contention if contention is not None else CONTENTION[mesh.device.kind if mesh else "cpu"]
+    times = times_of_stages(graph, [stage.operations for stage in pipe.stages], prices, recompute=recompute, overlap=overlap,
+                            contention=slower)
+    # All parameters are listed, and the rank that holds most steps with its own.
+    trained = sum(each.bytes_per_device for each in graph.parameters.values())
+    optimizer_us = graph.predicted.optimizer_us if prices is not model else (
+        prices.optimizer_us() * memory.parameters / trained if trained else 0.0)
+    sends = sends_us(pipe, own) if own is not None and prices is model else None
+    stages = stages_of(pipe, times, sends, optimizer_us, prices.accumulate_us())
+    built = _pipeline(plan, mesh, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
     return replace(built, held=[held_by_part(sum(held.values()), memory) for held in built.held])
 
 

@@ -77,6 +77,9 @@ def formulas(
     traces = Traces(model, batch, parsed)
     if plan is None:
         plan = plan_traces(traces, cluster)
+    if any(graph.pipeline for graph in plan.graphs):
+        raise BadInput("there are no formulas of a step that goes through the stages of a pipeline yet", "formulas",
+                       "give a plan without pp; `simulate` prices stages for other clusters")
     source = _Source(model, plan)
     base, shorter = traces.whole if not source.short else [], None
     if source.short and traces.shortened is not None:
@@ -89,6 +92,8 @@ def formulas(
     answers = [_obeyed(annotated, graph, plan, conditions) for annotated, graph in zip(base, planned)]
     notes = [f"{graph.name}: a byte budget decided what is kept for backward at these sizes; the formulas count all that "
              "may be saved, and nothing that runs once more" for graph in planned if graph.kept]
+    notes += [f"{graph.name}: the formulas are of a whole batch at once, and the plan goes through it in "
+              f"{graph.microbatches.count} microbatches" for graph in planned if graph.microbatches]
     samples = _sample(source, base, varied_inputs(batch, dims), notes)
     state = StateModel(optimizer=float(parsed.resident_states))
 

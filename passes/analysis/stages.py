@@ -55,7 +55,8 @@ class TooFewParts(BadInput):
 @register
 @dataclass(frozen=True)
 class FindStages(AnalysisPass):
-    """Writes STAGES. count: how many there are to be; device: whose time is to be equal."""
+    """Writes STAGES. count: how many there are to be; device: whose time is to be equal. starts: in place of these, the block
+    that each stage but the first begins with, by name."""
 
     name = "find_stages"
     requires = (SHAPES, FLOPS, INTERFACE, BLOCK_CHAIN)
@@ -63,9 +64,10 @@ class FindStages(AnalysisPass):
 
     count: int = 1
     device: Device = field(default_factory=lambda: Cluster.local(1, "cpu").device)
+    starts: tuple[str, ...] = ()
 
     def run(self, graph_module: fx.GraphModule) -> None:
-        write(STAGES, graph_module, _Cut(graph_module, self.count, self.device).stages())
+        write(STAGES, graph_module, _Cut(graph_module, self.count, self.device).stages(self.starts))
 
 
 class _Cut:
@@ -82,8 +84,8 @@ class _Cut:
         cost = RooflineCost(device, Mesh((), device))
         self.us = {node: _us(node, cost) for node in self.calls if node not in self.copied}
 
-    def stages(self) -> Stages:
-        ends = self._cut()
+    def stages(self, starts: Sequence[str] = ()) -> Stages:
+        ends = self._pinned(starts) if starts else self._cut()
         stage_of = [sum(end <= place for end in ends) for place in range(len(self.chain.blocks))]
         of = {node: stage_of[self.place[node]] for node in self.calls}
         sums, summed = self._sums(of)
@@ -103,6 +105,14 @@ class _Cut:
     def _too_few(self, parts: int) -> TooFewParts:
         return TooFewParts(f"the graph has no {self.count} parts that follow each other and compute something",
                            "options['mesh']['pp']", f"take at most {max(parts, 1)} stages")
+
+    def _pinned(self, starts: Sequence[str]) -> list[int]:
+        places = {block.name: place for place, block in enumerate(self.chain.blocks)}
+        ends = [places.get(name, -1) for name in starts]
+        if len(ends) != self.count - 1 or any(after <= before for before, after in zip([0, *ends], ends)):
+            raise BadInput(f"{self.count} stages that begin with {', '.join(starts)}: the blocks are, in order, "
+                           f"{', '.join(places)}", "stages", "name one for each stage but the first, in their order")
+        return [*ends, len(self.chain.blocks)]
 
     def _cut(self) -> list[int]:
         """Up to which block each stage goes."""

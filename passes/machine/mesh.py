@@ -147,9 +147,6 @@ def mesh_from_pin(pin: Mapping[str, int], cluster: Cluster) -> Mesh:
 
     Raises BadInput if the sizes do not multiply to the world; it says both numbers and the factorizations there are.
     """
-    if pin.get("pp", 1) != 1:
-        raise BadInput("a plan does not count stages of a pipeline yet, which the axis pp is for", "mesh",
-                       "leave pp out; a training runs with it")
     for name, size in pin.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise BadInput(f"{name!r} is no name for an axis", "mesh", "use a word, such as dp or tp")

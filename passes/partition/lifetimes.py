@@ -14,10 +14,12 @@ class Lifetimes:
     are two: the end of forward, when saved values are there and gradients are not, and the end of backward, when it is the
     other way round. In between, one goes as the other comes. Of the saved values this share counts: the rest can be computed
     once more (`passes.keeping` decides which, of the graph that a rank really runs). made: at the second moment, tensors of a
-    gradient's size that the optimizer makes during its step."""
+    gradient's size that the optimizer makes during its step. in_flight: where the step is one moment, the share of a batch
+    whose saved values are there at a time, since it goes through in microbatches."""
 
     saved_share: float | None = None
     made: float = 0.0
+    in_flight: float = 1.0
 
     @property
     def positions(self) -> tuple[str, ...]:
@@ -28,7 +30,7 @@ class Lifetimes:
         return (state + gradient,) if self.saved_share is None else (state, state + (1 + self.made) * gradient)
 
     def saved(self, nbytes: float) -> Held:
-        return (nbytes,) if self.saved_share is None else (self.saved_share * nbytes, 0.0)
+        return (self.in_flight * nbytes,) if self.saved_share is None else (self.saved_share * nbytes, 0.0)
 
     def nothing(self) -> Held:
         return (0.0,) * len(self.positions)

@@ -87,6 +87,8 @@ class Answer:
 def candidate_meshes(cluster: Cluster, pinned: Mapping[str, int] | None) -> list[Mesh]:
     """The pinned mesh, or all of one and two axes."""
     if pinned:
+        if pinned.get("pp", 1) != 1:
+            raise BadInput("nothing is split over the stages of a pipeline, which the axis pp is for", "mesh", "leave pp out")
         return [mesh_from_pin(pinned, cluster)]
     return sorted(enumerate_meshes(cluster, max_axes=2), key=lambda mesh: _off_hierarchy(mesh, cluster))
 

@@ -24,8 +24,9 @@ class Stage:
 
     send_us: its result to the next stage; return_us: its gradient to the one before (None: as long as the stage before
     takes to send). weight_us: the part of backward_us for gradients of weights, where a schedule computes them apart (None:
-    half). reduce_us: its gradients' reduction after the last microbatch; activation_bytes: saved for backward per microbatch
-    in flight; held_bytes: parameters, gradients, optimizer state.
+    half). around_us: computed once, before the first microbatch or after the last; reduce_us: its gradients' reduction after
+    the last microbatch; activation_bytes: saved for backward per microbatch in flight; held_bytes: parameters, gradients,
+    optimizer state.
     """
 
     forward_us: float
@@ -37,6 +38,7 @@ class Stage:
     activation_bytes: float = 0.0
     held_bytes: float = 0.0
     weight_us: float | None = None
+    around_us: float = 0.0
 
     def us(self, action: Action) -> float:
         if action.kind == "forward":
@@ -139,8 +141,9 @@ def _made(table: Schedule, send: Action) -> Action:
 
 
 def _finish(built: Pipeline, own: Sequence[Stage], device: int, last: int) -> None:
-    """The reduction of the gradients and the optimizer's step of one device."""
-    for us, label in ((sum(s.reduce_us for s in own), Label("gradients", "all_reduce", False)),
+    """What one device does once, the reduction of the gradients, and the optimizer's step."""
+    for us, label in ((sum(s.around_us for s in own), Label("around the loop", "backward", True)),
+                      (sum(s.reduce_us for s in own), Label("gradients", "all_reduce", False)),
                       (sum(s.optimizer_us for s in own), Label("optimizer", "optimizer", True))):
         if us > 0:
             stream = 0 if label.work else COMMUNICATION

@@ -71,7 +71,6 @@ def test_a_pipeline_takes_the_devices_that_the_mesh_leaves(tmp_path):
     ({"microbatches": 0}, "microbatches: Input should be greater than or equal to 1"),
     ({"mesh": {"dp": 8}}, "has 8 devices, the cluster 2x8:a100-80g has 16"),
     ({"cluster": "2x8:a1000"}, "unknown device 'a1000'"),
-    ({"pipeline": {"stages": 2}}, "a pipeline needs the formula's arguments"),
 ])
 def test_a_bad_row_is_named_with_what_is_wrong(tmp_path, change, message):
     with pytest.raises(BadInput) as caught:

@@ -143,7 +143,7 @@ def write(folder: Path) -> None:
     text("number.json", "3")
     text("nothing.json", "{}")
     text("deep.json", "[" * 100_000 + "]" * 100_000)
-    text("deep_plan.json", '{"format_version": 4, "graphs": ' + "[" * 50_000 + "]" * 50_000 + "}")
+    text("deep_plan.json", '{"format_version": 5, "graphs": ' + "[" * 50_000 + "]" * 50_000 + "}")
     text("twice.json", '{"a": 1, "a": 2}')
     text("not.json", "not JSON")
     text("long_number.json", '{"format_version": ' + "9" * 5000 + "}")

@@ -169,7 +169,7 @@ OPTIONS = [
     (f"plan models.py:tiny --fix dp={LONG}", 2, "1,048,576", "an axis that Python refuses to read"),
     ("plan models.py:tiny --fix dp=3 --cluster 1x4:cpu", 2, "multiplies to 3", "a mesh that does not fit the cluster"),
     ("plan models.py:tiny --fix dp=2 --fix dp=2 --cluster 1x4:cpu", 2, "given twice", "an axis twice"),
-    ("plan models.py:tiny --fix pp=2 --fix tp=2", 2, "does not count stages", "what only a run can do"),
+    ("plan models.py:tiny --fix pp=2 --fix tp=2 --cluster 1x2:cpu", 2, "multiplies to 4", "stages that do not fit the cluster"),
     ("plan models.py:tiny --fix mesh={}", 2, "names no axis", "a mesh without axes"),
     ("plan models.py:tiny --fix mesh=4", 2, "mesh", "a number for a mesh"),
     ("plan models.py:tiny --fix 'mesh={\"dp\": true}'", 2, "dp", "true for a size"),
