@@ -139,7 +139,7 @@ class Options(BaseModel):
             raise ValueError("what a microbatch keeps is not chosen to meet a memory_budget yet: give one of the two")
         return microbatches
 
-    @field_validator("memory_budget", "offload", "plan")
+    @field_validator("memory_budget", "offload")
     @classmethod
     def _without_stages(cls, value: Any, others: ValidationInfo) -> Any:
         if (others.data.get("mesh") or {}).get("pp", 1) > 1 and value not in (None, "off"):
@@ -212,14 +212,13 @@ class Options(BaseModel):
         return Plan.load(self.plan) if isinstance(self.plan, str) else self.plan
 
     def with_plan(self, world_size: int) -> Options:
-        """With the plan to obey read from its file, once for all who ask for it, and, where no budget is given, with the one
-        that the plan was made under, if it is for so many ranks. Raises BadInput."""
+        """With the plan to obey read from its file, once for all who ask for it, and, if it is for so many ranks, with the
+        budget, the microbatches and the stages that it was made with, where none are given. Raises BadInput."""
         given = self.load_plan()
         if given is None:
             return self
-        budgets = [g.kept.budget_bytes for g in given.graphs if g.kept] if given.world_size == world_size else []
-        budget = budgets[0] if budgets and self.memory_budget is None else self.memory_budget
-        return self.model_copy(update={"plan": given, "memory_budget": budget})
+        said = _made_with(given) if given.world_size == world_size else {}
+        return self.model_copy(update={"plan": given, **{k: x for k, x in said.items() if k not in self.model_fields_set}})
 
     def check_mesh(self, world_size: int) -> None:
         """Raises BadInput if a pinned mesh does not multiply to the number of ranks."""
@@ -236,6 +235,19 @@ class Options(BaseModel):
         """The options that differ from the defaults, without the plan and what only runs heed, as plain JSON: what a plan is
         stamped with."""
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard", "offload_folder"})
+
+
+def _made_with(plan: Plan) -> dict[str, Any]:
+    """The options that say when and whether a value is computed, as they are in a plan."""
+    found: dict[str, Any] = {}
+    for graph in plan.step_graphs:
+        if graph.kept is not None:
+            found["memory_budget"] = graph.kept.budget_bytes
+        if graph.microbatches is not None:
+            found["microbatches"] = graph.microbatches.count
+        if (pipe := graph.pipeline) is not None:
+            found |= {"mesh": dict(plan.mesh), "schedule": pipe.schedule, "virtual_stages": pipe.virtual_stages}
+    return found
 
 
 defaults: dict[str, Any] = {}

@@ -236,6 +236,9 @@ class PipelinedGraph:
     def _decision(self, annotated: Annotated, forward_outputs: int | None) -> Decision:
         """What each rank of a stage does, which all agree on."""
         if not self.mesh.is_split:
+            given = self.options.load_plan()
+            if given is not None and forward_outputs is not None:
+                given.check(annotated.hash(), torch.__version__, dist.get_world_size())
             return on_one_device(annotated.graph)
         cluster = self.mesh.cluster(local_cluster(self.options, dist.get_world_size()))
         lifetimes = THROUGHOUT if forward_outputs is None else lifetimes_of(schedule_of(

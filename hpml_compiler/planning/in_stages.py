@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 from functools import partial
 
+import torch
+
 from hpml_compiler.options import Options
 from hpml_compiler.planning.folded_stages import folded_parts, lists_in_order
 from hpml_compiler.planning.in_microbatches import with_microbatches
@@ -58,6 +60,8 @@ def plan_in_stages(traced: Traced, options: Options, cluster: Cluster, microbatc
     planned as each rank does all of it. Raises BadInput and Infeasible."""
     gm, outputs = loss_alone(traced.gm), traced.forward_outputs
     annotated = annotate(gm, traced.inputs, outputs, microbatches, leaves=False)
+    if (given := options.load_plan()) is not None:
+        given.check(annotated.hash(), torch.__version__, cluster.world_size)
     times = None if microbatches == 1 else times_of(annotated.graph, microbatches, solver_options(options))
     table = schedule_of(options, 1 if times is None else times.microbatches)
     planned = plan_of_stage(annotated, options, cluster, table, name) if is_split(options.mesh or {}) else None
@@ -130,9 +134,9 @@ def plan_of_stage(annotated: Annotated, options: Options, cluster: Cluster, tabl
     mesh = options.mesh or {}
     stages, split = mesh[STAGES_AXIS], is_split(mesh)
     alone = cluster_of_stage(cluster, stages)
-    own = options.model_copy(update={"mesh": axes_of_stage(mesh) if split else None})
+    own = options.model_copy(update={"mesh": axes_of_stage(mesh)} if split else {"mesh": None, "plan": None})
     plan = partial(plan_graph, annotated, own, alone, name=name, lifetimes=lifetimes_of(table),
-                   budget_bytes=None if split else NO_LIMIT)
+                   budget_bytes=None if split else NO_LIMIT, given=own.load_plan())
     try:
         if folded is None:
             return plan()

@@ -50,11 +50,11 @@ class StagedPlan:
         """marked, staged: what is cut, before it is and after. table: the schedule."""
         count = 1 if self.times is None else self.times.microbatches
         joint = loss_alone(self.joint)
-        annotated = annotate(joint, self.inputs, self.forward_outputs, count, leaves=self.planned is None)
+        annotated = annotate(joint, self.inputs, self.forward_outputs, count, leaves=False)
         mesh = {STAGES_AXIS: len(table.actions)}
         alone = cluster_of_stage(self.cluster, mesh[STAGES_AXIS])
         if self.planned is None:  # one rank has no choice
-            own = self.options.model_copy(update={"mesh": None})
+            own = self.options.model_copy(update={"mesh": None, "plan": None})
             planned = plan_graph(annotated, own, alone, name=name, lifetimes=lifetimes_of(table), budget_bytes=NO_LIMIT)
         else:
             planned, mesh = self.planned, dict(self.options.mesh or {})

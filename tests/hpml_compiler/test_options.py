@@ -4,6 +4,7 @@ from __future__ import annotations
 import pytest
 
 from hpml_compiler.options import Options, parse_fixes
+from hpml_compiler.plans.in_time import MicrobatchPlan
 from passes.errors import BadInput
 from tests.helpers.plans import gpt_plan
 
@@ -149,3 +150,12 @@ def test_fixes_are_options_before_axes():
 def test_bad_fixes(fixes, message):
     with pytest.raises(BadInput, match=message):
         parse_fixes(fixes)
+
+
+def test_a_plan_says_when_things_are_computed_where_the_options_do_not():
+    plan = gpt_plan(1)
+    (graph,) = plan.graphs
+    plan = plan.model_copy(update={"graphs": (graph.model_copy(update={"microbatches": MicrobatchPlan(count=4, share=1.0)}),)})
+    assert Options.parse({"plan": plan}).with_plan(plan.world_size).microbatches == 4
+    assert Options.parse({"plan": plan, "microbatches": 2}).with_plan(plan.world_size).microbatches == 2
+    assert Options.parse({"plan": plan}).with_plan(plan.world_size + 1).microbatches == 1

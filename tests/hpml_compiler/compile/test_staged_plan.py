@@ -6,7 +6,7 @@ import torch
 
 import hpml_compiler
 from hpml_compiler.monitor.stage_events import measured_schedule
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plans.plan import Plan, PlanMismatch
 from hpml_compiler.runtime.clock import HostClock
 from hpml_compiler.runtime.stage_times import recording
 from hpml_compiler.simulate import simulate
@@ -68,6 +68,8 @@ def recorded(rank, schedule, virtual, microbatches):
     assert faster.step_us < played.step_us and again.compute_us > played.compute_us
     check_all_is_counted(plan)
     check_recorded(rank, loops, pipe)
+    if schedule == "1f1b":
+        check_obeyed(rank, plan)
     if rank == 0:
         check_planned(plan, schedule, virtual, microbatches)
 
@@ -107,6 +109,22 @@ def split(rank, mesh, microbatches):
         # Of part of the rows a time is taken in proportion to that on the cluster by its name, which is not quite this machine.
         assert simulate(plan, contention=1.0, overlap=False).step_us == pytest.approx(graph.predicted.step_time_us, rel=0.02)
         assert "stages on 2 ranks" in plan.table() and "cluster_g0_stage1" in digraph(plan).source
+    check_obeyed(rank, plan)
+
+
+def check_obeyed(rank, plan):
+    """A plan alone says stages, microbatches and placements, of a run as of what is planned without one."""
+    hpml_compiler.reset()
+    torch.manual_seed(0)
+    torch.compile(Tied(), backend="hpml", options={"plan": plan, "compiler": "eager"})(*batch())[0].backward()
+    again = hpml_compiler.last_plan()
+    if rank == 0:
+        (graph,), (other,) = plan.graphs, again.graphs
+        assert (again.mesh, other.pipeline, other.decisions) == (plan.mesh, graph.pipeline, graph.decisions)
+        planned = hpml_compiler.plan(Tied(), batch(), Cluster.local(plan.world_size, "cpu"), plan=plan, compiler="eager")
+        assert planned.graphs[0].pipeline == graph.pipeline
+        with pytest.raises(PlanMismatch):
+            hpml_compiler.plan(Tied(), [each[:4] for each in batch()], Cluster.local(plan.world_size, "cpu"), plan=plan)
 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [({"pp": 2, "dp": 2}, 4), ({"tp": 2, "pp": 2}, 1)])
