@@ -44,7 +44,7 @@ class Needs:
         self.common = frozenset(name for name in (*results[:interface.forward_outputs], *always) if name is not None)
         gradients = results[interface.forward_outputs:]  # one for each input, which tokens of effects are not
         self.gradients = {name: result for name, result in zip(interface.positions, gradients, strict=True)
-                          if result is not None}
+                          if result is not None} if interface.training else {}
         """Input -> its gradient, by name."""
 
     def owners(self, parameters: Iterable[str]) -> dict[str, int]:

@@ -8,9 +8,8 @@ others. A graph that goes through no stages borrows what it reads, at each call.
 """
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,40 +19,37 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.agreement import from_rank_0, same_graph, when_all_can
+from hpml_compiler.compile.agreement import GraphMismatch, from_rank_0, same_graph
+from hpml_compiler.compile.evaluation import Evaluation, has_effects
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
-from hpml_compiler.compile.microbatched import MakesWhole, Microbatched
-from hpml_compiler.compile.owners import Needs
+from hpml_compiler.compile.microbatched import MakesWhole
+from hpml_compiler.compile.pipeline import Pipeline
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.stage_mesh import StageMesh
-from hpml_compiler.compile.stages import LoweredStage
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.stage_axes import STAGES_AXIS, lifetimes_of, schedule_of
-from hpml_compiler.planning.staged_body import stage_body, structure_of
 from hpml_compiler.planning.staged_plan import StagedPlan
 from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
-from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.microbatches import Call
 from hpml_compiler.runtime.owned import Owned, owner_of
 from hpml_compiler.runtime.parameters import install
-from hpml_compiler.runtime.pipelined import Pipelined, of_loop
-from hpml_compiler.runtime.stages import Messages
 from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
 from passes.analysis.stages import TooFewParts
+from passes.errors import HpmlError
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.decision import Decision
-from passes.graph.interface import Interface
+from passes.graph.nodes import returned_nodes
 from passes.partition.in_time import InTime, on_one_device, on_time_axis
 from passes.partition.lifetimes import THROUGHOUT
 from passes.presets import after_planning, one_device, to_microbatches, whole_batch
@@ -61,54 +57,6 @@ from passes.tracing.trace import decompositions
 from passes.transform.collectives import MeshGroups
 
 log = logging.getLogger("hpml")
-
-
-class Pipeline(Microbatched):
-    """Microbatches of which this rank runs some stages. interface: of the marked graph."""
-
-    def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
-                 interface: Interface, written: Container[int], whole: MakesWhole | None):
-        self.interface = interface
-        super().__init__(options, marked, microbatches, forward_outputs, written, whole)
-
-    def cut_body(self) -> None:
-        options = self.options
-        self.mesh = session.current().device_mesh(options.mesh or {})
-        self.place = self.mesh.get_local_rank(STAGES_AXIS)
-        self.table = schedule_of(options, self.microbatches)
-        device = local_cluster(options, dist.get_world_size()).device
-        text = structure_of(self.loop.body)
-        same_graph(hashlib.sha256(text.encode()).hexdigest(), lambda: text)
-        self.staged = stage_body(self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0)
-        self.stages = when_all_can("cut its stages in two", lambda: [
-            LoweredStage(graph, options.compiler, self.table.splits_backward) for graph in self.staged.graphs
-            if self.table.ranks[graph.index] == self.place])
-        self.needs = Needs(self.marked, self.loop, self.staged, self.table, self.interface)
-        if dist.get_rank() == 0:
-            log.info("%d stages under %s with %d microbatches: %s", self.table.stages, self.table.name, self.microbatches,
-                     "; ".join(", ".join(blocks) for blocks in self.staged.stages.blocks))
-
-    def give_to(self, owners: Mapping[str, int]) -> None:
-        """owners: of parameters that one rank has alone, by the names of their placeholders. Those that its stages do not need
-        alone are lent to all ranks for the step."""
-        needed_alone = self.needs.owners(owners)
-        own = {name: rank for name, rank in owners.items() if needed_alone.get(name) == rank}
-        self.loop = self.needs.around(self.place, own)
-        self.alone = self.needs.gradients_alone(own)
-        values = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
-        self.lent = {name: (rank, values[name]) for name, rank in owners.items() if name not in own}
-        self.elsewhere = {name: values[name] for name in self.needs.gradients_elsewhere(self.place, owners)}
-
-    def saved_in_loop(self) -> list[Any]:
-        return [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.saved.values()]
-
-    def schedule(self) -> Pipelined:
-        stages = when_all_can("compile its stages", lambda: {stage.graph.index: stage.calls() for stage in self.stages})
-        group = self.mesh.get_group(STAGES_AXIS)
-        messages = Messages(dist.get_process_group_ranks(group), torch.device(device_type()), group)
-        return Pipelined(self.loop, self.calls(of_loop, None, ()), self.table, self.place, stages, messages,
-                         self.staged.reads, self.staged.outputs, self.staged.gradients, self.alone, self.elsewhere,
-                         self.lent)
 
 
 class PipelinedGraph:
@@ -171,8 +119,30 @@ class PipelinedGraph:
             if dist.get_rank() == 0:
                 log.warning("%s goes through no stages, and each does all of it: %s", self.name, error.what)
             return self._all_of_it(joint, inputs, num_fwd_outputs, kwargs)
+        starts = tuple(blocks[0] for blocks in runs.staged.stages.blocks[1:])
+        session.current().stage_starts[compat.frame_being_compiled()] = starts
         self._note_plan(original, num_fwd_outputs, runs)
         return runs.partition()
+
+    def _evaluation(self, gm: GraphModule) -> Evaluation | None:
+        """None where it cannot go through stages, which is said."""
+        if has_effects(gm):
+            return None
+        outputs = len(returned_nodes(gm))
+        self._together(gm)
+        try:
+            annotated = self._annotated(gm, None, self.microbatches)
+            self._place_in_time(annotated)
+            microbatches = self._mark(annotated, self._decision(annotated, None), outputs)
+            starts = session.current().stage_starts.get(compat.frame_being_compiled(), ())
+            runs = Evaluation(self.options, gm, microbatches, outputs, annotated.interface, starts=starts)
+        except GraphMismatch:
+            raise
+        except HpmlError as error:
+            log.info("%s goes through no stages, and the ranks of each do all of it: %s", self.name, error.what)
+            return None
+        runs.give_to(self._owners(runs, annotated.interface.positions))
+        return runs
 
     def _note_plan(self, traced: GraphModule, forward_outputs: int, runs: Pipeline) -> None:
         current, cluster = session.current(), local_cluster(self.options, dist.get_world_size())
@@ -194,12 +164,16 @@ class PipelinedGraph:
 
     def _pipeline(self, joint: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> Pipeline:
         annotated = self._annotated(joint, forward_outputs, self.microbatches)
-        interface, graph, count = annotated.interface, annotated.graph, self.microbatches
-        self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
+        interface = annotated.interface
+        self._place_in_time(annotated)
         microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
         runs = Pipeline(self.options, joint, microbatches, forward_outputs, interface, self.inputs.written, whole)
         runs.give_to(self._owners(runs, interface.positions))
         return runs
+
+    def _place_in_time(self, annotated: Annotated) -> None:
+        graph, count = annotated.graph, self.microbatches
+        self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
 
     def _owners(self, runs: Pipeline, positions: Mapping[str, int]) -> dict[str, int]:
         """Who has the parameters that one rank needs alone. What was given to another rank before is borrowed from it."""
@@ -213,7 +187,7 @@ class PipelinedGraph:
                 if owner is not None and owner_of(given) == owner:
                     self.owned[name] = owner
                     self.own_here.add(position)
-            elif self.inputs.described[position].placeable:
+            elif self.training and self.inputs.described[position].placeable:
                 placements = self.placements.get(position, (Replicate(),) * len(self.mesh.sizes))
                 if owner is not None and given.dim():
                     self.owned[name] = owner
@@ -265,7 +239,7 @@ class PipelinedGraph:
     def _mark(self, annotated: Annotated, decision: Decision, forward_outputs: int) -> int:
         """Put the markers of the loop in; returns how many microbatches go through it."""
         joint, graph, times, groups = annotated.gm, annotated.graph, self.times, self.mesh.groups()
-        gradients = self.inputs.kept_gradients(annotated, forward_outputs)
+        gradients = self.inputs.kept_gradients(annotated, forward_outputs) if self.training else ()
         if times is None:
             whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups)(joint)
             return 1
@@ -283,7 +257,9 @@ class PipelinedGraph:
         return backward_call(call, Spot(f"backward of {self.name}"), of_backward(self.name, graph))
 
     def _inference(self, graph: GraphModule, _: Any) -> Callable[..., Any]:
-        """Forward alone goes through no stages: the ranks of each do all of it."""
+        """Forward alone goes through the stages that have its parameters; else the ranks of each stage do all of it."""
+        if any(owner_of(x) is not None for x in self.given) and (runs := self._evaluation(copied(graph))) is not None:
+            return self.holding.around(graph, runs.call())
         if self.mesh.is_split:
             self._together(graph)
             annotated = self._annotated(graph, None)

@@ -46,6 +46,8 @@ class Session:
     quick: Measured | None = None
     """What a quick look at these devices found (`hpml_compiler.profile.quick`), where there is no profile."""
     device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
+    stage_starts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By frame, the block that each stage but the first begins with: evaluations are cut as trainings are."""
     monitor: Monitor | None = None
     step: Step = field(default_factory=Step)
     """Under a memory budget, what the graphs of a step hold."""

@@ -115,6 +115,8 @@ class Halves:
 def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False) -> Halves:
     joint = copied(graph.gm)
     one_stage(compiler, graph.forward_outputs)(joint)
+    if len(returned_nodes(joint)) == graph.forward_outputs:
+        return Halves(_half(joint), None, None, {})
     given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     # The cut that saves little, with either compiler: saved values are held for many microbatches.
     forward, whole = compat.min_cut_partition(joint, given, graph.forward_outputs, None)

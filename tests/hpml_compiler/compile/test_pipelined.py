@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import hpml_compiler
+from hpml_compiler.runtime.clock import HostClock
+from hpml_compiler.runtime.stage_times import recording
 
 ROWS = 8
 
@@ -126,3 +128,34 @@ def test_stages_that_are_split_on_other_axes(launch):
 
 def test_inductor_with_its_own_random_numbers(launch):
     launch(trained, 2, ([(Tied, "inductor", {"mesh": {"pp": 2}, "microbatches": 2})],))
+
+
+def evaluated(rank, options):
+    hpml_compiler.reset()
+    torch.manual_seed(0)
+    model = Tied().double()
+    alone = copy.deepcopy(model).eval()
+    call = torch.compile(model, backend="hpml", options={"compiler": "eager", **options})
+    call(*batch())[0].backward()
+    model.eval()
+    for rows in (ROWS, 6, 5):
+        with torch.no_grad(), recording(HostClock()) as loops:
+            found = call(*batch(rows))
+        for a, b in zip(found, alone(*batch(rows)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        (loop,) = loops  # through the stages that have the parameters: nothing is borrowed
+        done = [each.action for each in loop.done()]
+        assert {(action.kind, action.stage) for action in done} == {("forward", rank // len(options["mesh"]))}
+        assert len(done) == (2 if rows % 2 == 0 else 1)
+    with torch.inference_mode():
+        torch.testing.assert_close(call(*batch())[0], alone(*batch())[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [
+    {"mesh": {"pp": 2}, "microbatches": 2}, {"mesh": {"pp": 2}, "microbatches": 2, "schedule": "zero_bubble"}])
+def test_an_evaluation_goes_through_the_stages_that_were_trained(launch, options):
+    launch(evaluated, 2, (options,))
+
+
+def test_an_evaluation_through_stages_that_are_split(launch):
+    launch(evaluated, 4, ({"mesh": {"pp": 2, "tp": 2}, "microbatches": 2},))
