@@ -26,8 +26,9 @@ Where a layer stands for several, what it takes counts as often, and (3) has a r
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pulp
 
@@ -122,13 +123,16 @@ def _peak(program: Program, around: Walk, unit: float) -> None:
         rows.append(_between_row(program, around))
     least = CLOSE * min(around.peak, unit)
     rows = sorted((row for row in rows if row[0] >= least), key=lambda row: -row[0])[:MOST_ROWS]
-    for number, (_, constant, terms) in enumerate(rows):
+    for number, (_, written) in enumerate(rows):
+        constant, terms = written()
         held = pulp.LpAffineExpression({x: nbytes / unit for x, nbytes in terms.items()}, constant / unit)
         program.model.addConstraint(held <= program.peak, f"peak_{number}")
 
 
-Row = tuple[int, int, dict[pulp.LpVariable, int]]
-"""Bytes that the walk holds; bytes that are held whatever is chosen; bytes by variable."""
+Held = tuple[int, dict[pulp.LpVariable, int]]
+"""Bytes that are held whatever is chosen; bytes by variable."""
+Row = tuple[int, Callable[[], Held]]
+"""Bytes that the walk holds; what writes the row, which is much work, and done for few of them."""
 
 
 def _forward_rows(program: Program, around: Walk) -> Iterator[Row]:
@@ -142,7 +146,8 @@ def _forward_rows(program: Program, around: Walk) -> Iterator[Row]:
         read.update(dict.fromkeys(tape.runs[number].reads, position))
     others = {s: (phase.position(_section(tape, s)[0]), (tape.copies[s] - 1) * tape.storages[s].nbytes)
               for s in {*program.keep, *tape.returned} if tape.copies[s] > 1}
-    for position in _tops(phase):
+
+    def held(position: int) -> Held:
         constant, terms = phase.workspace_bytes[position], {}
         for s, (start, nbytes) in others.items():  # of layers that are over
             if position >= start and s in program.keep:
@@ -164,7 +169,9 @@ def _forward_rows(program: Program, around: Walk) -> Iterator[Row]:
                 terms[x] = terms.get(x, 0) + nbytes
                 if s in program.away and position <= max(first, read.get(s, -1)):
                     terms[program.away[s]] = nbytes
-        yield phase.nbytes[position], constant, terms
+        return constant, terms
+
+    yield from ((phase.nbytes[position], partial(held, position)) for position in _tops(phase))
 
 
 def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
@@ -181,7 +188,8 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
     stretches = {stretch.stand_in: stretch for stretch in phase.stretches}
     others = {s: (tape.copies[s] - 1) * tape.storages[s].nbytes for s in program.keep if s not in tape.returned}
     returned = sum((tape.copies[s] - 1) * tape.storages[s].nbytes for s in tape.returned)
-    for position, last_layer in _moments(phase):
+
+    def held(position: int, last_layer: StandIn | None) -> Held:
         over = {each for each, stretch in stretches.items() if position >= stretch.end or each == last_layer}
         constant, terms = phase.workspace_bytes[position] + returned + sum(stretches[each].made for each in over), {}
         for s, life in lives.items():
@@ -203,7 +211,9 @@ def _backward_rows(program: Program, around: Walk) -> Iterator[Row]:
                 if not inlined and tape.repeatable(s):
                     again = program.again[tape.maker(s)]
                     terms[again] = terms.get(again, 0) + nbytes
-        yield phase.nbytes[position], constant, terms
+        return constant, terms
+
+    yield from ((phase.nbytes[position], partial(held, position, last_layer)) for position, last_layer in _moments(phase))
 
 
 def _moments(phase: Phase) -> Iterator[tuple[int, StandIn | None]]:
@@ -219,7 +229,8 @@ def _between_row(program: Program, around: Walk) -> Row:
     """What is kept is there at once when forward is over."""
     tape = around.tape
     constant = tape.bytes_of(tape.returned) + tape.between_bytes
-    return around.between, constant, {x: tape.bytes_of([s]) for s, x in program.keep.items() if s not in tape.returned}
+    return around.between, lambda: (
+        constant, {x: tape.bytes_of([s]) for s, x in program.keep.items() if s not in tape.returned})
 
 
 def _section(tape: Tape, storage: int) -> tuple[int, int]:

@@ -110,6 +110,9 @@ class _Search:
         self.told = False
         self.start, self.solves = time.perf_counter(), 0
         self.walks: dict[ilp.Choice, Walk] = {}
+        self.at_least: dict[ilp.Choice, int] = {}
+        """Bytes that others hold, which were not walked to their end."""
+        self.solved: dict[tuple[ilp.Choice, float | None, bool], ilp.Choice | None] = {}
 
     @property
     def seconds_left(self) -> float:
@@ -129,12 +132,30 @@ class _Search:
         return Kept(best, time.perf_counter() - self.start, self.solves)
 
     def look(self, kept: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Walk:
-        kept = kept - self.tape.never_kept
-        choice = kept, offloaded & kept
+        choice = self._choice(kept, offloaded)
         if choice not in self.walks:
             self.left -= len(self.tape.runs)
             self.walks[choice] = walk(self.tape, *choice)
         return self.walks[choice]
+
+    def look_below(self, other: Walk, kept: frozenset[int], offloaded: frozenset[int]) -> Walk | None:
+        """None if it holds no less than `other`, which most do and half a walk tells."""
+        choice = self._choice(kept, offloaded)
+        if choice in self.walks:
+            return self.walks[choice] if self.walks[choice].peak < other.peak else None
+        if self.at_least.get(choice, 0) >= other.peak:
+            return None
+        self.left -= len(self.tape.runs)
+        tried = walk(self.tape, *choice)
+        if tried.holds_less_than(other):
+            self.walks[choice] = tried
+            return tried
+        self.at_least[choice] = other.peak
+        return None
+
+    def _choice(self, kept: frozenset[int], offloaded: frozenset[int]) -> ilp.Choice:
+        kept = kept - self.tape.never_kept
+        return kept, offloaded & kept
 
     def best(self) -> Walk | None:
         """The fastest that fits."""
@@ -159,10 +180,13 @@ class _Search:
             within = self.budget_bytes if over <= 0 else max(within - TIGHTER * over, 0.5 * self.budget_bytes)
 
     def _solve(self, around: Walk, within: float | None, offloading: bool = True) -> ilp.Choice | None:
-        if self.is_over:
-            return None
-        self.solves += 1
-        return ilp.solve(around, within, self.options, min(self.seconds_left, MOST_SECONDS), offloading)
+        program = (around.kept, around.offloaded), within, offloading and bool(self.tape.offloadable)
+        if program not in self.solved:
+            if self.is_over:
+                return None
+            self.solves += 1
+            self.solved[program] = ilp.solve(around, within, self.options, min(self.seconds_left, MOST_SECONDS), offloading)
+        return self.solved[program]
 
     def shrink(self, least: Walk) -> Walk:
         """Down from there until it fits, or to the end: by programs that look for less still, then one storage at a time."""
@@ -185,7 +209,7 @@ class _Search:
         for choice in itertools.chain(((least.kept | {s}, least.offloaded | {s}) for s in elsewhere), kept):
             if self.is_over:
                 return None
-            if (tried := self.look(*choice)).peak < least.peak:
+            if (tried := self.look_below(least, *choice)) is not None:
                 return tried
         return None
 

@@ -55,6 +55,10 @@ class Phase:
             change[stretch.start if stretch.made > stretch.freed else stretch.end] += stretch.made - stretch.freed
         return tuple(map(sum, zip(self.alone, accumulate(change))))
 
+    @cached_property
+    def most_bytes(self) -> int:
+        return max(self.nbytes, default=0)
+
     def others(self, position: int) -> tuple[int, int]:
         """Bytes that the layers hold which others stand for: those from before the phase, and those that it made."""
         before, after = self.others_before, 0

@@ -9,7 +9,7 @@ compute is no such result where several read it that are in different kernels.
 """
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,33 +24,56 @@ many each (`realize_acc_reads_threshold`, `realize_reads_threshold` of its confi
 @dataclass(frozen=True)
 class Walk:
     """kept: storages that forward makes and backward may find; with those of which it makes others again and that cannot be
-    made again themselves. offloaded: those of them that are elsewhere in between."""
+    made again themselves. backward_order: numbers of runs, as of a `Phase`. offloaded: those of what is kept that are elsewhere
+    in between."""
 
     tape: Tape
     kept: frozenset[int]
-    forward: Phase = field(repr=False)
-    backward: Phase = field(repr=False)
+    backward_order: tuple[int, ...] = field(repr=False)
     offloaded: frozenset[int] = frozenset()
+
+    @cached_property
+    def forward(self) -> Phase:
+        return _phase(self.tape, forward_order(self.tape, self.kept), frozenset(), self._handed_on, self.offloaded)
+
+    @cached_property
+    def backward(self) -> Phase:
+        held = self.tape.returned | self.tape.gradients
+        return _phase(self.tape, self.backward_order, self._handed_on, held, self.offloaded)
+
+    @property
+    def _handed_on(self) -> frozenset[int]:
+        """What forward returns stays with its caller, which may hold it until backward is over."""
+        return self.kept - self.offloaded | self.tape.returned
 
     @cached_property
     def peak(self) -> int:
         """The most bytes held at once, without what a graph is given for forward."""
-        return max((*self.forward.nbytes, *self.backward.nbytes, self.between, self.after), default=0)
+        return max(self.forward.most_bytes, self.backward.most_bytes, self.between, self.after)
 
     @cached_property
     def between(self) -> int:
         """Bytes held when forward is over, by others too."""
-        return self.tape.bytes_of(self.kept - self.offloaded | self.tape.returned) + self.tape.between_bytes
+        return self.tape.bytes_of(self._handed_on) + self.tape.between_bytes
 
     @cached_property
     def after(self) -> int:
         """Bytes held when backward is over, by others too."""
         return self.tape.bytes_of(self.tape.gradients) + self.tape.after_bytes
 
+    def holds_less_than(self, other: Walk) -> bool:
+        """At the fullest moment. Where it holds as much in the phase in which `other` is fullest, as most do, the second phase
+        is not walked."""
+        if max(self.between, self.after) >= other.peak:
+            return False
+        if other.forward.most_bytes == other.peak and self.forward.most_bytes >= other.peak:
+            return False
+        return self.backward.most_bytes < other.peak and self.forward.most_bytes < other.peak
+
     @cached_property
     def again(self) -> tuple[int, ...]:
         """Runs of forward that are run once more, in order."""
-        return tuple(-1 - k for k in self.backward.order if k < 0)
+        return tuple(-1 - k for k in self.backward_order if k < 0)
 
     @cached_property
     def us(self) -> float:
@@ -65,12 +88,7 @@ def walk(tape: Tape, kept: Collection[int], offloaded: Collection[int] = ()) -> 
     offloaded: more of these, which are elsewhere in between."""
     offloaded = frozenset(offloaded)
     backward, bound = _backward_order(tape, offloaded.union(kept))
-    kept = offloaded.union(kept, bound)
-    forward = forward_order(tape, kept)
-    # What forward returns stays with its caller, which may hold it until backward is over.
-    between = kept - offloaded | tape.returned
-    return Walk(tape, kept, _phase(tape, forward, frozenset(), between, offloaded),
-                _phase(tape, backward, between, tape.returned | tape.gradients, offloaded), offloaded)
+    return Walk(tape, offloaded.union(kept, bound), tuple(backward), offloaded)
 
 
 def forward_order(tape: Tape, kept: Collection[int]) -> list[int]:
@@ -118,7 +136,7 @@ def _bring(tape: Tape, storage: int, there: set[int], order: list[int], bound: s
             there.update(tape.runs[maker].makes)
 
 
-def _phase(tape: Tape, order: list[int], start: frozenset[int], held: frozenset[int], offloaded: frozenset[int]) -> Phase:
+def _phase(tape: Tape, order: Sequence[int], start: frozenset[int], held: frozenset[int], offloaded: frozenset[int]) -> Phase:
     """start: storages that are there before; held: that are there afterwards, if they are made or there before. offloaded:
     that are copied to elsewhere when they are made, or from there when they are first read."""
     runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]
@@ -153,7 +171,7 @@ def _through_layers(phase: Phase, lives: dict[int, Life]) -> None:
         lives[s] = life
 
 
-def _touched(tape: Tape, order: list[int], runs: list[Run], there: frozenset[int]) -> list[Collection[int]]:
+def _touched(tape: Tape, order: Sequence[int], runs: list[Run], there: frozenset[int]) -> list[Collection[int]]:
     """Of each run the storages in memory that its kernel reads and makes; of one that is computed by its readers, none.
     there: what is in memory whoever computes it."""
     fused = {s: run.fusing for run in runs if run.inlined for s in run.makes}

@@ -156,6 +156,22 @@ def test_what_is_not_tried_would_not_lower_the_peak():
     assert tried > 50 and lower <= 0.01 * tried
 
 
+def test_no_program_is_solved_twice(monkeypatch):
+    solved, solve = [], ilp.solve
+
+    def solve_once(around, budget_bytes, options, time_limit_s, offloading=True):
+        solved.append((around.kept, around.offloaded, budget_bytes, offloading and bool(around.tape.offloadable)))
+        return solve(around, budget_bytes, options, time_limit_s, offloading)
+
+    monkeypatch.setattr(ilp, "solve", solve_once)
+    for seed in range(4):
+        tape = random_tape(seed, layers=8)
+        with pytest.raises(TooSmall):
+            keep(tape, 1.0)
+        assert len(set(solved)) == len(solved) > 1
+        solved.clear()
+
+
 def test_how_much_is_looked_at_is_counted_and_time_that_cuts_it_short_is_told(monkeypatch, caplog):
     tape = random_tape(3, layers=8)
     caplog.set_level("INFO", logger="hpml")

@@ -1,6 +1,8 @@
 """Bytes along a tape, counted by hand and by a slower count that shares nothing with the walk."""
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -129,3 +131,12 @@ def test_what_cannot_be_made_again_is_kept_only_where_it_is_needed():
     tape = Tape(runs, storages, frozenset(), frozenset({4}))
     assert walk(tape, {2}).kept == {2} and walk(tape, ()).kept == {1}
     assert not tape.bound_to_keep, "backward does not read it"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_which_of_two_walks_holds_less_is_what_their_peaks_say(seed):
+    tape, draw = random_tape(seed, layers=8, offloading=True), random.Random(seed)
+    choices = [{s for s in tape.candidates if draw.random() < part} for part in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    for one, other in itertools.permutations(choices, 2):
+        low, high = walk(tape, one, one & tape.offloadable), walk(tape, other)
+        assert low.holds_less_than(high) == (low.peak < high.peak)

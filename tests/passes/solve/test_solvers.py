@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 
@@ -98,3 +99,26 @@ def test_a_failing_solver_is_reported(monkeypatch):
 def test_the_package_needs_no_torch():
     code = "import sys, passes.partition, passes.solve.brute_force; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_highs_gets_the_same_program_as_from_pulp(seed):
+    draw = random.Random(seed)
+    program = pulp.LpProblem("any", pulp.LpMaximize if seed % 2 else pulp.LpMinimize)
+    x = [program.add_variable(f"x{k}", draw.choice([None, 0]), draw.choice([None, 1, 5]),
+                              draw.choice([pulp.LpInteger, pulp.LpContinuous])) for k in range(9)]
+    program.setObjective(pulp.LpAffineExpression({each: draw.randint(-2, 5) for each in x[:6]}))
+    for row in range(6):
+        held = pulp.LpAffineExpression({each: draw.choice([0, 1, 2.5, -1]) for each in draw.sample(x, 4)}, draw.randint(-2, 2))
+        program.addConstraint(held <= 3 if row % 3 == 0 else held >= -5 if row % 3 == 1 else held == 0, f"row_{row}")
+    theirs, ours = (told_to_highs(program, highs(msg=False)) for highs in (pulp.HiGHS, solvers._StartedHiGHS))
+    assert ours == theirs
+
+
+def told_to_highs(program, solver):
+    solver.createAndConfigureSolver(program)
+    solver.buildSolverModel(program)
+    model = program.solverModel.getLp()
+    matrix = model.a_matrix_
+    return [list(part) for part in (model.col_cost_, model.col_lower_, model.col_upper_, model.row_lower_, model.row_upper_,
+                                    model.integrality_, matrix.start_, matrix.index_, matrix.value_)]
