@@ -12,13 +12,14 @@ from hpml_compiler.planning.trial import Trial
 from hpml_compiler.planning.within_budget import within_budget
 from hpml_compiler.plans.kept import KeptPlan
 from passes.partition.lifetimes import Lifetimes
+from passes.partition.meshes import Memos
 
 
 def plan_in_trials(plan: Callable[..., Planned], trial: Trial, seconds: float, pinned: KeptPlan | None = None) -> Planned:
     """plan: `plan_graph` of the trial's graph, but for when bytes are counted, how many there may be, and how long it looks.
     seconds: for all of it. pinned: what a plan that is obeyed keeps. Raises Infeasible, with the smallest budget that is known
     to work."""
-    sharing = trial.sharing
+    sharing, plan = trial.sharing, partial(plan, memos=Memos())
     if pinned is not None and (planned := plan_as_pinned(plan, trial, seconds, pinned)) is not None:
         return planned
 

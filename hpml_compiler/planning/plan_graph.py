@@ -23,7 +23,7 @@ from passes.keeping.keys import KeptNodes
 from passes.machine.cluster import Cluster
 from passes.partition.decide import ANSWER
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
-from passes.partition.meshes import Conditions
+from passes.partition.meshes import Conditions, Memos
 from passes.partition.zero import Zero
 from passes.presets import deciding
 from passes.records import FrozenMap
@@ -63,15 +63,16 @@ def plan_graph(
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
     shorter: PlacementGraph | None = None, further: int = 0, like: Decided | None = None, as_in: Decided | None = None,
     quick: Measured | None = None, lifetimes: Lifetimes = THROUGHOUT, budget_bytes: float | None = None,
-    time_limit: float | None = None,
+    time_limit: float | None = None, memos: Memos | None = None,
 ) -> Planned:
     """Try every candidate mesh and keep the cheapest answer.
 
     A mesh whose bound is above the best answer so far is dropped without an answer. `like`: the plan of a graph of the
     same structure (`hpml_compiler.planning.reuse`), whose decisions are taken where they fit; `as_in`: of the graph itself,
     whose decisions are taken, or what they do not fit is raised. `quick`: what prices are scaled by where no profile has
-    anything. `lifetimes`: when bytes are counted; `budget_bytes`, `time_limit`: in place of the options'. Raises Infeasible if
-    no mesh meets the budget, with the smallest budget that any meets.
+    anything. `lifetimes`: when bytes are counted; `budget_bytes`, `time_limit`: in place of the options'; `memos`: of
+    earlier calls that differ in these three alone. Raises Infeasible if no mesh meets the budget, with the smallest budget that
+    any meets.
     """
     capped = capped_cluster(cluster, options.power_cap)
     if budget_bytes is None:
@@ -81,6 +82,7 @@ def plan_graph(
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
         solver=solver_options(options, time_limit), zero=zero_of(options, given is not None or options.plan is not None),
         rows=rows, shorter=shorter, further=further, lifetimes=lifetimes, resident_states=options.resident_states,
+        memos=memos,
     )
 
     def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> Planned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from passes.costs.prices import Measured, MeshPrices
@@ -13,6 +13,7 @@ from passes.graph.layouts import Layout
 from passes.graph.placement_graph import PlacementGraph
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import Mesh, enumerate_meshes, mesh_from_pin
+from passes.partition.build import Memo
 from passes.partition.entities import Pin
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.objective import in_time, minimized_first
@@ -20,6 +21,14 @@ from passes.partition.place import Placed, place
 from passes.partition.state import StateModel
 from passes.partition.zero import Zero
 from passes.solve.solvers import SolverOptions
+
+
+@dataclass
+class Memos:
+    """What searches for one graph have in common that differ in bytes alone: in when they are counted, and how many there may
+    be. by_mesh: choices and arcs, which take most of the time to find."""
+
+    by_mesh: dict[Mesh, Memo] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,8 @@ class Conditions:
     prices are taken from; None: data sheets alone. solver: its time limit is that of all meshes together. rows: names of graph
     inputs that come split by rows.
     shorter, further: the same model with one layer less, and how many layers it really has beyond those of the graph.
-    lifetimes: when bytes are counted. resident_states: how many tensors of the optimizer the device holds; None: all.
+    lifetimes: when bytes are counted. resident_states: how many tensors of the optimizer the device holds; None: all. memos: of
+    earlier searches under the same conditions, but for bytes.
     """
 
     cluster: Cluster
@@ -46,6 +56,7 @@ class Conditions:
     further: int = 0
     lifetimes: Lifetimes = THROUGHOUT
     resident_states: int | None = None
+    memos: Memos | None = field(default=None, repr=False, compare=False)
 
     @property
     def budget(self) -> float:
@@ -111,6 +122,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
     best: tuple[Mesh, Placed] | None = None
     rejected: list[Rejected] = []
     misses: list[Infeasible] = []
+    memos = conditions.memos
     for mesh in meshes:
         # The first mesh may take most of the time: with its answer, the bounds of the others often end them at once.
         left = conditions.solver.seconds - (time.perf_counter() - start)
@@ -123,7 +135,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
                 stored=stored, rows=conditions.rows, zero=conditions.zero, pinned=pinned,
                 cutoff=best[1].solution.cost if best else None,
                 shorter=conditions.shorter, further=conditions.further,
-                lifetimes=conditions.lifetimes,
+                lifetimes=conditions.lifetimes, memo=None if memos is None else memos.by_mesh.setdefault(mesh, Memo()),
             )
         except Infeasible as error:
             misses.append(error)

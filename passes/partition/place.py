@@ -57,19 +57,19 @@ def place(
     pinned: Mapping[str, Pin] | None = None,
     cutoff: float | None = None,
     fold: bool = True,
-    shorter: PlacementGraph | None = None,
-    further: int = 0,
+    shorter: PlacementGraph | None = None, further: int = 0,
     other_prices: Prices | None = None,
     lifetimes: Lifetimes = THROUGHOUT,
+    memo: Memo | None = None,
 ) -> Placed | Solution:
     """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff`, or none was
     found in time. `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
     model has beyond `graph`; NotLinear says that the two do not correspond. `other_prices`: those that `other_cost` is
-    in. Prices may be of anything that adds up, such as µJ: then so are all costs here, and `cutoff`. Raises Infeasible with
-    the smallest budget that works, and BadInput for pins that cannot be met.
+    in. Prices may be of anything that adds up, such as µJ: then so are all costs here, and `cutoff`. `memo`: as of
+    `PlacementProblem`. Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
     """
     state = state or StateModel()
-    bucket_bytes, memo = bucket_bytes_of(graph), Memo()
+    bucket_bytes, memo = bucket_bytes_of(graph), memo or Memo()
 
     def build(which: PlacementGraph) -> PlacementProblem:
         return PlacementProblem(

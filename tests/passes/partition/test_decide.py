@@ -13,9 +13,12 @@ from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
 from passes.machine.cluster import Cluster
+from passes.partition import offers
+from passes.partition.choices import group_choices
 from passes.partition.decide import ANSWER, Adopt, Decide, Obey
 from passes.partition.decode import pins
-from passes.partition.meshes import Answer, Conditions, candidate_meshes
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
+from passes.partition.meshes import Answer, Conditions, Memos, candidate_meshes
 from passes.records import FrozenMap
 from passes.solve.solvers import SolverOptions
 from tests.passes.traced import annotated_joint, mlp
@@ -102,3 +105,17 @@ def test_what_is_returned_beside_the_loss_stays_as_it_is_made():
         assert decision.outputs[1].target == (("R",) if whole else ((0, 0),))
         assert all(decision.inputs[tangent] == ((0, 0),) for tangent in model.graph.unread.values())
     assert costs[False] < costs[True]
+
+
+def test_searches_that_differ_in_bytes_alone_share_choices_and_answer_as_each_by_itself(model, monkeypatch):
+    listed, memos = [], Memos()
+    monkeypatch.setattr(offers, "group_choices", lambda *args: listed.append(args) or group_choices(*args))
+    held = found(model, Decide(CONDITIONS))[1].placed.cost.held_bytes
+    for lifetimes, budget_bytes in (Lifetimes(0.0), held), (Lifetimes(0.5), held), (THROUGHOUT, 0.9 * held):
+        conditions = replace(CONDITIONS, lifetimes=lifetimes, budget_bytes=budget_bytes)
+        decision, alone = found(model, Decide(conditions))
+        is_first = not memos.by_mesh
+        listed.clear()
+        same, shared = found(model, Decide(replace(conditions, memos=memos)))
+        assert bool(listed) == is_first, "nothing is looked for again"
+        assert (same, shared.mesh, shared.placed.cost) == (decision, alone.mesh, alone.placed.cost)
