@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hpml_compiler.plans.in_time import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, PredictedCost
@@ -15,6 +16,8 @@ from passes.rules.base import REPLICATE, format_placement
 from passes.schedule.lanes import one_lane, peak_bytes
 from passes.schedule.step_graph import StepGraph
 
+STEADY = 3
+"""Microbatches of which forward and backward follow each other, after which nothing new is held."""
 WHOLE, SUM = format_placement(REPLICATE), "P"
 
 
@@ -60,7 +63,8 @@ def _predicted(record: GraphPlan, step: StepGraph, count: int) -> PredictedCost:
 def _memory(record: GraphPlan, step: StepGraph) -> MemoryBytes:
     """Activations are what is saved at a time."""
     held = sum(_saved(step, 1 if step.at_once else step.microbatches))
-    return record.memory.model_copy(update={"activations": round(held), "peak": peak_bytes(one_lane([step]))})
+    few = replace(step, microbatches=min(step.microbatches, STEADY)) if step.at_once else step
+    return record.memory.model_copy(update={"activations": round(held), "peak": peak_bytes(one_lane([few]))})
 
 
 def _saved(step: StepGraph, times: int) -> Iterator[float]:

@@ -40,7 +40,8 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Schedule
     fullest = _held(record, {name for k in _stages_of_ranks(table)[most] for name in parts[k].reads})
     prices = MeshPrices(mesh_from_pin(mesh, cluster), states)
     times = times_of_stages(record, [part.operations for part in parts], AsPlanned(record, Repriced(record, prices)))
-    stages = tuple(_stage(k, record, parts, table, times[k]) for k in range(table.stages))
+    in_flight = table.in_flight()
+    stages = tuple(_stage(k, record, parts, table, times[k], in_flight[k]) for k in range(table.stages))
     pipe = PipelinePlan(schedule=table.name, ranks=mesh[STAGES_AXIS], microbatches=table.microbatches, step_us=0.0, bubble=0.0,
                         stages=stages)
     pipe = pipe.model_copy(update={"stages": tuple(
@@ -55,8 +56,9 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Schedule
     return _with_times(record.model_copy(update={"pipeline": pipe}), times, whole)
 
 
-def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: Schedule, times: StageTimes) -> StagePlan:
-    part, in_flight = parts[k], table.in_flight()[k]
+def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: Schedule, times: StageTimes,
+           in_flight: int) -> StagePlan:
+    part = parts[k]
     # What an earlier stage of its rank reads, too, is there once.
     held = {name for name in part.reads
             if not any(name in parts[j].reads for j in range(k) if table.ranks[j] == table.ranks[k])}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from passes.errors import HpmlError
@@ -57,7 +58,7 @@ class Schedule:
     def stages(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are computed apart."""
         return any(action.kind == "backward_weight" for own in self.actions for action in own)
@@ -89,6 +90,7 @@ class Schedule:
         return Action("receive_forward" if forward else "receive_backward", action.stage, action.microbatch)
 
 
+@lru_cache(maxsize=8)  # a fit of parameters plays the same one many times
 def schedule(name: ScheduleName, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """The table of a schedule, checked. Raises BadInput where the numbers do not fit."""
     orders = order(name, ranks, virtual, microbatches)
