@@ -12,19 +12,19 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
     from hpml_compiler.compile.session import start_afresh as reset
     from hpml_compiler.integrations.accelerate import one_device
     from hpml_compiler.loader import distribute, distribute_batch
-    from hpml_compiler.monitor.last import last_report
+    from hpml_compiler.monitor.last import last_report, last_stages
     from hpml_compiler.planning.api import plan
     from hpml_compiler.plans.plan import Plan
     from hpml_compiler.runtime.checkpoints import full_state_dict
 
-__all__ = ["Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report", "one_device", "plan",
-           "reset"]
+__all__ = ["Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report", "last_stages",
+           "one_device", "plan", "reset"]
 
 _WHERE = {
     "Plan": "plans.plan.Plan", "distribute": "loader.distribute", "distribute_batch": "loader.distribute_batch",
     "full_state_dict": "runtime.checkpoints.full_state_dict", "last_plan": "compile.session.last_plan",
-    "last_report": "monitor.last.last_report", "one_device": "integrations.accelerate.one_device",
-    "plan": "planning.api.plan", "reset": "compile.session.start_afresh",
+    "last_report": "monitor.last.last_report", "last_stages": "monitor.last.last_stages",
+    "one_device": "integrations.accelerate.one_device", "plan": "planning.api.plan", "reset": "compile.session.start_afresh",
 }
 
 

@@ -1,4 +1,4 @@
-"""The monitor of this process: one for all graphs that it compiles."""
+"""The monitor of this process: one for all graphs that it compiles, and one for each graph that trains through stages."""
 from __future__ import annotations
 
 import torch.distributed as dist
@@ -6,8 +6,13 @@ import torch.distributed as dist
 from hpml_compiler.compile import session
 from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.stages import StagesReport, StagesWatch, gathered, say
 from hpml_compiler.options import Options
+from hpml_compiler.runtime.clock import clock_for
 from hpml_compiler.runtime.devices import device_type
+from hpml_compiler.runtime.world import control_group
+from passes.graph.stages import Stages
+from passes.schedule.actions import Schedule
 
 
 def monitor_of(options: Options) -> Monitor:
@@ -22,3 +27,14 @@ def monitor_of(options: Options) -> Monitor:
 
 def current_monitor() -> Monitor | None:
     return session.current().monitor
+
+
+def watch_of(name: str, table: Schedule, place: int, stages: Stages, options: Options) -> StagesWatch:
+    """A watch over the calls of a graph that was cut into these stages; place: this rank's, along `pp`."""
+
+    def done(report: StagesReport) -> None:
+        session.current().stages_report = report
+        if dist.get_rank() == 0:
+            say(report, options.tensorboard)
+
+    return StagesWatch(name, table, place, stages, clock_for(device_type()), lambda own: gathered(own, control_group()), done)

@@ -25,10 +25,12 @@ from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, size
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import MakesWhole
+from hpml_compiler.compile.monitoring import watch_of
 from hpml_compiler.compile.pipeline import Pipeline
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.stage_mesh import StageMesh
+from hpml_compiler.monitor.stages import StagesWatch
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
@@ -75,6 +77,7 @@ class PipelinedGraph:
         self.own_here: set[int] = set()
         self.times: InTime | None = None
         self.planned: Planned | None = None
+        self.watched: StagesWatch | None = None
         self.draws = self.training = False
 
     def compile(self) -> Callable[..., Any]:
@@ -101,6 +104,7 @@ class PipelinedGraph:
             return results
 
         half = of_forward(self.name, self.inputs.described, self.given, self.draws)
+        call = call if self.watched is None else self.watched.forward(call)
         return forward_call(call, Spot(f"forward of {self.name}"), half, self.training)
 
     def _microbatches(self) -> int:
@@ -122,6 +126,8 @@ class PipelinedGraph:
         starts = tuple(blocks[0] for blocks in runs.staged.stages.blocks[1:])
         session.current().stage_starts[compat.frame_being_compiled()] = starts
         self._note_plan(original, num_fwd_outputs, runs)
+        if self.options.monitor:
+            self.watched = watch_of(self.name, runs.table, runs.place, runs.staged.stages, self.options)
         return runs.partition()
 
     def _evaluation(self, gm: GraphModule) -> Evaluation | None:
@@ -254,6 +260,7 @@ class PipelinedGraph:
 
     def _backward(self, graph: GraphModule, inputs: Any) -> Call:
         call = self.lowering.backward(graph, inputs) if self.runs is None else self.runs.backward()
+        call = call if self.watched is None else self.watched.backward(call)
         return backward_call(call, Spot(f"backward of {self.name}"), of_backward(self.name, graph))
 
     def _inference(self, graph: GraphModule, _: Any) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hpml_compiler.compile.sharing import Step
 from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.stages import StagesReport
 from hpml_compiler.options import Options
 from hpml_compiler.planning.traces import as_plan
 from hpml_compiler.plans.plan import Plan
@@ -49,6 +50,7 @@ class Session:
     stage_starts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By frame, the block that each stage but the first begins with: evaluations are cut as trainings are."""
     monitor: Monitor | None = None
+    stages_report: StagesReport | None = None
     step: Step = field(default_factory=Step)
     """Under a memory budget, what the graphs of a step hold."""
     unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)

@@ -8,5 +8,6 @@
 - report: predicted beside measured, as a record and as text. tensorboard: as scalars.
 - schedule: which steps are measured, which one is profiled. monitor: all of it together, for one process.
 - hooks: how a run tells the monitor what it does.
+- stages: what the stages of a pipeline take, beside what they were cut by.
 - stage_events: a step of a pipeline as it was measured, of all ranks.
 """

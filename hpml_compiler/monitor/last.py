@@ -1,8 +1,9 @@
-"""`hpml_compiler.last_report`: what the run that goes on here takes, beside what was predicted."""
+"""`hpml_compiler.last_report` and `last_stages`: what the run that goes on here takes, beside what was predicted."""
 from __future__ import annotations
 
 from hpml_compiler.compile import session
 from hpml_compiler.monitor.report import Report
+from hpml_compiler.monitor.stages import STAGES_ARE_MEASURED, StagesReport
 from passes.errors import BadInput
 
 
@@ -16,4 +17,16 @@ def last_report() -> Report:
     if report is None:
         raise BadInput("no training step was measured yet", "last_report",
                        "train for a few steps, on several ranks and without the option monitor=False")
+    return report
+
+
+def last_stages() -> StagesReport:
+    """What the stages of the pipeline take, on all ranks, beside what they were predicted to; every rank has the same.
+
+    Raises BadInput if it was not measured yet, or nothing goes through stages.
+    """
+    report = session.current().stages_report
+    if report is None:
+        raise BadInput("no stages were measured yet", "last_stages", f"train for {STAGES_ARE_MEASURED} steps with pp in "
+                       "options['mesh'], and without the option monitor=False")
     return report

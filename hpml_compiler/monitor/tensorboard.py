@@ -43,6 +43,10 @@ def scalars(report: Report) -> dict[str, float]:
 
 
 def write(writer: Any, report: Report) -> None:
-    for tag, value in scalars(report).items():
-        writer.add_scalar(tag, value, report.step)
+    write_scalars(writer, scalars(report), report.step)
+
+
+def write_scalars(writer: Any, values: dict[str, float], step: int) -> None:
+    for tag, value in values.items():
+        writer.add_scalar(tag, value, step)
     writer.flush()

@@ -69,7 +69,7 @@ class LoopTimes:
 
 
 _recorded: list[list[LoopTimes]] = []
-"""Where loops are noted; the innermost `recording` is the last."""
+"""Where loops are noted; the innermost `recording` is the last, whose clock is taken."""
 _clocks: list[Clock] = []
 
 
@@ -87,11 +87,13 @@ def recording(clock: Clock) -> Iterator[list[LoopTimes]]:
 
 
 def loop_times() -> LoopTimes | None:
-    """For a loop that begins now; None if nobody asks."""
+    """For a loop that begins now, which all who ask are given; None if nobody asks."""
     if not _recorded:
         return None
-    _recorded[-1].append(LoopTimes(_clocks[-1]))
-    return _recorded[-1][-1]
+    times = LoopTimes(_clocks[-1])
+    for found in _recorded:
+        found.append(times)
+    return times
 
 
 def note_sent(sent_bytes: int) -> None:
