@@ -22,6 +22,8 @@ from hpml_compiler.planning.staged_body import StagedBody, stage_body, structure
 from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.pipelined import Pipelined, of_loop
 from hpml_compiler.runtime.stages import Messages
+from hpml_compiler.runtime.stand_in import collectives_of
+from hpml_compiler.runtime.world import control_group
 from passes.graph.interface import Interface
 
 log = logging.getLogger("hpml")
@@ -74,7 +76,9 @@ class Pipeline(Microbatched):
     def schedule(self) -> Pipelined:
         stages = when_all_can("compile its stages", lambda: {stage.graph.index: stage.calls() for stage in self.stages})
         group = self.mesh.get_group(STAGES_AXIS)
-        messages = Messages(dist.get_process_group_ranks(group), torch.device(device_type()), group)
+        messages = Messages(dist.get_process_group_ranks(group), torch.device(device_type()), group,
+                            control_group() if self.mesh.ndim > 1 else None)
+        before = tuple(collectives_of(segment.gm) for segment in self.loop.before)  # before they are compiled
         return Pipelined(self.loop, self.calls(of_loop, None, ()), self.table, self.place, stages, messages,
                          self.staged.reads, self.staged.outputs, self.staged.gradients, self.alone, self.elsewhere,
-                         self.lent)
+                         self.lent, before)

@@ -95,12 +95,15 @@ def _key(axes: Mapping[str, int]) -> tuple:
 
 
 def _new_mesh(axes: Mapping[str, int]) -> DeviceMesh:
-    """A mesh on process groups of its own. For one axis, torch would take the group of all ranks, on which a script's other
-    threads may communicate on CPUs meanwhile: `torch.distributed.checkpoint.async_save` does."""
+    """A mesh on process groups of its own, with the time limit of the group of all ranks. For one axis, torch would take that
+    group, on which a script's other threads may communicate on CPUs meanwhile: `torch.distributed.checkpoint.async_save` does.
+    """
     if device_type() == "cpu" and len(axes) == 1:
         group: Any = dist.new_group(timeout=group_timeout())
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=tuple(axes))
-    return init_device_mesh(device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if len(axes) == 1:
+        return init_device_mesh(device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return compat.subgroups_mesh(device_type(), axes, group_timeout())
 
 
 _session = Session()

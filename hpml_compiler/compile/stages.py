@@ -4,6 +4,7 @@ from __future__ import annotations
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.planning.staged_body import halves_of
 from hpml_compiler.runtime.stages import Half, StageCalls
+from hpml_compiler.runtime.stand_in import collectives_of
 from passes.graph.nodes import memory_of, returned_nodes
 from passes.transform.split_stages import GRADIENT, StageGraph
 
@@ -22,11 +23,14 @@ class LoweredStage:
 
     def calls(self) -> StageCalls:
         forward, *backwards = self.halves.forward, self.halves.backward, self.halves.weight
+        # Before these are compiled, which changes them.
+        parts = [collectives_of(None if half is None else half.gm) for half in (forward, *backwards)]
         run, calls = self.lowering.part(forward.gm, [half.gm for half in backwards if half is not None],
                                         self.graph.forward_outputs)
-        backward, weight = (None if half is None else Half(calls.pop(0), half.takes, half.returns) for half in backwards)
-        return StageCalls(self.graph, Half(run, forward.takes, forward.returns), backward, weight, tuple(self.saved),
-                          self.shared)
+        backward, weight = (None if half is None else Half(calls.pop(0), half.takes, half.returns, own)
+                            for half, own in zip(backwards, parts[1:], strict=True))
+        return StageCalls(self.graph, Half(run, forward.takes, forward.returns, parts[0]), backward, weight,
+                          tuple(self.saved), self.shared)
 
     def _sent(self) -> frozenset[int]:
         """Places of gradients whose memory the stage before may still read, or that another stage adds to."""

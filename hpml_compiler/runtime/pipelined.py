@@ -14,6 +14,7 @@ from hpml_compiler.runtime.blame import is_distributed
 from hpml_compiler.runtime.microbatches import Calls, Collector, Schedule, Values
 from hpml_compiler.runtime.owned import no_rows
 from hpml_compiler.runtime.stages import Failed, Messages, Run, StageCalls
+from hpml_compiler.runtime.stand_in import Collective, begun, take_part
 from passes.schedule.actions import Schedule as Table
 from passes.transform.markers import taken
 from passes.transform.microbatches import Collected, Loop, Read
@@ -30,16 +31,19 @@ class Pipelined(Schedule):
     """Stands for `Schedule` where this rank runs some stages of the body alone. rank: its place in the pipeline. reads: of
     the body's inputs, by name; outputs, gradients: the stages that make what the body's forward and backward return. alone: of
     what its backward returns, by place, what stays on the rank that makes it. elsewhere: gradients of which other ranks have
-    all rows, with fakes; lent: inputs that one rank has and others need, with that rank and a fake."""
+    all rows, with fakes; lent: inputs that one rank has and others need, with that rank and a fake. before: the collectives of
+    what is done before forward's loop and backward's."""
 
     def __init__(self, loop: Loop, calls: Calls, table: Table, rank: int, stages: Mapping[int, StageCalls], messages: Messages,
                  reads: Mapping[str, Read], outputs: Mapping[int, int], gradients: Mapping[int, tuple[int, ...]],
                  alone: Container[int] = (), elsewhere: Mapping[str, torch.Tensor] | None = None,
-                 lent: Mapping[str, tuple[int, torch.Tensor]] | None = None):
+                 lent: Mapping[str, tuple[int, torch.Tensor]] | None = None,
+                 before: Sequence[tuple[Collective, ...]] = ((), ())):
         super().__init__(loop, calls, table.microbatches)
         self.table, self.rank, self.stages, self.messages = table, rank, stages, messages
         self.reads_of, self.outputs, self.gradients = reads, outputs, gradients
         self.alone, self.elsewhere, self.lent = alone, elsewhere or {}, lent or {}
+        self.before = before
 
     @property
     def parts(self) -> list[int]:
@@ -91,14 +95,20 @@ class Pipelined(Schedule):
         if 0 in halves and self.lent:
             owners, like = zip(*self.lent.values())
             values.update(zip(self.lent, self.messages.share([values[name] for name in self.lent], owners, like, self.rank)))
-        try:
-            for half in halves:
-                self.segment(half, "before", values)
-        except Exception as error:
-            if is_distributed(error):
-                raise
-            return Failed("what is done before the first microbatch", error)
-        return None
+        failed = None
+        for half in halves:
+            collectives = self.before[half]
+            counts = begun(collectives)
+            try:
+                if failed is None:
+                    self.segment(half, "before", values)
+            except Exception as error:
+                if is_distributed(error):
+                    raise
+                failed = Failed("what is done before the first microbatch", error)
+            if failed is not None:
+                take_part(collectives, counts, self.messages.device)
+        return failed
 
     def _run(self, values: Values, made: _Made) -> Run:
         def given(number: int, name: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hpml_compiler.runtime.blame import is_distributed
 from hpml_compiler.runtime.stage_times import LoopTimes, loop_times, note_sent
+from hpml_compiler.runtime.stand_in import Collective, begun, take_part
 from passes.errors import HpmlError
 from passes.schedule.actions import Action, Schedule
 from passes.transform.split_stages import GRADIENT, StageGraph
@@ -25,11 +26,13 @@ from passes.transform.split_stages import GRADIENT, StageGraph
 
 @dataclass(frozen=True)
 class Half:
-    """Forward or backward of a stage: a call that takes a list and empties it, and the names of what it takes and returns."""
+    """Forward or backward of a stage: a call that takes a list and empties it, and the names of what it takes and returns.
+    collectives: of the ranks that share the stage, in the call."""
 
     call: Callable[[list[Any]], Any]
     takes: tuple[str, ...]
     returns: tuple[str | None, ...]
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class StageCalls:
     def backwards(self) -> tuple[Half, ...]:
         return tuple(half for half in (self.backward, self.weight) if half is not None)
 
+    def collectives(self, kind: str) -> tuple[Collective, ...]:
+        """Of an action of this kind, which may have none."""
+        half = self.forward if kind == "forward" else self.weight if kind == "backward_weight" else self.backward
+        return () if half is None or not (kind == "forward" or kind.startswith("backward")) else half.collectives
+
 
 @dataclass(frozen=True)
 class Failed:
@@ -65,10 +73,12 @@ class Failed:
 
 
 class Messages:
-    """What ranks of a pipeline send each other. ranks: of the group, by place in the pipeline."""
+    """What ranks of a pipeline send each other. ranks: of the group, by place in the pipeline. everybody: a group of all ranks,
+    where several share a stage, with messages between hosts."""
 
-    def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None):
-        self.ranks, self.device, self.group = tuple(ranks), device, group
+    def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None,
+                 everybody: dist.ProcessGroup | None = None):
+        self.ranks, self.device, self.group, self.everybody = tuple(ranks), device, group, everybody
         self.sent: list[tuple[Any, torch.Tensor]] = []
         """Each with what it reads, which has to be there until it is done."""
 
@@ -107,13 +117,14 @@ class Messages:
 
     def agree(self, failed: Failed | None) -> None:
         """Raises on all ranks what has failed on one, the first if on several."""
-        any_failed = torch.tensor([failed is not None], dtype=torch.int32, device=self.device)
-        dist.all_reduce(any_failed, dist.ReduceOp.MAX, self.group)
+        group, device = (self.group, self.device) if self.everybody is None else (self.everybody, torch.device("cpu"))
+        any_failed = torch.tensor([failed is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(any_failed, dist.ReduceOp.MAX, group)
         if not int(any_failed):
             return
         rank = dist.get_rank()
-        said: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(said, None if failed is None else (failed.when, rank, str(failed)), self.group)
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, None if failed is None else (failed.when, rank, str(failed)), group)
         _, first, text = min(each for each in said if each is not None)
         error = None if failed is None else failed.error
         raise HpmlError(f"rank {first}: {text}", f"rank {rank}, in a pipeline",
@@ -171,12 +182,15 @@ class Run:
 
     def run(self, actions: Sequence[Action] | None = None, failed: Failed | None = None) -> Failed | None:
         """All that the table has for this rank, or a part of it. Returns what has failed here, now or (failed) before. The
-        others get their messages all the same, with zeros in them: they would wait until their time is over."""
+        others get their messages all the same, and their collectives, with zeros in them: they would wait until their time is
+        over."""
         self.times = loop_times()
         for action in self.table.actions[self.rank] if actions is None else actions:
             if failed is not None:
                 self._in_place_of(action)
                 continue
+            collectives = self.stages[action.stage].collectives(action.kind)
+            before = begun(collectives)
             try:
                 with nullcontext() if self.times is None else self.times.action(action):
                     getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
@@ -186,6 +200,7 @@ class Run:
                 failed = Failed(str(action), error)
                 self.known.clear()
                 self.waiting.clear()
+                take_part(collectives, before, self.messages.device)
         for received in self.arriving.values():  # where something has failed
             received.wait()
         self.messages.finish()
@@ -202,6 +217,9 @@ class Run:
             fakes = [graph.fakes[name] for name in (graph.sent if forward else graph.sent_back)]
             zeros = [torch.zeros(tuple(map(int, x.shape)), dtype=x.dtype, device=self.messages.device) for x in fakes]
             self.messages.send(zeros, self.table.ranks[action.stage + (1 if forward else -1)])
+        else:
+            collectives = self.stages[action.stage].collectives(action.kind)
+            take_part(collectives, begun(collectives), self.messages.device)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         calls, known = self.stages[stage], self.known[stage, microbatch]

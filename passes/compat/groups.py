@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.utils import _pytree as pytree
 
 
@@ -17,15 +20,30 @@ def group_timeout(group: Any) -> timedelta:
     return backend.options._timeout
 
 
+def collectives_begun(name: str) -> int:
+    """How many collectives this rank has begun in the process group of this name."""
+    return _resolve_process_group(name)._get_sequence_number_for_group()
+
+
+def subgroups_mesh(device_type: str, axes: Mapping[str, int], timeout: timedelta) -> DeviceMesh:
+    """A mesh of all ranks, whose groups give up after `timeout`; `init_device_mesh` would give them half an hour."""
+    ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
+    own: list[Any] = []
+    for axis in range(len(axes)):
+        lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+        own.append(dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0])
+    return DeviceMesh.from_group(own, device_type, ranks, mesh_dim_names=tuple(axes))
+
+
 def side_store(prefix: str, timeout_s: float) -> Any:
     """The store of the group of all ranks, through a connection of its own: whoever waits for a key on the other one blocks
     all that use it. None for a store that cannot be reached twice."""
-    dist, store = cast("Any", torch.distributed), cast("Any", _get_default_store())
-    while isinstance(store, dist.PrefixStore):
+    c10d, store = cast("Any", torch.distributed), cast("Any", _get_default_store())
+    while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
+    if not isinstance(store, c10d.TCPStore):
         return None
-    return dist.PrefixStore(prefix, dist.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s),
+    return c10d.PrefixStore(prefix, c10d.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s),
                                                   wait_for_workers=False))
 
 

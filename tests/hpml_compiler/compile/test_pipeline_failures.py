@@ -14,6 +14,7 @@ import hpml_compiler
 from hpml_compiler.compile.stages import LoweredStage
 from hpml_compiler.runtime.pipelined import Pipelined
 from hpml_compiler.runtime.stages import Run
+from passes.errors import HpmlError
 from tests.hpml_compiler.compile.test_pipelined import Tied, batch
 
 TIMEOUT_S = 20
@@ -44,6 +45,21 @@ def at_microbatch_2(name, what):
             setattr(Run, name, whole)
             what()
         whole(self, stage, microbatch)
+
+    setattr(Run, name, run)
+
+
+def in_stage(name, late):
+    """One microbatch of a stage here fails once: at the beginning, or (late) when all is computed, collectives too."""
+    whole = getattr(Run, name)
+
+    def run(self, *args):
+        if args[-1 if name != "_gradients" else 2] != 2:
+            return whole(self, *args)
+        setattr(Run, name, whole)
+        if late:
+            whole(self, *args)
+        return broken()
 
     setattr(Run, name, run)
 
@@ -112,3 +128,71 @@ def test_all_ranks_say_the_same_at_once(launch, kind, how, said):
         assert "rank 1" in text or rank == 1, text
         assert seconds < TIMEOUT_S
     hpml_compiler.reset()
+
+
+SPLIT = {  # how rank 2 of 4 fails -> what all say
+    "forward": (lambda: in_stage("_forward", False), "rank 2: forward of stage 1, microbatch 2 failed"),
+    "forward, late": (lambda: in_stage("_forward", True), "rank 2: forward of stage 1, microbatch 2 failed"),
+    "backward": (lambda: in_stage("_gradients", False), "rank 2: backward of stage 1, microbatch 2 failed"),
+    "backward, late": (lambda: in_stage("_gradients", True), "rank 2: backward of stage 1, microbatch 2 failed"),
+    "backward_input": (lambda: in_stage("_gradients", True), "rank 2: backward_input of stage 1, microbatch 2 failed"),
+    "weight": (lambda: in_stage("_backward_weight", False), "rank 2: backward_weight of stage 1, microbatch 2 failed"),
+    "before": (before_the_loop, "rank 2: what is done before the first microbatch failed"),
+}
+
+
+def failing_where_stages_are_split(rank, axis, schedule, kind, hows):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    torch.manual_seed(0)
+    model = kind(0.0)
+    call = torch.compile(model, backend="hpml", options={
+        "mesh": {"pp": 2, axis: 2}, "microbatches": 4, "schedule": schedule, "compiler": "eager"})
+    expected, said = step(model, call), []
+    for how in hows:
+        if rank == 2:
+            SPLIT[how][0]()
+        start = time.monotonic()
+        try:
+            step(model, call)
+        except HpmlError as error:
+            said.append((how, str(error), time.monotonic() - start))
+        torch.testing.assert_close(step(model, call), expected)
+    return said
+
+
+@pytest.mark.parametrize(("axis", "schedule", "kind", "hows"), [
+    ("tp", "1f1b", Tied, ("forward", "forward, late", "backward", "backward, late", "before")),
+    ("tp", "zero_bubble", Tied, ("backward_input", "weight")),
+    ("dp", "gpipe", Outside, ("forward", "backward, late")),
+])
+def test_ranks_that_share_a_stage_with_one_that_fails_do_not_wait_for_it(launch, axis, schedule, kind, hows):
+    outcomes = launch(failing_where_stages_are_split, 4, (axis, schedule, kind, hows), init=False, timeout_s=110)
+    for said in outcomes:
+        assert [how for how, *_ in said] == list(hows)
+        for how, text, seconds in said:
+            assert f"{SPLIT[how][1]}: ValueError: broken on purpose" in text
+            assert seconds < TIMEOUT_S / 2
+
+
+def dying_where_stages_are_split(rank):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    call = torch.compile(model := Tied(0.0), backend="hpml", options={
+        "mesh": {"pp": 2, "tp": 2}, "microbatches": 4, "compiler": "eager"})
+    step(model, call)
+    time.sleep(2.5)  # until all have posted what they do
+    if rank == 2:
+        at_microbatch_2("_forward", killed)
+    start = time.monotonic()
+    try:
+        step(model, call)
+    except Exception as error:
+        return str(error), time.monotonic() - start
+    return "nothing was said", 0.0
+
+
+def test_a_rank_that_dies_where_stages_are_split_is_named(launch):
+    outcomes = launch(dying_where_stages_are_split, 4, (), init=False, check=False, timeout_s=110)
+    for rank in (0, 1, 3):
+        text, seconds = outcomes[rank]
+        assert "rank 2 is gone without a word" in text, text
+        assert seconds < TIMEOUT_S + 5
