@@ -91,7 +91,7 @@ def culprits(rank: int, world: int, failures: Sequence[Failure], first: Mapping[
     if silent:
         record = others[silent[0]]
         return (f"{_ranks(silent)} gone without a word (killed, out of memory, or its machine is); what it posted last, "
-                f"{_ago(time.time() - record.posted)}: {record.place}{_line(record)}",
+                f"{_ago(time.time() - record.posted)}: {record.place}{_caught(record)}{_line(record)}",
                 f"look at the exit code of rank {silent[0]} and at the kernel's log (dmesg)")
     if noticed:
         failure = min(noticed.values(), key=lambda f: f.when)
@@ -102,8 +102,9 @@ def culprits(rank: int, world: int, failures: Sequence[Failure], first: Mapping[
                 "look at that rank first; the others only waited for it")
     if ended:
         record = others[ended[0]]
-        return (f"{_ranks(ended)} at the end of the script already ({_ago(time.time() - record.posted)}): {record.place} "
-                "it made no more calls", "give all ranks equally many batches (len of the loader on each rank)")
+        return (f"{_ranks(ended)} at the end of the script already ({_ago(time.time() - record.posted)}): "
+                f"{record.place}{_caught(record)} it made no more calls",
+                "give all ranks equally many batches (len of the loader on each rank)")
     missing = sorted(set(range(world)) - set(second) - {rank})
     if missing:
         return (f"{_ranks(missing)} not there: nothing was compiled on it yet",
@@ -112,9 +113,8 @@ def culprits(rank: int, world: int, failures: Sequence[Failure], first: Mapping[
     late = raised or [r for r, record in others.items() if not record.inside]
     if late:
         record = others[late[0]]
-        caught = f", having caught {record.raised}" if record.raised else ""
-        return (f"{_ranks(late)} late: for {record.age_s:.0f} s it has been in the script, {record.place}{caught}"
-                f"{_line(record)}",
+        return (f"{_ranks(late)} late: for {record.age_s:.0f} s it has been in the script, {record.place}"
+                f"{_caught(record)}{_line(record)}",
                 "all ranks make the same calls in the same order: look for work of one rank alone (a checkpoint, an "
                 "evaluation, a slow loader); HPML_PG_TIMEOUT_S sets how long the others wait")
     elsewhere = [r for r, record in others.items() if record.place != here]
@@ -133,6 +133,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s ago"
+
+
+def _caught(record: SignOfLife) -> str:
+    return f", having caught {record.raised}" if record.raised else ""
 
 
 def _line(record: SignOfLife) -> str:

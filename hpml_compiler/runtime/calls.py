@@ -7,7 +7,7 @@ from typing import Any
 from hpml_compiler.runtime.compared import Comparison
 from hpml_compiler.runtime.doing import Spot, doing
 from hpml_compiler.runtime.lost_ranks import named
-from hpml_compiler.runtime.together import CALLING, together
+from hpml_compiler.runtime.together import CALLING, all_failed_or_none, note_failure, together
 
 
 def forward_call(call: Callable[..., Any], spot: Spot, half: Comparison | None, training: bool = True) -> Callable[..., Any]:
@@ -18,6 +18,7 @@ def forward_call(call: Callable[..., Any], spot: Spot, half: Comparison | None, 
     """
 
     def noted(*arguments: Any) -> Any:
+        all_failed_or_none()
         if not training and doing.at is not spot:
             together(f"calling the model ({spot.what})", CALLING, every=1)
         doing.calls += 1
@@ -39,6 +40,7 @@ def backward_call(call: Callable[[list[Any]], Any], spot: Spot, half: Comparison
     """The same around a call of one list of arguments, which it empties."""
 
     def noted(arguments: list[Any]) -> Any:
+        all_failed_or_none()
         doing.calls += 1
         spot.calls += 1
         doing.at, doing.inside = spot, True
@@ -58,6 +60,7 @@ def backward_call(call: Callable[[list[Any]], Any], spot: Spot, half: Comparison
 def _raise(error: Exception) -> Any:
     lost = named(error)  # while this rank still counts as inside
     doing.inside = False
+    note_failure(lost)
     if lost is error:
         raise error
     raise lost from error

@@ -28,14 +28,15 @@ START = Spot("the start of the script")
 
 class Doing:
     """`at` is the spot that this rank was at last, `inside` whether it is there still. `calls` and `meetings` count calls of
-    graphs, and how often it waited for all ranks (`together`); `meets` is what for, now. Written by the main thread."""
+    graphs, and how often it waited for all ranks (`together`); `meets` is what for, now. `failed` is the call of a graph that
+    failed here, with its error, until all ranks are known to have failed there. Written by the main thread."""
 
-    __slots__ = ("at", "calls", "inside", "meetings", "meets", "raised")
+    __slots__ = ("at", "calls", "failed", "inside", "meetings", "meets", "raised")
 
     def __init__(self) -> None:
         self.at, self.inside, self.raised = START, False, ""
         self.calls = self.meetings = 0
-        self.meets = ""
+        self.meets = self.failed = ""
 
     def place(self) -> str:
         return f"in {self.at}" if self.inside else f"after {self.at}"

@@ -166,6 +166,7 @@ def start() -> None:
     for old in _running.values():
         old.stop(ended=False)
     _running.clear()
+    doing.failed = ""
     _starts += 1
     prefix = f"hpml/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_starts}"
     try:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hpml_compiler.runtime import foreach
+from hpml_compiler.runtime.doing import doing
 from hpml_compiler.runtime.eager import (
     VIEW_STEP,
     adopt,
@@ -39,7 +40,7 @@ from hpml_compiler.runtime.routes import (
     VIEWS,
     in_place,
 )
-from hpml_compiler.runtime.together import together
+from hpml_compiler.runtime.together import all_failed_or_none, together
 from hpml_compiler.runtime.views import ViewStep, refresh, strided_replay
 from hpml_compiler.runtime.whole import local_part, reduced, whole
 from passes import compat
@@ -76,6 +77,8 @@ class PlacedTensor(DTensor):
             if name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES:
                 return adopt(func(*args), PlacedTensor)  # the engine itself makes `.grad` a DTensor
             kwargs = kwargs or {}
+            if doing.failed and name not in METADATA and name != "__set__":
+                all_failed_or_none()
             if name in ON_LOCALS:  # optimizers call thousands of these, so nothing else is looked at before
                 if in_memory and in_place(name):
                     note_change(changed_tensors(name, args, kwargs))

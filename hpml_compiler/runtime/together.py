@@ -1,7 +1,13 @@
-"""All ranks are to do this together: if one rank does it alone, it hears so within seconds, and what to do instead."""
+"""All ranks are to do this together: if one rank does it alone, it hears so within seconds, and what to do instead.
+
+The same where one rank alone fails in a call of a graph, and its script catches that: the others are still in the call, in a
+collective that takes whatever this rank does next for what they wait for.
+"""
 from __future__ import annotations
 
 import time
+
+import torch.distributed as dist
 
 from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.blame import SignOfLife
@@ -12,6 +18,8 @@ EVERY_CALLS = 16
 """Calls of graphs after which gathering outside of graphs is checked again: a step that gathers a norm should not wait for
 the store each time."""
 LOOK_S, SURE_S = 1.0, 3.0
+FAILING_S = 5.0
+"""How long after a rank has failed in a call, and goes on, the others may take to fail there too."""
 
 GATHERING = ("every rank holds a part of the model, so all ranks must do this: move it out of `if rank == 0:`. For one file, "
              "all ranks call `state = hpml_compiler.full_state_dict(model, optimizer)`, and rank 0 saves what it gets; or save "
@@ -21,19 +29,21 @@ CALLING = ("the model is split over all ranks, so all ranks call it together: mo
 
 
 class Alone(HpmlError):
-    """One rank does what all must do together."""
+    """One rank does what all must do together, or has failed where the others have not."""
 
 
 class _Checked:
-    """How many calls this rank had made when it last met the others, and the key under which it did."""
+    """How many calls this rank had made when it last met the others, and the key under which it did. until: when it, having
+    failed, waits for the others no longer; 0 if it has not begun to."""
 
-    calls, key = -EVERY_CALLS, ""
+    calls, key, until = -EVERY_CALLS, "", 0.0
 
 
 def together(what: str, next_step: str = GATHERING, every: int = EVERY_CALLS) -> None:
     """To be called before something that waits for all ranks. Raises `Alone` if another rank is past this point of the
     script, or at its end, without having come here. Costs nothing if fewer than `every` calls of graphs were made since
     the last time, which is the same on all ranks that do the same."""
+    all_failed_or_none()
     if doing.calls - _Checked.calls < every:
         return
     _Checked.calls = doing.calls
@@ -46,6 +56,47 @@ def together(what: str, next_step: str = GATHERING, every: int = EVERY_CALLS) ->
         _meet(board, what, next_step)
     finally:
         doing.meets = ""
+
+
+def note_failure(error: BaseException) -> None:
+    """A call of a graph failed here. Where all ranks fail in it they may all go on, else none may."""
+    board = lost_ranks.board()
+    if board is None or doing.failed:
+        return
+    doing.failed = f"{doing.at} ({type(error).__name__}: {error})".splitlines()[0][:300]
+    try:
+        board.add(_failures(), 1)
+    except (RuntimeError, OSError):  # the store is gone, so `all_failed_or_none` will not find that all have failed
+        return
+
+
+def all_failed_or_none() -> None:
+    """To be called before whatever communicates. Raises `Alone` on a rank that failed in a call in which others did not."""
+    if not doing.failed:
+        return
+    board = lost_ranks.board()
+    failed, pause_s = 0, 0.001
+    _Checked.until = _Checked.until or time.monotonic() + FAILING_S
+    while board is not None:
+        try:
+            failed = board.add(_failures(), 0)
+        except (RuntimeError, OSError):
+            break
+        if failed == board.world:
+            doing.failed, doing.raised, _Checked.until = "", "", 0.0
+            return
+        if time.monotonic() > _Checked.until:
+            break
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.05)
+    raise Alone(f"this rank failed in {doing.failed}, and went on, where not all ranks failed: others may still wait for it in "
+                "a collective, and would take what it does next for an answer", f"rank {dist.get_rank()}",
+                "let the process end, and start all ranks again from a checkpoint; all ranks find out before a step whether "
+                "it can be done")
+
+
+def _failures() -> str:
+    return f"failed{doing.calls}"
 
 
 def _meet(board: lost_ranks.SharedBoard, what: str, next_step: str) -> None:

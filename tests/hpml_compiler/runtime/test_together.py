@@ -7,8 +7,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
 
 import hpml_compiler
+from hpml_compiler.runtime.lost_ranks import RankLost
 from hpml_compiler.runtime.together import Alone
 from tests.hpml_compiler.test_scripts import X, adamw, compiled, net, step
 
@@ -87,3 +90,82 @@ def run_together(rank):
 
 def test_all_together(launch):
     launch(run_together)
+
+
+TOKENS = torch.arange(8) % 5
+WRONG = TOKENS.clone()
+WRONG[6] = 99  # in the rows of rank 1
+
+
+class Table(nn.Module):
+    """A lookup that fails by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.end = nn.Embedding(5, 8), nn.Linear(8, 5)
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.end(self.table(tokens)), TOKENS)
+
+
+def caught(call, optimizer, tokens):
+    """A training step as of a script that leaves out what fails."""
+    try:
+        optimizer.zero_grad()
+        loss = call(tokens)
+        loss.backward()
+        optimizer.step()
+    except IndexError:
+        return "failed"
+    return loss.detach().clone()
+
+
+def table(axis):
+    torch.manual_seed(0)
+    model = Table()
+    return model, compiled(model, {axis: 2}), torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def failing_on_one(rank, after):
+    model, call, optimizer = table("dp")
+    caught(call, optimizer, TOKENS)
+    if rank == 0:
+        with pytest.raises(RankLost, match="rank 1 is"):  # not a loss of two steps
+            for _ in range(3):
+                call(WRONG).backward()
+        return ""
+    with pytest.raises(IndexError):  # gradients of the step before are still there
+        call(WRONG)
+    start = time.monotonic()
+    for _ in range(2):  # for good
+        with pytest.raises(Alone, match="this rank failed in forward of graph_0, call 2 .*and went on") as error:
+            {"trains": lambda: caught(call, optimizer, TOKENS), "norm": lambda: look_at_a_value([model.end], call, optimizer),
+             "clips": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+             "saves": lambda: save(model, call, optimizer)}[after]()
+    assert time.monotonic() - start < 12
+    return str(error.value)
+
+
+@pytest.mark.parametrize("after", ["trains", "norm", "clips", "saves"])
+def test_a_rank_that_failed_alone_does_not_go_on(launch, after):
+    outcomes = launch(failing_on_one, args=(after,), timeout_s=55, check=False)
+    assert outcomes[0] == "", str(outcomes[0])
+    assert "start all ranks again" in str(outcomes[1])
+
+
+def failing_on_all(rank):
+    model, call, optimizer = table("tp")
+    losses = [caught(call, optimizer, tokens) for tokens in (TOKENS, WRONG, TOKENS, WRONG, TOKENS)]
+    torch.manual_seed(0)
+    expected, plain = Table(), []
+    sgd = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for tokens in (TOKENS, WRONG, TOKENS, WRONG, TOKENS):
+        plain.append(caught(expected, sgd, tokens))
+    assert [isinstance(x, str) for x in losses] == [isinstance(x, str) for x in plain] == [False, True] * 2 + [False]
+    for mine, other in zip(losses, plain, strict=True):
+        if mine != "failed":
+            torch.testing.assert_close(mine, other)
+
+
+def test_ranks_that_all_failed_go_on(launch):
+    launch(failing_on_all)
