@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils import _pytree as pytree
 
 
@@ -22,7 +23,8 @@ def group_timeout(group: Any) -> timedelta:
 
 def collectives_begun(name: str) -> int:
     """How many collectives this rank has begun in the process group of this name."""
-    return _resolve_process_group(name)._get_sequence_number_for_group()
+    group: Any = cast("Any", distributed_c10d)._resolve_process_group(name)
+    return group._get_sequence_number_for_group()
 
 
 def subgroups_mesh(device_type: str, axes: Mapping[str, int], timeout: timedelta) -> DeviceMesh:
