@@ -20,8 +20,8 @@ from hpml_compiler.options import Options
 from hpml_compiler.planning.stage_axes import STAGES_AXIS, schedule_of
 from hpml_compiler.planning.staged_body import StagedBody, stage_body, structure_of
 from hpml_compiler.runtime.devices import device_type
+from hpml_compiler.runtime.messages import Messages
 from hpml_compiler.runtime.pipelined import Pipelined, of_loop
-from hpml_compiler.runtime.stages import Messages
 from hpml_compiler.runtime.stand_in import collectives_of
 from hpml_compiler.runtime.world import control_group
 from passes.graph.interface import Interface

@@ -8,5 +8,5 @@
 - local_views: local parts, and gradients, at each call.
 - optimizer_step: optimizers. rows: batches. world: the ranks.
 - microbatches, pipelined, stages: a step in microbatches, and through stages; stage_times: when what was done, by a clock.
-- stand_in: what a rank that has failed does for its peers.
+- messages: what ranks of a pipeline send each other. stand_in: what a rank that has failed does for its peers.
 """

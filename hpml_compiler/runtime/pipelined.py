@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from hpml_compiler.runtime.blame import is_distributed
+from hpml_compiler.runtime.messages import Failed, Messages
 from hpml_compiler.runtime.microbatches import Calls, Collector, Schedule, Values
 from hpml_compiler.runtime.owned import no_rows
-from hpml_compiler.runtime.stages import Failed, Messages, Run, StageCalls
+from hpml_compiler.runtime.stages import Run, StageCalls
 from hpml_compiler.runtime.stand_in import Collective, begun, take_part
 from passes.schedule.actions import Schedule as Table
 from passes.transform.markers import taken
