@@ -28,9 +28,9 @@ from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
 from hpml_compiler.options import Options
-from hpml_compiler.planning.in_microbatches import with_microbatches
+from hpml_compiler.planning.in_microbatches import say_if_too_much, with_microbatches
 from hpml_compiler.planning.kept import with_kept
-from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
+from hpml_compiler.planning.microbatches import fitting_rows, lifetimes_in_time, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.runtime import lost_ranks
@@ -50,6 +50,7 @@ from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled
 from passes import compat
 from passes.graph.annotated import Annotated
 from passes.machine.mesh import mesh_from_pin
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
 
@@ -186,10 +187,12 @@ class _Compilation:
         times = from_rank_0(lambda: times_of(annotated.graph, self.microbatches, solver_options(self.options)))
         if times is None:
             return None
-        planned = self._plan(annotated, forward_outputs)
-        cluster = local_cluster(self.options, dist.get_world_size())
-        record = with_microbatches(planned.record, annotated.graph, times, loss_of(gm) is not None,
-                                   mesh_from_pin(planned.mesh, cluster), self.options.optimizer_states)
+        loss_inside, cluster = loss_of(gm) is not None, local_cluster(self.options, dist.get_world_size())
+        planned = self._plan(annotated, forward_outputs, lifetimes_in_time(times, loss_inside))
+        record = with_microbatches(planned.record, annotated.graph, times, loss_inside, mesh_from_pin(planned.mesh, cluster),
+                                   self.options.optimizer_states)
+        if dist.get_rank() == 0:
+            say_if_too_much(record, cluster.device.memory_bytes)
         self.planned = planned = replace(planned, record=record)
         self.session.graphs[-1] = record
         with phase("rewrite", f"{self.name}: rewriting", planned.record.seconds):
@@ -258,10 +261,10 @@ class _Compilation:
         self.draws = draws_random_numbers(gm)
         return annotated
 
-    def _plan(self, annotated: Annotated, forward_outputs: int | None) -> Planned:
+    def _plan(self, annotated: Annotated, forward_outputs: int | None, lifetimes: Lifetimes = THROUGHOUT) -> Planned:
         """What all ranks agree on, entered in the session."""
         self.annotated = annotated
-        self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs)
+        self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs, lifetimes=lifetimes)
         with phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
             self.planned = planned = self.planner.agreed()
         self.session.graphs.append(planned.record)
@@ -291,9 +294,6 @@ class _Compilation:
         assert self.planned is not None
         if not self.annotated.interface.training:
             return {}
-        found = {}
-        for v in self.planned.decision.inputs:
-            value = self.annotated.graph.values[v]
-            if value.kind == "parameter" and value.name not in self.annotated.interface.stored:
-                found[self.positions[value.name]] = session.to_dtensor(self.planned.decision.stored(v))
-        return found
+        values, stored = self.annotated.graph.values, self.annotated.interface.stored
+        return {self.positions[values[v].name]: session.to_dtensor(self.planned.decision.stored(v))
+                for v in self.planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in stored}

@@ -1,6 +1,7 @@
 """What a plan says of a step that goes through its batch in microbatches, and what such a step takes and holds."""
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from hpml_compiler.plans.in_time import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, PredictedCost
 from hpml_compiler.simulate.prices import AsPlanned, Repriced
 from hpml_compiler.simulate.step_graph import step_graph
+from hpml_compiler.visualize.text import format_bytes
 from passes.costs.prices import MeshPrices
 from passes.graph.placement_graph import PlacementGraph
 from passes.machine.mesh import Mesh
@@ -16,6 +18,7 @@ from passes.rules.base import REPLICATE, format_placement
 from passes.schedule.lanes import one_lane, peak_bytes
 from passes.schedule.step_graph import StepGraph
 
+log = logging.getLogger("hpml")
 STEADY = 3
 """Microbatches of which forward and backward follow each other, after which nothing new is held."""
 WHOLE, SUM = format_placement(REPLICATE), "P"
@@ -30,6 +33,14 @@ def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: InTime, l
     step = step_graph(record, prices)
     return record.model_copy(update={
         "predicted": _predicted(record, step, said.count), "memory": _memory(record, step)})
+
+
+def say_if_too_much(record: GraphPlan, device_bytes: float) -> None:
+    """What is saved outside of the loop, of the whole batch, may be more than its placement was given for it."""
+    if record.microbatches is not None and record.memory.peak > device_bytes:
+        log.warning("%s: in %d microbatches a device holds %s at the peak, and it has %s: take more microbatches, or split the "
+                    "model further", record.name, record.microbatches.count, format_bytes(record.memory.peak),
+                    format_bytes(device_bytes))
 
 
 def microbatch_plan(record: GraphPlan, graph: PlacementGraph, times: InTime, loss_inside: bool) -> MicrobatchPlan:

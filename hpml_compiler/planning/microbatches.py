@@ -13,6 +13,7 @@ from passes.analysis.mixed_rows import mixing_operations
 from passes.graph.copied import copied
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.in_time import InTime, place_in_time
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.solve.solvers import SolverOptions
 from passes.transform.no_gradient import NoGradient
 
@@ -36,6 +37,11 @@ def times_of(graph: PlacementGraph, microbatches: int, solver: SolverOptions) ->
         return None
     log.info("%d microbatches, with %.1f %% of the work on rows in their loop", microbatches, 100 * times.share)
     return times
+
+
+def lifetimes_in_time(times: InTime | None, loss_inside: bool) -> Lifetimes:
+    """When bytes are counted in microbatches: with the loss inside, the saved values of one are there at a time."""
+    return Lifetimes(in_flight=1.0 / times.microbatches) if times is not None and loss_inside else THROUGHOUT
 
 
 def fitting_rows(shapes: Iterable[Sequence[int]], microbatches: int, ranks: int = 1, speaks: bool = True) -> int:

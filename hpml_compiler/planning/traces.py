@@ -11,10 +11,10 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning.budgeted import Budgeted
-from hpml_compiler.planning.in_microbatches import with_microbatches
+from hpml_compiler.planning.in_microbatches import say_if_too_much, with_microbatches
 from hpml_compiler.planning.in_stages import plan_folded, plan_in_stages
 from hpml_compiler.planning.in_trials import remembered
-from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
+from hpml_compiler.planning.microbatches import fitting_rows, lifetimes_in_time, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, plan_graph, solver_options
 from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.shorten import LONG, SHORT, Folded, depth, neighbors, repeated_paths, shortened
@@ -27,6 +27,8 @@ from passes.keeping.seam import NotAlike
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.depth import NotLinear
+from passes.partition.in_time import InTime
+from passes.partition.lifetimes import Lifetimes
 from passes.partition.splice import without
 from passes.presets import annotate
 from passes.tracing.trace import Traced, trace
@@ -145,10 +147,11 @@ def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan 
         else:
             if given is not None:
                 given.check(annotated.hash(), torch.__version__, cluster.world_size)
-            plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh)
+            times, lifetimes = _in_time(annotated, options)
+            plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh, lifetimes=lifetimes)
             planned = plan(given=given) if given is not None else remembered(
                 memory_of(annotated, options, cluster, None, mesh), plan)
-            results.append(_in_time(planned, annotated, options, cluster))
+            results.append(_in_microbatches(planned, annotated, times, options, cluster))
     return results
 
 
@@ -166,23 +169,30 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
                          "if none could be computed once more; with trace_all_layers=True it is decided what is kept",
                          folded.layers, LONG)
         memory = memory_of(annotated, options, cluster, None, folded.further)
+        times, lifetimes = _in_time(annotated, options)
         planned = remembered(memory, partial(plan_graph, annotated, options, cluster, name="graph_0", shorter=folded.shorter,
-                                             further=folded.further))
+                                             further=folded.further, lifetimes=lifetimes))
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None
     whole = replace(planned, record=folded.of_all_layers(planned.record))
-    return [_in_time(whole, annotated, options, cluster)]
+    return [_in_microbatches(whole, annotated, times, options, cluster)]
 
 
-def _in_time(planned: Planned, annotated: Annotated, options: Options, cluster: Cluster) -> Planned:
+def _in_time(annotated: Annotated, options: Options) -> tuple[InTime | None, Lifetimes]:
     """In microbatches, where they are asked for and its rows allow them."""
     count = _microbatches(annotated)
     times = None if count == 1 else times_of(annotated.graph, count, solver_options(options))
+    return times, lifetimes_in_time(times, loss_of(annotated.gm) is not None)
+
+
+def _in_microbatches(planned: Planned, annotated: Annotated, times: InTime | None, options: Options,
+                     cluster: Cluster) -> Planned:
     if times is None:
         return planned
     record = with_microbatches(planned.record, annotated.graph, times, loss_of(annotated.gm) is not None,
                                mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
+    say_if_too_much(record, cluster.device.memory_bytes)
     return replace(planned, record=record)
 
 
