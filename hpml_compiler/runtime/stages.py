@@ -7,7 +7,7 @@ sends are looked after until the end. Both ends start messages in the same order
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +135,8 @@ class Run:
         calls, known = self.stages[stage], self.known[stage, microbatch]
         graph, half = calls.graph, calls.backward
         self._arrive("backward", stage, microbatch, stage + 1, graph.received_back, GRADIENT)
-        made = [] if half is None else self._gradients(half, stage, microbatch, known)
+        later = {GRADIENT + name for name in graph.sent_back} | set(() if calls.weight is None else calls.weight.takes)
+        made = [] if half is None else self._gradients(half, stage, microbatch, known, later)
         first = len(graph.gradients)
         back = dict(zip(graph.own_sent_back, made[first:]))
         handed = {name: back[name] if name in back else known[GRADIENT + name] for name in graph.sent_back}
@@ -153,9 +154,15 @@ class Run:
         if half is not None:
             self._gradients(half, stage, microbatch, self.waiting.pop((stage, microbatch)))
 
-    def _gradients(self, half: Half, stage: int, microbatch: int, known: Mapping[str, Any]) -> Sequence[Any]:
-        """Backward, or a part of it; what it returns, of which the gradients are collected."""
-        made = half.call([known[name] if name in known else self.given(microbatch, name) for name in half.takes])
+    def _gradients(self, half: Half, stage: int, microbatch: int, known: dict[str, Any], later: Container[str] = (),
+                   ) -> Sequence[Any]:
+        """Backward, or a part of it; what it returns, of which the gradients are collected. What it takes is let go of as soon
+        as it has been read, but for what is read `later`."""
+        given = [known[name] if name in known else self.given(microbatch, name) for name in half.takes]
+        for name in half.takes:
+            if name not in later:
+                known.pop(name, None)
+        made = half.call(given)
         for place, x in zip(self.stages[stage].graph.gradients, made):
             if place is not None and x is not None:
                 self.collect("backward", place, stage, microbatch, x)
