@@ -23,7 +23,7 @@ from common import build, median, report, seconds
 from two_ranks import contenders, slowest
 
 PEERS = ("ddp", "fsdp", "tensor_parallel")
-CONTENDERS = (*PEERS, "hpml", "hpml_whole_batch", "hpml_blocks")
+CONTENDERS = (*PEERS, "hpml", "hpml_whole_batch", "hpml_blocks", "hpml_tp", "hpml_pp")
 
 
 def measure(model_name: str, contender: str) -> None:

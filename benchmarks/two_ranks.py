@@ -83,7 +83,8 @@ def contenders() -> dict[str, Callable[[nn.Module, tuple], Callable[[], float]]]
     return {
         "ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "hpml": hpml({}, True),
         "hpml_whole_batch": hpml({}, False), "hpml_dp": hpml({"mesh": {"dp": n}}, True),
-        "hpml_tp": hpml({"mesh": {"tp": n}}, False), "hpml_blocks": hpml({"compile_blocks": "on"}, True),
+        "hpml_tp": hpml({"mesh": {"tp": n}}, False), "hpml_pp": hpml({"mesh": {"pp": n}}, False),
+        "hpml_blocks": hpml({"compile_blocks": "on"}, True),
         "hpml_zero3": hpml({"mesh": {"dp": n}, "zero": 3}, True),
     }
 
