@@ -2,7 +2,8 @@
 
 What a marker begins is in the loop, what one ends comes after it, all else before. Each of the three has a part that waits for
 backward: what depends on a tangent. The loop's two halves stay together as one joint graph, so that it can be partitioned as
-any other; values pass between the parts by the names of their nodes.
+any other; values pass between the parts by the names of their nodes. But what is made of nothing, such as zeros and masks, is
+made in each part that reads it, where a compiler fuses it away: passed on, it is memory that is held through the loop.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -117,7 +118,7 @@ def cut_loop(gm: GraphModule) -> Loop:
 
 
 class _Cut:
-    """part, late: of every node, where it belongs and whether it depends on a tangent."""
+    """part, late: of every node, where it belongs and whether it depends on a tangent. constants: what is made of nothing."""
 
     def __init__(self, gm: GraphModule):
         self.gm = gm
@@ -129,6 +130,11 @@ class _Cut:
             self.part[node] = self._part(node)
         self.output = gm.graph.output_node()
         self.returned = list(self.output.args[0])
+        self.constants: set[Node] = set()
+        for node in gm.graph.nodes:
+            if (node.op == "call_function" and self.part[node] is Part.BEFORE and is_repeatable(node)
+                    and all(x in self.constants for x in node.all_input_nodes)):
+                self.constants.add(node)
 
     def _part(self, node: Node) -> Part:
         parts = {self.part[x] for x in node.all_input_nodes}
@@ -146,6 +152,8 @@ class _Cut:
         collects = [node for node in calls if node.target in COLLECTS]
         before, after = ([node for node in calls if self.part[node] is part and node not in set(collects)]
                          for part in (Part.BEFORE, Part.AFTER))
+        before = [node for node in before if node not in self.constants or node in self.returned
+                  or any(user.target is TAKE for user in node.users)]
         loop = [node for node in calls if self.part[node] is Part.LOOP]
         body, reads, late = self._body(loop, collects)
         forward, backward = (tuple(_collected(node) for node in collects if self.late[node] == back) for back in (False, True))
@@ -164,15 +172,26 @@ class _Cut:
                 and (node in self.returned or any(user not in own and user.op != "output" for user in node.users))]
         if not made:
             return Segment(None)
+        nodes = self._with_constants(nodes)
+        own = set(nodes)
         read = _read(nodes, own)
         gm, _ = _graph(self.gm, read, nodes, made, lambda k, node: node.name)
         return Segment(gm, tuple(x.name for x in read), tuple(x.name for x in made))
+
+    def _with_constants(self, nodes: Sequence[Node]) -> list[Node]:
+        own = set(nodes)
+        for node in reversed(self.gm.graph.nodes):
+            if node in self.constants and any(user in own for user in node.users):
+                own.add(node)
+        return [node for node in self.gm.graph.nodes if node in own]
 
     def _body(self, loop: Sequence[Node], collects: Sequence[Node]) -> tuple[GraphModule, tuple[Read, ...], tuple[Read, ...]]:
         takes = [node for node in loop if node.target is TAKE]
         forward = _needed([node.args[0] for node in collects if not self.late[node]])
         # Forward ahead of all else: partitioners take what comes before a part of it for computed by then.
-        inside = sorted((node for node in loop if node.target is not TAKE), key=lambda node: node not in forward)
+        inside = self._with_constants([*loop, *collects])
+        inside = sorted((node for node in inside if node.target is not TAKE and node not in collects),
+                        key=lambda node: node not in forward)
         ends = [node.args[0] for back in (False, True) for node in collects if self.late[node] == back]
         own = set(inside)
         read = list(dict.fromkeys((*_read(inside, own), *(x for x in ends if x not in own and x.op != "get_attr"))))

@@ -12,6 +12,7 @@ from torch._guards import TracingContext
 from torch.nn import functional as F
 
 import hpml_compiler
+from hpml_compiler.compile import microbatched
 from hpml_compiler.options import Options
 from hpml_compiler.simulate import simulate
 from passes import compat
@@ -198,3 +199,34 @@ def test_one_part_of_what_is_saved_is_held_at_once():
 
     state = above_state(32)  # nearly nothing saved: parameters, gradients, states
     assert above_state(4) - state < 0.3 * (above_state(1) - state)
+
+
+class Masked(nn.Module):
+    """Zeros to write a gradient of the table into, a mask, and a constant that is returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(512, 16), nn.Linear(16, 512)
+
+    def forward(self, ids, labels):
+        x = self.table(ids)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril()
+        x = torch.einsum("ij,bjw->biw", mask, x).tanh()
+        return F.cross_entropy(self.layer(x).flatten(0, 1), labels.flatten()), torch.arange(5) * 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_what_is_made_of_nothing_is_made_where_it_is_read(monkeypatch, compiler):
+    loops = []
+    cut = microbatched.Microbatched.cut_body
+    monkeypatch.setattr(microbatched.Microbatched, "cut_body", lambda self: (loops.append(self.loop), cut(self)))
+    check(Masked(), tokens(), 4, compiler, loss_of=lambda out: out[0])
+    (loop,) = loops
+    segments = [segment for segment in (*loop.before, *loop.after) if segment.gm is not None]
+    for gm in (loop.body, *(segment.gm for segment in segments)):  # nothing of it is handed on, but what is returned
+        names = {node.name for node in gm.graph.nodes if node.op == "placeholder"}
+        assert not any(name.startswith(("full", "iota", "ones", "tril")) for name in names), names
+    made = [name for segment in segments for name in segment.makes]
+    constants = [name for name in made if name.startswith(("full", "iota", "where", "ones", "mul"))]
+    assert len(constants) == 1 and constants[0] in loop.results
+    assert any(node.target is torch.ops.prims.iota.default for node in loop.body.graph.nodes)
