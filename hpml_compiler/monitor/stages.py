@@ -71,8 +71,8 @@ class StagesReport:
     def warning(self) -> str | None:
         """Where a rank has much more of the work than the cut gave it: the others wait for that rank, whatever the schedule.
         Steps that are mostly Python's calls say nothing of this."""
-        worst = max(self._shares(), key=lambda each: each.measured / each.predicted if each.predicted else 1.0)
-        if self.loop.measured < SHORT_US or worst.measured <= (1 + TOLERANCE) * worst.predicted:
+        worst = max(self._shares(), key=lambda each: each.measured / each.predicted if each.predicted else 1.0, default=None)
+        if worst is None or self.loop.measured < SHORT_US or worst.measured <= (1 + TOLERANCE) * worst.predicted:
             return None
         return (f"{self.graph}: {worst.name} of the pipeline has {worst.measured:.0%} of the stages' work, and was given "
                 f"{worst.predicted:.0%} by prediction, so the other ranks wait for it. `hpml profile` measures prices here, "
@@ -157,7 +157,9 @@ class StagesWatch:
     def _end(self) -> None:
         self.over = True
         steps, self.steps = self.steps[WARM_UP:], []
-        self.done(report_of(self.name, self.table, self.stages, self.tell(own_steps(self.place, steps))))
+        ranks = self.tell(own_steps(self.place, [step for step in steps if step]))  # without those that failed
+        if all(each.loop_us for each in ranks):
+            self.done(report_of(self.name, self.table, self.stages, ranks))
 
 
 def own_steps(place: int, steps: Sequence[Sequence[LoopTimes]]) -> OwnSteps:
@@ -171,7 +173,7 @@ def own_steps(place: int, steps: Sequence[Sequence[LoopTimes]]) -> OwnSteps:
         work[stage, half] = work.get((stage, half), 0.0) + statistics.median(found)
     return OwnSteps(place, work, [sum(each.work_us for each in step) for step in done],
                     [sum(loop.took_us for loop in step) for step in steps],
-                    int(statistics.median(sum(loop.sent_bytes for loop in step) for step in steps)))
+                    int(statistics.median(sum(loop.sent_bytes for loop in step) for step in steps)) if steps else 0)
 
 
 def report_of(name: str, table: Schedule, stages: Stages, ranks: Sequence[OwnSteps]) -> StagesReport:
@@ -181,7 +183,7 @@ def report_of(name: str, table: Schedule, stages: Stages, ranks: Sequence[OwnSte
 
     cut = [Stage(forward, whole - forward) for forward, whole in zip(stages.forward_us, stages.time_us, strict=True)]
     played = play(table, cut)
-    loops = [max(each.loop_us[k] for each in ranks) for k in range(len(ranks[0].loop_us))]
+    loops = [max(each) for each in zip(*(each.loop_us for each in ranks))]
     idle = [1.0 - sum(each.busy_us[k] for each in ranks) / (len(ranks) * took) if took else 0.0 for k, took in enumerate(loops)]
     return StagesReport(
         name, len(loops),
@@ -198,11 +200,15 @@ def gathered(own: OwnSteps, group: dist.ProcessGroup) -> list[OwnSteps]:
 
 
 def say(report: StagesReport, folder: str | None, step: int = WARM_UP + STEPS) -> None:
-    """Rank 0's."""
+    """Rank 0's. The run goes on where scalars cannot be written, as on a full disk."""
     log.info("%s", report.text())
     if (text := report.warning()) is not None:
         log.warning("%s", text)
-    if folder is not None:
+    if folder is None:
+        return
+    try:
         writer = tensorboard.open_writer(folder)
         tensorboard.write_scalars(writer, report.scalars(), step)
         writer.close()
+    except Exception:
+        log.exception("the scalars of the pipeline's stages were not written to %s", folder)

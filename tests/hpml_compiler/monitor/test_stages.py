@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,15 +13,26 @@ import hpml_compiler
 from hpml_compiler.monitor import report as report_of_a_run
 from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.report import Compared
-from hpml_compiler.monitor.stages import STAGES_ARE_MEASURED, OwnSteps, StageFigures, StagesReport, report_of, say
+from hpml_compiler.monitor.stages import (
+    STAGES_ARE_MEASURED,
+    OwnSteps,
+    StageFigures,
+    StagesReport,
+    StagesWatch,
+    report_of,
+    say,
+)
+from hpml_compiler.runtime.clock import HostClock
+from hpml_compiler.runtime.stage_times import loop_times
 from passes.errors import BadInput
 from passes.graph.stages import Stages
 from passes.records import FrozenMap
-from passes.schedule.actions import schedule
+from passes.schedule.actions import Action, schedule
 from tests.hpml_compiler.compile.test_pipelined import Tied, batch
 
 CUT = Stages(2, FrozenMap({}), frozenset(), (), FrozenMap({}), frozenset(), FrozenMap({}), (("a",), ("b",)), (30.0, 30.0),
              (10.0, 10.0))
+ONE = Stages(1, FrozenMap({}), frozenset(), (), FrozenMap({}), frozenset(), FrozenMap({}), (("a",),), (30.0,), (10.0,))
 
 
 def test_figures_of_a_schedule_that_goes_as_predicted_are_the_predicted_ones():
@@ -115,6 +127,42 @@ def unmonitored():
         hpml_compiler.last_stages()
     except BadInput as error:
         return error.what
+
+
+def test_steps_that_failed_do_not_count_and_without_any_there_is_no_report():
+    table, found = schedule("1f1b", 1, 1, 1), []
+    watch = StagesWatch("graph", table, 0, ONE, HostClock(), lambda own: [own], found.append)
+
+    def call(fails):
+        if fails:
+            raise ValueError("broken on purpose")
+        if (times := loop_times()) is None:  # the last call, at which it is told
+            return
+        for kind in ("forward", "backward"):
+            with times.action(Action(kind, 0, 0)):
+                pass
+        times.end()
+
+    forward = watch.forward(call)
+    for number in range(STAGES_ARE_MEASURED):
+        with pytest.raises(ValueError) if number == 4 else nullcontext():
+            forward(number == 4)
+    assert [report.steps_measured for report in found] == [4]
+    none = StagesWatch("graph", table, 0, ONE, HostClock(), lambda own: [own], found.append)
+    for _ in range(STAGES_ARE_MEASURED):
+        none.forward(lambda: None)()
+    assert len(found) == 1
+
+
+def test_a_full_disk_does_not_end_the_run(monkeypatch, caplog):
+    def full(folder):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(tensorboard, "open_writer", full)
+    own = [OwnSteps(rank, {(rank, "forward"): 10.0, (rank, "backward"): 20.0}, (120.0,), (150.0,), 7) for rank in (0, 1)]
+    with caplog.at_level(logging.ERROR, "hpml"):
+        say(report_of("graph", schedule("1f1b", 2, 4, 1), CUT, own), "folder")
+    assert "no space left on device" in caplog.text
 
 
 def test_rank_0_writes_scalars(monkeypatch):
