@@ -1,4 +1,4 @@
-"""What the stages of a pipeline take, on all ranks, beside what the graph was cut by, which are the times predicted of them.
+"""What the stages of a pipeline take, on all ranks, beside the times that the graph was cut by.
 
 A few training steps are measured on every rank, then all of them tell each other once. Waiting for messages is no work: what a
 rank waited in its loop, and what it idled before its first and after its last action there, is the measured bubble.
@@ -49,7 +49,9 @@ class StageFigures:
 @dataclass(frozen=True)
 class StagesReport:
     """Medians over the measured steps. loop: µs from a step's first action to the arrival of its last message, of the slowest
-    rank. bubble: the share of it in which a rank has nothing to do, on average. sent_bytes: by all ranks in a step."""
+    rank. bubble: the share of it in which a rank has nothing to do, on average. sent_bytes: by all ranks in a step. What is
+    `predicted` are the times that the graph was cut by, and their schedule as it is simulated; a plan has times at measured
+    prices, and with what is sent."""
 
     graph: str
     steps_measured: int
@@ -61,12 +63,12 @@ class StagesReport:
     def text(self) -> str:
         """One line."""
         stages = ", ".join(f"{each.stage} (rank {each.rank}) {format_us(each.forward.measured)} + "
-                           f"{format_us(each.backward.measured)}, predicted {format_us(each.forward.predicted)} + "
+                           f"{format_us(each.backward.measured)}, cut by {format_us(each.forward.predicted)} + "
                            f"{format_us(each.backward.predicted)}" for each in self.stages)
-        return (f"{self.graph}: its loop takes {format_us(self.loop.measured)} a step, predicted "
-                f"{format_us(self.loop.predicted)}; bubble {self.bubble.measured:.1%}, predicted "
-                f"{self.bubble.predicted:.1%}; {format_bytes(self.sent_bytes)} sent; forward + backward of a microbatch "
-                f"by stage: {stages} (medians of {self.steps_measured} steps)")
+        return (f"{self.graph}: its loop takes {format_us(self.loop.measured)} a step, with a bubble of "
+                f"{self.bubble.measured:.1%}, and {self.bubble.predicted:.1%} if all went as it was cut; "
+                f"{format_bytes(self.sent_bytes)} sent; forward + backward of a microbatch by stage: {stages} "
+                f"(medians of {self.steps_measured} steps)")
 
     def warning(self) -> str | None:
         """Where a rank has much more of the work than the cut gave it: the others wait for that rank, whatever the schedule.
