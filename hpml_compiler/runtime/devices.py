@@ -5,6 +5,7 @@ share one GPU. So nothing is taken for granted: what the first compiled graph is
 """
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ class Device:
     sharing: int = 1
 
 
+_groups_made = itertools.count()
 _settled: tuple[Any, Device] | None = None
 """In which process group: kept, so that a later one, of which ranks have to agree anew, is never taken for it."""
 
@@ -123,8 +125,9 @@ def init_group_on_gpus(timeout: timedelta) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
         return
     store, rank, world = next(rendezvous("env://", timeout=timeout))
-    store.set(f"hpml/gpu/{rank}", gpu_name())
-    gpus = [store.get(f"hpml/gpu/{r}") for r in range(world)]
+    number = next(_groups_made)  # a rank that is ahead makes its next group while another still reads the names for this one
+    store.set(f"hpml/gpu/{number}/{rank}", gpu_name())
+    gpus = [store.get(f"hpml/gpu/{number}/{r}") for r in range(world)]
     shared = len(set(gpus)) < world
     if shared:
         compat.collectives_through_host()
