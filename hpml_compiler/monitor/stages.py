@@ -126,7 +126,6 @@ class StagesWatch:
     clock: Clock
     tell: Callable[[OwnSteps], list[OwnSteps]]
     done: Callable[[StagesReport], None]
-    calls: int = 0
     steps: list[list[LoopTimes]] = field(default_factory=list)
     over: bool = False
 
@@ -134,10 +133,9 @@ class StagesWatch:
         def watched(*args: Any) -> Any:
             if self.over:
                 return call(*args)
-            if self.calls == STAGES_ARE_MEASURED - 1:
+            if len(self.steps) == STAGES_ARE_MEASURED - 1:
                 self._end()
                 return call(*args)
-            self.calls += 1
             self.steps.append([])
             return self._recorded(call, *args)
 

@@ -54,8 +54,9 @@ class StageCalls:
 
     def collectives(self, kind: str) -> tuple[Collective, ...]:
         """Of an action of this kind, which may have none."""
-        half = self.forward if kind == "forward" else self.weight if kind == "backward_weight" else self.backward
-        return () if half is None or not (kind == "forward" or kind.startswith("backward")) else half.collectives
+        half = {"forward": self.forward, "backward": self.backward, "backward_input": self.backward,
+                "backward_weight": self.weight}.get(kind)
+        return () if half is None else half.collectives
 
 
 class Run:
