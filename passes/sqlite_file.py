@@ -25,6 +25,15 @@ def cache_folder() -> Path:
     return (Path(caches) if caches else Path.home() / ".cache") / "hpml"
 
 
+def delete(path: Path) -> Path | None:
+    """Delete a file of this kind, with what SQLite keeps beside it; None where there is none."""
+    if not path.exists():
+        return None
+    for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
+        each.unlink(missing_ok=True)
+    return path
+
+
 class SqliteFile:
     """One file with one table.
 

@@ -12,7 +12,7 @@ import typer
 
 from hpml_compiler.commands._checks import Check, run_checks
 from hpml_compiler.discovery.discover import discover
-from hpml_compiler.plans import plan_file
+from hpml_compiler.plans import graph_file, plan_file
 from passes.errors import BadInput, MissingDependency
 from passes.files import check_writable, is_device
 from passes.records import to_json
@@ -31,7 +31,7 @@ def doctor(
                                               "--cluster` reads.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="With --cluster: measure matrix products and memory, "
                                           "under 10 s.")] = False,
-    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Forget the plans of earlier launches instead; what "
+    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Forget plans and graphs of earlier launches instead; what "
                                               "`hpml profile` measured stays.")] = False,
 ) -> None:
     """Check that everything hpml needs is there; exit code 4 says that something is not."""
@@ -55,11 +55,11 @@ def doctor(
 
 
 def _clear_cache(as_json: bool) -> None:
-    cleared = plan_file.clear()
+    cleared = [path for path in (plan_file.clear(), graph_file.clear()) if path is not None]
     if as_json:
-        print(json.dumps({"cleared": None if cleared is None else str(cleared)}))
+        print(json.dumps({"cleared": [*map(str, cleared)]}))
     else:
-        print("there are no plans of earlier launches" if cleared is None else f"deleted {cleared}")
+        print("\n".join(f"deleted {path}" for path in cleared) or "there is nothing of earlier launches")
 
 
 def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.patience import after_all, after_rank_0
-from hpml_compiler.runtime.world import control_group
+from hpml_compiler.runtime.world import control_group, from_all_ranks
 from passes import compat
 from passes.errors import HpmlError
 
@@ -38,16 +38,13 @@ def same_graph(digest: str, text: Callable[[], str]) -> None:
 
 
 def _compare(digest: str, text: Callable[[], str]) -> None:
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest, group=control_group())
+    digests = from_all_ranks(digest)
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
     shared = [text() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(shared, src=0, group=control_group())
-    found: list[Any] = [None] * dist.get_world_size()
-    difference = first_difference(text(), str(shared[0])) if dist.get_rank() in different else None
-    dist.all_gather_object(found, difference, group=control_group())
+    found = from_all_ranks(first_difference(text(), str(shared[0])) if dist.get_rank() in different else None)
     raise GraphMismatch(
         f"rank {different[0]} traced another graph than rank 0: {found[different[0]]}",
         where=f"ranks {different}",
@@ -82,10 +79,9 @@ def when_all_can(what: str, make: Callable[[], T]) -> T:
             made.append(make())
     except Exception as raised:  # told to the ranks that wait, and raised again below
         error = raised
-    found: list[Any] = [None] * dist.get_world_size()
     with compat.outside_tracing(), at(f"waiting for all ranks to {what}"):
         after_all()
-        dist.all_gather_object(found, f"{type(error).__name__}: {error}" if error else None, group=control_group())
+        found = from_all_ranks(f"{type(error).__name__}: {error}" if error else None)
     if error is not None:
         raise error
     bad = [rank for rank, said in enumerate(found) if said]

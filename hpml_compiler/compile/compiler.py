@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,38 +12,39 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import from_rank_0, same_graph
+from hpml_compiler.compile.earlier import Earlier
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
 from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import Microbatched, in_microbatches
-from hpml_compiler.compile.monitoring import current_monitor, monitor_of
+from hpml_compiler.compile.monitoring import monitor_of
 from hpml_compiler.compile.one_device import one_device
 from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.pipelined import PipelinedGraph
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
 from hpml_compiler.compile.refused import refuse
+from hpml_compiler.compile.rewritten import Rewritten, held_by, placements_of, say_what_is_whole
+from hpml_compiler.compile.running import running
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor import tensorboard
-from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
+from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
 from hpml_compiler.planning.in_microbatches import say_if_too_much, with_microbatches
 from hpml_compiler.planning.kept import with_kept
 from hpml_compiler.planning.microbatches import fitting_rows, lifetimes_in_time, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.room import Sharing
+from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime import lost_ranks
-from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.at import at
-from hpml_compiler.runtime.calls import backward_call, forward_call
-from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
+from hpml_compiler.runtime.calls import backward_call
+from hpml_compiler.runtime.compared import draws_random_numbers, of_backward
 from hpml_compiler.runtime.devices import settle
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
-from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
-from hpml_compiler.runtime.outputs import LeftOutput, Outputs
-from hpml_compiler.runtime.parameters import install
+from hpml_compiler.runtime.outputs import LeftOutput
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
@@ -96,7 +97,8 @@ class _Compilation:
         self.runs: Microbatched | None = None
         self.watched: WatchedGraph | None = None
         self.name = f"graph_{len(self.session.graphs)}"
-        self.positions: dict[str, int] = {}
+        self.rewritten: Rewritten | None = None
+        self.record: GraphPlan
         self.left: tuple[LeftOutput, ...] = ()
         self.tangents: tuple[LeftTangent, ...] = ()
 
@@ -108,6 +110,10 @@ class _Compilation:
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
         self.microbatches = self._microbatches()
+        self.earlier = Earlier(self.gm, self.given_inputs, self.inputs, self.options,
+                               may=self.sharing is None and self.microbatches == 1)
+        if self.earlier.found is not None:
+            self._as_in(self.earlier.found.rewritten)
         took: dict[str, float] = {}
         with phase("trace", f"{self.name}: tracing", took):
             function = compat.aot_autograd(
@@ -116,44 +122,11 @@ class _Compilation:
                 inference_compiler=self._inference,
                 partition_fn=self._partition,
                 decompositions=decompositions(self.options.compiler),
-            )(self.gm, examples)
-        assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
-        self.planned.record.seconds.update(took)
-        same_values(own_values(self.inputs.described, self.given_inputs))
-        if self.options.offloads("optimizer"):
-            parameters = (value for value in self.given_inputs if isinstance(value, torch.nn.Parameter))
-            offload_state(parameters, self.options.offload_folder or "")
-        installed = install(self._placements(), self.gm, self.given_inputs, self.session.device_mesh(self.planned.mesh),
-                            self.inputs.gathered, self.inputs.written, self.holding)
-
-        outputs = self._outputs()
-
-        def call(*args: Any) -> Any:
-            return function(*installed.locals(args))
-
-        def call_and_leave(*args: Any) -> Any:
-            return outputs.given(function(*installed.locals(args)))
-
-        def call_and_write(*args: Any) -> Any:
-            given = installed.locals(args)
-            results = function(*given)
-            installed.write_back(args, given)
-            return outputs.given(results) if self.left else results
-
-        if self.left:
-            call = call_and_leave
-        if installed.writes:
-            call = call_and_write
-        half = of_forward(self.planned.record.name, self.inputs.described, self.given_inputs, self.draws)
-        spot = Spot(f"forward of {self.planned.record.name}")
-        training = self.annotated.interface.training
-        if self.watched is not None:
-            watch_optimizers(current_monitor)
-        if self.options.offloads("optimizer"):
-            watch_steps()
-        if self.watched is None:
-            return forward_call(call, spot, half, training)
-        return forward_call(self.watched.forward(call), spot, half, training)
+            )(self.earlier.graph, examples)
+        rewritten = self._rewritten()
+        rewritten.record.seconds.update(took)
+        self.earlier.keep(rewritten)
+        return running(function, self.gm, self.given_inputs, self.inputs, rewritten, self.holding, self.watched, self.options)
 
     def _microbatches(self) -> int:
         """How many a step goes through, if its graph allows it: as many as divide the rows that a rank has at the least."""
@@ -163,7 +136,25 @@ class _Compilation:
         ranks = dist.get_world_size() if self.inputs.rows else (self.options.mesh or {}).get("dp", 1)
         return fitting_rows(shapes, self.options.microbatches, ranks, speaks=dist.get_rank() == 0)
 
+    def _as_in(self, earlier: Rewritten) -> None:
+        """Enter what an earlier launch made of this graph, as if it had just been planned."""
+        record = earlier.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
+        self.rewritten, self.tangents = replace(earlier, record=record), earlier.tangents
+        self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
+        self.holding.note(earlier.held)
+        self._enter(record, earlier.cluster, earlier.rejected, earlier.training)
+        if dist.get_rank() == 0:
+            self.session.decided.setdefault(earlier.structure, record)
+            log.info("%s: mesh %s, rewritten as in an earlier launch; HPML_CACHE=0 does it anew", record.name, record.mesh)
+            say_what_is_whole(earlier.unruled)
+        self._finish()
+
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        if self.earlier.found is not None:
+            self.lowering.forward_outputs = num_fwd_outputs
+            with self._doing("restore", "reading what it was rewritten to"):
+                return self.earlier.partition()
+        self.earlier.note_results(joint, num_fwd_outputs)
         if self.microbatches > 1 and (runs := self._in_microbatches(joint, num_fwd_outputs)) is not None:
             self.runs = runs
             self._finish()
@@ -178,7 +169,9 @@ class _Compilation:
             self._finish()
             return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
         self._finish()
-        return self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+        halves = self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+        self.earlier.note_halves(*halves)
+        return halves
 
     def _in_microbatches(self, joint: GraphModule, forward_outputs: int) -> Microbatched | None:
         """What runs the step microbatch by microbatch; None where that cannot be, which leaves the graph as it is."""
@@ -194,8 +187,8 @@ class _Compilation:
         if dist.get_rank() == 0:
             say_if_too_much(record, cluster.device.memory_bytes)
         self.planned = planned = replace(planned, record=record)
-        self.session.graphs[-1] = record
-        with phase("rewrite", f"{self.name}: rewriting", planned.record.seconds):
+        self.record = self.session.graphs[-1] = record
+        with self._doing("rewrite", "rewriting"):
             runs = in_microbatches(gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options,
                                    forward_outputs, self.inputs.kept_gradients(annotated, forward_outputs))
         self._say(annotated, planned)
@@ -203,44 +196,50 @@ class _Compilation:
 
     def _forward(self, gm: GraphModule, examples: Any) -> Callable[[list[Any]], Any]:
         compat.expect_gradients({tangent.number: tangent.part for tangent in self.tangents})
-        with self._compiling("forward"):
+        self.earlier.note_forward()
+        with self._doing("compile forward", "compiling forward"):
             call = self.lowering.forward(gm, examples) if self.runs is None else self.runs.forward()
         return self.holding.around(gm, call)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        with self._compiling("backward"):
+        self.earlier.note_backward()
+        with self._doing("compile backward", "compiling backward"), compat.writing_only_over(self.earlier.writes_over):
             call = self.lowering.backward(gm, inputs) if self.runs is None else self.runs.backward()
-        assert self.planned is not None
-        name = self.planned.record.name
+        name = self.record.name
         call = call if self.watched is None else self.watched.backward(call)
         in_parts = {tangent.name for tangent in self.tangents}
         return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm, in_parts))
 
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
-        rewritten = self._rewrite(gm, None)
-        self._finish()
-        with self._compiling("forward"):
-            call = self.lowering.inference(rewritten)
+        if self.earlier.found is not None:
+            with self._doing("restore", "reading what it was rewritten to"):
+                gm = self.earlier.forward_alone()
+        else:
+            self.earlier.note_results(gm, None)
+            gm = self._rewrite(gm, None)
+            self._finish()
+            self.earlier.note_halves(gm)
+            self.earlier.note_forward()
+        with self._doing("compile forward", "compiling forward"):
+            call = self.lowering.inference(gm)
         return self.holding.around(gm, call)
 
-    def _compiling(self, half: str) -> phase:
-        assert self.planned is not None, "planning comes first"
-        return phase(f"compile {half}", f"{self.name}: compiling {half}", self.planned.record.seconds)
+    def _doing(self, what: str, text: str) -> phase:
+        return phase(what, f"{self.name}: {text}", self.record.seconds)
 
     def _finish(self) -> None:
         """The record of the graph is whole now."""
-        assert self.planned is not None
-        if self.planned.kept is not None:
+        if self.planned is not None and self.planned.kept is not None:
             self.planned = replace(self.planned, record=with_kept(self.planned.record, self.planned.kept, self.options))
-            self.session.graphs[-1] = self.planned.record
+            self.record = self.session.graphs[-1] = self.planned.record
         if self.options.monitor:
-            self.watched = WatchedGraph(monitor_of(self.options), self.planned.record)
+            self.watched = WatchedGraph(monitor_of(self.options), self.record)
         session.save_plan()
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
         annotated = self._annotated(gm, forward_outputs)
         planned = self._plan(annotated, forward_outputs)
-        with phase("rewrite", f"{self.name}: rewriting", planned.record.seconds):
+        with self._doing("rewrite", "rewriting"):
             self.left = left_outputs(annotated, planned.decision)
             kept = self.inputs.kept_gradients(annotated, forward_outputs)
             groups = self.session.groups(planned.mesh)
@@ -267,33 +266,33 @@ class _Compilation:
         self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs, lifetimes=lifetimes)
         with phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
             self.planned = planned = self.planner.agreed()
-        self.session.graphs.append(planned.record)
-        self.session.options, self.session.cluster = self.options, planned.cluster
-        self.session.rejected.extend(planned.rejected)
-        self.positions = dict(annotated.interface.positions)
-        self.holding.note({annotated.graph.values[v].name: route for v, route in planned.decision.held.items()},
-                          self.positions)
-        if annotated.interface.training:
-            self.session.mesh = planned.mesh
+        self.holding.note(held_by(annotated, planned.decision))
+        self._enter(planned.record, planned.cluster, planned.rejected, annotated.interface.training)
         return planned
+
+    def _enter(self, record: GraphPlan, cluster: str, rejected: Iterable[MeshAttempt], training: bool) -> None:
+        self.record = record
+        self.session.graphs.append(record)
+        self.session.options, self.session.cluster = self.options, cluster
+        self.session.rejected.extend(rejected)
+        if training:
+            self.session.mesh = dict(record.mesh)
 
     def _say(self, annotated: Annotated, planned: Planned) -> None:
         if dist.get_rank() != 0:
             return
         log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,
                  planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
-        for target, nodes in annotated.graph.unruled.items():
-            log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
+        say_what_is_whole(annotated.graph.unruled)
 
-    def _outputs(self) -> Outputs:
-        assert self.planned is not None
-        return Outputs(self.planned.record.name, self.session.device_mesh(self.planned.mesh), self.left)
-
-    def _placements(self) -> dict[int, Any]:
-        """Position of every parameter that gets placed now -> its DTensor placements."""
-        assert self.planned is not None
-        if not self.annotated.interface.training:
-            return {}
-        values, stored = self.annotated.graph.values, self.annotated.interface.stored
-        return {self.positions[values[v].name]: session.to_dtensor(self.planned.decision.stored(v))
-                for v in self.planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in stored}
+    def _rewritten(self) -> Rewritten:
+        """What running the graph takes, now that it is compiled."""
+        if self.rewritten is not None:
+            return self.rewritten
+        assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
+        annotated, planned = self.annotated, self.planned
+        return Rewritten(
+            planned.record, annotated.interface.training, placements_of(annotated, planned.decision),
+            held_by(annotated, planned.decision), self.left, self.tangents, self.draws, frozenset(self.inputs.gathered),
+            frozenset(self.inputs.written), planned.cluster, planned.rejected, dict(annotated.graph.unruled),
+            self.planner.structure)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile.blocks import in_blocks
 from passes import compat
 from passes.graph.nodes import returned_nodes
+from passes.graph.packed_graph import bare
 from passes.keeping.keys import KeptNodes
 from passes.presets import rematerializing
 from passes.transform.gather_ahead import starts_ahead
@@ -110,7 +111,7 @@ class Lowering:
                 continue
             names = _names_returned(backward)
             inputs = [_laid_out(node.meta["val"], given.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
-            with compat.strides_of_results() as strides, compat.keeping_inputs():
+            with compat.strides_of_results() as strides, compat.writing_only_over(frozenset()):
                 calls.append(self.backward(backward, inputs))
             given.update(zip(names, strides or []))
         return run, calls
@@ -126,6 +127,7 @@ class Lowering:
                 return takes_list(call)
         if not self.inductor:
             return boxed(torch.fx.GraphModule(gm, gm.graph).forward) if self.reuse else freeing(gm)
+        gm, inputs = bare(gm), [compat.with_numbers(x) for x in inputs]
         output = gm.graph.find_nodes(op="output")[0]
         results = compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
         visible = len(results) if is_backward or is_inference else self.forward_outputs or 0

@@ -40,7 +40,7 @@ from hpml_compiler.runtime.alike import own_values, same_values
 from hpml_compiler.runtime.calls import backward_call, forward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward, of_forward
 from hpml_compiler.runtime.doing import Spot
-from hpml_compiler.runtime.gathered import Holding
+from hpml_compiler.runtime.gathered import Held, Holding
 from hpml_compiler.runtime.microbatches import Call
 from hpml_compiler.runtime.owned import Owned, owner_of
 from hpml_compiler.runtime.parameters import install
@@ -226,8 +226,8 @@ class PipelinedGraph:
         planned = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, cluster,
                           lifetimes).agreed()
         values, positions = annotated.graph.values, dict(annotated.interface.positions)
-        self.holding.note({values[v].name: self.mesh.route_over_all(route) for v, route in planned.decision.held.items()},
-                          positions)
+        self.holding.note({values[v].name: Held.along(self.mesh.route_over_all(route), positions[values[v].name])
+                           for v, route in planned.decision.held.items()})
         if annotated.interface.training:
             stored = annotated.interface.stored
             self.placements = {

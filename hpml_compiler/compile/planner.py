@@ -29,12 +29,14 @@ from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 
 class Planner:
     """Of one graph. sharing: what it shares with the others of its step, under a budget. cluster: what it is planned for, if
-    that is not all devices. lifetimes: when bytes are counted, without a budget."""
+    that is not all devices. lifetimes: when bytes are counted, without a budget. structure: what later graphs find the plan by,
+    on rank 0, once it is made."""
 
     def __init__(self, annotated: Annotated, inputs: GraphInputs, options: Options, sharing: Sharing | None,
                  forward_outputs: int | None, cluster: Cluster | None = None, lifetimes: Lifetimes = THROUGHOUT):
         self.annotated, self.inputs, self.options, self.sharing = annotated, inputs, options, sharing
         self.forward_outputs, self.lifetimes = forward_outputs, lifetimes
+        self.structure = ""
         self.session, self.cluster = session.current(), cluster or local_cluster(options, dist.get_world_size())
 
     def agreed(self) -> Planned:
@@ -64,7 +66,8 @@ class Planner:
             pinned = given.check(annotated.hash(), torch.__version__, dist.get_world_size()).kept
         names = {p: n for n, p in annotated.interface.positions.items()}
         rows = frozenset(names[p] for p in self.inputs.rows if p in names)
-        key, mesh, quick = structure(annotated, options, rows), self._mesh_in_use(), self.session.quick
+        self.structure = key = structure(annotated, options, rows)
+        mesh, quick = self._mesh_in_use(), self.session.quick
         like = self.session.decided.get(key)
         plan = functools.partial(
             plan_graph, annotated, options, self.cluster, fixed_mesh=mesh, name=f"graph_{len(self.session.graphs)}", rows=rows,

@@ -40,6 +40,8 @@ class Session:
     graphs: list[GraphPlan] = field(default_factory=list)
     decided: dict[str, GraphPlan] = field(default_factory=dict)
     """On rank 0, which plans: by structure (`hpml_compiler.planning.reuse`), the first plan of a graph of that structure."""
+    trail: list[str] = field(default_factory=list)
+    """What the graphs so far are called in the cache of graphs, since a plan may follow from those before it."""
     rejected: list[MeshAttempt] = field(default_factory=list)
     options: Options = field(default_factory=lambda: Options.parse(None))
     cluster: str = ""

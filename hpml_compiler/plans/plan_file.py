@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from passes.errors import BadInput
-from passes.sqlite_file import SqliteFile, cache_folder
+from passes.sqlite_file import SqliteFile, cache_folder, delete
 
 FILE_NAME = "plans.sqlite"
 SCHEMA_VERSION = 1
@@ -51,12 +51,7 @@ def put(key: str, entry: str) -> None:
 
 def clear() -> Path | None:
     """Forget all plans. The file that they were in; None where there was none."""
-    path = _file().path
-    if not path.exists():
-        return None
-    for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
-        each.unlink(missing_ok=True)
-    return path
+    return delete(_file().path)
 
 
 def _file() -> SqliteFile:

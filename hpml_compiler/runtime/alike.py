@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hpml_compiler.runtime.checksums import exact_sum
 from hpml_compiler.runtime.devices import device_type
-from hpml_compiler.runtime.world import control_group
+from hpml_compiler.runtime.world import from_all_ranks
 from passes import compat
 from passes.graph.interface import GraphInput
 
@@ -84,8 +84,7 @@ def _same_values(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     sums = [exact_sum(tensor) for tensor in fresh.values()]
     mine = {name: (tuple(tensor.shape), tensor.dtype, value)
             for (name, tensor), value in zip(fresh.items(), _to_host(sums), strict=True)}
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=control_group())
+    found = from_all_ranks(mine)
     for tensor in fresh.values():
         _compared[tensor] = True
     common = [name for name in found[0] if all(name in other and other[name][:2] == found[0][name][:2] for other in found)]
@@ -131,8 +130,7 @@ def _of_all_modules() -> dict[str, torch.Tensor]:
 def _same_generators() -> bool:
     """Give every rank rank 0's states of the generators of the CPU and the current device; whether they differed."""
     states = generator_states()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, [bytes(state.numpy()) for state in states], group=control_group())
+    found = from_all_ranks([bytes(state.numpy()) for state in states])
     if all(other == found[0] for other in found):
         return False
     torch.set_rng_state(torch.frombuffer(bytearray(found[0][0]), dtype=torch.uint8))

@@ -69,6 +69,21 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
+@dataclass(frozen=True)
+class Held:
+    """A parameter that a graph takes gathered. position: among the graph's arguments. axes: of the mesh, in their order."""
+
+    position: int
+    axes: tuple[int, ...]
+
+    @staticmethod
+    def along(route: Route, position: int) -> Held:
+        """route: the layouts in which it is gathered, one after another."""
+        return Held(position, tuple(
+            next(a for a, (p, q) in enumerate(zip(route.layout(k), route.layout(k + 1), strict=True)) if p != q)
+            for k in range(len(route.hops))))
+
+
 class Holding:
     """What one compiled graph takes gathered.
 
@@ -84,13 +99,10 @@ class Holding:
     def __bool__(self) -> bool:
         return bool(self._positions)
 
-    def note(self, ways: Mapping[str, Route], positions: Mapping[str, int]) -> None:
-        """ways: placeholder of a parameter -> the layouts in which it is gathered; positions: placeholder -> position among
-        the graph's arguments."""
-        self._positions = {name: positions[name] for name in ways}
-        self._axes = [tuple(
-            next(a for a, (p, q) in enumerate(zip(route.layout(k), route.layout(k + 1), strict=True)) if p != q)
-            for k in range(len(route.hops))) for route in ways.values()]
+    def note(self, held: Mapping[str, Held]) -> None:
+        """held: by placeholder."""
+        self._positions = {name: each.position for name, each in held.items()}
+        self._axes = [each.axes for each in held.values()]
 
     def take(self, arguments: Sequence[Any]) -> None:
         self._given = gathered([arguments[position] for position in self._positions.values()], self._axes)

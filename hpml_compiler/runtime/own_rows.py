@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.nests import map_tensors, named_tensors
 from hpml_compiler.runtime.rows import rows_of_all, take_rows
-from hpml_compiler.runtime.world import control_group, world_mesh
+from hpml_compiler.runtime.world import control_group, from_all_ranks, world_mesh
 from passes.errors import BadInput
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,5 @@ def _all_alike(ended: bool, mine: list[_Described]) -> bool:
 
 
 def _exchanged(mine: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
     with at("exchanging rows with the other ranks"):
-        dist.all_gather_object(found, mine, group=control_group())
-    return found
+        return from_all_ranks(mine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hpml_compiler.runtime.devices import device_type, init_group_on_gpus
 from passes import compat
 
+T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 60  # torch's own is 30 minutes for gloo: too long to learn that a rank has died
 
 
@@ -48,6 +49,13 @@ def check_group() -> dist.ProcessGroup:
 @functools.lru_cache(maxsize=2)
 def _host_group(purpose: str, world: Any) -> Any:  # kept while it is here, so a later group is never taken for it
     return dist.new_group(backend="gloo", timeout=group_timeout())
+
+
+def from_all_ranks(mine: T) -> list[T]:
+    """One object of each rank, in their order, on every rank: a collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=control_group())
+    return found
 
 
 def group_timeout() -> timedelta:

@@ -2,7 +2,7 @@
 
 What takes long to load, such as `torch._inductor` and `torch._dynamo`, is imported when it is used.
 """
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree  # arguments and results of ops are nested; torch has no public name for this
 
 from passes.compat.dtensor import *

@@ -146,24 +146,6 @@ def strides_of_results() -> Any:
         yield strides
 
 
-@contextlib.contextmanager
-def keeping_inputs() -> Any:
-    """A backward that is compiled inside leaves its inputs as they are, unless it is told to write to them.
-
-    AOTAutograd says which inputs of a backward nobody reads after it, by their places in the whole backward, and inductor
-    writes results over them. In a part of that backward, other tensors have these places: parameters, rows of the batch.
-    """
-    metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
-    if metadata is None:
-        yield
-        return
-    donated, metadata.bw_donated_idxs = metadata.bw_donated_idxs, []
-    try:
-        yield
-    finally:
-        metadata.bw_donated_idxs = donated
-
-
 _graph_ids = itertools.count()
 
 

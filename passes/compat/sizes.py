@@ -37,6 +37,21 @@ def static_int(value: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def with_numbers(value: Any) -> Any:
+    """A size, or a fake tensor, whose symbols all stand for one number, with these numbers; anything else as it is."""
+    if isinstance(value, torch.SymInt):
+        number = static_int(value)
+        return value if number is None else number
+    if not isinstance(value, torch.Tensor) or not value._has_symbolic_sizes_strides:
+        return value
+    known = [static_int(size) for size in (*value.shape, *value.stride(), value.storage_offset())]
+    sizes = [size for size in known if size is not None]
+    if len(sizes) < len(known):
+        return value
+    with torch.no_grad():
+        return value.as_strided(sizes[:value.ndim], sizes[value.ndim:-1], sizes[-1]).requires_grad_(value.requires_grad)
+
+
 def ints_of_sizes(gm: torch.fx.GraphModule) -> list[torch.SymInt]:
     """The integers among the inputs of a Dynamo graph that sizes of its tensors depend on."""
     from torch.fx.experimental.symbolic_shapes import free_symbols

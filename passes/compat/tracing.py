@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -73,6 +73,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return type(tensor) is FakeTensor
 
 
+def fake_of(meta: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    """The fake tensor on `device` that a meta tensor, made outside of `mode`, describes, in the same memory."""
+    return FakeTensor(mode, meta, device)
+
+
 def is_effect_token(placeholder: torch.fx.Node) -> bool:
     """Whether it is no input of the model, but what AOTAutograd orders side effects by (checks of torch.linalg, prints)."""
     return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
@@ -119,3 +124,69 @@ def inputs_written(joint: torch.fx.GraphModule) -> set[int]:
     found = (getattr(described, "mutated_input", None) for described in pytree.tree_leaves(output.meta.get("desc", ()))
              if isinstance(described, InputMutationAOTOutput))
     return {cast("Any", given).idx for given in found if hasattr(given, "idx")}
+
+
+def results_as_traced(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]] | None:
+    """Inside the compiler of a forward graph: each result as the program made it, before it was decomposed, and whether it can
+    have a gradient, which then has these strides. None where AOTAutograd does more around the graph than to call it: inputs
+    that it changes, results that share memory with others, effects in an order, generators or tensors of other classes that are
+    passed in and out. outputs: the results of the traced graph, for those without a gradient."""
+    from torch._functorch._aot_autograd.schemas import OutputType
+
+    known: Any = TracingContext.get().fw_metadata
+    fresh = (OutputType.non_alias, OutputType.unsafe_view_alias)
+    tangents = [x for x in known.traced_tangents if isinstance(x, torch.Tensor)]
+    differentiable = [bool(info.requires_grad) for info in known.output_info]
+    if (any(info.mutates_data or info.mutates_metadata for info in known.input_info) or known.tokens
+            or known.num_intermediate_bases or known.num_graphsafe_rng_states or len(outputs) != len(differentiable)
+            or any(info.output_type not in fresh for info in known.output_info)
+            or any(type(meta).__name__ == "SubclassCreationMeta" for meta in known.subclass_inp_meta)):
+        return None
+    if len(tangents) not in (0, sum(differentiable)):  # none where nothing is to be differentiated
+        return None
+    left = iter(tangents)
+    return [(next(left, x) if its else x, its) for x, its in zip(outputs, differentiable, strict=True)]
+
+
+@contextlib.contextmanager
+def writing_only_over(places: frozenset[int] | None) -> Any:
+    """A backward that is compiled inside writes results over none of its inputs but these, by their places, of those that
+    AOTAutograd says nobody reads after it; None leaves these as they are. In a part of a backward, other tensors have the
+    places that it speaks of: parameters, rows of the batch."""
+    metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if metadata is None or places is None:
+        yield
+        return
+    donated = metadata.bw_donated_idxs
+    metadata.bw_donated_idxs = [k for k in donated or () if k in places]
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = donated
+
+
+def places_written_over() -> frozenset[int]:
+    """Inside the compiler of a backward graph: places of the inputs that it may write over."""
+    known: Any = TracingContext.get().fw_metadata
+    return frozenset(known.bw_donated_idxs or ())
+
+
+def settings_of_tracing() -> list[Any] | None:
+    """What decides, besides a program and its inputs, what it is traced and compiled to; None where that cannot be told: a
+    script has hooks on all that is saved for backward."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    autograd: Any = vars(torch._C)["_autograd"]
+    if autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    cuda = torch.backends.cuda
+    return [
+        functorch.get_hash(), inductor.get_hash(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        torch.is_autocast_cache_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(), torch.get_default_dtype(), torch.get_default_device(),
+        torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark, torch.backends.mkldnn.enabled,
+        [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()],
+    ]

@@ -64,6 +64,12 @@ def targets() -> tuple[str, ...]:
     return tuple(_table)
 
 
+def are_all_ours() -> bool:
+    """Whether every rule is of this package, and none of a user's."""
+    load()
+    return all(function.__module__.startswith("passes.rules.") for function in _table.values())
+
+
 def is_random(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 

@@ -1,0 +1,228 @@
+"""What a graph was rewritten to, kept for the next launch: which then traces, plans and rewrites nothing.
+
+What is kept are the halves of the graph as they were compiled, and all that running them takes. They are compiled again, which
+inductor's own cache answers; AOTAutograd is given a stand-in (`compile.stand_in`) for the graph, and makes of it what stands
+around the halves. That is so for graphs around which it only passes on: `compat.results_as_traced`.
+
+All ranks take what an earlier launch left, of one and the same plan, or none does.
+"""
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from hpml_compiler.compile import session
+from hpml_compiler.compile.graph_inputs import GraphInputs
+from hpml_compiler.compile.launch_key import NotTold, key_of
+from hpml_compiler.compile.local import local_cluster
+from hpml_compiler.compile.rewritten import Rewritten
+from hpml_compiler.compile.stand_in import Result, returns_new_tensors, stand_in
+from hpml_compiler.options import Options
+from hpml_compiler.planning import measurements
+from hpml_compiler.plans import graph_file, plan_file
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.profile.looks import HOLDS_S
+from hpml_compiler.runtime.at import at
+from hpml_compiler.runtime.together import CALLING, together
+from hpml_compiler.runtime.world import from_all_ranks
+from passes import compat
+from passes.errors import BadInput, HpmlError
+from passes.graph.nodes import returned_nodes
+from passes.graph.packed_graph import CannotPack, pack, unpack
+
+log = logging.getLogger("hpml")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is in the cache. backward: None of a graph that is only evaluated. groups: the rank's coordinates and the names of
+    its process groups, as they stand in the halves. writes_over: see `compat.places_written_over`. plan: the same on ranks that
+    obey one plan. prices: of what the plan was priced with, where `hpml profile` measured it. until: when it is too old."""
+
+    rewritten: Rewritten
+    forward: bytes
+    backward: bytes | None
+    results: tuple[Result, ...]
+    groups: tuple[tuple[int, ...], tuple[str, ...]]
+    writes_over: frozenset[int] | None
+    plan: str
+    prices: str
+    until: float
+
+
+@dataclass
+class Halves:
+    """Of one compilation, what becomes an entry."""
+
+    forward: bytes
+    backward: bytes | None
+    results: tuple[Result, ...] | None = None
+    writes_over: frozenset[int] | None = None
+
+
+@dataclass
+class Earlier:
+    """What earlier launches know of one graph, and what the next one will. All ranks make it together.
+
+    found: what was left for it; `graph`, `partition` and `forward_alone` then take the place of tracing.
+    """
+
+    gm: GraphModule
+    given: Sequence[Any]
+    inputs: GraphInputs
+    options: Options
+    may: bool
+    """Whether there can be anything: not where it depends on more than one graph, or the step goes another way."""
+    key: str = ""
+    found: Entry | None = None
+    halves: Halves | None = None
+    results: list[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.session, self.number = session.current(), len(session.current().graphs)
+        self.cluster = local_cluster(self.options, dist.get_world_size())
+        with compat.outside_tracing():
+            self.key = self._key()
+            found = self._read() if self.key else None
+            with at("looking for what an earlier launch made of this graph"):
+                together("compiling a graph", CALLING, every=0)
+                told = from_all_ranks((self.key, found and found.plan))
+        self.session.trail.append(self.key or "?")
+        if found is not None and all(each == told[0] for each in told):
+            self.found = found
+            self.renamed = self._renamed(found)
+
+    def _key(self) -> str:
+        if not self.may or not plan_file.is_on():
+            return ""
+        try:
+            if not returns_new_tensors(self.gm):
+                raise NotTold("it returns something else than tensors, or what it is given")
+            return key_of(self.gm, self.given, self.inputs, self.options, self.cluster, self.session.trail)
+        except NotTold as why:
+            self._not_kept(str(why))
+            return ""
+
+    def _read(self) -> Entry | None:
+        try:
+            packed = graph_file.get(self._name())
+        except BadInput as error:
+            log.warning("what earlier launches made of graphs cannot be read: %s", error)
+            return None
+        if packed is None:
+            return None
+        found: Entry = pickle.loads(packed)  # by this code and this torch, by its key
+        return found if time.time() < found.until and found.prices == self._prices(found.rewritten.record) else None
+
+    def _name(self) -> str:
+        return f"{self.key} {dist.get_rank()}"
+
+    def _prices(self, record: GraphPlan) -> str:
+        return measurements.digest(self.options, self.cluster, record.graph_hash)
+
+    def _renamed(self, found: Entry) -> Mapping[str, str]:
+        """Names that process groups have in the halves -> names that they have here."""
+        groups = self.session.groups(found.rewritten.record.mesh)
+        assert groups.coordinates == found.groups[0], "a rank's place in a mesh follows from its number"
+        return dict(zip(found.groups[1], groups.names, strict=True))
+
+    # With what an earlier launch left.
+
+    @property
+    def graph(self) -> GraphModule:
+        """What AOTAutograd traces."""
+        return self.gm if self.found is None else stand_in(self.gm, self.found.results)
+
+    def partition(self) -> tuple[GraphModule, GraphModule]:
+        assert self.found is not None and self.found.backward is not None, "a graph with gradients had them then, too"
+        return self._unpacked(self.found.forward), self._unpacked(self.found.backward)
+
+    def forward_alone(self) -> GraphModule:
+        assert self.found is not None and self.found.backward is None, "a graph without gradients had none then either"
+        return self._unpacked(self.found.forward)
+
+    def _unpacked(self, packed: bytes) -> GraphModule:
+        mode = compat.fake_mode()
+        with compat.outside_tracing(), torch.no_grad():
+            return unpack(packed, mode, self.renamed)
+
+    @property
+    def writes_over(self) -> frozenset[int] | None:
+        """What compiling backward may write over, if that is known: never more than then."""
+        return None if self.found is None else self.found.writes_over
+
+    # For the next launch.
+
+    def note_results(self, whole: GraphModule, outputs: int | None) -> None:
+        """whole: the traced graph, before it is rewritten. outputs: how many of its results are forward's; None for all."""
+        if self.key and self.found is None:
+            nodes = returned_nodes(whole)[:outputs]
+            self.results = [node.meta["val"] for node in nodes if node is not None]
+
+    def note_halves(self, forward: GraphModule, backward: GraphModule | None = None) -> None:
+        """Before they are compiled, which changes them."""
+        if self.results is None:
+            return
+        try:
+            self.halves = Halves(pack(forward), None if backward is None else pack(backward))
+        except CannotPack as why:
+            self._not_kept(str(why))
+
+    def note_forward(self) -> None:
+        """Inside the compiler of forward."""
+        if self.halves is not None and self.results is not None:
+            self.halves.results = _results(self.results)
+        if self.found is not None and _results([x.empty() for x in self.found.results]) != self.found.results:
+            raise HpmlError("a graph that an earlier launch has compiled is not traced as it was then", f"graph_{self.number}",
+                            "run `hpml doctor --clear-cache`, or set HPML_CACHE=0")
+
+    def note_backward(self) -> None:
+        """Inside the compiler of backward."""
+        if self.halves is not None:
+            self.halves.writes_over = compat.places_written_over()
+
+    def keep(self, rewritten: Rewritten) -> None:
+        """Once all is compiled."""
+        halves = self.halves
+        if halves is None:
+            return
+        if halves.results is None or rewritten.written:
+            self._not_kept("it changes what it is given, or its results share memory")
+            return
+        record = rewritten.record
+        groups = self.session.groups(record.mesh)
+        until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
+        plan = plan_file.digest_of([record.model_dump_json(exclude={"seconds", "frame"})])
+        entry = Entry(rewritten, halves.forward, halves.backward, halves.results, (groups.coordinates, groups.names),
+                      halves.writes_over, plan, self._prices(record), until)
+        try:
+            with compat.outside_tracing():
+                graph_file.put(self._name(), pickle.dumps(replace(entry, rewritten=_without_fakes(rewritten)), protocol=5))
+        except BadInput as error:
+            log.warning("what this graph was rewritten to cannot be kept for the next launch: %s", error)
+
+    def _not_kept(self, why: str) -> None:
+        log.info("graph_%d is not kept for the next launch: %s", self.number, why)
+
+
+def _results(outputs: Sequence[torch.Tensor]) -> tuple[Result, ...] | None:
+    traced = compat.results_as_traced(outputs)
+    return None if traced is None else tuple(Result.like(x, differentiable) for x, differentiable in traced)
+
+
+def _without_fakes(rewritten: Rewritten) -> Rewritten:
+    """With what tensors are like as meta tensors, which belong to no trace. To be called outside of one."""
+    return replace(rewritten, left=tuple(replace(each, like=_meta(each.like)) for each in rewritten.left),
+                   tangents=tuple(replace(each, part=_meta(each.part)) for each in rewritten.tangents))
+
+
+def _meta(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")

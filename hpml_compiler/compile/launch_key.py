@@ -1,0 +1,117 @@
+"""What a Dynamo graph is called in the cache of graphs: equal for graphs that would be traced, planned and rewritten alike."""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from hpml_compiler.compile.graph_inputs import GraphInputs
+from hpml_compiler.options import Options
+from hpml_compiler.plans import plan_file
+from passes import compat
+from passes.machine.cluster import Cluster
+from passes.result import attribute_of
+from passes.rules.table import are_all_ours
+
+_MODULES = ("torch", "builtins", "_operator", "operator", "math")
+_CONSTANTS = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+              type(None), type(...))
+_TOLD_BY_THEIR_GRAPHS = ("tag_activation_checkpoint", "wrap")
+"""Operators that call graphs among their arguments; others have kernels of a user's, by their number in a table."""
+LARGEST_CONSTANT_BYTES = 2**20
+
+
+class NotTold(Exception):
+    """Something about the graph cannot be told apart from others by its text."""
+
+
+def key_of(gm: GraphModule, given: Sequence[Any], inputs: GraphInputs, options: Options, cluster: Cluster,
+           earlier: Sequence[str]) -> str:
+    """The same on all ranks that have the same graph. earlier: what the session's graphs before it were called.
+
+    Raises NotTold.
+    """
+    settings = compat.settings_of_tracing()
+    if settings is None or not are_all_ours():
+        raise NotTold("hooks on saved values, or rules of another package")
+    plan = options.load_plan()
+    return plan_file.digest_of([
+        _text(gm), [_described(x, example) for x, example in zip(given, inputs.examples, strict=True)], inputs.described,
+        sorted(inputs.rows), sorted(inputs.gathered), inputs.mesh,
+        json.dumps(options.model_copy(update={"plan": None}).to_json(), sort_keys=True),
+        None if plan is None else plan.model_dump_json(), cluster, dist.get_world_size(), dist.get_backend_config(),
+        list(earlier), settings, platform.node(), platform.processor(), os.cpu_count(), torch.get_num_threads(),
+        os.environ.get("HPML_QUICK_PROFILE", "1"), torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        torch.__version__, plan_file.planners_code()])
+
+
+def _text(gm: GraphModule) -> str:
+    if "_checkpoint_context_fn" in gm.meta:
+        raise NotTold("what a checkpointed region keeps is said by a function of the script")
+    lines = []
+    for node in gm.graph.nodes:
+        args, kwargs = (map_aggregate(x, _told) for x in (node.args, node.kwargs))
+        lines.append(f"{node.name} = {node.op} {_target(gm, node)} {args} {kwargs}")
+    return "\n".join(lines)
+
+
+def _target(gm: GraphModule, node: Node) -> str:
+    """Of code that is not torch's, the name says nothing of what it does."""
+    if node.op in ("placeholder", "output", "call_method"):
+        return str(node.target)
+    if node.op == "get_attr":
+        return _attribute(attribute_of(gm, node))
+    if node.op != "call_function":
+        raise NotTold(f"{node.op} {node.target}")
+    target: Any = node.target
+    module, name = str(getattr(target, "__module__", "")), getattr(target, "__qualname__", getattr(target, "__name__", ""))
+    if isinstance(target, compat.HigherOrderOperator) and target.name() not in _TOLD_BY_THEIR_GRAPHS:
+        raise NotTold(f"the operator {target.name()}")
+    if isinstance(target, compat.OpOverload | type(torch.ops.aten.add)):
+        if str(target).split(".")[0] not in ("aten", "prims", "_c10d_functional"):
+            raise NotTold(f"the operator {target}")
+        return str(target)
+    if module.split(".")[0] in _MODULES or getattr(torch, name, None) is target or getattr(
+            getattr(target, "__objclass__", None), "__module__", None) in ("torch", "torch._C"):
+        return f"{module} {name} {target!r}" if isinstance(target, type) else f"{module} {name}"
+    raise NotTold(f"the function {module}.{name}")
+
+
+def _attribute(value: Any) -> str:
+    if isinstance(value, GraphModule):
+        return "{" + _text(value) + "}"
+    if type(value) is torch.Tensor and value.device.type == "cpu" and not compat.is_fake(value) and (
+            value.numel() * value.element_size() <= LARGEST_CONSTANT_BYTES):
+        return hashlib.sha256(repr((value.dtype, value.shape, value.tolist())).encode()).hexdigest()
+    raise NotTold(f"a constant that is {type(value).__name__}")
+
+
+def _told(x: Any) -> Any:
+    if isinstance(x, Node):
+        return f"%{x.name}"
+    if isinstance(x, _CONSTANTS):
+        return repr(x)
+    if isinstance(x, torch.SymInt) and (number := compat.static_int(x)) is not None:
+        return repr(number)
+    raise NotTold(f"an argument that is {type(x).__name__}")
+
+
+def _described(given: Any, example: Any) -> tuple[Any, ...]:
+    """given: what the script calls the graph with. example: the whole of it, as it is traced; its sizes are guarded on."""
+    if isinstance(example, int | torch.SymInt) and (number := compat.static_int(example)) is not None:
+        return type(given).__name__, number
+    if not isinstance(given, torch.Tensor) or not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
+        raise NotTold(f"an input that is {type(given).__name__}")
+    sizes = [compat.static_int(size) for size in (*example.shape, *example.stride(), example.storage_offset())]
+    if None in sizes:
+        raise NotTold("an input whose sizes are not numbers")
+    return (example.ndim, sizes, example.dtype, example.device, type(given).__name__, given.requires_grad, given.is_leaf,
+            example.is_conj(), example.is_neg(), given.is_inference())

@@ -1,0 +1,61 @@
+"""What running a graph takes, once it is planned, rewritten and compiled: nothing that is there only until then."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpml_compiler.compile.left_outputs import LeftTangent
+from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.runtime.gathered import Held
+from hpml_compiler.runtime.outputs import LeftOutput
+from passes.graph.annotated import Annotated
+from passes.graph.decision import Decision
+from passes.graph.layouts import Layout
+
+log = logging.getLogger("hpml")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What running a rewritten graph takes besides its two halves.
+
+    placements: of the parameters that it places, by position. held: what it takes gathered, by placeholder. draws: whether it
+    draws random numbers. unruled: calls that were left whole since nobody said how to split them. structure: by which later
+    graphs find its decisions (`planning.reuse`), on rank 0.
+    """
+
+    record: GraphPlan
+    training: bool
+    placements: dict[int, Layout]
+    held: dict[str, Held]
+    left: tuple[LeftOutput, ...]
+    tangents: tuple[LeftTangent, ...]
+    draws: bool
+    gathered: frozenset[int]
+    written: frozenset[int]
+    cluster: str
+    rejected: tuple[MeshAttempt, ...]
+    unruled: Mapping[str, tuple[str, ...]]
+    structure: str
+
+
+def held_by(annotated: Annotated, decision: Decision) -> dict[str, Held]:
+    """What a graph takes gathered, by placeholder."""
+    positions, values = annotated.interface.positions, annotated.graph.values
+    named = {values[v].name: route for v, route in decision.held.items()}
+    return {name: Held.along(route, positions[name]) for name, route in named.items()}
+
+
+def placements_of(annotated: Annotated, decision: Decision) -> dict[int, Layout]:
+    """Position of every parameter that gets placed now -> its layout."""
+    values, interface = annotated.graph.values, annotated.interface
+    if not interface.training:
+        return {}
+    return {interface.positions[values[v].name]: decision.stored(v) for v in decision.inputs
+            if values[v].kind == "parameter" and values[v].name not in interface.stored}
+
+
+def say_what_is_whole(unruled: Mapping[str, Sequence[str]]) -> None:
+    for target, nodes in unruled.items():
+        log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))

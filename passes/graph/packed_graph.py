@@ -1,0 +1,207 @@
+"""A graph of aten calls as bytes, and back: for a later process, which compiles it as this one did.
+
+What is kept is what compiling reads: calls with their arguments, names, and of each value its shape, strides, dtype, device and
+memory. Values that share memory share it again, since what backward may write over is decided by that. Where a node came from
+in a script is not kept.
+"""
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from passes.compat import HigherOrderOperator, OpOverload, fake_of, is_fake, static_int
+from passes.result import attribute_of
+
+KEPT_META = ("partitioner_tag",)
+LARGEST_CONSTANT_BYTES = 2**20
+_CONSTANTS = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),
+              type(...))
+_MODULES = ("torch", "builtins", "_operator", "operator", "math")
+
+
+class CannotPack(Exception):
+    """The graph has something that is not known to mean the same in another process."""
+
+
+@dataclass(frozen=True)
+class _Operator:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """Of an argument that is another node: its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor that a node makes. memory: number of its storage, of so many bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    memory: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Packed:
+    nodes: list[tuple[str, str, Any, Any, Any, Any, Any]]
+    constants: dict[str, torch.Tensor]
+
+
+def pack(gm: GraphModule) -> bytes:
+    """Raises CannotPack for calls of anything but torch's operators, sizes that are not numbers, large constants and graphs
+    inside."""
+    numbers = {node: k for k, node in enumerate(gm.graph.nodes)}
+    memories: dict[int, int] = {}
+    constants: dict[str, torch.Tensor] = {}
+    nodes = []
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            constants[str(node.target)] = _constant(gm, node)
+        args, kwargs = (map_aggregate(given, lambda x: _argument(x, numbers)) for given in (node.args, node.kwargs))
+        value = _described(node.meta.get("val"), memories)
+        meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
+        nodes.append((node.op, node.name, _target(node), args, dict(kwargs), value, meta))
+    file = io.BytesIO()
+    pickle.dump(_Packed(nodes, constants), file, protocol=5)
+    return file.getvalue()
+
+
+def unpack(packed: bytes, mode: Any, renamed: Mapping[str, str]) -> GraphModule:
+    """To be called where no tensors are fake. mode: the fake mode that its values shall live in. renamed: arguments that have
+    other names here: process groups.
+
+    Raises CannotPack where an operator is not known in this process.
+    """
+    stored: _Packed = pickle.loads(packed)
+    graph, nodes = Graph(), []
+    memory = _Memory(mode)
+    for op, name, target, args, kwargs, value, meta in stored.nodes:
+        args, kwargs = (map_aggregate(given, lambda x: _given(x, nodes, renamed)) for given in (args, kwargs))
+        called = _called(target) if isinstance(target, _Operator) else target
+        node = graph.create_node(op, called, args, kwargs, name)
+        if node.name != name:
+            raise CannotPack(f"node {name} cannot have this name again")
+        node.meta.update(meta)
+        if op != "output":
+            node.meta["val"] = memory.value(value)
+        nodes.append(node)
+    root = torch.nn.Module()
+    for name, tensor in stored.constants.items():
+        root.register_buffer(name, tensor)
+    return GraphModule(root, graph)
+
+
+def bare(gm: GraphModule) -> GraphModule:
+    """The same graph in a module that has its constants, and nothing else of where it came from: caches of compiled code tell
+    modules apart by all that they have, in its order."""
+    graph, new = Graph(), {}
+    result = graph.graph_copy(gm.graph, new)
+    graph.output(result).meta.update(gm.graph.output_node().meta)
+    root = torch.nn.Module()
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = attribute_of(gm, node)
+        if isinstance(value, torch.Tensor) and "." not in str(node.target):
+            root.register_buffer(str(node.target), value)
+        else:
+            return gm
+    return GraphModule(root, graph)
+
+
+class _Memory:
+    """Makes fake tensors: those that were in one storage are in one again."""
+
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+        self.made: dict[int, torch.Tensor] = {}
+
+    def value(self, x: Any) -> Any:
+        return self._tensor(x) if isinstance(x, _Value) else [*map(self.value, x)] if isinstance(x, list) else (
+            tuple(map(self.value, x)) if isinstance(x, tuple) else x)
+
+    def _tensor(self, value: _Value) -> torch.Tensor:
+        if value.memory not in self.made:
+            self.made[value.memory] = torch.empty(value.nbytes, dtype=torch.uint8, device="meta")
+        memory = self.made[value.memory].view(value.dtype).as_strided(value.shape, value.strides, value.offset)
+        return fake_of(memory.requires_grad_(value.requires_grad), self.mode, value.device)
+
+
+def _described(value: Any, memories: dict[int, int]) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_described(x, memories) for x in value)
+    if not isinstance(value, torch.Tensor):
+        if isinstance(value, _CONSTANTS):
+            return value
+        if isinstance(value, torch.SymInt) and (number := static_int(value)) is not None:
+            return number
+        raise CannotPack(f"a value that is {type(value).__name__}")
+    if not is_fake(value) or value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+        raise CannotPack(f"a tensor of {type(value).__name__}, {value.layout}")
+    numbers = [static_int(size) for size in (*value.shape, *value.stride(), value.storage_offset(),
+                                             value.untyped_storage().nbytes())]
+    sizes = [size for size in numbers if size is not None]
+    if len(sizes) < len(numbers) or sizes[-1] % value.dtype.itemsize:
+        raise CannotPack("sizes that are not numbers")
+    memory = memories.setdefault(value.untyped_storage()._cdata, len(memories))
+    shape, strides = tuple(sizes[:value.ndim]), tuple(sizes[value.ndim:-2])
+    return _Value(shape, strides, sizes[-2], value.dtype, value.device, value.requires_grad, memory, sizes[-1])
+
+
+def _target(node: Node) -> Any:
+    if node.op != "call_function":
+        return str(node.target)
+    if isinstance(node.target, OpOverload):
+        return _Operator(node.target.name())
+    if isinstance(node.target, HigherOrderOperator):  # what it calls may be in tables of this process
+        raise CannotPack(f"a call of {node.target.name()}")
+    if str(getattr(node.target, "__module__", "")).split(".")[0] in _MODULES and callable(node.target):
+        return node.target  # by its name, as pickle has it
+    raise CannotPack(f"a call of {node.target}")
+
+
+def _called(operator: _Operator) -> Any:
+    namespace, _, name = operator.name.partition("::")
+    name, _, overload = name.partition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
+    except AttributeError as error:
+        raise CannotPack(f"there is no operator {operator.name} here") from error
+
+
+def _argument(x: Any, numbers: Mapping[Node, int]) -> Any:
+    if isinstance(x, Node):
+        return _Reads(numbers[x])
+    if isinstance(x, _CONSTANTS):
+        return x
+    if isinstance(x, torch.SymInt) and (number := static_int(x)) is not None:
+        return number
+    raise CannotPack(f"an argument that is {type(x).__name__}")
+
+
+def _given(x: Any, nodes: Sequence[Node], renamed: Mapping[str, str]) -> Any:
+    if isinstance(x, _Reads):
+        return nodes[x.number]
+    return renamed.get(x, x) if isinstance(x, str) else x
+
+
+def _constant(gm: GraphModule, node: Node) -> torch.Tensor:
+    value = attribute_of(gm, node)
+    if type(value) is not torch.Tensor or value.device.type != "cpu" or "." in str(node.target):
+        raise CannotPack(f"the constant {node.target}, {type(value).__name__}")
+    if value.untyped_storage().nbytes() > LARGEST_CONSTANT_BYTES:
+        raise CannotPack(f"the constant {node.target}, which is large")
+    return value
