@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -122,9 +123,22 @@ class SqliteFile:
                 "delete this file, or set HPML_CACHE_DIR to another folder",
             )
         if version == 0:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _write_ahead(connection)
             with connection:
                 connection.execute("BEGIN IMMEDIATE")  # whoever comes second waits here, and then finds the table
                 connection.execute(self._table)
                 connection.execute(f"PRAGMA user_version = {self._version}")
         connection.execute("PRAGMA synchronous = NORMAL")  # what a power cut takes can be made again
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Of all statements, this is the one at which SQLite does not wait for another process that makes the same file."""
+    over = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > over:
+                raise
+        time.sleep(0.01)

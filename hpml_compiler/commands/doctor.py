@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from hpml_compiler.commands._checks import Check, run_checks
-from hpml_compiler.discovery.discover import discover
+from hpml_compiler.discovery.discover import Discovery, discover
 from hpml_compiler.plans import graph_file, plan_file
 from passes.errors import BadInput, MissingDependency
 from passes.files import check_writable, is_device
@@ -67,7 +67,7 @@ def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
     if save is not None and save.suffix != ".json" and not is_device(save):
         raise BadInput("a cluster file ends in .json", f"--save {save}", f"write --save {save}.json")
     check_writable(save, "the cluster")
-    found = discover(measure)
+    found = _discovered(measure)
     if os.environ.get("RANK", "0") != "0":
         return
     if save is not None:
@@ -87,6 +87,13 @@ def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
     show(table)
     if save is not None:
         print(f"wrote {save}; plan for it with: hpml plan TARGET --cluster {save}")
+
+
+def _discovered(measure: bool) -> Discovery:
+    from hpml_compiler.runtime.world import process_group
+
+    with process_group():
+        return discover(measure)
 
 
 def _print_table(checks: list[Check]) -> None:

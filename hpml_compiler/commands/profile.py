@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -47,7 +47,9 @@ def profile(
         )
     if ranks < 2 and collectives:
         print("hpml: collectives are left out: there is only this process", file=sys.stderr)
-    with MeasurementCache() as cache, _process_group():
+    from hpml_compiler.runtime.world import process_group
+
+    with MeasurementCache() as cache, process_group():
         cache.check_writable()
         found: dict[str, Any] = {"device": _device(), "cache": str(cache.path)}
         if ranks > 1 and (collectives or target is None):
@@ -56,22 +58,6 @@ def profile(
             found["operations"] = _operations(cache, target, model_seconds)
         if int(os.environ.get("RANK", "0")) == 0:
             _print(found, as_json)
-
-
-@contextlib.contextmanager
-def _process_group() -> Iterator[None]:
-    """The process group of the ranks that torchrun started, if any; ended here unless it was there before."""
-    import torch.distributed as dist
-
-    from hpml_compiler.runtime.world import ensure_process_group
-
-    had_group = dist.is_initialized()
-    ensure_process_group()
-    try:
-        yield
-    finally:
-        if dist.is_initialized() and not had_group:
-            dist.destroy_process_group()
 
 
 def _device() -> str:

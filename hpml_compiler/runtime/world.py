@@ -1,8 +1,12 @@
 """The process group of all ranks, made if the script made none."""
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import os
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,9 +34,29 @@ def ensure_process_group() -> int:
             init_group_on_gpus(timeout)
         else:
             dist.init_process_group("gloo", timeout=timeout)
+            atexit.register(_end_with_the_script)
     if "gloo" in dist.get_backend_config():
         compat.gathers_named_shortly()
     return dist.get_world_size()
+
+
+def _end_with_the_script() -> None:
+    """Ends the group that nobody but hpml knows of. Left to the end of the interpreter, a thread of gloo's may still hold a
+    tensor then, and letting go of it aborts a process whose work is done (pytorch/pytorch#179291)."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):  # after an error, others may still wait for this rank
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """The process group of the ranks that torchrun started, if any; ended here unless it was there before."""
+    had_group = dist.is_initialized()
+    ensure_process_group()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and not had_group:
+            dist.destroy_process_group()
 
 
 def control_group() -> dist.ProcessGroup:

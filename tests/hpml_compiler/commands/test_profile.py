@@ -36,7 +36,7 @@ def app(monkeypatch, tmp_path):
 def ranks(monkeypatch):
     """As on one rank of two, with the measuring replaced."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(command, "_process_group", contextlib.nullcontext)
+    monkeypatch.setattr("hpml_compiler.runtime.world.process_group", contextlib.nullcontext)
     monkeypatch.setattr("hpml_compiler.profile.collectives.profile_collectives", lambda cache, seconds, sizes: TIMINGS)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from hpml_compiler.compile import session
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
+from hpml_compiler.plans import graph_file
 from hpml_compiler.profile import looks, quick
 from hpml_compiler.profile.looks import Look
 from passes.costs.measured import OPTIMIZER
@@ -80,6 +81,7 @@ def test_graphs_that_follow_use_what_the_first_one_found(launch):
 def looked_again(rank: int, folder: str) -> None:
     """An earlier look holds for a day; what is older or cannot be read is looked at anew."""
     os.environ.update(HPML_QUICK_PROFILE="1", HPML_CACHE="1", HPML_CACHE_DIR=folder)
+    graph_file.get = lambda key: None  # type: ignore[assignment] # what is rewritten already is not looked at
     measured: list[Look] = []
     original = quick._measure
     quick._measure = lambda *args: measured.append(original(*args)) or measured[-1]
