@@ -14,7 +14,7 @@ compiler's decompositions (`passes.tracing`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch.fx import GraphModule
 
@@ -58,6 +58,7 @@ from passes.transform.one_microbatch import OneMicrobatch
 from passes.transform.own_gradients import OwnGradients
 from passes.transform.rematerialize import Rematerialize
 from passes.transform.shard import Shard
+from passes.transform.take_outside import TakeOutside
 
 
 def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1,
@@ -156,16 +157,18 @@ def in_loop(compiler: str, forward_outputs: int) -> PassManager:
 
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,
                    kept_gradients: Sequence[int] = (), compact: bool = False, ahead: bool = True,
-                   by_block: bool = False) -> PassManager:
+                   by_block: bool = False, outside: Iterable[str] = ()) -> PassManager:
     """From a graph that can be planned, and the decision that all ranks agreed on, to what this rank runs.
 
     forward_outputs: None for a forward graph, which is not cut. kept_gradients: places among the graph's outputs of the
     gradients that go into `.grad`. compact: these take no more memory than they need, for a copy, and no
     longer, for less of a reduction that goes on beside something else. ahead: what is gathered is started a block before it is
-    read. by_block: no bucket has reductions of two blocks.
+    read. by_block: no bucket has reductions of two blocks. outside: inputs of which whoever calls
+    the graph gives what `taken_of` says.
     """
     passes: list[Pass] = [
-        Adopt(decision), Shard(groups), Deduplicate(), Bucket(soon=compact, by_block=by_block), GatherAhead(ahead=ahead),
+        Adopt(decision), Shard(groups), Deduplicate(), TakeOutside(tuple(outside)),
+        Bucket(soon=compact, by_block=by_block), GatherAhead(ahead=ahead),
         OwnGradients(tuple(kept_gradients), forward_outputs or 0, compact)]
     if compiler == "inductor":
         passes.append(InductorJoint())

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
+from hpml_compiler.plans.schema import BlocksReport
 from passes.graph.nodes import returned_nodes
 from passes.transform.segments import Segment, cut_segments
 
@@ -17,6 +19,10 @@ log = logging.getLogger("hpml")
 Call = Callable[[list[Any]], Any]
 LEAST_SAVED = 0.5
 """Of a graph's calls, what has to be compiled already for segments to be worth their calls."""
+CALL_US = 15.0
+"""What a segment costs beside its kernels. Measured: 11 µs, on a core that does some 2500 µs of 48 segments' work."""
+MOST_LOST = 0.005
+"""Of a step, what the calls of one of its halves may take where nobody asked for blocks."""
 
 
 @dataclass(frozen=True)
@@ -29,29 +35,49 @@ class _Step:
     last: tuple[int, ...]
 
 
-def in_blocks(gm: GraphModule, compile_segment: Callable[[GraphModule], Call | None]) -> Call | None:
-    """What runs a graph, with each different segment compiled once; None where too little of it repeats itself, or where a
-    segment cannot be compiled apart, of which `compile_segment` makes None."""
-    segments = cut_segments(gm)
-    if segments is None:
-        return None
-    classes: dict[Hashable, Segment] = {}
-    for segment in segments:
-        classes.setdefault(segment.key, segment)
-    calls = sum(len(segment.nodes) for segment in segments)
-    compiled_once = sum(len(segment.nodes) for segment in classes.values())
-    if 1 - compiled_once / calls < LEAST_SAVED:
-        return None
-    made: dict[Hashable, Call] = {}
-    for key, segment in classes.items():
-        call = _alone(segment) if segment.alone else compile_segment(segment.graph(gm))
-        if call is None:
-            log.info("Blocks of a graph are not compiled apart: one of them has results of other strides than were traced")
+@dataclass(frozen=True)
+class Blocks:
+    """The segments of a graph, of which enough are equal."""
+
+    gm: GraphModule
+    segments: tuple[Segment, ...]
+    classes: dict[Hashable, Segment]
+    """One of each, by key."""
+
+    @staticmethod
+    def of(gm: GraphModule, donated: Collection[int] = ()) -> Blocks | None:
+        """Changes the order of a graph's calls; None where too little of it repeats itself. donated: see `cut_segments`."""
+        segments = cut_segments(gm, donated)
+        if segments is None:
             return None
-        made[key] = call
-    log.info("%d of %d calls of a graph are compiled, in %d segments of which %d differ", compiled_once, calls, len(segments),
-             len(classes))
-    return _run(gm, segments, [made[segment.key] for segment in segments])
+        classes: dict[Hashable, Segment] = {}
+        for segment in segments:
+            classes.setdefault(segment.key, segment)
+        found = Blocks(gm, segments, classes)
+        return found if found.report.compiled <= (1 - LEAST_SAVED) * found.report.calls else None
+
+    @property
+    def report(self) -> BlocksReport:
+        return BlocksReport(
+            segments=len(self.segments), different=len(self.classes), calls=sum(len(each.nodes) for each in self.segments),
+            compiled=sum(len(each.nodes) for each in self.classes.values()))
+
+    def costs_little(self, step_us: float) -> bool:
+        """Whether a step of so many µs on CPUs takes as long with these calls as whole, within what can be told. On a GPU,
+        which is kept waiting where its host is late, nobody has measured it."""
+        cpu = all(x.device.type == "cpu" for node in self.gm.graph.find_nodes(op="placeholder")
+                  if isinstance(x := node.meta["val"], torch.Tensor))
+        return cpu and len(self.segments) * CALL_US <= MOST_LOST * step_us
+
+    def parts(self) -> dict[Hashable, Segment]:
+        """What is compiled, by key."""
+        return {key: segment for key, segment in self.classes.items() if not segment.alone}
+
+    def run(self, made: Mapping[Hashable, Call]) -> Call:
+        """What runs the graph. made: of each of `parts`, compiled."""
+        alone = {key: _alone(segment) for key, segment in self.classes.items() if segment.alone}
+        calls = {**alone, **made}
+        return _run(self.gm, self.segments, [calls[segment.key] for segment in self.segments])
 
 
 def _alone(segment: Segment) -> Call:

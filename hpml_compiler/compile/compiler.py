@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import from_rank_0, same_graph
 from hpml_compiler.compile.earlier import Earlier
-from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
+from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
@@ -54,6 +54,7 @@ from passes.machine.mesh import mesh_from_pin
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
+from passes.transform.take_outside import Taken, taken_of
 
 log = logging.getLogger("hpml")
 
@@ -91,22 +92,21 @@ class _Compilation:
             memory_bytes = local_cluster(options, dist.get_world_size()).device.memory_bytes
             self.sharing = sharing_of(self.session.step, gm, example_inputs, options, memory_bytes)
             self.options = self.sharing.options
-        self.lowering = Lowering(options.compiler, blocks=options.compile_blocks == "on")
+        self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
         self.holding = Holding()
         self.planned: Planned | None = None
         self.runs: Microbatched | None = None
         self.watched: WatchedGraph | None = None
         self.name = f"graph_{len(self.session.graphs)}"
         self.rewritten: Rewritten | None = None
+        self.taken: dict[int, Taken] = {}
         self.record: GraphPlan
         self.left: tuple[LeftOutput, ...] = ()
         self.tangents: tuple[LeftTangent, ...] = ()
 
     def run(self) -> Callable[..., Any]:
         note_function()
-        for node in self.gm.graph.find_nodes(op="placeholder"):
-            local = getattr(node.meta["example_value"], "_local_tensor", None)
-            guard_on_sizes(local)  # of a batch's rows, Dynamo guards on the local part alone
+        guard_on_rows(self.gm)
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
         self.microbatches = self._microbatches()
@@ -125,6 +125,8 @@ class _Compilation:
             )(self.earlier.graph, examples)
         rewritten = self._rewritten()
         rewritten.record.seconds.update(took)
+        rewritten.record.blocks.update(self.lowering.reports)
+        session.save_plan()
         self.earlier.keep(rewritten)
         return running(function, self.gm, self.given_inputs, self.inputs, rewritten, self.holding, self.watched, self.options)
 
@@ -151,7 +153,7 @@ class _Compilation:
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         if self.earlier.found is not None:
-            self.lowering.forward_outputs = num_fwd_outputs
+            self.lowering.forward_outputs, self.lowering.shares = num_fwd_outputs, False
             with self._doing("restore", "reading what it was rewritten to"):
                 return self.earlier.partition()
         self.earlier.note_results(joint, num_fwd_outputs)
@@ -161,8 +163,7 @@ class _Compilation:
             return runs.partition()
         sharded = self._rewrite(joint, num_fwd_outputs)
         if self.sharing is not None:
-            assert self.planned is not None
-            assert self.planned.kept is not None, "under a budget, what is kept is planned"
+            assert self.planned is not None and self.planned.kept is not None, "under a budget, what is kept is planned"
             trial = self.planner.trial(self.sharing)
             taping(trial.tape(self.planned, self.session.groups(self.planned.mesh)))(sharded)
             self.session.step.enter(self.sharing, trial.held(self.planned), self.planned.kept)
@@ -205,9 +206,8 @@ class _Compilation:
         self.earlier.note_backward()
         with self._doing("compile backward", "compiling backward"), compat.writing_only_over(self.earlier.writes_over):
             call = self.lowering.backward(gm, inputs) if self.runs is None else self.runs.backward()
-        name = self.record.name
+        name, in_parts = self.record.name, {tangent.name for tangent in self.tangents}
         call = call if self.watched is None else self.watched.backward(call)
-        in_parts = {tangent.name for tangent in self.tangents}
         return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm, in_parts))
 
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
@@ -241,11 +241,13 @@ class _Compilation:
         planned = self._plan(annotated, forward_outputs)
         with self._doing("rewrite", "rewriting"):
             self.left = left_outputs(annotated, planned.decision)
-            kept = self.inputs.kept_gradients(annotated, forward_outputs)
-            groups = self.session.groups(planned.mesh)
-            after_planning(planned.decision, groups, self.options.compiler, forward_outputs, kept,
-                           compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
-                           ahead=planned.kept is None or planned.kept.ahead)(gm)
+            after_planning(
+                planned.decision, self.session.groups(planned.mesh), self.options.compiler, forward_outputs,
+                self.inputs.kept_gradients(annotated, forward_outputs),
+                compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
+                ahead=planned.kept is None or planned.kept.ahead,
+                outside=annotated.interface.positions if self.sharing is None else ())(gm)
+            self.taken = {annotated.interface.positions[name]: taken for name, taken in taken_of(gm).items()}
             self.tangents = left_tangents(annotated, planned.decision)
         self._say(annotated, planned)
         return gm
@@ -271,7 +273,7 @@ class _Compilation:
         return planned
 
     def _enter(self, record: GraphPlan, cluster: str, rejected: Iterable[MeshAttempt], training: bool) -> None:
-        self.record = record
+        self.record, self.lowering.step_us = record, record.predicted.step_time_us
         self.session.graphs.append(record)
         self.session.options, self.session.cluster = self.options, cluster
         self.session.rejected.extend(rejected)
@@ -294,5 +296,5 @@ class _Compilation:
         return Rewritten(
             planned.record, annotated.interface.training, placements_of(annotated, planned.decision),
             held_by(annotated, planned.decision), self.left, self.tangents, self.draws, frozenset(self.inputs.gathered),
-            frozenset(self.inputs.written), planned.cluster, planned.rejected, dict(annotated.graph.unruled),
+            frozenset(self.inputs.written), self.taken, planned.cluster, planned.rejected, dict(annotated.graph.unruled),
             self.planner.structure)

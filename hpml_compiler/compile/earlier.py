@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,15 +43,14 @@ log = logging.getLogger("hpml")
 
 @dataclass(frozen=True)
 class Entry:
-    """What is in the cache. backward: None of a graph that is only evaluated. groups: the rank's coordinates and the names of
-    its process groups, as they stand in the halves. writes_over: see `compat.places_written_over`. plan: the same on ranks that
-    obey one plan. prices: of what the plan was priced with, where `hpml profile` measured it. until: when it is too old."""
+    """What is in the cache. backward: None of a graph that is only evaluated. writes_over: see `compat.places_written_over`.
+    plan: the same on ranks that obey one plan. prices: of what the plan was priced with, where `hpml profile` measured it.
+    until: when it is too old."""
 
     rewritten: Rewritten
     forward: bytes
     backward: bytes | None
     results: tuple[Result, ...]
-    groups: tuple[tuple[int, ...], tuple[str, ...]]
     writes_over: frozenset[int] | None
     plan: str
     prices: str
@@ -98,7 +97,7 @@ class Earlier:
         self.session.trail.append(self.key or "?")
         if found is not None and all(each == told[0] for each in told):
             self.found = found
-            self.renamed = self._renamed(found)
+            self.session.groups(found.rewritten.record.mesh)  # the halves know them by their names
 
     def _key(self) -> str:
         if not self.may or not plan_file.is_on():
@@ -128,12 +127,6 @@ class Earlier:
     def _prices(self, record: GraphPlan) -> str:
         return measurements.digest(self.options, self.cluster, record.graph_hash)
 
-    def _renamed(self, found: Entry) -> Mapping[str, str]:
-        """Names that process groups have in the halves -> names that they have here."""
-        groups = self.session.groups(found.rewritten.record.mesh)
-        assert groups.coordinates == found.groups[0], "a rank's place in a mesh follows from its number"
-        return dict(zip(found.groups[1], groups.names, strict=True))
-
     # With what an earlier launch left.
 
     @property
@@ -152,7 +145,7 @@ class Earlier:
     def _unpacked(self, packed: bytes) -> GraphModule:
         mode = compat.fake_mode()
         with compat.outside_tracing(), torch.no_grad():
-            return unpack(packed, mode, self.renamed)
+            return unpack(packed, mode)
 
     @property
     def writes_over(self) -> frozenset[int] | None:
@@ -198,11 +191,10 @@ class Earlier:
             self._not_kept("it changes what it is given, or its results share memory")
             return
         record = rewritten.record
-        groups = self.session.groups(record.mesh)
         until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
-        plan = plan_file.digest_of([record.model_dump_json(exclude={"seconds", "frame"})])
-        entry = Entry(rewritten, halves.forward, halves.backward, halves.results, (groups.coordinates, groups.names),
-                      halves.writes_over, plan, self._prices(record), until)
+        plan = plan_file.digest_of([record.model_dump_json(exclude={"seconds", "frame", "blocks"})])
+        entry = Entry(rewritten, halves.forward, halves.backward, halves.results, halves.writes_over, plan,
+                      self._prices(record), until)
         try:
             with compat.outside_tracing():
                 graph_file.put(self._name(), pickle.dumps(replace(entry, rewritten=_without_fakes(rewritten)), protocol=5))

@@ -32,6 +32,12 @@ def sizes_are_numbers(gm: GraphModule, values: Sequence[Any]) -> None:
         int(number)  # a guard, as for sizes; other integers, such as a place in a queue, may differ from call to call
 
 
+def guard_on_rows(gm: GraphModule) -> None:
+    """Of a batch's rows, Dynamo guards on the local part alone."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        guard_on_sizes(getattr(node.meta["example_value"], "_local_tensor", None))
+
+
 def guard_on_sizes(value: Any) -> None:
     if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
         for size in (*value.shape, *value.stride()):

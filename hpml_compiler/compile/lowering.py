@@ -2,19 +2,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.blocks import in_blocks
+from hpml_compiler.compile.blocks import Blocks
+from hpml_compiler.compile.turns import Job, in_turn, name_of
+from hpml_compiler.plans.schema import BlocksReport
 from passes import compat
 from passes.graph.nodes import returned_nodes
 from passes.graph.packed_graph import bare
 from passes.keeping.keys import KeptNodes
 from passes.presets import rematerializing
 from passes.transform.gather_ahead import starts_ahead
+
+log = logging.getLogger("hpml")
+
+Wanted = Literal["auto", "on", "off"]
 
 
 def takes_list(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -59,13 +66,20 @@ Call = Callable[[list[Any]], Any]
 class Lowering:
     """Partitioning and compiling for one graph, with inductor or without ("eager")."""
 
-    def __init__(self, compiler: str, forward_outputs: int | None = None, blocks: bool = False):
+    def __init__(self, compiler: str, forward_outputs: int | None = None, blocks: Wanted = "off"):
         self.inductor = compiler == "inductor"
         self.blocks = blocks
-        """Whether equal blocks are compiled once."""
+        """Whether equal blocks are compiled once; "auto": where that costs little of a step of `step_us`."""
+        self.step_us = 0.0
+        self.reports: dict[str, BlocksReport] = {}
+        """What was compiled in blocks, by half."""
         self.forward_outputs = forward_outputs
         self.reuse = True
         """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
+        self.shares = True
+        """Whether graphs are compiled in turn with others: not where inductor's cache has them already."""
+        self.next: GraphModule | None = None
+        """Backward, until forward is compiled."""
 
     def cut(self, joint: GraphModule, kept: KeptNodes, forward_outputs: int, folder: str = "") -> Any:
         """Forward and backward of a joint graph, with its tape, of which it was decided what is kept. folder: for what is
@@ -84,10 +98,13 @@ class Lowering:
             drop_unused(forward, "is_backward")
             drop_unused(backward, "is_forward")
             return forward, backward
-        return compat.min_cut_partition(joint, inputs, forward_outputs, static_inputs)
+        forward, self.next = compat.min_cut_partition(joint, inputs, forward_outputs, static_inputs)
+        return forward, self.next
 
     def forward(self, gm: GraphModule, _whole: Any) -> Callable[[list[Any]], Any]:
-        return self._lower(gm, values_of(gm), is_backward=False, is_inference=False)
+        following, self.next = self.next, None
+        return self._lower(gm, values_of(gm), is_backward=False, is_inference=False,
+                           ahead=tuple if following is None else functools.partial(self._ahead, following))
 
     def backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
@@ -120,14 +137,45 @@ class Lowering:
         return self._lower(gm, values_of(gm), is_backward=False, is_inference=True)
 
     def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
-               ) -> Callable[[list[Any]], Any]:
-        if self.blocks and self.reuse and all(map(_alike, values_of(gm), inputs)):
-            call = in_blocks(gm, functools.partial(self._segment, is_inference=is_inference))
-            if call is not None:
-                return takes_list(call)
+               ahead: Callable[[], Sequence[Job[Any]]] = tuple) -> Call:
+        """ahead: what is compiled next, if others are at this."""
+        blocks = self._blocks(gm, inputs, is_backward)
+        if blocks is not None:
+            made, jobs = {}, self._segments(blocks, is_inference)
+            for number, call in in_turn([*jobs.values()], ahead):
+                if call is None:
+                    log.info("Blocks are not compiled apart: one of them has results of other strides than were traced")
+                    break
+                made[[*jobs][number]] = call
+            else:
+                self.reports["backward" if is_backward else "forward"] = report = blocks.report
+                log.info("%d of %d calls of a graph are compiled, in %d segments of which %d differ", report.compiled,
+                         report.calls, report.segments, report.different)
+                return takes_list(blocks.run(made))
         if not self.inductor:
             return boxed(torch.fx.GraphModule(gm, gm.graph).forward) if self.reuse else freeing(gm)
-        gm, inputs = bare(gm), [compat.with_numbers(x) for x in inputs]
+        ((_, call),) = in_turn([self._whole(bare(gm), inputs, is_backward, is_inference)], ahead)
+        return call
+
+    def _ahead(self, gm: GraphModule) -> list[Job[Any]]:
+        """A graph of backward, as it will be compiled unless lowering forward gives it inputs of other strides."""
+        copied, inputs = bare(gm), values_of(gm)
+        if copied is gm or not self.inductor:
+            return []
+        blocks = self._blocks(copied, inputs, True)
+        jobs = [self._whole(copied, inputs, True, False)] if blocks is None else [*self._segments(blocks, False).values()]
+        return [Job(job.name, functools.partial(_apart, job.compile)) for job in jobs if job.name is not None]
+
+    def _blocks(self, gm: GraphModule, inputs: Any, is_backward: bool) -> Blocks | None:
+        auto = self.blocks == "auto"
+        if self.blocks == "off" or not self.reuse or auto and not self.inductor or not all(map(_alike, values_of(gm), inputs)):
+            return None
+        blocks = Blocks.of(gm, compat.places_written_over() if is_backward and self.inductor else ())
+        return None if blocks is None or auto and not blocks.costs_little(self.step_us) else blocks
+
+    def _whole(self, gm: GraphModule, inputs: Any, is_backward: bool, is_inference: bool) -> Job[Call]:
+        """gm: for itself, since compiling changes it."""
+        inputs = [compat.with_numbers(x) for x in inputs]
         output = gm.graph.find_nodes(op="output")[0]
         results = compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
         visible = len(results) if is_backward or is_inference else self.forward_outputs or 0
@@ -137,24 +185,42 @@ class Lowering:
             if isinstance(x, torch.fx.Node) and (i < visible or not self.reuse and x.op == "placeholder")
         ]
         # Saved tensors and parameters keep their addresses between calls only for cudagraphs, which are not used here.
-        return compat.compile_with_inductor(
-            gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference, reuse=self.reuse,
-            keep_order=starts_ahead(gm.graph),
-        )
+        compile_whole = functools.partial(
+            compat.compile_with_inductor, gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference,
+            reuse=self.reuse, keep_order=starts_ahead(gm.graph))
+        return Job(self._name(gm, inputs, is_backward, is_inference), compile_whole)
 
-    def _segment(self, gm: GraphModule, *, is_inference: bool) -> Callable[[list[Any]], Any] | None:
+    def _segments(self, blocks: Blocks, is_inference: bool) -> dict[Hashable, Job[Call | None]]:
+        return {key: self._segment(segment.graph(blocks.gm), segment.donated, is_inference)
+                for key, segment in blocks.parts().items()}
+
+    def _segment(self, gm: GraphModule, donated: Sequence[int], is_inference: bool) -> Job[Call | None]:
         """A part of a graph; None where its results would not have the strides that they were traced with, which other parts
         rely on."""
         if not self.inductor:
-            return freeing(gm)
+            return Job(None, lambda: freeing(gm))
         (output,) = gm.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        # Never as backward: inductor would write over inputs by their numbers in the whole graph's backward.
-        with compat.strides_of_results() as strides:
-            call = compat.compile_with_inductor(gm, values_of(gm), static_inputs=(), is_backward=False,
-                                                is_inference=is_inference, keep_order=starts_ahead(gm.graph))
-        traced = [node.meta["val"] for node in output.args[0]]
-        return call if all(map(_has_strides, traced, strides or [None] * len(traced))) else None
+        inputs = values_of(gm)
+
+        def compile_segment() -> Call | None:
+            traced = [node.meta["val"] for node in output.args[0]]
+            # As backward, since inductor writes over inputs of nothing else.
+            with compat.strides_of_results() as strides, compat.writing_over(donated) as can:
+                call = compat.compile_with_inductor(gm, inputs, static_inputs=(), is_backward=can, is_inference=is_inference,
+                                                    keep_order=starts_ahead(gm.graph))
+            return call if all(map(_has_strides, traced, strides or [None] * len(traced))) else None
+
+        return Job(self._name(gm, inputs, False, is_inference), compile_segment)
+
+    def _name(self, gm: GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool) -> str | None:
+        return name_of(gm, inputs, is_backward, is_inference, self.reuse) if self.shares else None
+
+
+def _apart(compile_whole: Callable[[], Any]) -> Any:
+    """Compiled while something else is, whose results have strides that are asked for."""
+    with compat.strides_of_results():
+        return compile_whole()
 
 
 def _names_returned(gm: GraphModule) -> list[str | None]:

@@ -178,7 +178,7 @@ class OneDevice:
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any], options: Options):
         self.gm, self.inputs, self.options = gm, inputs, options
-        self.lowering = Lowering(options.compiler, blocks=options.compile_blocks == "on")
+        self.lowering = Lowering(options.compiler, blocks="on" if options.compile_blocks == "on" else "off")
         self.runs: Microbatched | None = None
 
     def compile(self) -> Callable[..., Any]:

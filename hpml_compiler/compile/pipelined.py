@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import GraphMismatch, from_rank_0, same_graph
 from hpml_compiler.compile.evaluation import Evaluation, has_effects
-from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_sizes, sizes_are_numbers
+from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import MakesWhole
@@ -82,8 +82,7 @@ class PipelinedGraph:
 
     def compile(self) -> Callable[..., Any]:
         note_function()
-        for node in self.gm.graph.find_nodes(op="placeholder"):
-            guard_on_sizes(getattr(node.meta["example_value"], "_local_tensor", None))
+        guard_on_rows(self.gm)
         self.inputs = GraphInputs(self.gm, self.given, self.options)
         self.inputs.take_rows_whole()
         sizes_are_numbers(self.gm, examples := self.inputs.examples)

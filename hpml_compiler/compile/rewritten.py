@@ -12,6 +12,7 @@ from hpml_compiler.runtime.outputs import LeftOutput
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.layouts import Layout
+from passes.transform.take_outside import Taken
 
 log = logging.getLogger("hpml")
 
@@ -21,8 +22,8 @@ class Rewritten:
     """What running a rewritten graph takes besides its two halves.
 
     placements: of the parameters that it places, by position. held: what it takes gathered, by placeholder. draws: whether it
-    draws random numbers. unruled: calls that were left whole since nobody said how to split them. structure: by which later
-    graphs find its decisions (`planning.reuse`), on rank 0.
+    draws random numbers. taken: what the halves take of arguments, by position. unruled: calls that were left whole since
+    nobody said how to split them. structure: by which later graphs find its decisions (`planning.reuse`), on rank 0.
     """
 
     record: GraphPlan
@@ -34,6 +35,7 @@ class Rewritten:
     draws: bool
     gathered: frozenset[int]
     written: frozenset[int]
+    taken: Mapping[int, Taken]
     cluster: str
     rejected: tuple[MeshAttempt, ...]
     unruled: Mapping[str, tuple[str, ...]]

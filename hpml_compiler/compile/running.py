@@ -21,6 +21,7 @@ from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from hpml_compiler.runtime.outputs import Outputs
 from hpml_compiler.runtime.parameters import install
+from passes.transform.take_outside import part_of
 
 
 def running(function: Callable[..., Any], gm: GraphModule, given: Sequence[Any], inputs: GraphInputs, rewritten: Rewritten,
@@ -35,14 +36,20 @@ def running(function: Callable[..., Any], gm: GraphModule, given: Sequence[Any],
     installed = install(placements, gm, given, mesh, rewritten.gathered, rewritten.written, holding)
     outputs = Outputs(record.name, mesh, rewritten.left)
 
+    def parts(args: Sequence[Any]) -> list[Any]:
+        local = installed.locals(args)
+        for position, taken in rewritten.taken.items():
+            local[position] = part_of(local[position], taken)
+        return local
+
     def call(*args: Any) -> Any:
-        return function(*installed.locals(args))
+        return function(*parts(args))
 
     def call_and_leave(*args: Any) -> Any:
-        return outputs.given(function(*installed.locals(args)))
+        return outputs.given(function(*parts(args)))
 
     def call_and_write(*args: Any) -> Any:
-        local = installed.locals(args)
+        local = parts(args)
         results = function(*local)
         installed.write_back(args, local)
         return outputs.given(results) if rewritten.left else results

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +86,13 @@ class Session:
         mesh = self.device_mesh(axes)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "every rank is in the mesh"
-        return MeshGroups(
-            device_axes(axes), tuple(coordinate), tuple(mesh.get_group(name).group_name for name in axes)
-        )
+        return MeshGroups(device_axes(axes), tuple(coordinate), names_of_groups(mesh, axes))
+
+
+def names_of_groups(mesh: DeviceMesh, axes: Iterable[str]) -> tuple[str, ...]:
+    """What this rank's groups along these axes are called in its graph: the same on all ranks."""
+    shape = "x".join(map(str, mesh.shape))
+    return tuple(compat.registered_as(f"hpml {shape} {axis}", mesh.get_group(axis)) for axis in axes)
 
 
 def _key(axes: Mapping[str, int]) -> tuple:

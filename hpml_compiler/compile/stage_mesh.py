@@ -44,7 +44,7 @@ class StageMesh:
         """This rank's place in the mesh of its stages."""
         mesh = self.devices
         return MeshGroups(device_axes(self.axes), tuple(mesh.get_local_rank(name) for name in self.axes),
-                          tuple(mesh.get_group(name).group_name for name in self.axes))
+                          session.names_of_groups(mesh, self.axes))
 
     def options(self, options: Options) -> Options:
         """For the plan of what all stages do, as if the ranks of one did it."""

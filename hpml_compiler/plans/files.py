@@ -13,7 +13,7 @@ from passes.errors import BadInput
 from passes.files import read_text, write_file
 from passes.records import parse_json
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 
 class PlanFile(Record):

@@ -183,6 +183,16 @@ class DecisionRecord(Record):
     outputs: Annotated[tuple[str | None, ...], Field(strict=False)]
 
 
+class BlocksReport(Record):
+    """Of one half of a graph, whose equal blocks are compiled once: how many segments run and how many of them differ, how many
+    calls it has and how many of them are compiled."""
+
+    segments: Count
+    different: Count
+    calls: Count
+    compiled: Count
+
+
 class GraphPlan(Record):
     """The plan of one joint graph.
 
@@ -206,6 +216,8 @@ class GraphPlan(Record):
     as of the whole batch; `predicted` and `memory` are of the step as it goes.
 
     `pipeline`: the stages that it goes through, where there are any.
+
+    `blocks`: of the halves of it that are compiled in blocks: what of them is.
     """
 
     graph_hash: str
@@ -228,6 +240,7 @@ class GraphPlan(Record):
     kept: KeptPlan | None = None
     microbatches: MicrobatchPlan | None = None
     pipeline: PipelinePlan | None = None
+    blocks: dict[str, BlocksReport] = Field(default_factory=dict)
 
     def runs(self, operation: OperationPlan) -> int:
         """How many times in one step of the whole model the listed `operation` runs."""

@@ -65,6 +65,9 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
     classes = block_classes(graph)
     yield _table(graph, classes)
     yield from _disagreements(graph, classes)
+    for half, report in graph.blocks.items():
+        yield labelled(half, f"{report.compiled} of {report.calls} calls compiled, in {report.segments} segments of which "
+                             f"{report.different} differ")
     if graph.microbatches is not None:
         yield labelled("microbatches", describe_microbatches(graph.microbatches))
     if graph.pipeline is not None:

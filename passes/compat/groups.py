@@ -27,6 +27,23 @@ def collectives_begun(name: str) -> int:
     return group._get_sequence_number_for_group()
 
 
+def registered_as(name: str, group: Any) -> str:
+    """A further name of a process group for functional collectives; another group that had it here loses it.
+
+    Names that torch gives differ between groups of one axis, and so would graphs of ranks that do the same.
+    """
+    c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
+    try:
+        known = c10d._resolve_process_group(name)
+    except RuntimeError:  # nobody has it
+        known = None
+    if known is not group:
+        if known is not None:
+            c10d._unregister_process_group(name)
+        c10d._register_process_group(name, group)
+    return name
+
+
 def subgroups_mesh(device_type: str, axes: Mapping[str, int], timeout: timedelta) -> DeviceMesh:
     """A mesh of all ranks, whose groups give up after `timeout`; `init_device_mesh` would give them half an hour."""
     ranks = torch.arange(math.prod(axes.values())).view(*axes.values())

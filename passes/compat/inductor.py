@@ -146,6 +146,25 @@ def strides_of_results() -> Any:
         yield strides
 
 
+def compiled_code_folder() -> str | None:
+    """Where inductor keeps what it compiles for all processes of this user; None where it is told not to."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir() if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def is_kept_compiled(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph has only what inductor keeps compiled, where it keeps anything."""
+    from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
+
+    try:
+        FxGraphCache._check_can_cache(gm)
+    except BypassFxGraphCache:
+        return False
+    return True
+
+
 _graph_ids = itertools.count()
 
 

@@ -165,6 +165,22 @@ def writing_only_over(places: frozenset[int] | None) -> Any:
         metadata.bw_donated_idxs = donated
 
 
+@contextlib.contextmanager
+def writing_over(places: Sequence[int]) -> Any:
+    """A graph that is compiled as backward inside may write results over these of its inputs, and no others. Whether it can be
+    told to: not where there are none, or no gradients."""
+    metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if metadata is None or not places:
+        yield False
+        return
+    donated = metadata.bw_donated_idxs
+    metadata.bw_donated_idxs = [*places]
+    try:
+        yield True
+    finally:
+        metadata.bw_donated_idxs = donated
+
+
 def places_written_over() -> frozenset[int]:
     """Inside the compiler of a backward graph: places of the inputs that it may write over."""
     known: Any = TracingContext.get().fw_metadata

@@ -81,9 +81,8 @@ def pack(gm: GraphModule) -> bytes:
     return file.getvalue()
 
 
-def unpack(packed: bytes, mode: Any, renamed: Mapping[str, str]) -> GraphModule:
-    """To be called where no tensors are fake. mode: the fake mode that its values shall live in. renamed: arguments that have
-    other names here: process groups.
+def unpack(packed: bytes, mode: Any) -> GraphModule:
+    """To be called where no tensors are fake. mode: the fake mode that its values shall live in.
 
     Raises CannotPack where an operator is not known in this process.
     """
@@ -91,7 +90,7 @@ def unpack(packed: bytes, mode: Any, renamed: Mapping[str, str]) -> GraphModule:
     graph, nodes = Graph(), []
     memory = _Memory(mode)
     for op, name, target, args, kwargs, value, meta in stored.nodes:
-        args, kwargs = (map_aggregate(given, lambda x: _given(x, nodes, renamed)) for given in (args, kwargs))
+        args, kwargs = (map_aggregate(given, lambda x: _given(x, nodes)) for given in (args, kwargs))
         called = _called(target) if isinstance(target, _Operator) else target
         node = graph.create_node(op, called, args, kwargs, name)
         if node.name != name:
@@ -192,10 +191,10 @@ def _argument(x: Any, numbers: Mapping[Node, int]) -> Any:
     raise CannotPack(f"an argument that is {type(x).__name__}")
 
 
-def _given(x: Any, nodes: Sequence[Node], renamed: Mapping[str, str]) -> Any:
+def _given(x: Any, nodes: Sequence[Node]) -> Any:
     if isinstance(x, _Reads):
         return nodes[x.number]
-    return renamed.get(x, x) if isinstance(x, str) else x
+    return x
 
 
 def _constant(gm: GraphModule, node: Node) -> torch.Tensor:

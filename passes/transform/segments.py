@@ -10,8 +10,8 @@ waited for in its own segment, and such a wait, stand between segments, as calls
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 from passes import compat
-from passes.graph.nodes import WAIT, constants_of, is_collective, returned_nodes
+from passes.graph.nodes import WAIT, constants_of, is_collective, memory_of, returned_nodes
 from passes.graph.repeats import cuts, described
+from passes.rules.view_names import VIEWS, view_name
 
 LOOK_UP = "prims.inductor_lookup_seed.default"
 """By name: inductor registers it when it is loaded."""
@@ -29,19 +30,27 @@ LOOK_UP = "prims.inductor_lookup_seed.default"
 @dataclass(frozen=True)
 class Segment:
     """Calls that follow each other, what they read of others, and what others read of them. alone: one call of which nothing
-    is compiled."""
+    is compiled. donated: places of what it takes that nobody needs after it, in memory that nobody else has: results may be
+    written over it."""
 
     nodes: tuple[Node, ...]
     takes: tuple[Node, ...]
     gives: tuple[Node, ...]
-    key: Hashable
+    calls: Hashable
     alone: bool = False
+    donated: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal segments."""
+        return self.calls, self.donated
 
     def graph(self, whole: GraphModule) -> GraphModule:
         """As a graph whose nodes are named alike in all equal segments."""
         graph, new = fx.Graph(), {}
         for k, node in enumerate(self.takes):
-            new[node] = graph.placeholder(f"taken_{k}")
+            # Caches of compiled code go by the text of a graph, and must know that another may be written over.
+            new[node] = graph.placeholder(f"donated_{k}" if k in self.donated else f"taken_{k}")
             new[node].meta["val"] = node.meta["val"]
         for k, node in enumerate(self.nodes):
             new[node] = graph.create_node(node.op, node.target, *fx.map_arg((node.args, node.kwargs), new.__getitem__),
@@ -51,8 +60,11 @@ class Segment:
         return GraphModule(whole, graph)
 
 
-def cut_segments(gm: GraphModule) -> tuple[Segment, ...] | None:
-    """The segments of a graph in order; None where nothing repeats, or where the graph has what cannot be cut apart."""
+def cut_segments(gm: GraphModule, donated: Collection[int] = ()) -> tuple[Segment, ...] | None:
+    """The segments of a graph in order; None where nothing repeats, or where the graph has what cannot be cut apart.
+
+    donated: places of the graph's inputs that nobody needs after it.
+    """
     if not all(map(_can_be_cut, gm.graph.nodes)):
         return None
     _gather_ports(gm.graph)
@@ -62,7 +74,8 @@ def cut_segments(gm: GraphModule) -> tuple[Segment, ...] | None:
         return None
     spans = [nodes[a:b] for a, b in zip([0, *at], [*at, len(nodes)]) if b > a]
     returned = {node for node in returned_nodes(gm) if node is not None}
-    return tuple(_segment(part, alone, returned) for span in spans for part, alone in _parts(span))
+    segments = [_segment(part, alone, returned) for span in spans for part, alone in _parts(span)]
+    return tuple(_donating(gm, segments, returned, donated))
 
 
 def _can_be_cut(node: Node) -> bool:
@@ -143,6 +156,34 @@ def _segment(nodes: Sequence[Node], alone: bool, returned: set[Node]) -> Segment
     gives = [node for node in nodes if node in returned or any(user not in inside for user in node.users)]
     key = tuple(told), tuple(described(x.meta["val"]) for x in takes), tuple(inside[node] for node in gives)
     return Segment(tuple(nodes), tuple(takes), tuple(gives), key, alone)
+
+
+def _donating(gm: GraphModule, segments: Sequence[Segment], returned: set[Node], donated: Collection[int]) -> list[Segment]:
+    needed: set[int | None] = {None}
+    for k, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if k not in donated:
+            needed |= _memory(node)
+    for node in returned:
+        needed |= _memory(node)
+    found = []
+    for segment in reversed(segments):
+        taken = [_memory(node) for node in segment.takes]
+        free = tuple(k for k, memory in enumerate(taken) if not memory & needed and not any(
+            memory & other for j, other in enumerate(taken) if j != k)) if not segment.alone else ()
+        needed.update(*taken)
+        found.append(replace(segment, donated=free))
+    return found[::-1]
+
+
+def _memory(node: Node) -> set[int | None]:
+    """What a value may lie in: its own memory, and that of what it is a view of, also where that was traced apart."""
+    found = {memory_of(node)}
+    while node.op == "call_function" and node.all_input_nodes and (
+            node.target is WAIT or node.target is operator.getitem or view_name(node.target) in VIEWS):
+        node = node.all_input_nodes[0]
+        values = node.meta.get("val")
+        found |= {memory_of(x) for x in values} if isinstance(values, (tuple, list)) else {memory_of(values)}
+    return found if len(found) == 1 else found - {None} or {None}
 
 
 def _arguments(node: Node) -> list[Node]:

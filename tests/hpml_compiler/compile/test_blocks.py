@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import hpml_compiler
-from hpml_compiler.compile.blocks import in_blocks
+from hpml_compiler.compile.blocks import Blocks
 from hpml_compiler.compile.lowering import freeing
 from passes.transform.segments import cut_segments
 from tests.hpml_compiler.runtime.common import full
@@ -104,6 +104,12 @@ def test_two_ranks_give_what_the_whole_graph_gives(launch):
         torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-7)
 
 
+def in_blocks(gm, compiled):
+    blocks = Blocks.of(gm)
+    assert blocks is not None
+    return blocks.run({key: compiled(part.graph(gm)) for key, part in blocks.parts().items()})
+
+
 def one_layer(x):
     return x + (((x.sin() * 2 + 1).cos() - 3).tanh() / 4).exp().sigmoid()
 
@@ -122,7 +128,6 @@ def test_values_are_let_go_of_when_they_were_last_read():
 
     gm = traced(layers, torch.randn(4))
     call = in_blocks(gm, lambda part: lambda arguments: held.append(len(arguments)) or freeing(part)(arguments))
-    assert call is not None
     x = torch.randn(4)
     arguments = [x.clone()]
     torch.testing.assert_close(call(arguments)[0], layers(x))
@@ -144,7 +149,6 @@ def test_what_is_written_into_an_input_stands_alone():
     assert alone.nodes[0].target is torch.ops.aten.copy_.default
     x, total = torch.randn(4), torch.zeros(4)
     call = in_blocks(gm, freeing)
-    assert call is not None
     torch.testing.assert_close(call([x, total])[0], total)
 
 
@@ -156,3 +160,72 @@ def test_other_writes_leave_the_graph_whole():
         return y
 
     assert cut_segments(traced(layers, torch.randn(4))) is None
+
+
+def chained(x, saved, weight):
+    """What a layer hands on is read by later layers, too, as it is and as views of it."""
+    first = one_layer(x) * saved
+    seen = first.view(2, 2)
+    for _ in range(16):
+        x = one_layer(x) + weight
+    y = (x + seen.reshape(4)).sin()
+    return one_layer(y), y.view(2, 2), seen.sum()
+
+
+def test_nothing_is_written_over_that_somebody_needs():
+    x, saved, weight = (torch.randn(4) for _ in range(3))
+    gm = traced(chained, x, saved, weight)
+    blocks = Blocks.of(gm, donated={1})
+    assert blocks is not None
+    donated = [node for segment in blocks.segments for k, node in enumerate(segment.takes) if k in segment.donated]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    assert inputs[1] in donated and not {inputs[0], inputs[2]} & {*donated} and len(donated) > 5
+
+    def compiled(part):
+        run = freeing(part.graph(gm))
+
+        def call(arguments):
+            overwritten = [arguments[k] for k in part.donated]
+            results = run(arguments)
+            kept = {each.untyped_storage().data_ptr() for each in results}
+            for each in overwritten:
+                if each.untyped_storage().data_ptr() not in kept:
+                    each.fill_(float("nan"))
+            return results
+        return call
+
+    given = [x.clone(), saved.clone(), weight.clone()]
+    results = blocks.run({key: compiled(part) for key, part in blocks.parts().items()})([*given])
+    torch.testing.assert_close(results, list(chained(x, saved, weight)))
+    assert torch.equal(given[0], x) and torch.equal(given[2], weight) and given[1].isnan().all()
+
+
+def test_equal_segments_of_which_one_may_write_over_what_it_takes_differ():
+    def layers(x):
+        kept = []
+        for k in range(8):
+            x = one_layer(x)
+            kept += [x] if k % 2 else []
+        return (x, *kept)
+
+    blocks = Blocks.of(traced(layers, torch.randn(4)))
+    assert blocks is not None
+    assert {segment.donated for segment in blocks.segments} == {(), (0,)}
+    for segment in blocks.parts().values():
+        names = [node.name for node in segment.graph(blocks.gm).graph.find_nodes(op="placeholder")]
+        assert names == ["donated_0" if segment.donated else "taken_0"]
+
+
+@pytest.mark.parametrize("step_ms, device, pays", [(100.0, "cpu", True), (1.0, "cpu", False), (100.0, "meta", False)])
+def test_nobody_has_to_ask_for_blocks_where_their_calls_cost_little(step_ms, device, pays):
+    def layers(x):
+        for _ in range(8):
+            x = one_layer(x)
+        return x
+
+    gm = traced(layers, torch.randn(4))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta["val"] = torch.empty(4, device=device)
+    blocks = Blocks.of(gm)
+    assert blocks is not None and blocks.report.different < blocks.report.segments <= 40
+    assert blocks.costs_little(1e3 * step_ms) == pays

@@ -39,8 +39,8 @@ def traced(model: nn.Module, x: torch.Tensor) -> torch.fx.GraphModule:
     return make_fx(call, tracing_mode="fake")(*flat(model, x))
 
 
-def back(gm: torch.fx.GraphModule, renamed: dict[str, str] | None = None) -> torch.fx.GraphModule:
-    return unpack(pack(gm), FakeTensorMode(), renamed or {})
+def back(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    return unpack(pack(gm), FakeTensorMode())
 
 
 def vals(gm: torch.fx.GraphModule) -> list:
@@ -77,17 +77,6 @@ def test_inputs_keep_whether_they_need_gradients():
     node = gm.graph.find_nodes(op="placeholder")[0]
     node.meta["val"].requires_grad_()
     assert [n.meta["val"].requires_grad for n in back(gm).graph.find_nodes(op="placeholder")][:2] == [True, False]
-
-
-def test_process_groups_have_the_names_that_they_have_now():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    graph.output(graph.call_function(c10d.all_reduce.default, (x, "sum", "old")))
-    with FakeTensorMode() as mode:
-        x.meta["val"] = mode.from_tensor(torch.zeros(2))
-    (call,) = back(torch.fx.GraphModule({}, graph), {"old": "new"}).graph.find_nodes(
-        op="call_function", target=c10d.all_reduce.default)
-    assert call.args[1:] == ("sum", "new")
 
 
 def of_own_code(x):
