@@ -246,7 +246,7 @@ class _Compilation:
                 self.inputs.kept_gradients(annotated, forward_outputs),
                 compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
                 ahead=planned.kept is None or planned.kept.ahead,
-                outside=annotated.interface.positions if self.sharing is None else ())(gm)
+                outside=self.inputs.only_read(annotated) if self.sharing is None else ())(gm)
             self.taken = {annotated.interface.positions[name]: taken for name, taken in taken_of(gm).items()}
             self.tangents = left_tangents(annotated, planned.decision)
         self._say(annotated, planned)

@@ -142,6 +142,11 @@ class GraphInputs:
                 found.append(position)
         return found
 
+    def only_read(self, annotated: Annotated) -> list[str]:
+        """Placeholders of what the graph reads and does nothing else with: it has no gradient, and is not written to."""
+        return [name for name, position in annotated.interface.positions.items()
+                if position not in self.written and not self.described[position].trainable]
+
     def kept_gradients(self, annotated: Annotated, forward_outputs: int | None) -> list[int]:
         """Where among the outputs of the joint graph the gradients of leaves are: those that `.grad` will hold."""
         if forward_outputs is None:

@@ -27,8 +27,10 @@ Taken = tuple[tuple[int, int, int], ...]
 @register
 @dataclass(frozen=True)
 class TakeOutside(TransformPass):
-    """An input of which a rank reads nothing but one part of its own, and that no gradient flows to, becomes that part.
-    inputs: names of those that may."""
+    """An input of which a rank reads nothing but one part of its own becomes that part.
+
+    inputs: names of those that may: that have no gradient, and are not written to, since both are of the whole.
+    """
 
     name = "take_outside"
 
@@ -54,7 +56,7 @@ class TakeOutside(TransformPass):
 def _slices(node: Node) -> list[Node] | None:
     """The equal calls that are all that reads an input; None where it is read otherwise."""
     users, value = list(node.users), node.meta.get("val")
-    if not users or not isinstance(value, torch.Tensor) or value.requires_grad:
+    if not users or not isinstance(value, torch.Tensor):
         return None
     if any(user.target is not torch.ops.aten.slice.Tensor or BY_COORDINATE not in user.meta or user.args != users[0].args
            or user.kwargs for user in users):

@@ -61,13 +61,6 @@ def test_what_is_read_otherwise_stays(function, inputs):
     assert not taken_of(gm) and str(gm.graph) == before
 
 
-def test_what_has_a_gradient_stays():
-    gm = traced(lambda x: x[2:4].sin(), WHOLE)
-    gm.graph.find_nodes(op="placeholder")[0].meta["val"].requires_grad_()
-    TakeOutside(("x_1",))(gm)
-    assert not taken_of(gm)
-
-
 def test_a_slice_that_is_the_same_on_all_ranks_stays():
     gm = make_fx(lambda x: x[2:4].sin(), tracing_mode="fake")(WHOLE)
     TakeOutside(("x_1",))(gm)
