@@ -1,6 +1,7 @@
 """From a rewritten joint graph to two callables: partition it, then compile each half."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.blocks import Blocks
-from hpml_compiler.compile.turns import Job, in_turn, name_of
+from hpml_compiler.compile.turns import Ahead, Job, in_turn, name_of
 from hpml_compiler.plans.schema import BlocksReport
 from passes import compat
 from passes.graph.nodes import returned_nodes
@@ -49,6 +50,11 @@ def freeing(gm: GraphModule) -> Callable[[list[Any]], Any]:
 def values_of(gm: GraphModule) -> list[Any]:
     """Fake values of the inputs of a graph: after rewriting, local ones."""
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def on_cpus(gm: GraphModule) -> bool:
+    """Whether all that a graph is given is on CPUs."""
+    return all(x.device.type == "cpu" for x in values_of(gm) if isinstance(x, torch.Tensor))
 
 
 def drop_unused(half: GraphModule, other: str) -> None:
@@ -103,8 +109,13 @@ class Lowering:
 
     def forward(self, gm: GraphModule, _whole: Any) -> Callable[[list[Any]], Any]:
         following, self.next = self.next, None
-        return self._lower(gm, values_of(gm), is_backward=False, is_inference=False,
-                           ahead=tuple if following is None else functools.partial(self._ahead, following))
+        ahead, saved = Ahead(), _names_returned(gm)
+        if following is not None:
+            ahead = Ahead(lambda: self._ahead(following, saved))
+        with self.waiting_once(gm):
+            call = self._lower(gm, values_of(gm), is_backward=False, is_inference=False, ahead=ahead)
+            ahead.all()  # the C++ compiler is at forward meanwhile
+        return call
 
     def backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
@@ -117,6 +128,10 @@ class Lowering:
 
         What AOTAutograd asks for around this, and says, is of the whole graph: strides, and inputs that may be written over.
         """
+        with self.waiting_once(forward):
+            return self._part(forward, backwards, outputs)
+
+    def _part(self, forward: GraphModule, backwards: Sequence[GraphModule], outputs: int) -> tuple[Call, list[Call]]:
         names = _names_returned(forward)
         with compat.strides_of_results() as strides:
             run = self.forward(forward, None)
@@ -137,8 +152,16 @@ class Lowering:
         return self._lower(gm, values_of(gm), is_backward=False, is_inference=True)
 
     def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
-               ahead: Callable[[], Sequence[Job[Any]]] = tuple) -> Call:
+               ahead: Ahead | None = None) -> Call:
         """ahead: what is compiled next, if others are at this."""
+        with self.waiting_once(gm):
+            return self._lowered(gm, inputs, is_backward, is_inference, ahead)
+
+    def waiting_once(self, gm: GraphModule) -> Any:
+        """A context at whose end all is there that the C++ compiler makes of what is lowered inside."""
+        return compat.kernels_later() if self.inductor and on_cpus(gm) else contextlib.nullcontext()
+
+    def _lowered(self, gm: GraphModule, inputs: Any, is_backward: bool, is_inference: bool, ahead: Ahead | None) -> Call:
         blocks = self._blocks(gm, inputs, is_backward)
         if blocks is not None:
             made, jobs = {}, self._segments(blocks, is_inference)
@@ -157,11 +180,14 @@ class Lowering:
         ((_, call),) = in_turn([self._whole(bare(gm), inputs, is_backward, is_inference)], ahead)
         return call
 
-    def _ahead(self, gm: GraphModule) -> list[Job[Any]]:
-        """A graph of backward, as it will be compiled unless lowering forward gives it inputs of other strides."""
-        copied, inputs = bare(gm), values_of(gm)
-        if copied is gm or not self.inductor:
+    def _ahead(self, gm: GraphModule, results: Sequence[str | None]) -> list[Job[Any]]:
+        """A graph of backward, as it will be compiled: if forward is lowered already, with the strides that this gave what is
+        saved. results: names of what forward returns."""
+        copied = bare(gm)
+        if copied is gm or not self.inductor or compat.compiled_code_folder() is None:
             return []
+        given = dict(zip(results, compat.strides_reported()))
+        inputs = [_laid_out(node.meta["val"], given.get(node.name)) for node in copied.graph.find_nodes(op="placeholder")]
         blocks = self._blocks(copied, inputs, True)
         jobs = [self._whole(copied, inputs, True, False)] if blocks is None else [*self._segments(blocks, False).values()]
         return [Job(job.name, functools.partial(_apart, job.compile)) for job in jobs if job.name is not None]

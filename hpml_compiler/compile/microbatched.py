@@ -108,7 +108,8 @@ class Microbatched:
         return [*self.saved_by_one.values()] * self.microbatches
 
     def forward(self) -> Call:
-        schedule = self.schedule()
+        with self.lowering.waiting_once(self.loop.body):
+            schedule = self.schedule()
         if self.loss is None:
             self.runs = LossOutside(schedule, self.forward_outputs, self.saved)
         else:

@@ -45,22 +45,32 @@ def name_of(gm: GraphModule, inputs: Sequence[Any], *how: Hashable) -> str | Non
     return hashlib.sha256(repr((gm.code, described, how)).encode()).hexdigest()
 
 
-def in_turn(jobs: Sequence[Job[T]], ahead: Callable[[], Iterable[Job[Any]]] = tuple) -> Iterator[tuple[int, T]]:
-    """Compile all of these, each with its number, those first that nobody else is at.
+class Ahead:
+    """What will be compiled next. What comes out of it is only in inductor's cache, for whoever asks."""
 
-    ahead: what will be compiled next: done already where there would be nothing to do but wait. What comes out of it is only
-    in inductor's cache, for whoever asks.
-    """
-    waiting, more = list(enumerate(jobs)), None
+    def __init__(self, jobs: Callable[[], Iterable[Job[Any]]] = tuple) -> None:
+        self._make, self.left = jobs, None
+
+    def one(self) -> bool:
+        """Compile one that nobody else is at; whether there was any."""
+        self.left = [*self._make()] if self.left is None else self.left
+        return any(_done(self.left.pop(0), 0.0) for _ in self.left[:])
+
+    def all(self) -> None:
+        while self.one():
+            pass
+
+
+def in_turn(jobs: Sequence[Job[T]], ahead: Ahead | None = None) -> Iterator[tuple[int, T]]:
+    """Compile all of these, each with its number, those first that nobody else is at; of what comes next as much as can be
+    done where there would be nothing to do but wait."""
+    waiting, ahead = list(enumerate(jobs)), ahead or Ahead()
     while waiting:
         for number, job in waiting[:]:
             if (done := _done(job, 0.0)) is not None:
                 waiting.remove((number, job))
                 yield number, done.call
-        if not waiting:
-            return
-        more = list(ahead()) if more is None else more
-        if not any(_done(more.pop(0), 0.0) for _ in more[:]):
+        if waiting and not ahead.one():
             number, job = waiting.pop(0)
             yield number, (_done(job, LONGEST_WAIT_S) or _Done(job.compile())).call
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from hpml_compiler.monitor.classes import CLASSES, class_of_kind
 from hpml_compiler.plans.peak import counted_peak
@@ -26,9 +27,8 @@ class Runs:
 class GraphCost:
     """The predicted µs of one graph: of a forward and a backward call by class, as they are when nothing overlaps.
 
-    graph_us: both calls together, with overlap. optimizer_us: by parameter, since graphs may share parameters.
-    peak_bytes: of a step of this graph alone, as simulated or, where a budget decided what is kept, as counted. energy_j: of
-    that step on all devices; None if not known.
+    graph_us: both calls together, with overlap. optimizer_us: by parameter, since graphs may share parameters. energy_j: of
+    a step of this graph alone on all devices; None if not known.
     """
 
     name: str
@@ -37,8 +37,15 @@ class GraphCost:
     backward_us: Mapping[str, float]
     graph_us: float
     optimizer_us: Mapping[str, float]
-    peak_bytes: int
     energy_j: float | None
+    plan: GraphPlan = field(repr=False, compare=False)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Of a step of this graph alone, as simulated or, where a budget decided what is kept, as counted. Not before somebody
+        asks: that a step is simulated is nothing to wait for before the first one."""
+        counted = counted_peak([self.plan])
+        return simulated_peak_bytes(self.plan) if counted is None else counted.bytes
 
     def calls_us(self, runs: Runs) -> float:
         """Predicted time of so many calls."""
@@ -79,8 +86,7 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
         name=plan.name, training=plan.training, forward_us=dict(forward), backward_us=dict(backward),
         graph_us=max(plan.predicted.step_time_us - plan.predicted.optimizer_us, 0.0),
         optimizer_us={name: plan.predicted.optimizer_us * size / total for name, size in trained.items()},
-        peak_bytes=simulated_peak_bytes(plan) if (counted := counted_peak([plan])) is None else counted.bytes,
-        energy_j=plan.predicted.energy_j,
+        energy_j=plan.predicted.energy_j, plan=plan,
     )
 
 

@@ -69,10 +69,7 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
 def _partitioned(gm: fx.GraphModule, forward_outputs: int, deduplicate: bool) -> list[fx.Node]:
     """Nodes that forward hands to backward. deduplicate: equal calls count as one. A rewritten graph has no such calls but
     those that are in backward on purpose, as where a parameter is gathered again."""
-    forward, _ = compat.min_cut_partition(copied(gm), (), forward_outputs, (), deduplicate=deduplicate)
-    (output,) = forward.graph.find_nodes(op="output")
-    return [x for x in compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)[forward_outputs:]
-            if isinstance(x, fx.Node)]
+    return compat.chosen_by_min_cut(copied(gm), forward_outputs, deduplicate=deduplicate)
 
 
 def _root(graph: PlacementGraph, index: int) -> int | None:

@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree  # arguments and results of ops are ne
 from passes.compat.dtensor import *
 from passes.compat.dynamo import *
 from passes.compat.eager import *
+from passes.compat.graphs import *
 from passes.compat.groups import *
 from passes.compat.inductor import *
 from passes.compat.sizes import *

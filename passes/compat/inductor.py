@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -108,6 +108,32 @@ def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
         )
 
 
+class _Chosen(BaseException):
+    """Raised where the partitioner knows what it saves, instead of going on to make two graphs. saved: these nodes."""
+
+    def __init__(self, saved: list[torch.fx.Node]) -> None:
+        self.saved = saved
+
+
+def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, deduplicate: bool = False) -> list[torch.fx.Node]:
+    """What inductor's partitioner would hand from forward to backward, in half of the time that partitioning takes. Changes the
+    graph: calls without readers are removed and, with `deduplicate`, equal ones."""
+    from torch._functorch import partitioners
+
+    def stop(_: Any, saved: list[torch.fx.Node], *args: Any, **kwargs: Any) -> Any:
+        raise _Chosen(saved)
+
+    extract = partitioners._extract_fwd_bwd_modules
+    partitioners._extract_fwd_bwd_modules = stop
+    try:
+        min_cut_partition(joint, (), forward_outputs, (), deduplicate=deduplicate)
+    except _Chosen as chosen:
+        return chosen.saved
+    finally:
+        partitioners._extract_fwd_bwd_modules = extract
+    raise AssertionError("the partitioner makes its two graphs in another way in this release of torch")
+
+
 def cut(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:
     """Forward and backward graph by the tags of the nodes: what is tagged `is_backward` is backward's, and what that reads of
     the rest is saved."""
@@ -144,6 +170,36 @@ def strides_of_results() -> Any:
     """Collects the strides that lowering gives the results of what is compiled inside, in order; None where it does not say."""
     with TracingContext.report_output_strides() as strides:
         yield strides
+
+
+def strides_reported() -> Sequence[Any]:
+    """What lowering has said, so far, of the strides of the results of the graph that AOTAutograd is at; see above."""
+    return getattr(TracingContext.try_get(), "output_strides", None) or ()
+
+
+_unfinished: list[tuple[Any, dict[str, Any]]] | None = None
+
+
+@contextlib.contextmanager
+def kernels_later() -> Any:
+    """What is compiled inside may be called after the context: only its end waits for the C++ compiler, which works beside what
+    is lowered meanwhile. Inductor would wait for the kernels of each graph before it begins the next. Inside another one, the
+    end of that waits."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    global _unfinished
+    if _unfinished is not None:
+        yield
+        return
+    wait, unfinished = AsyncCompile.wait, []
+    _unfinished = unfinished
+    AsyncCompile.wait = lambda self, scope: unfinished.append((self, scope))
+    try:
+        yield
+    finally:
+        AsyncCompile.wait, _unfinished = wait, None
+    for compiling, scope in unfinished:
+        wait(compiling, scope)
 
 
 def compiled_code_folder() -> str | None:

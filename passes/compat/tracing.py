@@ -13,12 +13,20 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from passes.compat.graphs import lazy_graph_modules
+
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
     """`torch._dynamo.backends.common.aot_autograd`: a backend that traces forward and backward into one graph."""
     from torch._dynamo.backends.common import aot_autograd as make_backend
 
-    return make_backend(**kwargs)
+    backend = make_backend(**kwargs)
+
+    def traced(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with lazy_graph_modules():
+            return backend(gm, inputs)
+
+    return traced
 
 
 @contextlib.contextmanager

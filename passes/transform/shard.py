@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.annotations import read
 from passes.base import TransformPass
-from passes.compat import fake_mode_of, pytree
+from passes.compat import fake_mode_of, graph_module, pytree
 from passes.graph.checkpointed import REGION, hand_on
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
@@ -108,7 +108,7 @@ class Sharder:
                 self._call(node)
             else:
                 self.env[node] = self._copy(node)
-        result = GraphModule(self.gm, self.new)
+        result = graph_module(self.gm, self.new)
         result.graph.eliminate_dead_code()
         result.graph.lint()
         result.meta.update(self.gm.meta)

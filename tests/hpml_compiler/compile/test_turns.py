@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpml_compiler.compile import turns
-from hpml_compiler.compile.turns import Job, in_turn
+from hpml_compiler.compile.turns import Ahead, Job, in_turn
 from passes import compat
 from tests.hpml_compiler.compile.test_blocks import Deep
 from tests.hpml_compiler.runtime.common import full
@@ -41,7 +41,7 @@ def test_others_do_what_is_next_and_then_find_what_is_done():
 
     def rank() -> None:
         together.wait()
-        found.append([call for _, call in in_turn([job(A, 1)], lambda: [job(B, 2)])] + [
+        found.append([call for _, call in in_turn([job(A, 1)], Ahead(lambda: [job(B, 2)]))] + [
             call for _, call in in_turn([job(B, 2)])])
 
     began = time.monotonic()

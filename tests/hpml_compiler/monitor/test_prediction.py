@@ -1,8 +1,6 @@
 """Plans and what a step ran -> predicted time, by class, and bytes."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import hpml_compiler
@@ -64,7 +62,7 @@ def test_known_answer():
     cost = graph_cost(gpt_graph(layers=3))
     assert cost.forward_us == pytest.approx({"pointwise": 2 + 3 * 23 + 20, "collective": 15, "overhead": 0})
     assert cost.backward_us == pytest.approx({"pointwise": 30, "collective": 15, "overhead": 0})
-    assert replace(graph_cost(gpt_graph(layers=3, listed=1)), peak_bytes=cost.peak_bytes) == cost
+    assert graph_cost(gpt_graph(layers=3, listed=1)) == cost
     assert cost.calls_us(Runs(0, 1, 1)) == pytest.approx(22 + 48 * 3 - 5 * 3)
     assert cost.calls_us(Runs(0, 0, 1)) == pytest.approx((22 + 48 * 3 - 5 * 3) * 45 / (91 + 15 + 45))
 
