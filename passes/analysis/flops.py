@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,23 @@ class Flops(AnalysisPass):
     provides = (FLOPS,)
 
     def run(self, graph_module: fx.GraphModule) -> None:
+        known: dict[Hashable, float] = {}
         for node in graph_module.graph.nodes:
             if FLOPS.selects(node):
-                write(FLOPS, node, node_flops(node))
+                write(FLOPS, node, _remembered(node, known))
+
+
+def _remembered(node: fx.Node, known: dict[Hashable, float]) -> float:
+    """Of equal calls, formulas are asked once."""
+    specs: list[Any] = [read(SHAPES, node)]
+    form = repr(fx.map_arg((node.args, node.kwargs), lambda x: specs.append(read(SHAPES, x)) or "?"))  # pyright: ignore
+    if any(isinstance(x, torch.SymInt) for each in (node, *node.all_input_nodes)
+           for x in pytree.tree_leaves(each.meta.get("val"))):
+        return node_flops(node)  # a number that shapes do not tell
+    key = node.target, form, tuple(specs)
+    if key not in known:
+        known[key] = node_flops(node)
+    return known[key]
 
 
 def has_formula(target: Any) -> bool:

@@ -41,6 +41,13 @@ def outside_tracing() -> Any:
         yield
 
 
+@contextlib.contextmanager
+def without_modes() -> Any:
+    """A context in which no mode sees what is called, whatever is being traced: for who enters the mode that it needs."""
+    with _disable_current_modes():
+        yield
+
+
 @functools.cache
 def tracing_fake_mode() -> Any:
     """A fake mode for planning without devices; real constants inside a model are let in."""

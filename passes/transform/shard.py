@@ -11,7 +11,7 @@ whose routes begin alike. What backward needs of a value that forward made trave
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,64 +20,30 @@ from torch.fx import Graph, GraphModule, Node
 
 from passes.annotations import read
 from passes.base import TransformPass
-from passes.compat import fake_mode_of, graph_module, pytree
-from passes.graph.checkpointed import REGION, hand_on
+from passes.compat import fake_mode_of, graph_module, pytree, without_modes
+from passes.graph.checkpointed import REGION
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
 from passes.graph.layouts import Layout, local_shape
-from passes.graph.nodes import BACKWARD_ON_PURPOSE, BY_COORDINATE
+from passes.graph.nodes import BACKWARD_ON_PURPOSE
 from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
 from passes.registry import register
-from passes.result import attribute_of
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Rule
 from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import operand_nodes
+from passes.transform.appender import Appender
 from passes.transform.collectives import MeshGroups, Redistributor
-from passes.transform.insert import PROVENANCE, Inserter
+from passes.transform.fake_results import FakeResults
 from passes.transform.local import Local
 from passes.transform.localize import localize, ordered_ranges, shifted_ranges
-
-
-class _Appender(Inserter):
-    """Appends to the graph under construction instead of inserting before a node. marked: the node whose marks of
-    checkpointing are handed on."""
-
-    def __init__(self, graph: Graph, like: Node, fake_mode: Any, tag: str | None = None, by_coordinate: Hashable = None):
-        super().__init__(graph, like, like, fake_mode)
-        self.tag, self.by_coordinate = tag, by_coordinate
-        self.marked: Node | None = like
-
-    def _value(self, x: Any) -> Any:
-        if not isinstance(x, Node):
-            return x
-        return x.meta["val"] if "val" in x.meta else attribute_of(self.like.graph.owning_module, x)  # a graph that is called
-
-    def __call__(self, target, /, *args, **kwargs):
-        node = self.graph.call_function(target, args, kwargs)
-        for key in PROVENANCE:
-            if key in self.like.meta:
-                node.meta[key] = self.like.meta[key]
-        hand_on(self.marked, node)
-        if self.by_coordinate is not None:
-            node.meta[BY_COORDINATE] = self.by_coordinate
-        if self.tag is not None:
-            node.meta["partitioner_tag"] = self.tag
-        if node.meta.get("partitioner_tag") != "is_backward" and any(
-            n.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE for n in node.all_input_nodes
-        ):
-            node.meta["partitioner_tag"] = BACKWARD_ON_PURPOSE  # what reads it cannot run before it
-        with self.fake_mode:
-            a, k = pytree.tree_map(self._value, (args, kwargs), is_leaf=lambda x: isinstance(x, Node))
-            node.meta["val"] = target(*a, **k)
-        return node
 
 
 class Sharder:
     def __init__(self, gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision,
                  groups: MeshGroups, fake_mode: Any):
         self.gm, self.graph, self.rules, self.decision = gm, graph, rules, decision
-        self.groups, self.fake_mode = groups, fake_mode
+        self.groups, self.fake_mode, self.fakes = groups, fake_mode, FakeResults(fake_mode)
         self.redistributor = Redistributor(groups)
         self.new = Graph()
         self.env: dict[Node, Node] = {}
@@ -95,6 +61,10 @@ class Sharder:
             self.ports[name, value.port] = value.index
 
     def run(self) -> GraphModule:
+        with without_modes():
+            return self._run()
+
+    def _run(self) -> GraphModule:
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._input(node)
@@ -135,7 +105,7 @@ class Sharder:
         ):
             new.meta["partitioner_tag"] = BACKWARD_ON_PURPOSE
         self.env[node] = new
-        insert = _Appender(self.new, node, self.fake_mode)
+        insert = Appender(self.new, node, self.fakes)
         paths = [path for path, _ in leaves_of(node.meta.get("val"))]
         layout = (REPLICATE,) * len(self.groups.axes)
         for v in op.outputs:
@@ -173,7 +143,7 @@ class Sharder:
                 # A gradient's own phase is backward; a forward value (or an input) is moved there on purpose.
                 made_backward = node.meta.get("partitioner_tag") == "is_backward"
                 tag = "is_forward" if hop.phase == FORWARD else "is_backward" if made_backward else BACKWARD_ON_PURPOSE
-                insert = _Appender(self.new, reader, self.fake_mode, tag)
+                insert = Appender(self.new, reader, self.fakes, tag)
                 insert.marked = _marked(node, reader, layout, hop)
                 self.moved[key] = self.redistributor.hop(insert, node, value, layout, hop.layout)
             node, layout = self.moved[key], hop.layout
@@ -209,11 +179,11 @@ class Sharder:
                 rule=rule, ranges=shifted, ordered=ordered,
                 strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
-            _Appender(self.new, node, self.fake_mode, by_coordinate=where),
+            Appender(self.new, node, self.fakes, by_coordinate=where),
         )
         self.env[node] = new
         self._check(node, op, values, layouts, new)
-        insert, paths = _Appender(self.new, node, self.fake_mode), [path for path, _ in leaves_of(node.meta["val"])]
+        insert, paths = Appender(self.new, node, self.fakes), [path for path, _ in leaves_of(node.meta["val"])]
         for value, made, after in zip(values, layouts.made, layouts.outputs):
             part = new
             for position in paths[value.port]:
