@@ -219,7 +219,7 @@ class _Compilation:
             gm = self._rewrite(gm, None)
             self._finish()
             self.earlier.note_halves(gm)
-            self.earlier.note_forward()
+        self.earlier.note_forward()
         with self._doing("compile forward", "compiling forward"):
             call = self.lowering.inference(gm)
         return self.holding.around(gm, call)

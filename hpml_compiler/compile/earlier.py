@@ -2,7 +2,8 @@
 
 What is kept are the halves of the graph as they were compiled, and all that running them takes. They are compiled again, which
 inductor's own cache answers; AOTAutograd is given a stand-in (`compile.stand_in`) for the graph, and makes of it what stands
-around the halves. That is so for graphs around which it only passes on: `compat.results_as_traced`.
+around the halves. That is so for graphs around which it passes on, and copies the new values of inputs into them, and no more:
+`compat.results_as_traced`, `compat.inputs_written_as_traced`.
 
 All ranks take what an earlier launch left, of one and the same plan, or none does.
 """
@@ -35,22 +36,36 @@ from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import from_all_ranks
 from passes import compat
 from passes.errors import BadInput, HpmlError
-from passes.graph.nodes import returned_nodes
+from passes.graph.nodes import memory_of, returned_nodes
 from passes.graph.packed_graph import CannotPack, pack, unpack
 
 log = logging.getLogger("hpml")
 
 
 @dataclass(frozen=True)
+class Around:
+    """What AOTAutograd makes of a graph that follows from what goes in and out of it: equal of the graph and its stand-in."""
+
+    results: tuple[Result, ...]
+    written: tuple[compat.WrittenInput, ...]
+
+    @staticmethod
+    def of(results: Sequence[torch.Tensor], written: tuple[compat.WrittenInput, ...]) -> Around:
+        """Inside the compiler of forward; raises compat.MoreAround. results: those of the traced graph."""
+        traced = compat.results_as_traced(results)
+        return Around(tuple(Result.like(x, differentiable) for x, differentiable in traced), written)
+
+
+@dataclass(frozen=True)
 class Entry:
-    """What is in the cache. backward: None of a graph that is only evaluated. writes_over: see `compat.places_written_over`.
-    plan: the same on ranks that obey one plan. prices: of what the plan was priced with, where `hpml profile` measured it.
-    until: when it is too old."""
+    """What is in the cache. backward: None of a graph that is only evaluated. around: what AOTAutograd sees of the graph.
+    writes_over: see `compat.places_written_over`. plan: the same on ranks that obey one plan. prices: of what the plan was
+    priced with, where `hpml profile` measured it. until: when it is too old."""
 
     rewritten: Rewritten
     forward: bytes
     backward: bytes | None
-    results: tuple[Result, ...]
+    around: Around
     writes_over: frozenset[int] | None
     plan: str
     prices: str
@@ -63,7 +78,7 @@ class Halves:
 
     forward: bytes
     backward: bytes | None
-    results: tuple[Result, ...] | None = None
+    around: Around | None = None
     writes_over: frozenset[int] | None = None
 
 
@@ -132,7 +147,7 @@ class Earlier:
     @property
     def graph(self) -> GraphModule:
         """What AOTAutograd traces."""
-        return self.gm if self.found is None else stand_in(self.gm, self.found.results)
+        return self.gm if self.found is None else stand_in(self.gm, self.found.around.results, self.found.around.written)
 
     def partition(self) -> tuple[GraphModule, GraphModule]:
         assert self.found is not None and self.found.backward is not None, "a graph with gradients had them then, too"
@@ -172,10 +187,31 @@ class Earlier:
     def note_forward(self) -> None:
         """Inside the compiler of forward."""
         if self.halves is not None and self.results is not None:
-            self.halves.results = _results(self.results)
-        if self.found is not None and _results([x.empty() for x in self.found.results]) != self.found.results:
+            try:
+                written = self._written()
+                self.halves.around = Around.of(self.results[len(written):], written)
+            except compat.MoreAround as why:
+                self.halves = None
+                self._not_kept(str(why))
+        if self.found is not None:
+            self._check(self.found.around)
+
+    def _written(self) -> tuple[compat.WrittenInput, ...]:
+        written = compat.inputs_written_as_traced(len(self.given))
+        memory = [memory_of(example) for example in self.inputs.examples]
+        if any(memory.count(memory[each.position]) > 1 for each in written):
+            raise compat.MoreAround("it changes what shares memory with another input")
+        return written
+
+    def _check(self, then: Around) -> None:
+        now, why = None, None
+        try:
+            now = Around.of([x.empty() for x in then.results], self._written())
+        except compat.MoreAround as error:
+            why = error
+        if now != then:
             raise HpmlError("a graph that an earlier launch has compiled is not traced as it was then", f"graph_{self.number}",
-                            "run `hpml doctor --clear-cache`, or set HPML_CACHE=0")
+                            "run `hpml doctor --clear-cache`, or set HPML_CACHE=0") from why
 
     def note_backward(self) -> None:
         """Inside the compiler of backward."""
@@ -187,13 +223,14 @@ class Earlier:
         halves = self.halves
         if halves is None:
             return
-        if halves.results is None or rewritten.written:
-            self._not_kept("it changes what it is given, or its results share memory")
+        assert halves.around is not None, "forward is compiled before a graph is kept"
+        if {each.position for each in halves.around.written} != rewritten.written:
+            self._not_kept("what it changes is not what it was planned to")
             return
         record = rewritten.record
         until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
         plan = plan_file.digest_of([record.model_dump_json(exclude={"seconds", "frame", "blocks"})])
-        entry = Entry(rewritten, halves.forward, halves.backward, halves.results, halves.writes_over, plan,
+        entry = Entry(rewritten, halves.forward, halves.backward, halves.around, halves.writes_over, plan,
                       self._prices(record), until)
         try:
             with compat.outside_tracing():
@@ -203,11 +240,6 @@ class Earlier:
 
     def _not_kept(self, why: str) -> None:
         log.info("graph_%d is not kept for the next launch: %s", self.number, why)
-
-
-def _results(outputs: Sequence[torch.Tensor]) -> tuple[Result, ...] | None:
-    traced = compat.results_as_traced(outputs)
-    return None if traced is None else tuple(Result.like(x, differentiable) for x, differentiable in traced)
 
 
 def _without_fakes(rewritten: Rewritten) -> Rewritten:

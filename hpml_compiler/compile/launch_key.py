@@ -17,6 +17,7 @@ from hpml_compiler.compile.graph_inputs import GraphInputs
 from hpml_compiler.options import Options
 from hpml_compiler.plans import plan_file
 from passes import compat
+from passes.graph.nodes import memory_of
 from passes.machine.cluster import Cluster
 from passes.result import attribute_of
 from passes.rules.table import are_all_ours
@@ -44,7 +45,8 @@ def key_of(gm: GraphModule, given: Sequence[Any], inputs: GraphInputs, options: 
         raise NotTold("hooks on saved values, or rules of another package")
     plan = options.load_plan()
     return plan_file.digest_of([
-        _text(gm), [_described(x, example) for x, example in zip(given, inputs.examples, strict=True)], inputs.described,
+        _text(gm), [_described(x, example) for x, example in zip(given, inputs.examples, strict=True)],
+        _sharing(inputs.examples), inputs.described,
         sorted(inputs.rows), sorted(inputs.gathered), inputs.mesh,
         json.dumps(options.model_copy(update={"plan": None}).to_json(), sort_keys=True),
         None if plan is None else plan.model_dump_json(), cluster, dist.get_world_size(), dist.get_backend_config(),
@@ -102,6 +104,12 @@ def _told(x: Any) -> Any:
     if isinstance(x, torch.SymInt) and (number := compat.static_int(x)) is not None:
         return repr(number)
     raise NotTold(f"an argument that is {type(x).__name__}")
+
+
+def _sharing(examples: Sequence[Any]) -> list[int]:
+    """Of each input, the first one in the same memory: AOTAutograd traces those otherwise, where the graph changes one."""
+    memory = [memory_of(example) for example in examples]
+    return [k if each is None else memory.index(each) for k, each in enumerate(memory)]
 
 
 def _described(given: Any, example: Any) -> tuple[Any, ...]:

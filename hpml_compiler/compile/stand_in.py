@@ -1,7 +1,8 @@
 """A Dynamo graph with nothing in it, which AOTAutograd traces in the place of one whose halves are known already.
 
 AOTAutograd makes what stands between a script and compiled code: which arguments have gradients, what the results are, the node
-in autograd's graph. For that, it needs to know what goes in and what comes out, and not what is computed between.
+in autograd's graph. For that, it needs to know what goes in, what is changed of it and what comes out, and not what is computed
+between.
 """
 from __future__ import annotations
 
@@ -60,13 +61,17 @@ def returns_new_tensors(gm: GraphModule) -> bool:
     return all(node is not None and isinstance(node.meta.get("example_value"), torch.Tensor) for node in returned)
 
 
-def stand_in(gm: GraphModule, results: Sequence[Result]) -> GraphModule:
-    """Takes what a Dynamo graph takes and returns what it does, by `returns_new_tensors`."""
+def stand_in(gm: GraphModule, results: Sequence[Result], written: Sequence[compat.WrittenInput]) -> GraphModule:
+    """Takes what a Dynamo graph takes, returns what it does, by `returns_new_tensors`, and changes the same inputs."""
     graph, (output,) = Graph(), gm.graph.find_nodes(op="output")
     new = {node: graph.node_copy(node) for node in _placeholders(gm)}
 
     def nothing(*arguments: Any) -> Any:
-        return _Nothing.apply(results, *arguments)
+        made = _Nothing.apply(results, *arguments)
+        for each in written:
+            with torch.set_grad_enabled(not each.without_gradients):
+                arguments[each.position].copy_(torch.empty_like(arguments[each.position]))
+        return made
 
     made = graph.call_function(nothing, tuple(new.values()))
     for k, node in enumerate(returned_nodes(gm)):

@@ -5,6 +5,7 @@ What takes long to load, such as `torch._inductor` and `torch._dynamo`, is impor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree  # arguments and results of ops are nested; torch has no public name for this
 
+from passes.compat.around import *
 from passes.compat.dtensor import *
 from passes.compat.dynamo import *
 from passes.compat.eager import *

@@ -141,28 +141,6 @@ def inputs_written(joint: torch.fx.GraphModule) -> set[int]:
     return {cast("Any", given).idx for given in found if hasattr(given, "idx")}
 
 
-def results_as_traced(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]] | None:
-    """Inside the compiler of a forward graph: each result as the program made it, before it was decomposed, and whether it can
-    have a gradient, which then has these strides. None where AOTAutograd does more around the graph than to call it: inputs
-    that it changes, results that share memory with others, effects in an order, generators or tensors of other classes that are
-    passed in and out. outputs: the results of the traced graph, for those without a gradient."""
-    from torch._functorch._aot_autograd.schemas import OutputType
-
-    known: Any = TracingContext.get().fw_metadata
-    fresh = (OutputType.non_alias, OutputType.unsafe_view_alias)
-    tangents = [x for x in known.traced_tangents if isinstance(x, torch.Tensor)]
-    differentiable = [bool(info.requires_grad) for info in known.output_info]
-    if (any(info.mutates_data or info.mutates_metadata for info in known.input_info) or known.tokens
-            or known.num_intermediate_bases or known.num_graphsafe_rng_states or len(outputs) != len(differentiable)
-            or any(info.output_type not in fresh for info in known.output_info)
-            or any(type(meta).__name__ == "SubclassCreationMeta" for meta in known.subclass_inp_meta)):
-        return None
-    if len(tangents) not in (0, sum(differentiable)):  # none where nothing is to be differentiated
-        return None
-    left = iter(tangents)
-    return [(next(left, x) if its else x, its) for x, its in zip(outputs, differentiable, strict=True)]
-
-
 @contextlib.contextmanager
 def writing_only_over(places: frozenset[int] | None) -> Any:
     """A backward that is compiled inside writes results over none of its inputs but these, by their places, of those that
