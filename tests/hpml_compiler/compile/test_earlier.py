@@ -50,7 +50,8 @@ class Blocks(nn.Module):
 
 
 def train(rank: int, options: dict[str, Any], factor: float = 1.0, norm: bool = False, rows: int = 8, amp: bool = False):
-    """A launch: two steps, a step of fewer rows, an evaluation -> numbers, what the log said, and seconds of each graph."""
+    """Two steps, a step of fewer rows, an evaluation -> numbers, what the log said, and seconds of each graph."""
+    hpml_compiler.reset()
     said = listen()
     torch.manual_seed(0)
     model = Blocks(factor, norm)
@@ -71,49 +72,58 @@ def train(rank: int, options: dict[str, Any], factor: float = 1.0, norm: bool = 
     return seen, [each for each in said if FOUND in each], said, [list(g.seconds) for g in hpml_compiler.last_plan().graphs]
 
 
-def twice(launch, *args) -> tuple[Any, Any]:
-    first, again = launch(train, args=args), launch(train, args=args)
-    assert not first[0][1], "there was nothing to be found"
-    assert [each[0] for each in again] == [each[0] for each in first]
-    return first[0], again[0]
+def trained(rank: int, *cases: tuple):
+    """A launch: one training after another, as if each were the only one."""
+    return [train(rank, *case) for case in cases]
 
 
-@pytest.mark.parametrize("args", [
-    ({"mesh": {"dp": 2}},), ({"mesh": {"tp": 2}},), ({"zero": 3},), ({"zero": 2},), ({"mesh": {"dp": 2}}, 1.0, True),
-], ids=["rows", "columns", "zero 3", "zero 2", "a norm by the batch"])
-def test_a_second_launch_computes_the_same_and_decides_nothing(args, launch):
-    (_, _, _, before), (_, found, _, seconds) = twice(launch, *args)
-    assert len(found) == len(seconds) == 3
-    for graph in seconds:
-        assert "restore" in graph and not {"solve", "annotate", "rewrite"} & set(graph)
-    assert all("solve" in graph for graph in before)
+SAME = {
+    "rows": ({"mesh": {"dp": 2}},), "columns": ({"mesh": {"tp": 2}},), "zero 3": ({"zero": 3},), "zero 2": ({"zero": 2},),
+    "a norm by the batch": ({"mesh": {"dp": 2}}, 1.0, True),
+}
+OTHER = {
+    "a constant of the model": ({"mesh": {"dp": 2}}, 0.5), "another mesh": ({"mesh": {"tp": 2}}, 1.0),
+    "another option": ({"mesh": {"dp": 2}, "zero": 3}, 1.0), "another batch": ({"mesh": {"dp": 2}}, 1.0, False, 6),
+    "autocast": ({"mesh": {"dp": 2}}, 1.0, False, 8, True),
+}
 
 
 @pytest.mark.timeout(240)
+def test_a_second_launch_computes_the_same_and_decides_nothing(launch):
+    first, again = (launch(trained, args=(*SAME.values(),)) for _ in range(2))
+    for rank in range(2):
+        assert [case[0] for case in again[rank]] == [case[0] for case in first[rank]]
+    for name, (_, nothing, _, before), (_, found, _, seconds) in zip(SAME, first[0], again[0], strict=True):
+        assert not nothing and len(found) == len(seconds) == 3, name
+        assert all("restore" in graph and not {"solve", "annotate", "rewrite"} & set(graph) for graph in seconds), name
+        assert all("solve" in graph for graph in before), name
+
+
+@pytest.mark.timeout(300)
 def test_with_inductor_all_that_was_compiled_is_found(launch, monkeypatch, tmp_path):
     """Also where equal blocks are compiled once: their modules are told apart by all that is in them."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    for options in ({"compiler": "inductor"}, {"compiler": "inductor", "compile_blocks": "on"}):
-        (first, *_), *_ = launch(compiled, args=(options,))
-        (again, hits, misses, found), *_ = launch(compiled, args=(options,))
-        assert again == first and found == 3 and hits > 0 and not misses
+    first, again = (launch(compiled, timeout_s=140)[0] for _ in range(2))
+    for (before, *_), (after, hits, misses, found) in zip(first, again, strict=True):
+        assert after == before and found == 3 and hits > 0 and not misses
 
 
-def compiled(rank: int, options: dict[str, Any]):
+def compiled(rank: int):
     from torch._dynamo.utils import counters
 
-    seen, found, _, _ = train(rank, options)
-    return seen, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], len(found)
+    results = []
+    for options in ({}, {"compile_blocks": "on"}):
+        counters.clear()
+        seen, found, _, _ = train(rank, {"compiler": "inductor", **options})
+        results.append((seen, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], len(found)))
+    return results
 
 
-@pytest.mark.parametrize("other", [
-    ({"mesh": {"dp": 2}}, 0.5), ({"mesh": {"tp": 2}}, 1.0), ({"mesh": {"dp": 2}, "zero": 3}, 1.0),
-    ({"mesh": {"dp": 2}}, 1.0, False, 6), ({"mesh": {"dp": 2}}, 1.0, False, 8, True),
-], ids=["a constant of the model", "another mesh", "another option", "another batch", "autocast"])
-def test_what_is_another_graph_or_is_asked_for_otherwise_is_planned_anew(other, launch):
+def test_what_is_another_graph_or_is_asked_for_otherwise_is_planned_anew(launch):
     launch(train, args=({"mesh": {"dp": 2}}, 1.0))
-    (_, found, _, _), *_ = launch(train, args=other)
-    assert not found
+    cases, _ = launch(trained, args=(*OTHER.values(),))
+    for name, (_, found, _, _) in zip(OTHER, cases, strict=True):
+        assert not found, name
 
 
 def test_a_plan_and_what_follows_from_it_are_those_of_the_first_launch(launch):
