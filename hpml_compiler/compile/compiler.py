@@ -125,7 +125,7 @@ class _Compilation:
             )(self.earlier.graph, examples)
         rewritten = self._rewritten()
         rewritten.record.seconds.update(took)
-        rewritten.record.blocks.update(self.lowering.reports)
+        rewritten.record.blocks.update(self.lowering.reports if self.runs is None else self.runs.reports)
         session.save_plan()
         self.earlier.keep(rewritten)
         return running(function, self.gm, self.given_inputs, self.inputs, rewritten, self.holding, self.watched, self.options)
@@ -191,7 +191,8 @@ class _Compilation:
         self.record = self.session.graphs[-1] = record
         with self._doing("rewrite", "rewriting"):
             runs = in_microbatches(gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options,
-                                   forward_outputs, self.inputs.kept_gradients(annotated, forward_outputs))
+                                   forward_outputs, self.inputs.kept_gradients(annotated, forward_outputs),
+                                   step_us=record.predicted.step_time_us)
         self._say(annotated, planned)
         return runs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -77,8 +77,10 @@ class Lowering:
         self.blocks = blocks
         """Whether equal blocks are compiled once; "auto": where that costs little of a step of `step_us`."""
         self.step_us = 0.0
+        """What a run of both halves is predicted to take: of a step that calls them several times, its share; 0 where nobody
+        has said."""
         self.reports: dict[str, BlocksReport] = {}
-        """What was compiled in blocks, by half."""
+        """What was compiled in blocks, by half: "forward", "backward", or as `part` has them."""
         self.forward_outputs = forward_outputs
         self.reuse = True
         """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
@@ -90,7 +92,8 @@ class Lowering:
     def cut(self, joint: GraphModule, kept: KeptNodes, forward_outputs: int, folder: str = "") -> Any:
         """Forward and backward of a joint graph, with its tape, of which it was decided what is kept. folder: for what is
         offloaded."""
-        self.forward_outputs, self.reuse = forward_outputs, False
+        # In blocks, what is held at a time would be other than was counted.
+        self.forward_outputs, self.reuse, self.blocks = forward_outputs, False, "off"
         rematerializing(kept, folder)(joint)
         forward, backward = compat.cut(joint, forward_outputs)
         drop_unused(forward, "is_backward")
@@ -113,55 +116,58 @@ class Lowering:
         if following is not None:
             ahead = Ahead(lambda: self._ahead(following, saved))
         with self.waiting_once(gm):
-            call = self._lower(gm, values_of(gm), is_backward=False, is_inference=False, ahead=ahead)
+            call = self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=False, ahead=ahead)
             ahead.all()  # the C++ compiler is at forward meanwhile
         return call
 
-    def backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+    def backward(self, gm: GraphModule, inputs: Any, half: str = "backward") -> Callable[[list[Any]], Any]:
         # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
-        return self._lower(gm, inputs, is_backward=True, is_inference=False)
+        return self._lower(half, gm, inputs, is_backward=True, is_inference=False)
 
-    def part(self, forward: GraphModule, backwards: Sequence[GraphModule], outputs: int) -> tuple[Call, list[Call]]:
+    def part(self, forward: GraphModule, backwards: Mapping[str, GraphModule], outputs: int) -> tuple[Call, dict[str, Call]]:
         """Both halves of a part of what AOTAutograd takes for one graph; backward in one graph, or in several that run one
-        after another. outputs: how many results of forward come before what it saves, which backward takes by name, with the
-        strides that lowering forward gave it; so does a second graph of backward what the first one returns.
+        after another, by name. outputs: how many results of forward come before what it saves, which backward takes by name,
+        with the strides that lowering forward gave it; so does a second graph of backward what the first one returns.
 
         What AOTAutograd asks for around this, and says, is of the whole graph: strides, and inputs that may be written over.
+        None of what a part takes may be: parameters, rows of the batch, what other parts or microbatches read, too. What its
+        blocks make for each other may.
         """
         with self.waiting_once(forward):
             return self._part(forward, backwards, outputs)
 
-    def _part(self, forward: GraphModule, backwards: Sequence[GraphModule], outputs: int) -> tuple[Call, list[Call]]:
+    def _part(self, forward: GraphModule, backwards: Mapping[str, GraphModule], outputs: int) -> tuple[Call, dict[str, Call]]:
         names = _names_returned(forward)
         with compat.strides_of_results() as strides:
             run = self.forward(forward, None)
         given = dict(zip(names[outputs:], (strides or [])[outputs:]))
-        calls: list[Call] = []
-        for backward in backwards:
+        calls: dict[str, Call] = {}
+        for half, backward in backwards.items():
             if all(node.op != "call_function" for node in backward.graph.nodes):
-                calls.append(freeing(backward))
+                calls[half] = freeing(backward)
                 continue
             names = _names_returned(backward)
             inputs = [_laid_out(node.meta["val"], given.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
             with compat.strides_of_results() as strides, compat.writing_only_over(frozenset()):
-                calls.append(self.backward(backward, inputs))
+                calls[half] = self.backward(backward, inputs, half)
             given.update(zip(names, strides or []))
         return run, calls
 
     def inference(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
-        return self._lower(gm, values_of(gm), is_backward=False, is_inference=True)
+        return self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=True)
 
-    def _lower(self, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
+    def _lower(self, half: str, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
                ahead: Ahead | None = None) -> Call:
         """ahead: what is compiled next, if others are at this."""
         with self.waiting_once(gm):
-            return self._lowered(gm, inputs, is_backward, is_inference, ahead)
+            return self._lowered(half, gm, inputs, is_backward, is_inference, ahead)
 
     def waiting_once(self, gm: GraphModule) -> Any:
         """A context at whose end all is there that the C++ compiler makes of what is lowered inside."""
         return compat.kernels_later() if self.inductor and on_cpus(gm) else contextlib.nullcontext()
 
-    def _lowered(self, gm: GraphModule, inputs: Any, is_backward: bool, is_inference: bool, ahead: Ahead | None) -> Call:
+    def _lowered(self, half: str, gm: GraphModule, inputs: Any, is_backward: bool, is_inference: bool,
+                 ahead: Ahead | None) -> Call:
         blocks = self._blocks(gm, inputs, is_backward)
         if blocks is not None:
             made, jobs = {}, self._segments(blocks, is_inference)
@@ -171,7 +177,7 @@ class Lowering:
                     break
                 made[[*jobs][number]] = call
             else:
-                self.reports["backward" if is_backward else "forward"] = report = blocks.report
+                self.reports[half] = report = blocks.report
                 log.info("%d of %d calls of a graph are compiled, in %d segments of which %d differ", report.compiled,
                          report.calls, report.segments, report.different)
                 return takes_list(blocks.run(made))
@@ -194,7 +200,7 @@ class Lowering:
 
     def _blocks(self, gm: GraphModule, inputs: Any, is_backward: bool) -> Blocks | None:
         auto = self.blocks == "auto"
-        if self.blocks == "off" or not self.reuse or auto and not self.inductor or not all(map(_alike, values_of(gm), inputs)):
+        if self.blocks == "off" or auto and not (self.inductor and self.step_us) or not all(map(_alike, values_of(gm), inputs)):
             return None
         blocks = Blocks.of(gm, compat.places_written_over() if is_backward and self.inductor else ())
         return None if blocks is None or auto and not blocks.costs_little(self.step_us) else blocks

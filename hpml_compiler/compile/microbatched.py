@@ -25,6 +25,7 @@ from hpml_compiler.compile.unplanned import UnplannedInTime
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import solver_options
+from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.inputs import copy_for_set_data
 from hpml_compiler.runtime.loss_inside import LossInside
 from hpml_compiler.runtime.microbatches import (
@@ -60,16 +61,21 @@ MakesWhole = Callable[[], "Microbatched | None"]
 class Microbatched:
     """`partition` gives AOTAutograd its graphs, `forward` and `backward` are what runs. written: positions of the inputs that
     the model changes in place. whole: makes the same for gradients that arrive at any output; None where that is not possible.
+    step_us: what the whole step is predicted to take, where blocks may be compiled once without having been asked for.
     """
 
     def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
-                 written: Container[int] = (), whole: MakesWhole | None = None):
+                 written: Container[int] = (), whole: MakesWhole | None = None, step_us: float = 0.0):
         self.options, self.microbatches, self.forward_outputs = options, microbatches, forward_outputs
         self.marked, self.loop = marked, cut_loop(marked)
         self.loss = loss_of(marked)
         self.again = again_of(marked, self.loss, written, None if whole is None else lambda: compiled(whole))
-        self.lowering = Lowering(options.compiler)
-        self.lowering.reuse = options.compiler == "inductor"  # call by call, each value is let go of when it was last read
+        self.lowering, self.around = Lowering(options.compiler, blocks=options.compile_blocks), Lowering(options.compiler)
+        for lowering in (self.lowering, self.around):
+            lowering.reuse = options.compiler == "inductor"  # call by call, each value is let go of when it was last read
+        self.lowering.step_us = step_us / microbatches  # a segment is called for each of them
+        self.reports: dict[str, BlocksReport] = {}
+        """What of one microbatch's halves was compiled in blocks, once it was."""
         self.runs: LossInside | LossOutside | None = None
         self.cut_body()
 
@@ -128,8 +134,9 @@ class Microbatched:
         made = {name: k for k, name in enumerate(self.saved_by_one)}
         reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
         saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
-        run_forward, (run_backward,) = self.lowering.part(forward, [backward], len(self.loop.forward))
-        calls = self.calls(run_forward, run_backward if self.loop.backward else None, saved)
+        run_forward, backwards = self.lowering.part(forward, {"backward": backward}, len(self.loop.forward))
+        self.reports.update(self.lowering.reports)
+        calls = self.calls(run_forward, backwards["backward"] if self.loop.backward else None, saved)
         return Schedule(self.loop, calls, self.microbatches)
 
     def calls(self, forward: Call, backward: Call | None, saved: tuple[int, ...]) -> Calls:
@@ -142,7 +149,7 @@ class Microbatched:
             return None
         around_loop(self.options.compiler)(segment.gm)
         with compat.strides_of_results():
-            return self.lowering.inference(segment.gm)
+            return self.around.inference(segment.gm)
 
 
 def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) -> GraphModule:
@@ -167,11 +174,12 @@ def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) 
 
 def in_microbatches(gm: GraphModule, annotated: Annotated, decision: Decision, times: InTime, groups: MeshGroups,
                     options: Options, forward_outputs: int, kept_gradients: Sequence[int],
-                    whole: MakesWhole | None = None) -> Microbatched:
-    """From an annotated graph, and what was decided over devices and in time, to what runs. whole: see `Microbatched`."""
+                    whole: MakesWhole | None = None, step_us: float = 0.0) -> Microbatched:
+    """From an annotated graph, and what was decided over devices and in time, to what runs. whole, step_us: see
+    `Microbatched`."""
     decision, written = on_time_axis(decision, annotated.graph, times), compat.inputs_written(gm)
     to_microbatches(decision, groups.with_time(times.microbatches), forward_outputs, kept_gradients)(gm)
-    return Microbatched(options, gm, times.microbatches, forward_outputs, written, whole)
+    return Microbatched(options, gm, times.microbatches, forward_outputs, written, whole, step_us)
 
 
 class OneDevice:
@@ -193,7 +201,10 @@ class OneDevice:
             fw_compiler=self._forward, bw_compiler=self._backward,
             inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
             decompositions=decompositions(self.options.compiler))
-        return backend(self.gm, self.inputs)
+        call = backend(self.gm, self.inputs)
+        if self.runs is not None:
+            session.save_plan()  # which says now what was compiled in blocks
+        return call
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         if self.microbatches == 1:
@@ -210,16 +221,18 @@ class OneDevice:
         times = times_of(annotated.graph, self.microbatches, solver_options(self.options))
         if times is None:
             return None
-        if whole is not None:
-            self._note_plan(traced, forward_outputs, times)
         gradients = range(forward_outputs, len(gm.graph.output_node().args[0]))
-        return in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
+        runs = in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
                                forward_outputs, gradients, whole)
+        if whole is not None:
+            self._note_plan(traced, forward_outputs, times, runs)
+        return runs
 
-    def _note_plan(self, traced: GraphModule, forward_outputs: int, times: InTime) -> None:
+    def _note_plan(self, traced: GraphModule, forward_outputs: int, times: InTime, runs: Microbatched) -> None:
         current = session.current()
         current.options, current.cluster = self.options, str(local_cluster(self.options, 1))
-        current.unplanned.append(UnplannedInTime(traced, self.described, forward_outputs, self.options, times).plan)
+        unplanned = UnplannedInTime(traced, self.described, forward_outputs, self.options, times, runs.reports)
+        current.unplanned.append(unplanned.plan)
         session.save_plan()
 
     def _whole(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:

@@ -23,7 +23,8 @@ from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.messages import Messages
 from hpml_compiler.runtime.pipelined import Pipelined, of_loop
 from hpml_compiler.runtime.stand_in import collectives_of
-from hpml_compiler.runtime.world import control_group
+from hpml_compiler.runtime.world import control_group, from_all_ranks
+from passes import compat
 from passes.graph.interface import Interface
 
 log = logging.getLogger("hpml")
@@ -46,8 +47,9 @@ class Pipeline(Microbatched):
         text = structure_of(self.loop.body)
         same_graph(hashlib.sha256(text.encode()).hexdigest(), lambda: text)
         self.staged = self.cut_in_stages()
+        times = self.staged.stages.time_us  # of one microbatch
         self.stages = when_all_can("cut its stages in two", lambda: [
-            LoweredStage(graph, options.compiler, self.table.splits_backward) for graph in self.staged.graphs
+            LoweredStage(graph, options, self.table.splits_backward, times[graph.index]) for graph in self.staged.graphs
             if self.table.ranks[graph.index] == self.place])
         self.needs = Needs(self.marked, self.loop, self.staged, self.table, self.interface)
         if dist.get_rank() == 0:
@@ -75,6 +77,7 @@ class Pipeline(Microbatched):
 
     def schedule(self) -> Pipelined:
         stages = when_all_can("compile its stages", lambda: {stage.graph.index: stage.calls() for stage in self.stages})
+        self._share_reports()
         group = self.mesh.get_group(STAGES_AXIS)
         messages = Messages(dist.get_process_group_ranks(group), torch.device(device_type()), group,
                             control_group() if self.mesh.ndim > 1 else None)
@@ -82,3 +85,10 @@ class Pipeline(Microbatched):
         return Pipelined(self.loop, self.calls(of_loop, None, ()), self.table, self.place, stages, messages,
                          self.staged.reads, self.staged.outputs, self.staged.gradients, self.alone, self.elsewhere,
                          self.lent, before)
+
+    def _share_reports(self) -> None:
+        """All ranks say the same of all stages."""
+        with compat.outside_tracing():
+            found = from_all_ranks({stage.graph.index: stage.reports for stage in self.stages})
+        for _, reports in sorted((pair for own in found for pair in own.items()), key=lambda pair: pair[0]):
+            self.reports.update(reports)

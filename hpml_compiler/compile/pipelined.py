@@ -68,7 +68,7 @@ class PipelinedGraph:
         self.gm, self.given, self.options = gm, inputs, options
         self.name = f"graph of a pipeline, {len(session.current().graphs)}"
         self.mesh = StageMesh(options.mesh or {})
-        self.lowering = Lowering(options.compiler)
+        self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
         self.holding = Holding()
         self.runs: Pipeline | None = None
         self.placements: dict[int, tuple[Placement, ...]] = {}
@@ -90,6 +90,8 @@ class PipelinedGraph:
         function = compat.aot_autograd(
             fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
             partition_fn=self._partition, decompositions=decompositions(self.options.compiler))(self.gm, examples)
+        if self.runs is not None:
+            session.save_plan()  # which says now what was compiled in blocks
         same_values(own_values(self.inputs.described, self.given))
         borrowed = {k for k, x in enumerate(self.given) if owner_of(x) is not None} - self.inputs.gathered - self.own_here
         installed = install(self.placements, self.gm, self.given, self.mesh.devices, self.inputs.gathered, self.inputs.written,
@@ -153,7 +155,8 @@ class PipelinedGraph:
         current, cluster = session.current(), local_cluster(self.options, dist.get_world_size())
         current.options, current.cluster = self.options, str(cluster)
         plan = StagedPlan(traced, self.inputs.described, forward_outputs, self.options, cluster, self.times, self.planned)
-        current.unplanned.append(lambda name: plan.plan(name, runs.marked, runs.staged, runs.table))
+        current.unplanned.append(lambda name: plan.plan(name, runs.marked, runs.staged, runs.table).model_copy(
+            update={"blocks": runs.reports}))
         session.save_plan()
 
     def _all_of_it(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 from hpml_compiler.compile.lowering import Lowering
+from hpml_compiler.options import Options
 from hpml_compiler.planning.staged_body import halves_of
+from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.stages import Half, StageCalls
 from hpml_compiler.runtime.stand_in import collectives_of
 from passes.graph.nodes import memory_of, returned_nodes
@@ -11,26 +13,33 @@ from passes.transform.split_stages import GRADIENT, StageGraph
 
 class LoweredStage:
     """A stage that is cut into forward and backward at once, and compiled by `calls`. splits_backward: gradients of weights run
-    apart."""
+    apart. step_us: what the stage is predicted to take for one microbatch."""
 
-    def __init__(self, graph: StageGraph, compiler: str, splits_backward: bool = False):
+    def __init__(self, graph: StageGraph, options: Options, splits_backward: bool = False, step_us: float = 0.0):
+        compiler = options.compiler
         self.graph, self.halves = graph, halves_of(graph, compiler, splits_backward)
-        self.lowering = Lowering(compiler)
+        self.lowering = Lowering(compiler, blocks=options.compile_blocks)
         self.lowering.reuse = compiler == "inductor"  # call by call, each value is let go of when it was last read
+        self.lowering.step_us = step_us
         self.lowering.forward_outputs = graph.forward_outputs
         self.saved = self.halves.saved
         self.shared = self._sent() | self._waiting()
 
     def calls(self) -> StageCalls:
-        forward, *backwards = self.halves.forward, self.halves.backward, self.halves.weight
+        forward, backwards = self.halves.forward, {"backward": self.halves.backward, "weights": self.halves.weight}
+        halves = {name: half for name, half in backwards.items() if half is not None}
         # Before these are compiled, which changes them.
-        parts = [collectives_of(None if half is None else half.gm) for half in (forward, *backwards)]
-        run, calls = self.lowering.part(forward.gm, [half.gm for half in backwards if half is not None],
-                                        self.graph.forward_outputs)
-        backward, weight = (None if half is None else Half(calls.pop(0), half.takes, half.returns, own)
-                            for half, own in zip(backwards, parts[1:], strict=True))
-        return StageCalls(self.graph, Half(run, forward.takes, forward.returns, parts[0]), backward, weight,
-                          tuple(self.saved), self.shared)
+        parts = {name: collectives_of(half.gm) for name, half in {"forward": forward, **halves}.items()}
+        graphs = {name: half.gm for name, half in halves.items()}
+        run, calls = self.lowering.part(forward.gm, graphs, self.graph.forward_outputs)
+        lowered = {name: Half(calls[name], half.takes, half.returns, parts[name]) for name, half in halves.items()}
+        return StageCalls(self.graph, Half(run, forward.takes, forward.returns, parts["forward"]), lowered.get("backward"),
+                          lowered.get("weights"), tuple(self.saved), self.shared)
+
+    @property
+    def reports(self) -> dict[str, BlocksReport]:
+        """What `calls` has compiled in blocks."""
+        return {f"stage {self.graph.index} {half}": report for half, report in self.lowering.reports.items()}
 
     def _sent(self) -> frozenset[int]:
         """Places of gradients whose memory the stage before may still read, or that another stage adds to."""

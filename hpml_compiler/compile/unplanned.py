@@ -5,7 +5,7 @@ so it is made from a copy of the graph as it was traced, later.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.fx import GraphModule
 
@@ -15,7 +15,7 @@ from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.microbatches import loss_of
 from hpml_compiler.planning.one_device import plan_of_one_device
 from hpml_compiler.planning.plan_graph import plan_graph
-from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.plans.schema import BlocksReport, GraphPlan
 from passes import compat
 from passes.graph.copied import copied
 from passes.graph.interface import GraphInput
@@ -47,10 +47,12 @@ class Unplanned:
 
 
 class UnplannedInTime:
-    """A graph as it was when it was decided that it goes through its batch in microbatches, and how it does."""
+    """A graph as it was when it was decided that it goes through its batch in microbatches, and how it does. blocks: what is
+    compiled in blocks, which fills itself when it is."""
 
-    def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options, times: InTime):
-        self.joint, self.times = joint, times
+    def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options, times: InTime,
+                 blocks: Mapping[str, BlocksReport]):
+        self.joint, self.times, self.blocks = joint, times, blocks
         self.inputs, self.forward_outputs, self.options = inputs, forward_outputs, options
         self.frame = compat.frame_being_compiled()
 
@@ -61,4 +63,4 @@ class UnplannedInTime:
         planned = plan_graph(annotated, options, cluster, name=name)
         record = with_microbatches(planned.record, annotated.graph, self.times, loss_of(self.joint) is not None,
                                    mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
-        return record.model_copy(update={"frame": self.frame})
+        return record.model_copy(update={"frame": self.frame, "blocks": self.blocks})

@@ -217,7 +217,8 @@ class GraphPlan(Record):
 
     `pipeline`: the stages that it goes through, where there are any.
 
-    `blocks`: of the halves of it that are compiled in blocks: what of them is.
+    `blocks`: of the halves of it that are compiled in blocks: what of them is. In microbatches, halves are those of one; in
+    stages, they are named after these: "stage 0 forward", "stage 0 backward" and, where that is cut in two, "stage 0 weights".
     """
 
     graph_hash: str

@@ -175,9 +175,9 @@ def writing_over(places: Sequence[int]) -> Any:
 
 
 def places_written_over() -> frozenset[int]:
-    """Inside the compiler of a backward graph: places of the inputs that it may write over."""
-    known: Any = TracingContext.get().fw_metadata
-    return frozenset(known.bw_donated_idxs or ())
+    """Inside the compiler of a backward graph: places of the inputs that it may write over; none where nobody has said."""
+    known: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
+    return frozenset(getattr(known, "bw_donated_idxs", None) or ())
 
 
 def settings_of_tracing() -> list[Any] | None:
