@@ -5,7 +5,7 @@ inductor, interleaved in one process.
 
 By hand is `for part in batch.chunk(m): loss = call(part) / m; loss.backward()`, which adds gradients up in `.grad`; it means
 the same where every part has as many rows (and, of a mean over tokens, as many tokens) as every other. `whole` is inductor
-without microbatches. Peaks are bytes above parameters and the optimizer's state.
+without microbatches; `hpml_blocks` compiles equal blocks once. Peaks are bytes above parameters and the optimizer's state.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from common import build, median, report, seconds, turn
 from memory import MIB, Training
 
-CONTENDERS = ("whole", "by_hand", "hpml")
+CONTENDERS = ("whole", "by_hand", "hpml", "hpml_blocks")
 
 
 class ByHand(Training):
@@ -42,8 +42,9 @@ def contender(kind: str, name: str, microbatches: int) -> tuple[Training, Callab
     training = (ByHand if kind == "by_hand" else Training)(model, optimizer, batch)
     if isinstance(training, ByHand):
         training.parts = microbatches
-    if kind == "hpml":
-        return training, torch.compile(model, backend="hpml", options={"microbatches": microbatches})
+    if kind.startswith("hpml"):
+        blocks = "on" if kind == "hpml_blocks" else "off"
+        return training, torch.compile(model, backend="hpml", options={"microbatches": microbatches, "compile_blocks": blocks})
     return training, torch.compile(model)
 
 
@@ -63,6 +64,7 @@ def compared(name: str, microbatches: int, rounds: int) -> dict[str, Any]:
         "benchmark": "microbatches", "model": name, "microbatches": microbatches, "rounds": rounds,
         "median_step_s": {kind: median(t) for kind, t in times.items()},
         "ratio_to_by_hand": median([a / b for a, b in zip(times["hpml"], times["by_hand"])]),
+        "ratio_of_blocks": median([a / b for a, b in zip(times["hpml_blocks"], times["hpml"])]),
         "peak_above_state_mib": peaks, "third_loss": losses, "first_step_s": first,
     }
 

@@ -85,8 +85,7 @@ class _Compilation:
     """One graph on its way through the compiler."""
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options):
-        self.gm, self.given_inputs, self.options = gm, example_inputs, options
-        self.session = session.current()
+        self.gm, self.given_inputs, self.options, self.session = gm, example_inputs, options, session.current()
         self.sharing: Sharing | None = None
         if options.memory_budget is not None:
             memory_bytes = local_cluster(options, dist.get_world_size()).device.memory_bytes
@@ -190,9 +189,9 @@ class _Compilation:
         self.planned = planned = replace(planned, record=record)
         self.record = self.session.graphs[-1] = record
         with self._doing("rewrite", "rewriting"):
-            runs = in_microbatches(gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options,
-                                   forward_outputs, self.inputs.kept_gradients(annotated, forward_outputs),
-                                   step_us=record.predicted.step_time_us)
+            runs = in_microbatches(
+                gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options, forward_outputs,
+                self.inputs.kept_gradients(annotated, forward_outputs), step_us=record.predicted.step_time_us)
         self._say(annotated, planned)
         return runs
 

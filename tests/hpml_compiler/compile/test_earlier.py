@@ -111,11 +111,11 @@ def test_with_inductor_all_that_was_compiled_is_found(launch, monkeypatch, tmp_p
 def compiled(rank: int):
     from torch._dynamo.utils import counters
 
-    results = []
+    results, counted = [], counters["inductor"]
     for options in ({}, {"compile_blocks": "on"}):
-        counters.clear()
+        counted.clear()
         seen, found, _, _ = train(rank, {"compiler": "inductor", **options})
-        results.append((seen, counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], len(found)))
+        results.append((seen, counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"], len(found)))
     return results
 
 
