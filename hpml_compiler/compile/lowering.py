@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.blocks import Blocks
+from hpml_compiler.compile.phases import tell
 from hpml_compiler.compile.turns import Ahead, Job, in_turn, name_of
 from hpml_compiler.plans.schema import BlocksReport
 from passes import compat
@@ -171,11 +172,13 @@ class Lowering:
         blocks = self._blocks(gm, inputs, is_backward)
         if blocks is not None:
             made, jobs = {}, self._segments(blocks, is_inference)
+            tell(f"block 1 of {len(jobs)}")
             for number, call in in_turn([*jobs.values()], ahead):
                 if call is None:
                     log.info("Blocks are not compiled apart: one of them has results of other strides than were traced")
                     break
                 made[[*jobs][number]] = call
+                tell(f"block {min(len(made) + 1, len(jobs))} of {len(jobs)}")
             else:
                 self.reports[half] = report = blocks.report
                 log.info("%d of %d calls of a graph are compiled, in %d segments of which %d differ", report.compiled,

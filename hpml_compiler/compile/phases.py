@@ -16,7 +16,7 @@ class phase:  # noqa: N801  # reads as a statement
     terminal says `text`."""
 
     def __init__(self, what: str, text: str, seconds: dict[str, float]) -> None:
-        self.what, self.text, self.seconds = what, text, seconds
+        self.what, self.text, self.seconds, self.detail = what, text, seconds, ""
         self.inside_s = 0.0
 
     def __enter__(self) -> None:
@@ -33,8 +33,15 @@ class phase:  # noqa: N801  # reads as a statement
         _show()
 
 
+def tell(detail: str) -> None:
+    """How far what is being done has come: "block 3 of 5"."""
+    if _open:
+        _open[-1].detail = f", {detail}"
+        _show()
+
+
 def _show() -> None:
     """Write the line anew, or take it away: only where somebody may look at it, so that logs in files have none of it."""
     if not sys.stderr.isatty() or dist.is_initialized() and dist.get_rank() != 0:
         return
-    print("\r\x1b[K" + (f"hpml: {_open[-1].text} ..." if _open else ""), end="", file=sys.stderr, flush=True)
+    print("\r\x1b[K" + (f"hpml: {_open[-1].text}{_open[-1].detail} ..." if _open else ""), end="", file=sys.stderr, flush=True)

@@ -3,7 +3,10 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.nn import functional as F
 import hpml_compiler
 from hpml_compiler.compile import earlier
 from hpml_compiler.compile.stand_in import stand_in
+from hpml_compiler.plans import graph_file, plan_file
 from tests.helpers.ranks import RanksFailed
 
 FOUND = "rewritten as in an earlier launch"
@@ -405,3 +409,40 @@ def test_without_the_cache_nothing_is_kept(launch, folder, monkeypatch):
     monkeypatch.setenv("HPML_CACHE", "0")
     (_, found, _, _), *_ = launch(train, args=({"mesh": {"dp": 2}},))
     assert not found and not folder.exists()
+
+
+def train_on_a_full_disk(rank: int, full: tuple[int, ...], most_bytes: int):
+    """Files that these ranks write cannot become larger than that, as where a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank in full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        return train(rank, {"mesh": {"dp": 2}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_a_word(launch):
+    """Where not even files can be made; then where they are made, and entries do not fit, on one rank alone."""
+    launches = [((0, 1), 4000), ((1,), 30_000), ((), 0)]
+    results = [launch(train_on_a_full_disk, args=each) for each in launches]
+    for (full, _), ranks in zip(launches, results, strict=True):
+        for rank, (seen, found, said, _) in enumerate(ranks):
+            assert seen == results[-1][rank][0] and not found
+            words = [each for each in said if "cannot be kept for the next launch" in each]
+            assert bool(words) == (rank in full)
+            assert all("set HPML_CACHE_DIR to a folder on a local disk" in each for each in words)
+
+
+def test_jobs_that_share_a_folder_do_not_disturb_each_other(launch):
+    """Nor does one that forgets what is there meanwhile."""
+    cases = [({"mesh": {"dp": 2}},), ({"mesh": {"dp": 2}},), ({"mesh": {"tp": 2}},)]
+    with ThreadPoolExecutor() as at_once:
+        jobs = [at_once.submit(launch, train, args=case, timeout_s=110) for case in cases]
+        while not all(job.done() for job in jobs):
+            time.sleep(0.5)
+            plan_file.clear()
+            graph_file.clear()
+        found = [[rank[0] for rank in job.result()] for job in jobs]
+    alone = [[rank[0] for rank in launch(train, args=case)] for case in cases[1:]]
+    assert found == [alone[0], *alone]

@@ -5,9 +5,12 @@ import io
 import time
 
 import pytest
+import torch
+from torch import nn
 
 from hpml_compiler.compile import phases
 from hpml_compiler.compile.phases import phase
+from tests.hpml_compiler.compile.test_blocks import Layer
 
 
 class Terminal(io.StringIO):
@@ -34,6 +37,23 @@ def test_a_terminal_is_told_what_is_being_done_and_is_left_clean(monkeypatch):
         pass
     said = terminal.getvalue().split("\r\x1b[K")
     assert said == ["", "hpml: graph_0: tracing ...", "hpml: graph_0: planning ...", "hpml: graph_0: tracing ...", ""]
+
+
+def test_a_terminal_is_told_how_far_it_has_come(monkeypatch):
+    """Of layers, what differs is compiled: two ends and one in the middle."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(0.0) for _ in range(8)))
+    call = torch.compile(model, backend="hpml", options={"compiler": "eager", "compile_blocks": "on", "microbatches": 2})
+    with phase("compile forward", "graph_0: compiling forward", {}):
+        call(torch.ones(4, 16)).sum().backward()
+    said = [line for line in terminal.getvalue().split("\r\x1b[K") if "block" in line]
+    ends = [line.removeprefix("hpml: graph_0: compiling forward, block ") for line in said]
+    assert ends and ends[0].startswith("1 of ")
+    for line in ends:
+        number, total = map(int, line.removesuffix(" ...").split(" of "))
+        assert 1 <= number <= total
 
 
 def test_what_is_no_terminal_is_told_nothing(capsys):
