@@ -126,8 +126,9 @@ def test_stages_that_are_split_on_other_axes(launch):
     )],))
 
 
+@pytest.mark.timeout(240)
 def test_inductor_with_its_own_random_numbers(launch):
-    launch(trained, 2, ([(Tied, "inductor", {"mesh": {"pp": 2}, "microbatches": 2})],))
+    launch(trained, 2, ([(Tied, "inductor", {"mesh": {"pp": 2}, "microbatches": 2})],), timeout_s=220)
 
 
 def evaluated(rank, options):
