@@ -26,13 +26,8 @@ def cache_folder() -> Path:
     return (Path(caches) if caches else Path.home() / ".cache") / "hpml"
 
 
-def delete(path: Path) -> Path | None:
-    """Delete a file of this kind, with what SQLite keeps beside it; None where there is none."""
-    if not path.exists():
-        return None
-    for each in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
-        each.unlink(missing_ok=True)
-    return path
+class Unusable(BadInput):
+    """A file that cannot be opened, read or written: it is not allowed, the disk is full, another process holds it."""
 
 
 class SqliteFile:
@@ -43,7 +38,8 @@ class SqliteFile:
     several hosts should not share one, as with any SQLite file on a network disk.
 
     table: the statement that makes it. version: of its columns. name: what errors call it; remake: what to do where it is
-    damaged. Raises BadInput, naming the file, where it is damaged, of another version, or cannot be opened.
+    damaged. Raises BadInput, naming the file, where it is damaged or of another version; Unusable where it cannot be opened or
+    written.
     """
 
     def __init__(self, path: Path, table: str, version: int, name: str, remake: str) -> None:
@@ -65,6 +61,22 @@ class SqliteFile:
         """Raises BadInput where nothing could be kept. Makes the file."""
         self.guarded(self._begin_to_write)
 
+    def forget(self, table: str) -> Path | None:
+        """Delete all rows, and give the disk its room back. The file; None where there was nothing.
+
+        The file itself stays: another process may be at it, whose next write would go to what SQLite keeps beside the file of
+        that name, which is a new one by then, and damage that. One that cannot be emptied, as on a full disk, is deleted.
+        """
+        if not self.path.exists():
+            return None
+        try:
+            return self.path if self.guarded(lambda: self._emptied(table)) else None
+        except BadInput:
+            self.close()
+            for each in (self.path, *(self.path.with_name(self.path.name + end) for end in ("-wal", "-shm"))):
+                each.unlink(missing_ok=True)
+            return self.path
+
     def close(self) -> None:
         """Closes the file; the next use opens it again."""
         if self._connection is not None:
@@ -83,10 +95,10 @@ class SqliteFile:
         try:
             return do()
         except (sqlite3.OperationalError, OSError) as error:  # not there, not allowed, disk full, held by another
-            raise BadInput(
+            raise Unusable(
                 f"cannot use the {self.name}: {error}",
                 where,
-                "set HPML_CACHE_DIR to a folder on a local disk that can be written",
+                "make room there, or set HPML_CACHE_DIR to a folder on a local disk that can be written",
             ) from error
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             raise BadInput(f"the {self.name} is damaged: {error}", where, self._remake) from error
@@ -95,6 +107,12 @@ class SqliteFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._open() as connection:
             connection.executemany(sql, rows)
+
+    def _emptied(self, table: str) -> bool:
+        with self._open() as connection:
+            some = connection.execute(f"DELETE FROM {table}").rowcount > 0
+        connection.execute("VACUUM")
+        return some
 
     def _begin_to_write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ def _clear_cache(as_json: bool) -> None:
     if as_json:
         print(json.dumps({"cleared": [*map(str, cleared)]}))
     else:
-        print("\n".join(f"deleted {path}" for path in cleared) or "there is nothing of earlier launches")
+        print("\n".join(f"emptied {path}" for path in cleared) or "there is nothing of earlier launches")
 
 
 def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:

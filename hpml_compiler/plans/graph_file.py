@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 
 from passes.errors import BadInput
-from passes.sqlite_file import SqliteFile, cache_folder, delete
+from passes.sqlite_file import SqliteFile, cache_folder
 
 FILE_NAME = "graphs.sqlite"
 SCHEMA_VERSION = 1
@@ -38,7 +38,8 @@ def put(key: str, entry: bytes) -> None:
 
 def clear() -> Path | None:
     """Forget all graphs. The file that they were in; None where there was none."""
-    return delete(_file().path)
+    with _file() as graphs:
+        return graphs.forget("graph")
 
 
 def _digest(packed: bytes) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from passes.errors import BadInput
-from passes.sqlite_file import SqliteFile, cache_folder, delete
+from passes.sqlite_file import SqliteFile, cache_folder
 
 FILE_NAME = "plans.sqlite"
 SCHEMA_VERSION = 1
@@ -51,7 +51,8 @@ def put(key: str, entry: str) -> None:
 
 def clear() -> Path | None:
     """Forget all plans. The file that they were in; None where there was none."""
-    return delete(_file().path)
+    with _file() as plans:
+        return plans.forget("plan")
 
 
 def _file() -> SqliteFile:
