@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import GraphModule, Node
 
 from hpml_compiler.plans.schema import BlocksReport
-from passes.graph.nodes import returned_nodes
+from passes.graph.nodes import on_cpus, returned_nodes
 from passes.transform.segments import Segment, cut_segments
 
 log = logging.getLogger("hpml")
@@ -65,9 +64,7 @@ class Blocks:
     def costs_little(self, step_us: float) -> bool:
         """Whether a step of so many µs on CPUs takes as long with these calls as whole, within what can be told. On a GPU,
         which is kept waiting where its host is late, nobody has measured it."""
-        cpu = all(x.device.type == "cpu" for node in self.gm.graph.find_nodes(op="placeholder")
-                  if isinstance(x := node.meta["val"], torch.Tensor))
-        return cpu and len(self.segments) * CALL_US <= MOST_LOST * step_us
+        return on_cpus(self.gm) and len(self.segments) * CALL_US <= MOST_LOST * step_us
 
     def parts(self) -> dict[Hashable, Segment]:
         """What is compiled, by key."""

@@ -15,7 +15,7 @@ from hpml_compiler.compile.phases import tell
 from hpml_compiler.compile.turns import Ahead, Job, in_turn, name_of
 from hpml_compiler.plans.schema import BlocksReport
 from passes import compat
-from passes.graph.nodes import returned_nodes
+from passes.graph.nodes import on_cpus, returned_nodes
 from passes.graph.packed_graph import bare
 from passes.keeping.keys import KeptNodes
 from passes.presets import rematerializing
@@ -51,11 +51,6 @@ def freeing(gm: GraphModule) -> Callable[[list[Any]], Any]:
 def values_of(gm: GraphModule) -> list[Any]:
     """Fake values of the inputs of a graph: after rewriting, local ones."""
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-
-
-def on_cpus(gm: GraphModule) -> bool:
-    """Whether all that a graph is given is on CPUs."""
-    return all(x.device.type == "cpu" for x in values_of(gm) if isinstance(x, torch.Tensor))
 
 
 def drop_unused(half: GraphModule, other: str) -> None:
@@ -123,7 +118,8 @@ class Lowering:
 
     def backward(self, gm: GraphModule, inputs: Any, half: str = "backward") -> Callable[[list[Any]], Any]:
         # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
-        return self._lower(half, gm, inputs, is_backward=True, is_inference=False)
+        with self.waiting_once(gm):
+            return self._lower(half, gm, inputs, is_backward=True, is_inference=False)
 
     def part(self, forward: GraphModule, backwards: Mapping[str, GraphModule], outputs: int) -> tuple[Call, dict[str, Call]]:
         """Both halves of a part of what AOTAutograd takes for one graph; backward in one graph, or in several that run one
@@ -155,20 +151,16 @@ class Lowering:
         return run, calls
 
     def inference(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
-        return self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=True)
-
-    def _lower(self, half: str, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
-               ahead: Ahead | None = None) -> Call:
-        """ahead: what is compiled next, if others are at this."""
         with self.waiting_once(gm):
-            return self._lowered(half, gm, inputs, is_backward, is_inference, ahead)
+            return self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=True)
 
     def waiting_once(self, gm: GraphModule) -> Any:
         """A context at whose end all is there that the C++ compiler makes of what is lowered inside."""
         return compat.kernels_later() if self.inductor and on_cpus(gm) else contextlib.nullcontext()
 
-    def _lowered(self, half: str, gm: GraphModule, inputs: Any, is_backward: bool, is_inference: bool,
-                 ahead: Ahead | None) -> Call:
+    def _lower(self, half: str, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
+               ahead: Ahead | None = None) -> Call:
+        """ahead: what is compiled next, if others are at this."""
         blocks = self._blocks(gm, inputs, is_backward)
         if blocks is not None:
             made, jobs = {}, self._segments(blocks, is_inference)

@@ -114,8 +114,7 @@ class Microbatched:
         return [*self.saved_by_one.values()] * self.microbatches
 
     def forward(self) -> Call:
-        with self.lowering.waiting_once(self.loop.body):
-            schedule = self.schedule()
+        schedule = self.schedule()
         if self.loss is None:
             self.runs = LossOutside(schedule, self.forward_outputs, self.saved)
         else:
@@ -134,9 +133,10 @@ class Microbatched:
         made = {name: k for k, name in enumerate(self.saved_by_one)}
         reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
         saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
-        run_forward, backwards = self.lowering.part(forward, {"backward": backward}, len(self.loop.forward))
+        with self.lowering.waiting_once(self.loop.body):
+            run_forward, backwards = self.lowering.part(forward, {"backward": backward}, len(self.loop.forward))
+            calls = self.calls(run_forward, backwards["backward"] if self.loop.backward else None, saved)
         self.reports.update(self.lowering.reports)
-        calls = self.calls(run_forward, backwards["backward"] if self.loop.backward else None, saved)
         return Schedule(self.loop, calls, self.microbatches)
 
     def calls(self, forward: Call, backward: Call | None, saved: tuple[int, ...]) -> Calls:

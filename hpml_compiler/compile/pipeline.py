@@ -22,6 +22,7 @@ from hpml_compiler.planning.staged_body import StagedBody, stage_body, structure
 from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.messages import Messages
 from hpml_compiler.runtime.pipelined import Pipelined, of_loop
+from hpml_compiler.runtime.stages import StageCalls
 from hpml_compiler.runtime.stand_in import collectives_of
 from hpml_compiler.runtime.world import control_group, from_all_ranks
 from passes import compat
@@ -76,7 +77,7 @@ class Pipeline(Microbatched):
         return [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.saved.values()]
 
     def schedule(self) -> Pipelined:
-        stages = when_all_can("compile its stages", lambda: {stage.graph.index: stage.calls() for stage in self.stages})
+        stages = when_all_can("compile its stages", self._compiled)
         self._share_reports()
         group = self.mesh.get_group(STAGES_AXIS)
         messages = Messages(dist.get_process_group_ranks(group), torch.device(device_type()), group,
@@ -85,6 +86,11 @@ class Pipeline(Microbatched):
         return Pipelined(self.loop, self.calls(of_loop, None, ()), self.table, self.place, stages, messages,
                          self.staged.reads, self.staged.outputs, self.staged.gradients, self.alone, self.elsewhere,
                          self.lent, before)
+
+    def _compiled(self) -> dict[int, StageCalls]:
+        """The stages of this rank, with their kernels: one that cannot be compiled is told to the other ranks, too."""
+        with self.lowering.waiting_once(self.loop.body):
+            return {stage.graph.index: stage.calls() for stage in self.stages}
 
     def _share_reports(self) -> None:
         """All ranks say the same of all stages."""

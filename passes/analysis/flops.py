@@ -23,6 +23,7 @@ from passes.analysis.shapes import SHAPES, Shapes, TensorSpec
 from passes.annotations import Key, read, write
 from passes.base import AnalysisPass
 from passes.compat import pytree, size_hint
+from passes.graph.nodes import arguments_of, constants_of
 from passes.registry import register
 
 _log = logging.getLogger("hpml")
@@ -49,12 +50,10 @@ class Flops(AnalysisPass):
 
 def _remembered(node: fx.Node, known: dict[Hashable, float]) -> float:
     """Of equal calls, formulas are asked once."""
-    specs: list[Any] = [read(SHAPES, node)]
-    form = repr(fx.map_arg((node.args, node.kwargs), lambda x: specs.append(read(SHAPES, x)) or "?"))  # pyright: ignore
-    if any(isinstance(x, torch.SymInt) for each in (node, *node.all_input_nodes)
-           for x in pytree.tree_leaves(each.meta.get("val"))):
+    told = node, *arguments_of(node)
+    if any(isinstance(x, torch.SymInt) for each in told for x in pytree.tree_leaves(each.meta.get("val"))):
         return node_flops(node)  # a number that shapes do not tell
-    key = node.target, form, tuple(specs)
+    key = node.target, constants_of(node), tuple(read(SHAPES, each) for each in told)
     if key not in known:
         known[key] = node_flops(node)
     return known[key]

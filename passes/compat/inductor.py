@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from passes.compat.tracing import fake_mode_of
 
@@ -109,7 +110,8 @@ def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
 
 
 class _Chosen(BaseException):
-    """Raised where the partitioner knows what it saves, instead of going on to make two graphs. saved: these nodes."""
+    """Raised where the partitioner knows what it saves, instead of going on to make two graphs. saved: these nodes. Nothing
+    that torch may catch on the way as an error of its own."""
 
     def __init__(self, saved: list[torch.fx.Node]) -> None:
         self.saved = saved
@@ -126,12 +128,15 @@ def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, dedu
     extract = partitioners._extract_fwd_bwd_modules
     partitioners._extract_fwd_bwd_modules = stop
     try:
-        min_cut_partition(joint, (), forward_outputs, (), deduplicate=deduplicate)
+        forward, _ = min_cut_partition(joint, (), forward_outputs, (), deduplicate=deduplicate)
     except _Chosen as chosen:
         return chosen.saved
     finally:
         partitioners._extract_fwd_bwd_modules = extract
-    raise AssertionError("the partitioner makes its two graphs in another way in this release of torch")
+    # A release of torch that makes its two graphs in another way has made them.
+    (output,) = forward.graph.find_nodes(op="output")
+    results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
+    return [x for x in results[forward_outputs:] if isinstance(x, torch.fx.Node)]
 
 
 def cut(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:

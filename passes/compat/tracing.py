@@ -37,7 +37,7 @@ def outside_tracing() -> Any:
     gloo's queue, while gloo's thread holds the queue and waits for the GIL to free the tensors of the collective before:
     a deadlock, seen in one of a hundred compilations on 2 ranks.
     """
-    with no_python_dispatcher(), _disable_current_modes():
+    with no_python_dispatcher(), without_modes():
         yield
 
 

@@ -34,6 +34,19 @@ def returned_nodes(gm: GraphModule) -> list[Node | None]:
     return [x if isinstance(x, Node) else None for x in results]
 
 
+def on_cpus(gm: GraphModule) -> bool:
+    """Whether all that a graph is given is on CPUs."""
+    return all(x.device.type == "cpu" for node in gm.graph.find_nodes(op="placeholder")
+               if isinstance(x := node.meta["val"], torch.Tensor))
+
+
+def arguments_of(node: Node) -> list[Node]:
+    """All that a call reads, in order, each as often as it is read."""
+    found: list[Any] = []
+    fx.map_arg((node.args, node.kwargs), lambda x: found.append(x) or x)
+    return found
+
+
 def constants_of(node: Node) -> str:
     """The arguments of a call, without the calls among them."""
     return repr(fx.map_arg((node.args, node.kwargs), lambda _: "?"))

@@ -48,7 +48,7 @@ class FakeResults:
     def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         told, operands = [target], []
         tells = isinstance(target, OpOverload) and not target._schema.is_mutable and all(
-            _tell(x, told, operands) for x in (*args, *kwargs, *kwargs.values()))
+            _tell(x, told, operands) for x in (args, tuple(kwargs), tuple(kwargs.values())))
         known = self._known.get(key := tuple(told)) if tells else None
         if known is not None:
             return known.another(operands, self.mode)

@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx import GraphModule, Node
 
 from passes import compat
-from passes.graph.nodes import WAIT, constants_of, is_collective, memory_of, returned_nodes
+from passes.graph.nodes import WAIT, arguments_of, constants_of, is_collective, memory_of, returned_nodes
 from passes.graph.repeats import cuts, described
 from passes.rules.view_names import VIEWS, view_name
 
@@ -150,7 +150,7 @@ def _segment(nodes: Sequence[Node], alone: bool, returned: set[Node]) -> Segment
     told: list[Hashable] = []
     for node in nodes:
         reads = []
-        for x in _arguments(node):
+        for x in arguments_of(node):
             reads.append(("made", inside[x]) if x in inside else ("taken", takes.setdefault(x, len(takes))))
         told.append((node.target, constants_of(node), tuple(reads), described(node.meta.get("val"))))
     gives = [node for node in nodes if node in returned or any(user not in inside for user in node.users)]
@@ -184,10 +184,3 @@ def _memory(node: Node) -> set[int | None]:
         values = node.meta.get("val")
         found |= {memory_of(x) for x in values} if isinstance(values, (tuple, list)) else {memory_of(values)}
     return found if len(found) == 1 else found - {None} or {None}
-
-
-def _arguments(node: Node) -> list[Node]:
-    """All that a call reads, in order, each as often as it is read."""
-    found: list[Any] = []
-    fx.map_arg((node.args, node.kwargs), lambda x: found.append(x) or x)
-    return found
