@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from hpml_compiler.runtime import wrappers
-from passes.compat import dynamo_tried_in_vain
+from passes.compat import changes_of_scalars_stay, dynamo_tried_in_vain
 from passes.errors import BadInput
 
 
@@ -28,6 +28,7 @@ def hpml(
     from hpml_compiler.options import Options, defaults
 
     atexit.unregister(_warn_of_nothing_compiled)
+    changes_of_scalars_stay()
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not known", where="torch.compile",
                        next_step="leave it out; what the modes of inductor tune is not exposed here")

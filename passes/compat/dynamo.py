@@ -35,6 +35,33 @@ def quiet_dynamo() -> Any:
         fakes.setLevel(level)
 
 
+@functools.cache
+def changes_of_scalars_stay() -> None:
+    """Let Dynamo keep what writes to a tensor of no dims in float64.
+
+    It takes every such input for a Python float. After AOTAutograd has found that it cannot trace that float as a symbol,
+    Dynamo traces once more without the float's readers, and what it takes for those are the calls whose results nobody
+    reads: `self.seen.add_(1)` among them, whose result is the input itself. Without this the buffer keeps its old value,
+    silently, with every backend that goes through AOTAutograd (torch 2.11 to 2.15).
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    remove = OutputGraph.remove_tensorify_specialized_graphargs
+
+    @functools.wraps(remove)
+    def remove_inputs_alone(self: Any) -> None:
+        # What it goes by is the value of a call; the input itself and `.item()` of it are still taken out.
+        hidden = {node: node.meta.pop("example_value") for node in self.graph.nodes
+                  if node.op != "placeholder" and "example_value" in node.meta}
+        try:
+            remove(self)
+        finally:
+            for node, value in hidden.items():
+                node.meta["example_value"] = value
+
+    OutputGraph.remove_tensorify_specialized_graphargs = remove_inputs_alone
+
+
 def sets_data(target: Any) -> bool:
     """Whether a call is how Dynamo writes `p.data = value`: a method up to torch 2.14, an operator since."""
     return target is torch.Tensor.set_ or target is getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)
