@@ -79,7 +79,7 @@ def prepare(folder: Path, wheels: Path | None) -> None:
 def environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "HPML_CACHE_DIR": str(folder / "cache"), "HPML_PG_TIMEOUT_S": "60",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 def start(check: Check, args: argparse.Namespace, folder: Path, limit_s: float) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def check_all_reduce() -> Check:
     """Two processes under torchrun, as `hpml run` would start them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                "--module", SMOKE_MODULE]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = child.communicate(timeout=SMOKE_LIMIT_S)

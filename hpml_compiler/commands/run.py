@@ -42,7 +42,8 @@ def run(
     """Run a training script on every device, as torchrun would, with sound defaults.
 
     Sets, unless the environment has them: OMP_NUM_THREADS (cores divided by ranks), HPML_PG_TIMEOUT_S=60 (the time
-    limit of process groups that hpml makes) and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (restarts work with gloo).
+    limit of process groups that hpml makes) and, where ranks may be restarted (--max-restarts, --nnodes MIN:MAX),
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     Ends with the exit code of the first rank that failed; 128 + N if signal N ended it, or the run.
     """
     if module and not _has_module(script):
@@ -52,7 +53,7 @@ def run(
         raise BadInput("the script does not exist", where=script, next_step="give the path of a Python file, or -m and "
                        "a module; options of `hpml run` stand before it, options of the script after it")
     ranks = nproc if nproc is not None else default_ranks()
-    for name, value in environment_defaults(ranks).items():
+    for name, value in environment_defaults(ranks, may_restart=max_restarts > 0 or ":" in nnodes).items():
         os.environ.setdefault(name, value)
     module, script, arguments = started(script, arguments or [], module)
     options = [*_rendezvous(nnodes, node_rank, rdzv_endpoint), f"--nproc-per-node={ranks}",
@@ -83,14 +84,18 @@ def default_ranks() -> int:
     return torch.cuda.device_count() or min(available_cores(), MOST_CPU_RANKS)
 
 
-def environment_defaults(ranks: int) -> dict[str, str]:
+def environment_defaults(ranks: int, may_restart: bool = False) -> dict[str, str]:
     """Environment variables that every rank gets where the user has not set them."""
-    return {
+    defaults = {
         "OMP_NUM_THREADS": str(max(1, available_cores() // ranks)),
         "HPML_PG_TIMEOUT_S": str(PG_TIMEOUT_S),
-        # A restarted gloo group would find the addresses of its dead predecessor in a store shared with torchrun.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if may_restart:
+        # A restarted gloo group finds the addresses of its dead predecessor in a store that torchrun keeps for the ranks.
+        # A store of rank 0's own comes at a price: torchrun chooses its port seconds before rank 0 opens it, and another
+        # process may have it by then ("address already in use"), which takes one more restart.
+        defaults["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return defaults
 
 
 def _has_module(name: str) -> bool:

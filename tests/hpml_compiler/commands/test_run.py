@@ -19,7 +19,8 @@ from hpml_compiler.commands import run as run_command
 
 REPORT = """
 import json, os, sys
-names = ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HPML_PG_TIMEOUT_S", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+names = ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HPML_PG_TIMEOUT_S", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+         "TORCHELASTIC_USE_AGENT_STORE"]
 with open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"]), "w") as f:
     json.dump({"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}, f)
 """
@@ -76,7 +77,7 @@ def test_script_arguments_stay_untouched_and_defaults_are_set(tmp_path):
         assert seen == {
             "arguments": arguments, "RANK": str(rank), "WORLD_SIZE": "2", "HPML_PG_TIMEOUT_S": "60",
             "OMP_NUM_THREADS": str(max(1, run_command.available_cores() // 2)),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def test_the_users_environment_wins_and_a_module_can_be_run(tmp_path):
@@ -120,6 +121,15 @@ def test_a_signal_ends_the_ranks_and_is_the_exit_code(tmp_path, number):
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + number and "SignalException" not in errors
     assert not [pid for pid in pids if psutil.pid_exists(int(pid.read_text()))]
+
+
+@pytest.mark.parametrize(("options", "own"), [([], False), (["--max-restarts", "1"], True), (["--nnodes", "1:1"], True)])
+def test_ranks_have_a_store_of_their_own_only_where_they_may_be_restarted(tmp_path, options, own):
+    """torchrun's is open before the ranks start; rank 0's own opens at a port that was free some seconds before."""
+    meeting = ["--rdzv-endpoint", "localhost:0"] if "--nnodes" in options else []
+    done = _hpml("run", "--nproc", "1", *options, *meeting, _script(tmp_path, REPORT))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "rank0").read_text())["TORCHELASTIC_USE_AGENT_STORE"] == str(not own)
 
 
 def test_gloo_ranks_meet_again_after_a_restart(tmp_path):
