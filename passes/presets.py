@@ -167,7 +167,7 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
     the graph gives what `taken_of` says.
     """
     passes: list[Pass] = [
-        Adopt(decision), Shard(groups), Deduplicate(), TakeOutside(tuple(outside)),
+        Adopt(decision), Shard(groups, asks=compiler == "inductor"), Deduplicate(), TakeOutside(tuple(outside)),
         Bucket(soon=compact, by_block=by_block), GatherAhead(ahead=ahead),
         OwnGradients(tuple(kept_gradients), forward_outputs or 0, compact)]
     if compiler == "inductor":

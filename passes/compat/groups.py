@@ -27,6 +27,11 @@ def collectives_begun(name: str) -> int:
     return group._get_sequence_number_for_group()
 
 
+def coordinate_in(name: str) -> int:
+    """This rank's number in the process group of this name."""
+    return int(cast("Any", distributed_c10d)._resolve_process_group(name).rank())
+
+
 def registered_as(name: str, group: Any) -> str:
     """A further name of a process group for functional collectives; another group that had it here loses it.
 

@@ -3,14 +3,13 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from passes.graph.checkpointed import hand_on
-from passes.graph.nodes import BACKWARD_ON_PURPOSE, BY_COORDINATE
+from passes.graph.nodes import BACKWARD_ON_PURPOSE
 from passes.result import attribute_of
 from passes.transform.fake_results import FakeResults
 from passes.transform.insert import PROVENANCE, Inserter
@@ -20,10 +19,10 @@ class Appender(Inserter):
     """Appends to the graph under construction instead of inserting before a node. marked: the node whose marks of
     checkpointing are handed on."""
 
-    def __init__(self, graph: Graph, like: Node, fakes: FakeResults, tag: str | None = None, by_coordinate: Hashable = None):
+    def __init__(self, graph: Graph, like: Node, fakes: FakeResults, tag: str | None = None):
         super().__init__(graph, like, like, fakes.mode)
         self.fakes = fakes
-        self.tag, self.by_coordinate = tag, by_coordinate
+        self.tag = tag
         self.marked: Node | None = like
 
     def _value(self, x: Any) -> Any:
@@ -37,8 +36,6 @@ class Appender(Inserter):
             if key in self.like.meta:
                 node.meta[key] = self.like.meta[key]
         hand_on(self.marked, node)
-        if self.by_coordinate is not None:
-            node.meta[BY_COORDINATE] = self.by_coordinate
         if self.tag is not None:
             node.meta["partitioner_tag"] = self.tag
         if node.meta.get("partitioner_tag") != "is_backward" and any(

@@ -19,10 +19,12 @@ from torch.fx import Node
 
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.nodes import BY_COORDINATE
+from passes.graph.offset import Offset
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes, AxisKind, time_axis
 from passes.records import FrozenMap
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
+from passes.transform.coordinate import begin_of, is_small, part_from
 from passes.transform.insert import Inserter
 from passes.transform.markers import ADD_UP, PUT_TOGETHER, TAKE
 
@@ -41,6 +43,11 @@ class MeshGroups:
 
     def with_time(self, microbatches: int) -> MeshGroups:
         return MeshGroups((*self.axes, time_axis(microbatches)), (*self.coordinates, 0), (*self.names, ""))
+
+    @property
+    def coordinate_of(self) -> FrozenMap[str, int]:
+        """This rank's coordinate, by name of the process group."""
+        return FrozenMap({name: mine for name, mine in zip(self.names, self.coordinates) if name})
 
     @property
     def axis_of(self) -> FrozenMap[str, int]:
@@ -70,10 +77,10 @@ def around(value: Value, layout: Layout, place: tuple[int, int], axes: Axes) -> 
 
 
 class Redistributor:
-    """Emits hops for this rank. `insert` is where the nodes go."""
+    """Emits hops for this rank. `insert` is where the nodes go. asks: see `passes.transform.shard.Shard`."""
 
-    def __init__(self, groups: MeshGroups):
-        self.groups = groups
+    def __init__(self, groups: MeshGroups, asks: bool = False):
+        self.groups, self.asks = groups, asks
 
     def hop(self, insert: Inserter, x: Node, value: Value, source: Layout, target: Layout) -> Node:
         """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`."""
@@ -130,7 +137,11 @@ class Redistributor:
         for f in rows[dim][:factor]:
             outer *= f
         local = local_shape(value, target, self.groups.axes)
-        where = tuple(value.spec.shape), source, target, axis
+        # Of what the graph is given, a slice: which may be taken before it runs (`passes.transform.take_outside`).
+        asks = self.asks and x.op != "placeholder" and is_small(x, n)
+        where = Offset(local[dim] if outer == 1 else 1, ((self.groups.names[axis], 1),))
+        if outer == 1 and asks:
+            return part_from(insert, x, dim, begin_of(insert, where, x.meta["val"].device), local[dim])
         if outer == 1:
             part = insert(aten.slice.Tensor, x, dim, mine * local[dim], (mine + 1) * local[dim])
             part.meta[BY_COORDINATE] = where
@@ -138,6 +149,9 @@ class Redistributor:
         shape = list(x.meta["val"].shape)
         inner = shape[dim] // (outer * n)
         apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
+        if asks:
+            begin = begin_of(insert, where, x.meta["val"].device)
+            return reshape(insert, part_from(insert, apart, dim + 1, begin, 1), local)
         part = insert(aten.select.int, apart, dim + 1, mine)
         part.meta[BY_COORDINATE] = where
         return reshape(insert, part, local)

@@ -11,14 +11,14 @@ import torch
 from torch.fx import Node
 
 from passes.transform.insert import Inserter
-from passes.transform.local import Local
+from passes.transform.local import Local, Range
 
 aten = torch.ops.aten
 
 
-def _range(call: Local) -> tuple[int, int]:
-    ((first, count),) = call.ranges.values()
-    return first, count
+def _range(call: Local) -> Range:
+    (own,) = call.ranges.values()
+    return own
 
 
 def _whole(call: Local) -> int:
@@ -30,11 +30,12 @@ def _whole(call: Local) -> int:
 
 def _own(call: Local, insert: Inserter, index: Node, wraps: bool = False) -> tuple[Node, Node]:
     """(index shifted into this rank's range, or 0; whether it lies there). `wraps`: negative ones count from the end."""
-    first, count = _range(call)
+    own = _range(call)
     if wraps:
         index = insert(aten.where.self, insert(aten.lt.Scalar, index, 0), insert(aten.add.Tensor, index, _whole(call)), index)
-    shifted = insert(aten.sub.Tensor, index, first)
-    valid = insert(aten.bitwise_and.Tensor, insert(aten.ge.Scalar, shifted, 0), insert(aten.lt.Scalar, shifted, count))
+    first = own.asked(insert, index.meta["val"].device) if call.asks else own.first
+    shifted = own.marked(insert(aten.sub.Tensor, index, first))
+    valid = insert(aten.bitwise_and.Tensor, insert(aten.ge.Scalar, shifted, 0), insert(aten.lt.Scalar, shifted, own.count))
     return insert(aten.mul.Tensor, shifted, valid), valid
 
 
@@ -96,7 +97,7 @@ def _index_select(call: Local, insert: Inserter) -> Node:
 def _scatter(call: Local, insert: Inserter) -> Node:
     """What falls outside of the range goes into one more slot, which is cut off."""
     table, dim, index, *rest = call.args
-    _, count = _range(call)
+    count = _range(call).count
     rank = table.meta["val"].dim()
     dim %= rank
     shifted, valid = _own(call, insert, index)

@@ -3,9 +3,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch.fx import Node
+
+from passes.graph.nodes import BY_COORDINATE
+from passes.graph.offset import Offset
 from passes.rules.base import Rule
+from passes.transform.coordinate import begin_of
+from passes.transform.insert import Inserter
+
+
+class Range(NamedTuple):
+    """A rank's part of a dim that is split."""
+
+    first: int
+    count: int
+    begins: Offset
+    """How the first follows from where the rank is."""
+
+    def marked(self, node: Node) -> Node:
+        """A call that has the first among its constants."""
+        node.meta[BY_COORDINATE] = self.begins
+        return node
+
+    def asked(self, insert: Inserter, device: torch.device) -> Node | int:
+        """The first, asked for when the graph runs."""
+        return begin_of(insert, self.begins, device)
 
 
 @dataclass(frozen=True)
@@ -18,10 +43,12 @@ class Local:
     whole: tuple[tuple[int, ...], ...]
     local: tuple[tuple[int, ...], ...]
     rule: Rule | None
-    ranges: Mapping[int, tuple[int, int]]
-    """Operand that holds indices -> (first index, number) of this rank's range, where the indexed dim is split."""
-    ordered: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Dim of the first result whose positions count -> (first position, number) of this rank's range, where it is split."""
+    ranges: Mapping[int, Range]
+    """Operand that holds indices -> this rank's range of them, where the indexed dim is split."""
+    ordered: Mapping[int, Range] = field(default_factory=dict)
+    """Dim of the first result whose positions count -> this rank's range of them, where it is split."""
+    asks: bool = False
+    """Whether the first of a range is asked for when the graph runs."""
     strides: tuple[tuple[int, ...], ...] = ()
     """Of the whole operands; only what reads memory rather than dims needs them."""
 

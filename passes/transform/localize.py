@@ -16,9 +16,10 @@ from torch.fx import Node
 from passes.rules.base import Rule
 from passes.rules.table import name_of
 from passes.transform.collectives import reshape
+from passes.transform.coordinate import times
 from passes.transform.indexed import INDEXED
 from passes.transform.insert import Inserter
-from passes.transform.local import Local
+from passes.transform.local import Local, Range
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -160,22 +161,32 @@ def _iota(call: Local, insert: Inserter) -> Node:
     """args: length; start, step, …"""
     if not call.ordered:
         return insert(call.target, *call.args, **call.kwargs)
-    first, count = call.ordered[0]
-    start, step = call.kwargs["start"], call.kwargs["step"]
-    return insert(call.target, count, **{**call.kwargs, "start": start + first * step})
+    own, start, step = call.ordered[0], call.kwargs["start"], call.kwargs["step"]
+    if call.asks:
+        return _from_asked(call, insert, insert(call.target, own.count, **call.kwargs), step)
+    return own.marked(insert(call.target, own.count, **{**call.kwargs, "start": start + own.first * step}))
+
+
+def _from_asked(call: Local, insert: Inserter, positions: Node, step: int) -> Node:
+    """Positions of the first rank -> this rank's."""
+    begin = call.ordered[0].asked(insert, positions.meta["val"].device)
+    return positions if isinstance(begin, int) else insert(aten.add.Tensor, positions, times(insert, begin, step))
 
 
 def _arange(call: Local, insert: Inserter) -> Node:
     """args: (end), (start, end) or (start, end, step); the result's type follows from theirs."""
     if not call.ordered:
         return insert(call.target, *call.args, **call.kwargs)
-    first, count = call.ordered[0]
+    own = call.ordered[0]
     number = int if all(isinstance(x, int) for x in call.args) else float
     start = number(call.args[0] if len(call.args) > 1 else 0)
     step = number(call.args[2] if len(call.args) > 2 else 1)
+    if call.asks and number is int and call.kwargs.get("dtype") in (None, torch.int64):  # others would be rounded otherwise
+        positions = insert(aten.arange.start_step, start, start + own.count * step, step, **call.kwargs)
+        return _from_asked(call, insert, positions, int(step))
     # Half a step before the next position: rounding must not make one more or one less.
-    end = start + (first + count) * step - (0 if number is int else step / 2)
-    return insert(aten.arange.start_step, start + first * step, end, step, **call.kwargs)
+    end = start + (own.first + own.count) * step - (0 if number is int else step / 2)
+    return own.marked(insert(aten.arange.start_step, start + own.first * step, end, step, **call.kwargs))
 
 
 def _empty_strided(call: Local, insert: Inserter, position: int) -> Node:
@@ -222,13 +233,13 @@ SPECIAL: dict[Any, Callable[[Local, Inserter], Node]] = {
 
 
 def shifted_ranges(
-    rule: Rule | None, split: Callable[[bool, int, int], tuple[int, int] | None]
-) -> dict[int, tuple[int, int]]:
+    rule: Rule | None, split: Callable[[bool, int, int], Range | None]
+) -> dict[int, Range]:
     """Operand that holds indices -> this rank's range, for every indexed letter whose dim is split.
 
-    `split(is_input, tensor, dim)` gives (first index, number) of a split dim, or None.
+    `split(is_input, tensor, dim)` gives that of a split dim, or None.
     """
-    found: dict[int, tuple[int, int]] = {}
+    found: dict[int, Range] = {}
     if rule is None:
         return found
     for letter, operand in rule.indexed.items():
@@ -242,8 +253,8 @@ def shifted_ranges(
 
 
 def ordered_ranges(
-    rule: Rule | None, split: Callable[[bool, int, int], tuple[int, int] | None]
-) -> dict[int, tuple[int, int]]:
+    rule: Rule | None, split: Callable[[bool, int, int], Range | None]
+) -> dict[int, Range]:
     """Dim of the first result -> this rank's range, for every ordered letter whose dim is split; `split` as above."""
     if rule is None or not rule.ordered:
         return {}

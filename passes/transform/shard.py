@@ -26,8 +26,10 @@ from passes.graph.decision import Decision, Hop, OperationLayouts, Route
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.nodes import BACKWARD_ON_PURPOSE
+from passes.graph.offset import Offset
 from passes.graph.phase import FORWARD
 from passes.graph.placement_graph import PlacementGraph
+from passes.machine.axis import AxisKind
 from passes.registry import register
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Rule
 from passes.rules.opaque import is_opaque, leaves_of, port_of
@@ -35,16 +37,16 @@ from passes.rules.table import operand_nodes
 from passes.transform.appender import Appender
 from passes.transform.collectives import MeshGroups, Redistributor
 from passes.transform.fake_results import FakeResults
-from passes.transform.local import Local
+from passes.transform.local import Local, Range
 from passes.transform.localize import localize, ordered_ranges, shifted_ranges
 
 
 class Sharder:
     def __init__(self, gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision,
-                 groups: MeshGroups, fake_mode: Any):
+                 groups: MeshGroups, fake_mode: Any, asks: bool = False):
         self.gm, self.graph, self.rules, self.decision = gm, graph, rules, decision
         self.groups, self.fake_mode, self.fakes = groups, fake_mode, FakeResults(fake_mode)
-        self.redistributor = Redistributor(groups)
+        self.asks, self.redistributor = asks, Redistributor(groups, asks)
         self.new = Graph()
         self.env: dict[Node, Node] = {}
         self.made: dict[int, tuple[Node, Layout]] = {}
@@ -166,20 +168,18 @@ class Sharder:
         args, kwargs = pytree.tree_map(swap, (node.args, dict(node.kwargs)), is_leaf=lambda x: isinstance(x, Node))
         values = [self.graph.values[v] for v in op.outputs]
 
-        def part(is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
+        def part(is_input: bool, tensor: int, dim: int) -> Range | None:
             return self._range(op, layouts, is_input, tensor, dim)
 
-        shifted, ordered = shifted_ranges(rule, part), ordered_ranges(rule, part)
-        where = (layouts.inputs, layouts.made, tuple(v.spec.shape for v in values)) if shifted or ordered else None
         new = localize(
             Local(
                 target=node.target, args=tuple(args), kwargs=kwargs,
                 whole=tuple(v.spec.shape for v in values),
                 local=tuple(local_shape(v, p, self.groups.axes) for v, p in zip(values, layouts.made)),
-                rule=rule, ranges=shifted, ordered=ordered,
+                rule=rule, ranges=shifted_ranges(rule, part), ordered=ordered_ranges(rule, part), asks=self.asks,
                 strides=tuple(tuple(n.meta["val"].stride()) for n in operand_nodes(node)),
             ),
-            Appender(self.new, node, self.fakes, by_coordinate=where),
+            Appender(self.new, node, self.fakes),
         )
         self.env[node] = new
         self._check(node, op, values, layouts, new)
@@ -199,16 +199,20 @@ class Sharder:
             for route in self.returned.get(value.index, ()):
                 self._arrive(route, node)
 
-    def _range(self, op, layouts: OperationLayouts, is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
-        """(first index, number) of this rank's part of a split dim."""
+    def _range(self, op, layouts: OperationLayouts, is_input: bool, tensor: int, dim: int) -> Range | None:
+        """This rank's part of a split dim."""
         value = self.graph.values[(op.inputs if is_input else op.outputs)[tensor]]
         layout = (layouts.inputs if is_input else layouts.made)[tensor]
-        parts, mine = 1, 0
-        for p, axis, c in zip(layout, self.groups.axes, self.groups.coordinates):
+        parts, strides = 1, []
+        for p, axis, name in reversed([*zip(layout, self.groups.axes, self.groups.names, strict=True)]):
             if isinstance(p, tuple) and p[0] == dim:
-                parts, mine = parts * axis.size, mine * axis.size + c
-        count = value.spec.shape[dim] // parts
-        return None if parts == 1 else (mine * count, count)
+                if axis.kind is not AxisKind.TIME:  # along which every rank begins at the first
+                    strides.append((name, parts))
+                parts *= axis.size
+        if parts == 1:
+            return None
+        offset = Offset(value.spec.shape[dim] // parts, tuple(reversed(strides)))
+        return Range(offset.at(self.groups.coordinate_of), offset.count, offset)
 
     def _check(self, node, op, values, layouts, new) -> None:
         made = [part for _, part in leaves_of(new.meta["val"])]
@@ -244,26 +248,28 @@ def _marked(made: Node, reader: Node, layout: Layout, hop: Hop) -> Node | None:
 
 
 def shard(gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision, groups: MeshGroups,
-          fake_mode: Any) -> GraphModule:
+          fake_mode: Any, asks: bool = False) -> GraphModule:
     """The graph that one rank runs; placeholders and outputs keep their order, placeholders have local shapes."""
-    return Sharder(gm, graph, rules, decision, groups, fake_mode).run()
+    return Sharder(gm, graph, rules, decision, groups, fake_mode, asks).run()
 
 
 @register
 @dataclass(frozen=True)
 class Shard(TransformPass):
-    """Replaces the whole graph by what one rank does. groups: this rank's place in the mesh."""
+    """Replaces the whole graph by what one rank does. groups: this rank's place in the mesh. asks: whether the graph asks the
+    process groups for that place when it runs, instead of having it among its constants, except for slices of much: then
+    ranks have equal graphs, where that is all that would tell them apart."""
 
     name = "shard"
     requires = (INTERFACE, OPERATIONS, DECISION)
 
     groups: MeshGroups = MeshGroups((), (), ())
+    asks: bool = False
 
     def run(self, graph_module: GraphModule) -> bool:
         operations = read(OPERATIONS, graph_module)
         decision = read(DECISION, graph_module)
         sharded = shard(
-            graph_module, operations.graph, operations.rules, decision, self.groups, fake_mode_of(graph_module)
-        )
+            graph_module, operations.graph, operations.rules, decision, self.groups, fake_mode_of(graph_module), self.asks)
         graph_module.graph = sharded.graph
         return True

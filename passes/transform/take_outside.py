@@ -58,8 +58,9 @@ def _slices(node: Node) -> list[Node] | None:
     users, value = list(node.users), node.meta.get("val")
     if not users or not isinstance(value, torch.Tensor):
         return None
-    if any(user.target is not torch.ops.aten.slice.Tensor or BY_COORDINATE not in user.meta or user.args != users[0].args
-           or user.kwargs for user in users):
+    first = users[0]
+    if any(user.target is not torch.ops.aten.slice.Tensor or BY_COORDINATE not in user.meta or user.kwargs
+           or (user.args, user.meta[BY_COORDINATE]) != (first.args, first.meta[BY_COORDINATE]) for user in users):
         return None
     return users
 

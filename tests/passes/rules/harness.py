@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.analysis.factors import RuledCall, factorize
 from passes.compat import inductor_decompositions, pytree
+from passes.graph.offset import Offset
 from passes.records import FrozenMap
 from passes.rules.base import (
     PARTIAL,
@@ -34,7 +35,7 @@ from passes.rules.base import (
 from passes.rules.table import call_of, rule_of_call
 from passes.rules.views import view_letters
 from passes.transform.insert import Inserter
-from passes.transform.local import Local
+from passes.transform.local import Local, Range
 from passes.transform.localize import localize, ordered_ranges, shifted_ranges
 
 AXIS_SIZES = (2, 3, 4)
@@ -252,12 +253,12 @@ class Run:
     def _local_graph(self, operands: list[torch.Tensor], strategy: Strategy, n: int, rank: int) -> tuple[fx.Graph, bool]:
         """What one rank runs, and whether that depends on which one it is."""
 
-        def part(is_input: bool, tensor: int, dim: int) -> tuple[int, int] | None:
+        def part(is_input: bool, tensor: int, dim: int) -> Range | None:
             placement = (strategy.inputs if is_input else strategy.outputs)[tensor]
             if not isinstance(placement, tuple) or placement[0] != dim:
                 return None
             size = (self.call.operands if is_input else self.call.results)[tensor].shape[dim] // n
-            return rank * size, size
+            return Range(rank * size, size, Offset(size, (("axis0", 1),)))
 
         def shape(spec: Spec, placement: Placement) -> tuple[int, ...]:
             local = list(spec.shape)

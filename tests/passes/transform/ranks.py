@@ -13,6 +13,7 @@ from torch import fx
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import Value
 from passes.transform.collectives import MeshGroups
+from passes.transform.coordinate import COORDINATE
 from tests.helpers.axes import axes_of
 
 c10d = torch.ops._c10d_functional
@@ -92,7 +93,7 @@ def run(graphs: Sequence[fx.GraphModule], groups: Sequence[MeshGroups], inputs: 
     """What the graph of every rank returns. Each runs to its next collective, which all have to reach. Random operators draw
     the same numbers on all ranks."""
     mistaken: set[fx.Node] = set()
-    programs = [_program(gm, own, mistaken) for gm, own in zip(graphs, inputs, strict=True)]
+    programs = [_program(gm, own, place, mistaken) for gm, own, place in zip(graphs, inputs, groups, strict=True)]
     states = [torch.get_rng_state() for _ in programs]
     got: list = [None for _ in programs]
     while True:
@@ -115,7 +116,8 @@ def run(graphs: Sequence[fx.GraphModule], groups: Sequence[MeshGroups], inputs: 
             got[rank] = COLLECTIVES[node.target](parts, peers.index(rank), *args[1:])  # type: ignore[index]
 
 
-def _program(gm: fx.GraphModule, inputs: Sequence, mistaken: set[fx.Node]) -> Generator[tuple[fx.Node, tuple], Any, list]:
+def _program(gm: fx.GraphModule, inputs: Sequence, place: MeshGroups,
+             mistaken: set[fx.Node]) -> Generator[tuple[fx.Node, tuple], Any, list]:
     """Yields a collective with its arguments, and is sent its result."""
     env: dict[fx.Node, Any] = {}
     given = iter(inputs)
@@ -129,6 +131,8 @@ def _program(gm: fx.GraphModule, inputs: Sequence, mistaken: set[fx.Node]) -> Ge
             return list(args[0])
         elif node.target in COLLECTIVES:
             env[node] = yield node, args
+        elif node.target == COORDINATE:
+            env[node] = torch.tensor(place.coordinate_of[args[0]])
         elif node.target == c10d.wait_tensor.default:
             env[node] = args[0]
         else:

@@ -10,14 +10,20 @@ import torch
 from torch import fx
 
 from passes import compat
+from passes.graph.offset import Offset
 from passes.rules.base import Rule
 from passes.transform.insert import Inserter
-from passes.transform.local import Local
+from passes.transform.local import Local, Range
 from passes.transform.localize import localize, ordered_ranges, shifted_ranges
 
 aten, prims = torch.ops.aten, torch.ops.prims
 RULED = Rule((), (), {})
 WORDS = Rule((((),), ((),)), (((),),), {"v": 12}, indexed={"v": 1})
+
+
+def own(first: int, count: int) -> Range:
+    """The part of the rank that has this first, in groups of which one has two ranks with a whole other group each."""
+    return Range(first, count, Offset(count, (("outer", 2), ("inner", 1))))
 
 
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -26,7 +32,7 @@ def t(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def after(target: Any, *args: Any, whole: tuple[int, ...], local: tuple[int, ...], rule: Rule | None = RULED,
-          ranges: Mapping[int, tuple[int, int]] | None = None, ordered: Mapping[int, tuple[int, int]] | None = None,
+          ranges: Mapping[int, Range] | None = None, ordered: Mapping[int, Range] | None = None, asks: bool = False,
           strides: tuple = (), **kwargs: Any) -> list[str]:
     """The local calls, as `operator(arguments)`; operands are `x0`, `x1`, results `r0`, `r1`, ..."""
     graph = fx.Graph()
@@ -45,7 +51,7 @@ def after(target: Any, *args: Any, whole: tuple[int, ...], local: tuple[int, ...
         return node
 
     args, kwargs = compat.pytree.tree_map(operand, (args, kwargs))
-    call = Local(target, tuple(args), kwargs, (whole,), (local,), rule, ranges or {}, ordered or {}, strides)
+    call = Local(target, tuple(args), kwargs, (whole,), (local,), rule, ranges or {}, ordered or {}, asks, strides)
     made = localize(call, Inserter(graph, output, fake_mode=fake_mode))
     assert tuple(made.meta["val"].shape) == local
     lines: list[str] = []
@@ -86,13 +92,13 @@ CPU = torch.device("cpu")
           whole=(2, 8, 3), local=(2, 4, 3)), ["convolution(x0, x1, None, [1], [0], [1], False, [0], 4)"]),
     (dict(target=aten.upsample_nearest1d_backward.default, args=(t(2, 3, 8), [8], [4, 3, 4]), whole=(4, 3, 4),
           local=(2, 3, 4)), ["upsample_nearest1d_backward(x0, [8], [2, 3, 4])"]),
-    (dict(target=prims.iota.default, args=(8,), whole=(8,), local=(4,), ordered={0: (4, 4)},
+    (dict(target=prims.iota.default, args=(8,), whole=(8,), local=(4,), ordered={0: own(4, 4)},
           kwargs=dict(start=3, step=2, dtype=torch.int64, device=CPU, requires_grad=False)),
      ["iota(4, start=11, step=2, dtype=torch.int64, device=cpu, requires_grad=False)"]),
-    (dict(target=aten.arange.start_step, args=(0, 8), whole=(8,), local=(2,), ordered={0: (6, 2)}),
+    (dict(target=aten.arange.start_step, args=(0, 8), whole=(8,), local=(2,), ordered={0: own(6, 2)}),
      ["arange.start_step(6, 8, 1)"]),
     (dict(target=aten.embedding.default, args=(t(3, 8), t(5, dtype=torch.int64)), whole=(5, 8), local=(5, 8), rule=WORDS,
-          ranges={1: (6, 3)}),
+          ranges={1: own(6, 3)}),
      ["sub.Tensor(x1, 6)", "ge.Scalar(r0, 0)", "lt.Scalar(r0, 3)", "bitwise_and.Tensor(r1, r2)", "mul.Tensor(r0, r3)",
       "embedding(x0, r4)", "unsqueeze(r3, -1)", "full([], 0, dtype=torch.float32, device=cpu)",
       "where.self(r6, r5, r7)"]),
@@ -103,6 +109,33 @@ CPU = torch.device("cpu")
 def test_arguments_become_local(call, expected):
     call = dict(call)
     assert after(call.pop("target"), *call.pop("args"), **call.pop("kwargs", {}), **call) == expected
+
+
+BEGIN = ["coordinate(outer, cpu)", "mul.Tensor(r0, 6)", "coordinate(inner, cpu)", "mul.Tensor(r2, 3)", "add.Tensor(r1, r3)"]
+
+
+@pytest.mark.parametrize(("call", "expected"), [
+    (dict(target=prims.iota.default, args=(12,), whole=(12,), local=(3,), ordered={0: own(6, 3)},
+          kwargs=dict(start=3, step=2, dtype=torch.int64, device=CPU, requires_grad=False)),
+     ["iota(3, start=3, step=2, dtype=torch.int64, device=cpu, requires_grad=False)",
+      "coordinate(outer, cpu)", "mul.Tensor(r1, 6)", "coordinate(inner, cpu)", "mul.Tensor(r3, 3)", "add.Tensor(r2, r4)",
+      "mul.Tensor(r5, 2)", "add.Tensor(r0, r6)"]),
+    (dict(target=aten.arange.start_step, args=(2, 14), whole=(12,), local=(3,), ordered={0: own(6, 3)}),
+     ["arange.start_step(2, 5, 1)", "coordinate(outer, cpu)", "mul.Tensor(r1, 6)", "coordinate(inner, cpu)",
+      "mul.Tensor(r3, 3)", "add.Tensor(r2, r4)", "add.Tensor(r0, r5)"]),
+    # Of floats, the first counts in how each is rounded.
+    (dict(target=aten.arange.start_step, args=(0.0, 6.0, 0.5), whole=(12,), local=(3,), ordered={0: own(6, 3)}),
+     ["arange.start_step(3.0, 4.25, 0.5)"]),
+    (dict(target=aten.embedding.default, args=(t(3, 8), t(5, dtype=torch.int64)), whole=(5, 8), local=(5, 8), rule=WORDS,
+          ranges={1: own(6, 3)}),
+     [*BEGIN, "sub.Tensor(x1, r4)", "ge.Scalar(r5, 0)", "lt.Scalar(r5, 3)", "bitwise_and.Tensor(r6, r7)",
+      "mul.Tensor(r5, r8)", "embedding(x0, r9)", "unsqueeze(r8, -1)", "full([], 0, dtype=torch.float32, device=cpu)",
+      "where.self(r11, r10, r12)"]),
+], ids=lambda x: str(x["target"]) if isinstance(x, dict) else "")
+def test_the_first_of_a_range_is_asked_for(call, expected):
+    """The same calls on all ranks, whichever range is theirs."""
+    call = dict(call)
+    assert after(call.pop("target"), *call.pop("args"), asks=True, **call.pop("kwargs", {}), **call) == expected
 
 
 def test_what_reads_memory_gets_the_order_of_the_whole_graph():
@@ -120,19 +153,20 @@ def test_what_reads_memory_gets_the_order_of_the_whole_graph():
 
 def test_an_operator_whose_indices_nobody_shifts_is_an_error():
     with pytest.raises(AssertionError, match="aten.mm.default: its rule splits an indexed dim, but nothing here shifts"):
-        after(aten.mm.default, t(4, 8), t(8, 3), whole=(4, 3), local=(4, 3), ranges={1: (0, 4)})
+        after(aten.mm.default, t(4, 8), t(8, 3), whole=(4, 3), local=(4, 3), ranges={1: own(0, 4)})
 
 
 def test_an_operator_whose_positions_nobody_shifts_is_an_error():
     with pytest.raises(AssertionError, match="aten.neg.default: its rule splits a dim of positions"):
-        after(aten.neg.default, t(4), whole=(8,), local=(4,), ordered={0: (4, 4)})
+        after(aten.neg.default, t(4), whole=(8,), local=(4,), ordered={0: own(4, 4)})
 
 
 def test_ranges_are_those_of_the_dims_that_are_split():
     lookup = Rule(((("v",), ("h",)), (("i",),)), ((("i",), ("h",)),), {"v": 12, "h": 4, "i": 6}, indexed={"v": 1})
     count = Rule((), ((("p",),),), {"p": 8}, ordered=frozenset("p"))
-    assert shifted_ranges(lookup, lambda is_input, t, d: (3, 3) if (is_input, t, d) == (True, 0, 0) else None) == {1: (3, 3)}
-    assert shifted_ranges(lookup, lambda is_input, t, d: (2, 2) if d == 1 else None) == {}
-    assert shifted_ranges(None, lambda is_input, t, d: (0, 1)) == {}
-    assert ordered_ranges(count, lambda is_input, t, d: (4, 4)) == {0: (4, 4)}
-    assert ordered_ranges(count, lambda is_input, t, d: None) == ordered_ranges(lookup, lambda *x: (0, 1)) == {}
+    assert shifted_ranges(
+        lookup, lambda is_input, t, d: own(3, 3) if (is_input, t, d) == (True, 0, 0) else None) == {1: own(3, 3)}
+    assert shifted_ranges(lookup, lambda is_input, t, d: own(2, 2) if d == 1 else None) == {}
+    assert shifted_ranges(None, lambda is_input, t, d: own(0, 1)) == {}
+    assert ordered_ranges(count, lambda is_input, t, d: own(4, 4)) == {0: own(4, 4)}
+    assert ordered_ranges(count, lambda is_input, t, d: None) == ordered_ranges(lookup, lambda *x: own(0, 1)) == {}
