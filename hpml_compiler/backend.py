@@ -24,7 +24,7 @@ def hpml(
     `options` are those of `hpml_compiler.options.Options`; `mode` is accepted for torch.compile's sake and only
     "default" (or None) is known. Raises BadInput for anything else.
     """
-    from hpml_compiler.compile.compiler import compile_graph
+    from hpml_compiler.compile.dispatch import compile_graph
     from hpml_compiler.options import Options, defaults
 
     atexit.unregister(_warn_of_nothing_compiled)

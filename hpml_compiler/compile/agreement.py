@@ -70,14 +70,20 @@ def from_rank_0(make: Callable[[], T]) -> T:
     raise answer
 
 
-def when_all_can(what: str, make: Callable[[], T]) -> T:
-    """What `make()` gives here, once all ranks are done, however long each takes; what it raises on one is raised on all."""
+def when_all_can(what: str, make: Callable[[], T], apart: Callable[[], bool] = lambda: True) -> T:
+    """What `make()` gives here, once all ranks are done, however long each takes; what it raises on one is raised on all.
+
+    apart: whether ranks do not meet any more in what is left of `make()`. An error before that is raised at once: the others
+    wait for this rank elsewhere, or have the same error.
+    """
     made: list[T] = []
     error: Exception | None = None
     try:
         with at(f"a rank that is to {what}"):
             made.append(make())
     except Exception as raised:  # told to the ranks that wait, and raised again below
+        if not apart():
+            raise
         error = raised
     with compat.outside_tracing(), at(f"waiting for all ranks to {what}"):
         after_all()
@@ -88,3 +94,37 @@ def when_all_can(what: str, make: Callable[[], T]) -> T:
     if bad:
         raise HpmlError(f"rank {bad[0]} could not {what}: {found[bad[0]]}", f"rank {bad[0]}", "see the error on that rank")
     return made[0]
+
+
+class CompiledTogether:
+    """One graph that all ranks compile: an error on one is told to all, forward's at once, backward's in its first call.
+
+    agreed: whether ranks do not meet any more until `whole` is done.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.agreed, self._done = name, False, False
+        self._of_backward: Exception | None = None
+
+    def whole(self, make: Callable[[], T]) -> T:
+        """What `make()` gives: all that AOTAutograd compiles before the first call."""
+        made = when_all_can(f"compile {self.name}", lambda: self._with_backward(make), lambda: self.agreed)
+        self._done = True
+        return made
+
+    def _with_backward(self, make: Callable[[], T]) -> T:
+        made = make()
+        if self._of_backward is not None:
+            raise self._of_backward
+        return made
+
+    def backward(self, make: Callable[[], T]) -> T:
+        """What `make()` gives: backward. Where forward saves sizes, AOTAutograd asks for it within `whole`, passes over an
+        error, and would ask again in the first call, then on this rank alone."""
+        if self._done:
+            return when_all_can(f"compile backward of {self.name}", make)
+        try:
+            return make()
+        except Exception as error:
+            self._of_backward = error
+            raise

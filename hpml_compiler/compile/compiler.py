@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.agreement import from_rank_0, same_graph
+from hpml_compiler.compile.agreement import CompiledTogether, from_rank_0, same_graph
 from hpml_compiler.compile.earlier import Earlier
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
@@ -19,16 +19,12 @@ from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import Microbatched, in_microbatches
 from hpml_compiler.compile.monitoring import monitor_of
-from hpml_compiler.compile.one_device import one_device
 from hpml_compiler.compile.phases import phase
-from hpml_compiler.compile.pipelined import PipelinedGraph
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
-from hpml_compiler.compile.refused import refuse
 from hpml_compiler.compile.rewritten import Rewritten, held_by, placements_of, say_what_is_whole
 from hpml_compiler.compile.running import running
 from hpml_compiler.compile.sharing import sharing_of
-from hpml_compiler.monitor import tensorboard
 from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
 from hpml_compiler.planning.in_microbatches import say_if_too_much, with_microbatches
@@ -37,17 +33,12 @@ from hpml_compiler.planning.microbatches import fitting_rows, lifetimes_in_time,
 from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
-from hpml_compiler.runtime import lost_ranks
-from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.calls import backward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward
-from hpml_compiler.runtime.devices import settle
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.outputs import LeftOutput
 from hpml_compiler.runtime.together import CALLING, together
-from hpml_compiler.runtime.world import ensure_process_group
-from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
 from passes.graph.annotated import Annotated
 from passes.machine.mesh import mesh_from_pin
@@ -59,29 +50,7 @@ from passes.transform.take_outside import Taken, taken_of
 log = logging.getLogger("hpml")
 
 
-def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
-    world = ensure_process_group()
-    watch_compiled_modules()  # the backend may have been imported before Dynamo
-    options.check_mesh(world)
-    if options.tensorboard is not None:
-        tensorboard.check_installed()
-    if options.compiler == "inductor" and not torch.cuda.is_available():
-        compat.warm_cpp_compiler()
-    options = options.with_plan(world)
-    if world == 1:
-        return one_device(gm, example_inputs, options)
-    stages = options.stage_ranks > 1
-    refuse_other_wrappers(example_inputs)
-    lost_ranks.start()
-    with at(f"compiling graph_{len(session.current().graphs)}"):
-        settle(example_inputs)
-        refuse(gm)
-        if stages:
-            return PipelinedGraph(gm, example_inputs, options).compile()
-        return _Compilation(gm, example_inputs, options).run()
-
-
-class _Compilation:
+class Compilation:
     """One graph on its way through the compiler."""
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options):
@@ -97,6 +66,7 @@ class _Compilation:
         self.runs: Microbatched | None = None
         self.watched: WatchedGraph | None = None
         self.name = f"graph_{len(self.session.graphs)}"
+        self.together = CompiledTogether(self.name)
         self.rewritten: Rewritten | None = None
         self.taken: dict[int, Taken] = {}
         self.record: GraphPlan
@@ -107,12 +77,25 @@ class _Compilation:
         note_function()
         guard_on_rows(self.gm)
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
-        sizes_are_numbers(self.gm, examples := self.inputs.examples)
+        sizes_are_numbers(self.gm, self.inputs.examples)
         self.microbatches = self._microbatches()
         self.earlier = Earlier(self.gm, self.given_inputs, self.inputs, self.options,
                                may=self.sharing is None and self.microbatches == 1)
+        planned_before = len(self.session.graphs)
         if self.earlier.found is not None:
+            self.together.agreed = True
             self._as_in(self.earlier.found.rewritten)
+        try:
+            function = self.together.whole(self._compiled)
+        except Exception:
+            del self.session.graphs[planned_before:]  # all ranks forget what will not run, and may compile it again
+            raise
+        rewritten = self._rewritten()
+        session.save_plan()
+        self.earlier.keep(rewritten)
+        return running(function, self.gm, self.given_inputs, self.inputs, rewritten, self.holding, self.watched, self.options)
+
+    def _compiled(self) -> Callable[..., Any]:
         took: dict[str, float] = {}
         with phase("trace", f"{self.name}: tracing", took):
             function = compat.aot_autograd(
@@ -121,13 +104,11 @@ class _Compilation:
                 inference_compiler=self._inference,
                 partition_fn=self._partition,
                 decompositions=decompositions(self.options.compiler),
-            )(self.earlier.graph, examples)
-        rewritten = self._rewritten()
-        rewritten.record.seconds.update(took)
-        rewritten.record.blocks.update(self.lowering.reports if self.runs is None else self.runs.reports)
-        session.save_plan()
-        self.earlier.keep(rewritten)
-        return running(function, self.gm, self.given_inputs, self.inputs, rewritten, self.holding, self.watched, self.options)
+            )(self.earlier.graph, self.inputs.examples)
+        record = self._rewritten().record
+        record.seconds.update(took)
+        record.blocks.update(self.lowering.reports if self.runs is None else self.runs.reports)
+        return function
 
     def _microbatches(self) -> int:
         """How many a step goes through, if its graph allows it: as many as divide the rows that a rank has at the least."""
@@ -203,12 +184,18 @@ class _Compilation:
         return self.holding.around(gm, call)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        self.earlier.note_backward()
-        with self._doing("compile backward", "compiling backward"), compat.writing_only_over(self.earlier.writes_over):
-            call = self.lowering.backward(gm, inputs) if self.runs is None else self.runs.backward()
+        if self.runs is not None:
+            call = self.runs.backward()  # compiled with forward
+        else:
+            call = self.together.backward(lambda: self._compiled_backward(gm, inputs))
         name, in_parts = self.record.name, {tangent.name for tangent in self.tangents}
         call = call if self.watched is None else self.watched.backward(call)
         return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm, in_parts))
+
+    def _compiled_backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        self.earlier.note_backward()
+        with self._doing("compile backward", "compiling backward"), compat.writing_only_over(self.earlier.writes_over):
+            return self.lowering.backward(gm, inputs)
 
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
         if self.earlier.found is not None:
@@ -270,6 +257,8 @@ class _Compilation:
             self.planned = planned = self.planner.agreed()
         self.holding.note(held_by(annotated, planned.decision))
         self._enter(planned.record, planned.cluster, planned.rejected, annotated.interface.training)
+        self.session.device_mesh(planned.mesh)  # for which all ranks meet a last time
+        self.together.agreed = True
         return planned
 
     def _enter(self, record: GraphPlan, cluster: str, rejected: Iterable[MeshAttempt], training: bool) -> None:

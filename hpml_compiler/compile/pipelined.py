@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.agreement import GraphMismatch, from_rank_0, same_graph
+from hpml_compiler.compile.agreement import GraphMismatch, from_rank_0, same_graph, when_all_can
 from hpml_compiler.compile.evaluation import Evaluation, has_effects
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
@@ -258,10 +258,13 @@ class PipelinedGraph:
         return times.microbatches
 
     def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        return self.holding.around(graph, self.lowering.forward(graph, inputs) if self.runs is None else self.runs.forward())
+        if self.runs is not None:
+            return self.holding.around(graph, self.runs.forward())
+        return self.holding.around(graph, self._when_all_can("forward", lambda: self.lowering.forward(graph, inputs)))
 
     def _backward(self, graph: GraphModule, inputs: Any) -> Call:
-        call = self.lowering.backward(graph, inputs) if self.runs is None else self.runs.backward()
+        call = self._when_all_can("backward", lambda: self.lowering.backward(graph, inputs)) if self.runs is None else (
+            self.runs.backward())
         call = call if self.watched is None else self.watched.backward(call)
         return backward_call(call, Spot(f"backward of {self.name}"), of_backward(self.name, graph))
 
@@ -273,4 +276,8 @@ class PipelinedGraph:
             self._together(graph)
             annotated = self._annotated(graph, None)
             after_planning(self._decision(annotated, None), self.mesh.groups(), self.options.compiler)(graph)
-        return self.holding.around(graph, self.lowering.inference(graph))
+        return self.holding.around(graph, self._when_all_can("forward", lambda: self.lowering.inference(graph)))
+
+    def _when_all_can(self, half: str, lower: Callable[[], Call]) -> Call:
+        """Of a graph without stages. All ranks come to each half together, in its first call where not before."""
+        return when_all_can(f"compile {half} of the {self.name}", lower)

@@ -163,10 +163,8 @@ def last_plan() -> Plan:
     if not made.graphs:
         raise BadInput("nothing was compiled for several ranks yet, nor under a byte budget or in microbatches", "last_plan",
                        "call the compiled model first")
-    training = [g for g in made.graphs if g.training] or made.graphs
-    return as_plan(
-        [*training, *(g for g in made.graphs if not g.training)], made.rejected, made.options, made.cluster
-    )
+    trainings_first = sorted(made.graphs, key=lambda graph: not graph.training)
+    return as_plan(trainings_first, made.rejected, made.options, made.cluster)
 
 
 def save_plan() -> None:

@@ -27,7 +27,7 @@ GROUP_TIMEOUT_S = 30  # of a collective: a rank left alone by its peer says so i
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # What nearly every rank imports, much of it while it compiles for the first time: imported once, or 2.5 s of each rank.
 IMPORTED = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.experimental._attention", "torch._dynamo.testing",
-            "torch._inductor.compile_fx", "hpml_compiler.compile.compiler", "pytest"]
+            "torch._inductor.compile_fx", "hpml_compiler.compile.dispatch", "pytest"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""A graph that one rank alone cannot compile -> all ranks hear so at once, and compile it again where that is mended."""
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from hpml_compiler.compile import compiler, session
+from hpml_compiler.compile.lowering import Lowering
+from tests.hpml_compiler.runtime.common import full
+
+SOON_S = 20  # the time limit of collectives is 30 s, and a rank that does something else is never late
+HALVES = {
+    "forward": (Lowering, "forward", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
+    "backward": (Lowering, "backward", "rank 1 could not compile backward of graph_0: ValueError: broken on purpose"),
+    "evaluation": (Lowering, "inference", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
+    "rewriting": (compiler, "after_planning", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
+}
+
+
+def broken(*_, **__):
+    raise ValueError("broken on purpose")
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def step(call, model, trains):
+    x = torch.linspace(-1, 1, 32).reshape(4, 8)
+    with torch.set_grad_enabled(trains):
+        loss = call(x).square().mean()
+    if trains:
+        model.zero_grad()
+        loss.backward()
+        return [loss.detach(), *(full(p.grad) for p in model.parameters())]
+    return [loss]
+
+
+def failing_once(rank, half, options):
+    where, name, _ = HALVES[half]
+    trains = half != "evaluation"
+    expected = step(plain := small(), plain, trains)
+    call = torch.compile(model := small(), backend="hpml", options={"compiler": "eager", **options})
+    whole = getattr(where, name)
+    if rank == 1:
+        setattr(where, name, broken)
+    start = time.monotonic()
+    with pytest.raises(Exception) as raised:
+        step(call, model, trains)
+    seconds = time.monotonic() - start
+    setattr(where, name, whole)
+    for _ in range(2):
+        torch.testing.assert_close(step(call, model, trains), expected)
+    named = [graph.name for graph in session.last_plan().graphs] if session.current().graphs else []
+    return str(raised.value), seconds, named
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("half", HALVES)
+def test_all_ranks_hear_of_it_at_once(launch, half):
+    (theirs, seconds, graphs), (own, own_s, _) = launch(failing_once, 2, (half, {}), timeout_s=50)
+    assert HALVES[half][2] in theirs
+    assert "broken on purpose" in own and "rank 1 could not" not in own
+    assert max(seconds, own_s) < SOON_S
+    assert graphs == ["graph_0"], "what did not run is not in the plan"
+
+
+@pytest.mark.timeout(60)
+def test_so_do_ranks_of_a_pipeline_where_a_graph_has_no_stages(launch):
+    (theirs, seconds, _), (own, _, _) = launch(failing_once, 2, ("evaluation", {"mesh": {"pp": 2}}), timeout_s=50)
+    assert "rank 1 could not compile forward of the graph of a pipeline, 0: ValueError: broken on purpose" in theirs
+    assert "broken on purpose" in own and seconds < SOON_S
