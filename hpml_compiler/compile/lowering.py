@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.blocks import Blocks
+from hpml_compiler.compile.code_folder import code_can_be_written
 from hpml_compiler.compile.phases import tell
 from hpml_compiler.compile.turns import Ahead, Job, in_turn, name_of
 from hpml_compiler.plans.schema import BlocksReport
@@ -154,9 +155,12 @@ class Lowering:
         with self.waiting_once(gm):
             return self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=True)
 
+    @contextlib.contextmanager
     def waiting_once(self, gm: GraphModule) -> Any:
         """A context at whose end all is there that the C++ compiler makes of what is lowered inside."""
-        return compat.kernels_later() if self.inductor and on_cpus(gm) else contextlib.nullcontext()
+        with (code_can_be_written() if self.inductor else contextlib.nullcontext(),
+              compat.kernels_later() if self.inductor and on_cpus(gm) else contextlib.nullcontext()):
+            yield
 
     def _lower(self, half: str, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
                ahead: Ahead | None = None) -> Call:

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
+from hpml_compiler.compile.code_folder import code_can_be_written
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
 from hpml_compiler.compile.microbatched import OneDevice
@@ -34,8 +35,8 @@ def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
     if (options.microbatches > 1 or options.compile_blocks == "on") and torch.is_grad_enabled():
         return OneDevice(gm, example_inputs, options).compile()
     if options.compiler == "inductor":
-        with phase("compile", "compiling with inductor", {}):
-            return compat.inductor_whole(gm, example_inputs)
+        with phase("compile", "compiling with inductor", {}), code_can_be_written():
+            return compat.inductor_whole(gm, example_inputs, code_can_be_written)
     copy_for_set_data(gm)
     compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
     return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)

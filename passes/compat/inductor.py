@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -34,11 +35,18 @@ def eager_decompositions() -> dict[Any, Callable[..., Any]]:
             if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or op._can_decompose()}
 
 
-def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-    """What `backend="inductor"` does with a Dynamo graph."""
-    from torch._inductor.compile_fx import compile_fx
+def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
+                   around: Callable[[], Any] = contextlib.nullcontext) -> Callable[..., Any]:
+    """What `backend="inductor"` does with a Dynamo graph. around: makes a context in which each half is compiled, backward in
+    its first call."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
+    @functools.wraps(compile_fx_inner)
+    def compile_half(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return compile_fx_inner(*args, **kwargs)
+
+    return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=compile_half))
 
 
 @functools.cache
@@ -213,6 +221,13 @@ def compiled_code_folder() -> str | None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir() if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def inductor_folder() -> str:
+    """Where inductor writes what it compiles, whether that can be or not."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
 def is_kept_compiled(gm: torch.fx.GraphModule) -> bool:

@@ -1,0 +1,76 @@
+"""Folders that inductor and the C++ compiler write to: where they cannot, that is said, not what follows from it."""
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+
+from passes import compat
+from passes.errors import BadInput, HpmlError
+
+TRIED_BYTES = 2**16
+"""Written for a moment to see whether a folder can be written: more than the rest of a block of a full disk."""
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EIO)
+"""What opening, making or writing a file says where it is the folder that does not allow it."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_writable: set[str] = set()
+
+
+@contextlib.contextmanager
+def code_can_be_written() -> Iterator[None]:
+    """Around what inductor compiles. Raises BadInput that names the folder which cannot be written, and why.
+
+    Before the first graph, since a C++ compiler that cannot write takes half a minute to say so, many times over; and again
+    when a graph cannot be compiled, since disks fill up.
+    """
+    if (folder := compat.inductor_folder()) not in _writable:
+        _check(folder)
+        _writable.add(folder)
+    try:
+        yield
+    except HpmlError:
+        raise
+    except Exception as error:
+        _check(folder, error)
+        if refused := _refused(error, folder):
+            raise _unwritable(*refused) from error
+        raise
+
+
+def _check(folder: str, cause: Exception | None = None) -> None:
+    try:
+        temporary = tempfile.gettempdir()
+    except OSError as error:  # whose text names all that were tried
+        raise _unwritable("the folder of temporary files", str(error)) from (cause or error)
+    for each in dict.fromkeys((folder, temporary)):
+        try:
+            os.makedirs(each, exist_ok=True)
+            with tempfile.TemporaryFile(dir=each) as file:
+                file.write(bytes(TRIED_BYTES))
+        except OSError as error:
+            number = errno.ENOTDIR if os.path.isfile(each) else error.errno
+            raise _unwritable(each, os.strerror(number) if number else str(error)) from (cause or error)
+
+
+def _refused(error: BaseException, folder: str) -> tuple[str, str] | None:
+    """Where and why something could not be written, of an error that is of that: a folder inside of these may belong to someone
+    else, and a disk may have room again."""
+    chain, here = error, (folder, tempfile.gettempdir())
+    while chain is not None:
+        path = str(chain.filename or folder) if isinstance(chain, OSError) else ""
+        if isinstance(chain, OSError) and chain.errno in REFUSALS and (path.startswith(here) or chain.errno in FULL):
+            return path, os.strerror(chain.errno)
+        for number in FULL:  # in the words of the C++ compiler
+            if os.strerror(number) in str(chain):
+                return f"{folder} or {here[1]}", os.strerror(number)
+        chain = chain.__cause__ or chain.__context__
+    return None
+
+
+def _unwritable(where: str, why: str) -> BadInput:
+    return BadInput(f"compiled code cannot be written: {why}", where,
+                    "make room there or give this user the right to write, or set TORCHINDUCTOR_CACHE_DIR (compiled code) and "
+                    "TMPDIR (temporary files) to folders on a local disk where there is room")
