@@ -49,9 +49,12 @@ class SqliteFile:
 
     def read(self, sql: str, values: Iterable[Any]) -> list[Any]:
         """The rows of a query."""
-        if self._connection is None and not self.path.exists():
-            return []
-        return self.guarded(lambda: self._open().execute(sql, tuple(values)).fetchall())
+        def rows() -> list[Any]:
+            if self._connection is None and not self.path.exists():  # which is an error itself where the folder is not readable
+                return []
+            return self._open().execute(sql, tuple(values)).fetchall()
+
+        return self.guarded(rows)
 
     def write(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """A statement once for each of these rows, in one transaction: all of them or none."""

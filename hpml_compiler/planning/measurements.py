@@ -1,7 +1,9 @@
 """Which measurements a plan is priced with: those of this machine's devices, where the plan is for them."""
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 
 import torch
@@ -15,6 +17,8 @@ from passes.costs.prices import Measured
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
 
+log = logging.getLogger("hpml")
+
 
 def sharing_key(device_type: str, ranks: int) -> str:
     """What operations are measured on: a device, and on a CPU how many ranks compute on the host at once."""
@@ -26,7 +30,7 @@ def load(options: Options, cluster: Cluster, graph: str = "") -> Measured | None
 
     graph: hash of the graph that is planned.
 
-    Raises BadInput if costs="measured" and there is nothing.
+    Raises BadInput if costs="measured" and there is nothing, or nothing that can be read; else the latter costs a warning.
     """
     found, points = _read(options, cluster, graph)
     if found is None and not points:
@@ -50,9 +54,22 @@ def _read(options: Options, cluster: Cluster, graph: str) -> tuple[Measurements 
     elsewhere = options.costs == "auto" and options.cluster is not None
     if options.costs == "roofline" or elsewhere or (kind == "cuda" and not torch.cuda.is_available()):
         return None, []
-    with MeasurementCache() as cache:
-        return (Measurements.load(cache, sharing_key(kind, group.devices_per_node), graph),
-                read_points(cache, device_key(kind)))
+    try:
+        with MeasurementCache() as cache:
+            return (Measurements.load(cache, sharing_key(kind, group.devices_per_node), graph),
+                    read_points(cache, device_key(kind)))
+    except BadInput as error:
+        if options.costs == "measured":
+            raise
+        _estimate_instead(str(error))
+        return None, []
+
+
+@functools.cache
+def _estimate_instead(why: str) -> None:
+    """Said once, by the rank that plans."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.warning("prices are estimated, since what `hpml profile` measured cannot be read: %s", why)
 
 
 def local_ranks() -> int:

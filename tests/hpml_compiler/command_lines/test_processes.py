@@ -89,18 +89,20 @@ def test_a_port_that_is_taken(folder, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("content", [b"not a database", b"", b"SQLite format 3\0" + b"\1" * 5000])
-def test_a_damaged_cache_of_measurements(folder, tmp_path, content, monkeypatch, capfd):
-    """One that is empty is a cache without measurements."""
+def test_a_damaged_cache_of_measurements(folder, tmp_path, content, monkeypatch, capfd, caplog):
+    """It costs a warning, and the plan only where measured prices were asked for. One that is empty has no measurements."""
     (tmp_path / "measurements.sqlite").write_bytes(content)
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "models.py:tiny", "--json"])
     captured = capfd.readouterr()
-    if content:
-        assert ended.value.code == 2 and "damaged" in captured.err and "delete this file" in captured.err
-    else:
-        assert ended.value.code == 0 and json.loads(captured.out)
+    assert ended.value.code == 0 and json.loads(captured.out)
+    assert ("prices are estimated" in caplog.text and "delete this file" in caplog.text) == bool(content)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "models.py:tiny", "--fix", "costs=measured"])
+    assert ended.value.code == 2
+    assert ("damaged" if content else "nothing was measured") in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["models.py", "/dev/null", "/proc/none"])
