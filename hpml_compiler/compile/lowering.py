@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.blocks import Blocks
 from hpml_compiler.compile.code_folder import code_can_be_written
-from hpml_compiler.compile.phases import tell
+from hpml_compiler.compile.phases import part, tell
 from hpml_compiler.compile.turns import Ahead, Job, in_turn, name_of
 from hpml_compiler.plans.schema import BlocksReport
 from passes import compat
@@ -79,6 +79,8 @@ class Lowering:
         self.reports: dict[str, BlocksReport] = {}
         """What was compiled in blocks, by half: "forward", "backward", or as `part` has them."""
         self.forward_outputs = forward_outputs
+        self.of = ""
+        """Whose halves `part` compiles, as "stage 1 ", for who waits for it."""
         self.reuse = True
         """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
         self.shares = True
@@ -136,7 +138,7 @@ class Lowering:
 
     def _part(self, forward: GraphModule, backwards: Mapping[str, GraphModule], outputs: int) -> tuple[Call, dict[str, Call]]:
         names = _names_returned(forward)
-        with compat.strides_of_results() as strides:
+        with part("compile forward", f"compiling {self.of}forward"), compat.strides_of_results() as strides:
             run = self.forward(forward, None)
         given = dict(zip(names[outputs:], (strides or [])[outputs:]))
         calls: dict[str, Call] = {}
@@ -146,7 +148,8 @@ class Lowering:
                 continue
             names = _names_returned(backward)
             inputs = [_laid_out(node.meta["val"], given.get(node.name)) for node in backward.graph.find_nodes(op="placeholder")]
-            with compat.strides_of_results() as strides, compat.writing_only_over(frozenset()):
+            with (part("compile backward", f"compiling {self.of}{half}"), compat.strides_of_results() as strides,
+                  compat.writing_only_over(frozenset())):
                 calls[half] = self.backward(backward, inputs, half)
             given.update(zip(names, strides or []))
         return run, calls

@@ -20,6 +20,7 @@ from hpml_compiler.compile.again import again_of, compiled, kept_for_again
 from hpml_compiler.compile.graph_inputs import sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, takes_list, values_of
+from hpml_compiler.compile.phases import phase, tell
 from hpml_compiler.compile.refused import refuse
 from hpml_compiler.compile.unplanned import UnplannedInTime
 from hpml_compiler.options import Options
@@ -147,6 +148,7 @@ class Microbatched:
     def _segment(self, segment: Segment) -> Call | None:
         if segment.gm is None:
             return None
+        tell("what is around its loop")
         around_loop(self.options.compiler)(segment.gm)
         with compat.strides_of_results():
             return self.around.inference(segment.gm)
@@ -189,6 +191,7 @@ class OneDevice:
         self.gm, self.inputs, self.options = gm, inputs, options
         self.lowering = Lowering(options.compiler, blocks="on" if options.compile_blocks == "on" else "off")
         self.runs: Microbatched | None = None
+        self.seconds: dict[str, float] = {}
 
     def compile(self) -> Callable[..., Any]:
         refuse(self.gm)
@@ -198,10 +201,10 @@ class OneDevice:
         shapes = [x.shape for x, its in zip(self.inputs, self.described, strict=True) if its.kind == "batch"]
         self.microbatches = fitting_rows(shapes, self.options.microbatches)
         backend = compat.aot_autograd(
-            fw_compiler=self._forward, bw_compiler=self._backward,
-            inference_compiler=lambda graph, _: self.lowering.inference(graph), partition_fn=self._partition,
-            decompositions=decompositions(self.options.compiler))
-        call = backend(self.gm, self.inputs)
+            fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
+            partition_fn=self._partition, decompositions=decompositions(self.options.compiler))
+        with phase("trace", "tracing", self.seconds):
+            call = backend(self.gm, self.inputs)
         if self.runs is not None:
             session.save_plan()  # which says now what was compiled in blocks
         return call
@@ -217,13 +220,16 @@ class OneDevice:
     def _in_microbatches(self, gm: GraphModule, forward_outputs: int,
                          whole: MakesWhole | None) -> Microbatched | None:
         traced = copied(gm)
-        annotated = annotate(gm, self.described, forward_outputs, self.microbatches)
-        times = times_of(annotated.graph, self.microbatches, solver_options(self.options))
+        with phase("annotate", "annotating", self.seconds):
+            annotated = annotate(gm, self.described, forward_outputs, self.microbatches)
+        with phase("solve", "deciding what goes through microbatches", self.seconds):
+            times = times_of(annotated.graph, self.microbatches, solver_options(self.options))
         if times is None:
             return None
         gradients = range(forward_outputs, len(gm.graph.output_node().args[0]))
-        runs = in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
-                               forward_outputs, gradients, whole)
+        with phase("rewrite", "rewriting", self.seconds):
+            runs = in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
+                                   forward_outputs, gradients, whole)
         if whole is not None:
             self._note_plan(traced, forward_outputs, times, runs)
         return runs
@@ -231,16 +237,25 @@ class OneDevice:
     def _note_plan(self, traced: GraphModule, forward_outputs: int, times: InTime, runs: Microbatched) -> None:
         current = session.current()
         current.options, current.cluster = self.options, str(local_cluster(self.options, 1))
-        unplanned = UnplannedInTime(traced, self.described, forward_outputs, self.options, times, runs.reports)
+        unplanned = UnplannedInTime(traced, self.described, forward_outputs, self.options, times, runs.reports, self.seconds)
         current.unplanned.append(unplanned.plan)
         session.save_plan()
 
     def _whole(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
-        prepare(self.options.compiler)(joint)
-        return self.lowering.partition(joint, inputs, forward_outputs, kwargs.get("static_lifetime_input_indices"))
+        with phase("rewrite", "rewriting", self.seconds):
+            prepare(self.options.compiler)(joint)
+            return self.lowering.partition(joint, inputs, forward_outputs, kwargs.get("static_lifetime_input_indices"))
 
     def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        return self.lowering.forward(graph, inputs) if self.runs is None else self.runs.forward()
+        with phase("compile forward", "compiling forward", self.seconds):
+            return self.lowering.forward(graph, inputs) if self.runs is None else self.runs.forward()
 
     def _backward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        return self.lowering.backward(graph, inputs) if self.runs is None else self.runs.backward()
+        if self.runs is not None:
+            return self.runs.backward()  # compiled with forward
+        with phase("compile backward", "compiling backward", self.seconds):
+            return self.lowering.backward(graph, inputs)
+
+    def _inference(self, graph: GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+        with phase("compile forward", "compiling forward", self.seconds):
+            return self.lowering.inference(graph)

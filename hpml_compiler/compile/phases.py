@@ -33,6 +33,14 @@ class phase:  # noqa: N801  # reads as a statement
         _show()
 
 
+def part(what: str, text: str) -> phase:
+    """A phase inside of another one: it counts for the same graph, and its line begins with the same name, if any."""
+    if not _open:
+        return phase(what, text, {})
+    name, colon, _ = _open[-1].text.rpartition(": ")
+    return phase(what, f"{name}{colon}{text}", _open[-1].seconds)
+
+
 def tell(detail: str) -> None:
     """How far what is being done has come: "block 3 of 5"."""
     if _open:

@@ -26,6 +26,7 @@ from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
 from hpml_compiler.compile.microbatched import MakesWhole
 from hpml_compiler.compile.monitoring import watch_of
+from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.pipeline import Pipeline
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
@@ -78,6 +79,7 @@ class PipelinedGraph:
         self.times: InTime | None = None
         self.planned: Planned | None = None
         self.watched: StagesWatch | None = None
+        self.seconds: dict[str, float] = {}
         self.draws = self.training = False
 
     def compile(self) -> Callable[..., Any]:
@@ -87,9 +89,10 @@ class PipelinedGraph:
         self.inputs.take_rows_whole()
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
         self.microbatches = self._microbatches()
-        function = compat.aot_autograd(
-            fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
-            partition_fn=self._partition, decompositions=decompositions(self.options.compiler))(self.gm, examples)
+        with self._doing("trace", "tracing"):
+            function = compat.aot_autograd(
+                fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
+                partition_fn=self._partition, decompositions=decompositions(self.options.compiler))(self.gm, examples)
         if self.runs is not None:
             session.save_plan()  # which says now what was compiled in blocks
         same_values(own_values(self.inputs.described, self.given))
@@ -142,7 +145,8 @@ class PipelinedGraph:
             self._place_in_time(annotated)
             microbatches = self._mark(annotated, self._decision(annotated, None), outputs)
             starts = session.current().stage_starts.get(compat.frame_being_compiled(), ())
-            runs = Evaluation(self.options, gm, microbatches, outputs, annotated.interface, starts=starts)
+            with self._doing("rewrite", "cutting into stages"):
+                runs = Evaluation(self.options, gm, microbatches, outputs, annotated.interface, starts=starts)
         except GraphMismatch:
             raise
         except HpmlError as error:
@@ -156,7 +160,7 @@ class PipelinedGraph:
         current.options, current.cluster = self.options, str(cluster)
         plan = StagedPlan(traced, self.inputs.described, forward_outputs, self.options, cluster, self.times, self.planned)
         current.unplanned.append(lambda name: plan.plan(name, runs.marked, runs.staged, runs.table).model_copy(
-            update={"blocks": runs.reports}))
+            update={"blocks": runs.reports, "seconds": self.seconds}))
         session.save_plan()
 
     def _all_of_it(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
@@ -175,13 +179,15 @@ class PipelinedGraph:
         interface = annotated.interface
         self._place_in_time(annotated)
         microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
-        runs = Pipeline(self.options, joint, microbatches, forward_outputs, interface, self.inputs.written, whole)
+        with self._doing("rewrite", "cutting into stages"):
+            runs = Pipeline(self.options, joint, microbatches, forward_outputs, interface, self.inputs.written, whole)
         runs.give_to(self._owners(runs, interface.positions))
         return runs
 
     def _place_in_time(self, annotated: Annotated) -> None:
         graph, count = annotated.graph, self.microbatches
-        self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
+        with self._doing("solve", "deciding what goes through microbatches"):
+            self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
 
     def _owners(self, runs: Pipeline, positions: Mapping[str, int]) -> dict[str, int]:
         """Who has the parameters that one rank needs alone. What was given to another rank before is borrowed from it."""
@@ -211,7 +217,8 @@ class PipelinedGraph:
 
     def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> Annotated:
         """With what planning needs to know, once all ranks have the same graph."""
-        annotated = self.inputs.annotate(gm, forward_outputs, microbatches, leaves=False)
+        with self._doing("annotate", "annotating"):
+            annotated = self.inputs.annotate(gm, forward_outputs, microbatches, leaves=False)
         same_graph(annotated.hash(), annotated.text)
         return annotated
 
@@ -225,8 +232,11 @@ class PipelinedGraph:
         cluster = self.mesh.cluster(local_cluster(self.options, dist.get_world_size()))
         lifetimes = THROUGHOUT if forward_outputs is None else lifetimes_of(schedule_of(
             self.options, 1 if self.times is None else self.times.microbatches))
-        planned = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, cluster,
-                          lifetimes).agreed()
+        with phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
+            planned = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, cluster,
+                              lifetimes).agreed()
+        for what in planned.record.seconds.keys() & {"look", "solve"}:
+            self.seconds[what] = self.seconds.get(what, 0.0) + planned.record.seconds[what]
         values, positions = annotated.graph.values, dict(annotated.interface.positions)
         self.holding.note({values[v].name: Held.along(self.mesh.route_over_all(route), positions[values[v].name])
                            for v, route in planned.decision.held.items()})
@@ -248,18 +258,19 @@ class PipelinedGraph:
         """Put the markers of the loop in; returns how many microbatches go through it."""
         joint, graph, times, groups = annotated.gm, annotated.graph, self.times, self.mesh.groups()
         gradients = self.inputs.kept_gradients(annotated, forward_outputs) if self.training else ()
-        if times is None:
-            whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups)(joint)
-            return 1
-        if not self.mesh.is_split:
-            groups = MeshGroups((), (), ())
-        to_microbatches(on_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
-                        gradients)(joint)
-        return times.microbatches
+        with self._doing("rewrite", "rewriting"):
+            if times is None:
+                whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups)(joint)
+                return 1
+            groups = groups if self.mesh.is_split else MeshGroups((), (), ())
+            to_microbatches(on_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
+                            gradients)(joint)
+            return times.microbatches
 
     def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
         if self.runs is not None:
-            return self.holding.around(graph, self.runs.forward())
+            with self._doing("compile forward", "compiling forward"):
+                return self.holding.around(graph, self.runs.forward())
         return self.holding.around(graph, self._when_all_can("forward", lambda: self.lowering.forward(graph, inputs)))
 
     def _backward(self, graph: GraphModule, inputs: Any) -> Call:
@@ -271,7 +282,8 @@ class PipelinedGraph:
     def _inference(self, graph: GraphModule, _: Any) -> Callable[..., Any]:
         """Forward alone goes through the stages that have its parameters; else the ranks of each stage do all of it."""
         if any(owner_of(x) is not None for x in self.given) and (runs := self._evaluation(copied(graph))) is not None:
-            return self.holding.around(graph, runs.call())
+            with self._doing("compile forward", "compiling forward"):
+                return self.holding.around(graph, runs.call())
         if self.mesh.is_split:
             self._together(graph)
             annotated = self._annotated(graph, None)
@@ -280,4 +292,8 @@ class PipelinedGraph:
 
     def _when_all_can(self, half: str, lower: Callable[[], Call]) -> Call:
         """Of a graph without stages. All ranks come to each half together, in its first call where not before."""
-        return when_all_can(f"compile {half} of the {self.name}", lower)
+        with self._doing(f"compile {half}", f"compiling {half}"):
+            return when_all_can(f"compile {half} of the {self.name}", lower)
+
+    def _doing(self, what: str, text: str) -> phase:
+        return phase(what, f"{self.name}: {text}", self.seconds)

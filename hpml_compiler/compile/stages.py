@@ -21,7 +21,7 @@ class LoweredStage:
         self.lowering = Lowering(compiler, blocks=options.compile_blocks)
         self.lowering.reuse = compiler == "inductor"  # call by call, each value is let go of when it was last read
         self.lowering.step_us = step_us
-        self.lowering.forward_outputs = graph.forward_outputs
+        self.lowering.forward_outputs, self.lowering.of = graph.forward_outputs, f"stage {graph.index} "
         self.saved = self.halves.saved
         self.shared = self._sent() | self._waiting()
 

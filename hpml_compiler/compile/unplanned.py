@@ -48,11 +48,11 @@ class Unplanned:
 
 class UnplannedInTime:
     """A graph as it was when it was decided that it goes through its batch in microbatches, and how it does. blocks: what is
-    compiled in blocks, which fills itself when it is."""
+    compiled in blocks, and seconds: where the time of its compilation went, which fill themselves meanwhile."""
 
     def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options, times: InTime,
-                 blocks: Mapping[str, BlocksReport]):
-        self.joint, self.times, self.blocks = joint, times, blocks
+                 blocks: Mapping[str, BlocksReport], seconds: Mapping[str, float]):
+        self.joint, self.times, self.blocks, self.seconds = joint, times, blocks, seconds
         self.inputs, self.forward_outputs, self.options = inputs, forward_outputs, options
         self.frame = compat.frame_being_compiled()
 
@@ -63,4 +63,4 @@ class UnplannedInTime:
         planned = plan_graph(annotated, options, cluster, name=name)
         record = with_microbatches(planned.record, annotated.graph, self.times, loss_of(self.joint) is not None,
                                    mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
-        return record.model_copy(update={"frame": self.frame, "blocks": self.blocks})
+        return record.model_copy(update={"frame": self.frame, "blocks": self.blocks, "seconds": self.seconds})
