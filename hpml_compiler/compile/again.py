@@ -18,21 +18,22 @@ SMALL_RANGE = 1e6
 """Largest number of a type whose range a loss scale is chosen for: float16 has 65,504, the 8-bit ones less."""
 
 
-def again_of(marked: GraphModule, loss: str | None, written: Container[int],
-             whole: Callable[[], Schedule] | None) -> Again | None:
+def again_of(marked: GraphModule, loss: str | None, written: Container[int], whole: bool) -> Again | None:
     """marked: the graph that the loop is cut out of. None where the loss is computed outside, and where gradients can arrive at
-    the loss alone, and may be scaled. written: positions of the inputs that the model changes in place."""
+    the loss alone, and may be scaled. written: positions of the inputs that the model changes in place. whole: whether the
+    step can be made with gradients at all outputs."""
     placeholders = marked.graph.find_nodes(op="placeholder")
     narrow = any(_is_narrow(node.meta.get("val")) for node in marked.graph.nodes)
     others = any(node.name.startswith("tangents") and node.name != loss for node in placeholders)
-    if loss is None or not (narrow or (others and whole is not None)):
+    if loss is None or not (narrow or (others and whole)):
         return None
     primals = [node for node in placeholders if not node.name.startswith("tangents")]
     (device,) = {node.meta["val"].device for node in placeholders if node.name == loss}
+    numbers = {node.name: number for node in primals if (number := compat.static_int(node.meta["val"])) is not None}
     return Again(
-        tuple(node.name for node in primals),
+        tuple(node.name for node in primals if node.name not in numbers), numbers,
         frozenset(node.name for k, node in enumerate(primals) if input_position(node, k) in written),
-        any(is_random(node.target) for node in marked.graph.nodes), device, narrow, whole)
+        any(is_random(node.target) for node in marked.graph.nodes), device, narrow)
 
 
 def kept_for_again(marked: GraphModule, again: Again | None) -> list[Any]:
@@ -51,7 +52,7 @@ def compiled(whole: Callable[[], Any]) -> Schedule:
     if runs is None:
         raise HpmlError("with gradients that arrive at another output than the loss, the step does not go through microbatches",
                         "backward", "compute all of the loss in the compiled model, or leave options['microbatches'] out")
-    with compat.compiling_anew(runs.marked):
+    with compat.compiling_anew(runs.parts.given[runs.parts.loss]):
         return runs.schedule()
 
 

@@ -12,17 +12,18 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import CompiledTogether, from_rank_0, same_graph
+from hpml_compiler.compile.cut import Cut
 from hpml_compiler.compile.earlier import Earlier
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
-from hpml_compiler.compile.microbatched import Microbatched, in_microbatches
+from hpml_compiler.compile.microbatched import Looped, in_microbatches
 from hpml_compiler.compile.monitoring import monitor_of
 from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.recompiles import note_function
-from hpml_compiler.compile.rewritten import Rewritten, held_by, placements_of, say_what_is_whole
+from hpml_compiler.compile.rewritten import Rewritten, held_by, placements_of, say_plan, say_what_is_whole
 from hpml_compiler.compile.running import running
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor.hooks import WatchedGraph
@@ -41,6 +42,7 @@ from hpml_compiler.runtime.outputs import LeftOutput
 from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
 from passes.graph.annotated import Annotated
+from passes.graph.nodes import returned_nodes
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.presets import after_planning, taping
@@ -63,7 +65,7 @@ class Compilation:
         self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
         self.holding = Holding()
         self.planned: Planned | None = None
-        self.runs: Microbatched | None = None
+        self.runs: Looped | None = None
         self.watched: WatchedGraph | None = None
         self.name = f"graph_{len(self.session.graphs)}"
         self.together = CompiledTogether(self.name)
@@ -79,8 +81,7 @@ class Compilation:
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
         sizes_are_numbers(self.gm, self.inputs.examples)
         self.microbatches = self._microbatches()
-        self.earlier = Earlier(self.gm, self.given_inputs, self.inputs, self.options,
-                               may=self.sharing is None and self.microbatches == 1)
+        self.earlier = Earlier(self.gm, self.given_inputs, self.inputs, self.options, may=self.sharing is None)
         planned_before = len(self.session.graphs)
         if self.earlier.found is not None:
             self.together.agreed = True
@@ -134,12 +135,14 @@ class Compilation:
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         if self.earlier.found is not None:
             self.lowering.forward_outputs, self.lowering.shares = num_fwd_outputs, False
-            with self._doing("restore", "reading what it was rewritten to"):
-                return self.earlier.partition()
+            if isinstance(restored := self._restored(), Cut):
+                self.runs = Looped(self.options, restored, step_us=self.record.predicted.step_time_us, shares=False)
+            return restored if self.runs is None else self.runs.partition()
         self.earlier.note_results(joint, num_fwd_outputs)
         if self.microbatches > 1 and (runs := self._in_microbatches(joint, num_fwd_outputs)) is not None:
             self.runs = runs
             self._finish()
+            self.earlier.note(runs.cut, runs.parts.saved)
             return runs.partition()
         sharded = self._rewrite(joint, num_fwd_outputs)
         if self.sharing is not None:
@@ -151,10 +154,10 @@ class Compilation:
             return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
         self._finish()
         halves = self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
-        self.earlier.note_halves(*halves)
+        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])))
         return halves
 
-    def _in_microbatches(self, joint: GraphModule, forward_outputs: int) -> Microbatched | None:
+    def _in_microbatches(self, joint: GraphModule, forward_outputs: int) -> Looped | None:
         """What runs the step microbatch by microbatch; None where that cannot be, which leaves the graph as it is."""
         gm = loss_alone(joint)
         annotated = self._annotated(gm, forward_outputs, self.microbatches)
@@ -173,7 +176,7 @@ class Compilation:
             runs = in_microbatches(
                 gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options, forward_outputs,
                 self.inputs.kept_gradients(annotated, forward_outputs), step_us=record.predicted.step_time_us)
-        self._say(annotated, planned)
+        say_plan(planned, annotated.graph.unruled)
         return runs
 
     def _forward(self, gm: GraphModule, examples: Any) -> Callable[[list[Any]], Any]:
@@ -199,17 +202,20 @@ class Compilation:
 
     def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
         if self.earlier.found is not None:
-            with self._doing("restore", "reading what it was rewritten to"):
-                gm = self.earlier.forward_alone()
+            gm = self._restored()
         else:
             self.earlier.note_results(gm, None)
             gm = self._rewrite(gm, None)
             self._finish()
-            self.earlier.note_halves(gm)
+            self.earlier.note(gm)
         self.earlier.note_forward()
         with self._doing("compile forward", "compiling forward"):
             call = self.lowering.inference(gm)
         return self.holding.around(gm, call)
+
+    def _restored(self) -> Any:
+        with self._doing("restore", "reading what it was rewritten to"):
+            return self.earlier.restored()
 
     def _doing(self, what: str, text: str) -> phase:
         return phase(what, f"{self.name}: {text}", self.record.seconds)
@@ -236,7 +242,7 @@ class Compilation:
                 outside=self.inputs.only_read(annotated) if self.sharing is None else ())(gm)
             self.taken = {annotated.interface.positions[name]: taken for name, taken in taken_of(gm).items()}
             self.tangents = left_tangents(annotated, planned.decision)
-        self._say(annotated, planned)
+        say_plan(planned, annotated.graph.unruled)
         return gm
 
     def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> Annotated:
@@ -268,13 +274,6 @@ class Compilation:
         self.session.rejected.extend(rejected)
         if training:
             self.session.mesh = dict(record.mesh)
-
-    def _say(self, annotated: Annotated, planned: Planned) -> None:
-        if dist.get_rank() != 0:
-            return
-        log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", planned.record.name, planned.mesh,
-                 planned.record.predicted.step_time_us / 1e3, sum(planned.record.seconds.values()))
-        say_what_is_whole(annotated.graph.unruled)
 
     def _rewritten(self) -> Rewritten:
         """What running the graph takes, now that it is compiled."""

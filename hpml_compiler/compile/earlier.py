@@ -1,9 +1,9 @@
 """What a graph was rewritten to, kept for the next launch: which then traces, plans and rewrites nothing.
 
-What is kept are the halves of the graph as they were compiled, and all that running them takes. They are compiled again, which
-inductor's own cache answers; AOTAutograd is given a stand-in (`compile.stand_in`) for the graph, and makes of it what stands
-around the halves. That is so for graphs around which it passes on, and copies the new values of inputs into them, and no more:
-`compat.results_as_traced`, `compat.inputs_written_as_traced`.
+What is kept are the halves of the graph as they were compiled, or the parts of one in microbatches (`compile.cut`), and all
+that running them takes. They are compiled again, which inductor's own cache answers; AOTAutograd is given a stand-in
+(`compile.stand_in`) for the graph, and makes of it what stands around the halves. That is so for graphs around which it passes
+on, and copies the new values of inputs into them, and no more: `compat.results_as_traced`, `compat.inputs_written_as_traced`.
 
 All ranks take what an earlier launch left, of one and the same plan, or none does.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,13 +58,12 @@ class Around:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is in the cache. backward: None of a graph that is only evaluated. around: what AOTAutograd sees of the graph.
-    writes_over: see `compat.places_written_over`. plan: the same on ranks that obey one plan. prices: of what the plan was
+    """What is in the cache. graphs: what is compiled, packed. around: what AOTAutograd sees of the graph. writes_over: see
+    `compat.places_written_over`. plan: the same on ranks that obey one plan. prices: of what the plan was
     priced with, where `hpml profile` measured it. until: when it is too old."""
 
     rewritten: Rewritten
-    forward: bytes
-    backward: bytes | None
+    graphs: bytes
     around: Around
     writes_over: frozenset[int] | None
     plan: str
@@ -73,11 +72,10 @@ class Entry:
 
 
 @dataclass
-class Halves:
+class Noted:
     """Of one compilation, what becomes an entry."""
 
-    forward: bytes
-    backward: bytes | None
+    graphs: bytes
     around: Around | None = None
     writes_over: frozenset[int] | None = None
 
@@ -86,7 +84,7 @@ class Halves:
 class Earlier:
     """What earlier launches know of one graph, and what the next one will. All ranks make it together.
 
-    found: what was left for it; `graph`, `partition` and `forward_alone` then take the place of tracing.
+    found: what was left for it; `graph` and `restored` then take the place of tracing.
     """
 
     gm: GraphModule
@@ -97,7 +95,7 @@ class Earlier:
     """Whether there can be anything: not where it depends on more than one graph, or the step goes another way."""
     key: str = ""
     found: Entry | None = None
-    halves: Halves | None = None
+    noted: Noted | None = None
     results: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -149,18 +147,12 @@ class Earlier:
         """What AOTAutograd traces."""
         return self.gm if self.found is None else stand_in(self.gm, self.found.around.results, self.found.around.written)
 
-    def partition(self) -> tuple[GraphModule, GraphModule]:
-        assert self.found is not None and self.found.backward is not None, "a graph with gradients had them then, too"
-        return self._unpacked(self.found.forward), self._unpacked(self.found.backward)
-
-    def forward_alone(self) -> GraphModule:
-        assert self.found is not None and self.found.backward is None, "a graph without gradients had none then either"
-        return self._unpacked(self.found.forward)
-
-    def _unpacked(self, packed: bytes) -> GraphModule:
+    def restored(self) -> Any:
+        """What `note` was given."""
+        assert self.found is not None, "there is nothing else to restore"
         mode = compat.fake_mode()
         with compat.outside_tracing(), torch.no_grad():
-            return unpack(packed, mode)
+            return unpack(self.found.graphs, mode)
 
     @property
     def writes_over(self) -> frozenset[int] | None:
@@ -175,23 +167,26 @@ class Earlier:
             nodes = returned_nodes(whole)[:outputs]
             self.results = [node.meta["val"] for node in nodes if node is not None]
 
-    def note_halves(self, forward: GraphModule, backward: GraphModule | None = None) -> None:
-        """Before they are compiled, which changes them."""
+    def note(self, graphs: Any, handed: Iterable[Any] = ()) -> None:
+        """What is compiled, before that changes it: graphs, or data with graphs in it. handed: fakes of what forward makes."""
         if self.results is None:
             return
         try:
-            self.halves = Halves(pack(forward), None if backward is None else pack(backward))
+            if not all(x is None or isinstance(x, torch.Tensor) for x in handed):  # autograd is told of symbols, not of numbers
+                raise CannotPack("it hands numbers from forward to backward")
+            with compat.outside_tracing():
+                self.noted = Noted(pack(graphs))
         except CannotPack as why:
             self._not_kept(str(why))
 
     def note_forward(self) -> None:
         """Inside the compiler of forward."""
-        if self.halves is not None and self.results is not None:
+        if self.noted is not None and self.results is not None:
             try:
                 written = self._written()
-                self.halves.around = Around.of(self.results[len(written):], written)
+                self.noted.around = Around.of(self.results[len(written):], written)
             except compat.MoreAround as why:
-                self.halves = None
+                self.noted = None
                 self._not_kept(str(why))
         if self.found is not None:
             self._check(self.found.around)
@@ -215,23 +210,22 @@ class Earlier:
 
     def note_backward(self) -> None:
         """Inside the compiler of backward."""
-        if self.halves is not None:
-            self.halves.writes_over = compat.places_written_over()
+        if self.noted is not None:
+            self.noted.writes_over = compat.places_written_over()
 
     def keep(self, rewritten: Rewritten) -> None:
         """Once all is compiled."""
-        halves = self.halves
-        if halves is None:
+        noted = self.noted
+        if noted is None:
             return
-        assert halves.around is not None, "forward is compiled before a graph is kept"
-        if {each.position for each in halves.around.written} != rewritten.written:
+        assert noted.around is not None, "forward is compiled before a graph is kept"
+        if {each.position for each in noted.around.written} != rewritten.written:
             self._not_kept("what it changes is not what it was planned to")
             return
         record = rewritten.record
         until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
         plan = plan_file.digest_of([record.model_dump_json(exclude={"seconds", "frame", "blocks"})])
-        entry = Entry(rewritten, halves.forward, halves.backward, halves.around, halves.writes_over, plan,
-                      self._prices(record), until)
+        entry = Entry(rewritten, noted.graphs, noted.around, noted.writes_over, plan, self._prices(record), until)
         try:
             with compat.outside_tracing():
                 graph_file.put(self._name(), pickle.dumps(replace(entry, rewritten=_without_fakes(rewritten)), protocol=5))

@@ -251,6 +251,14 @@ class Lowering:
         return name_of(gm, inputs, is_backward, is_inference, self.reuse) if self.shares else None
 
 
+def lowering_of_part(compiler: str, shares: bool, blocks: Wanted = "off") -> Lowering:
+    """Of a part of what AOTAutograd takes for one graph."""
+    lowering = Lowering(compiler, blocks=blocks)
+    lowering.shares = shares
+    lowering.reuse = lowering.inductor  # call by call, each value is let go of when it was last read
+    return lowering
+
+
 def _apart(compile_whole: Callable[[], Any]) -> Any:
     """Compiled while something else is, whose results have strides that are asked for."""
     with compat.strides_of_results():

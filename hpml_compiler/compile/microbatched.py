@@ -8,23 +8,26 @@ compiled once.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
+import abc
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.again import again_of, compiled, kept_for_again
+from hpml_compiler.compile.again import compiled
+from hpml_compiler.compile.cut import Cut, Parts, cut_in_halves
 from hpml_compiler.compile.graph_inputs import sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
-from hpml_compiler.compile.lowering import Lowering, takes_list, values_of
+from hpml_compiler.compile.lowering import Lowering, lowering_of_part, takes_list
 from hpml_compiler.compile.phases import phase, tell
 from hpml_compiler.compile.refused import refuse
 from hpml_compiler.compile.unplanned import UnplannedInTime
 from hpml_compiler.options import Options
-from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, loss_of, times_of
+from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
 from hpml_compiler.planning.plan_graph import solver_options
 from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.inputs import copy_for_set_data
@@ -34,7 +37,6 @@ from hpml_compiler.runtime.microbatches import (
     Calls,
     LossOutside,
     Schedule,
-    kept_for_backward,
     numbers_first,
     numbers_last,
 )
@@ -44,11 +46,11 @@ from passes.graph.copied import copied
 from passes.graph.decision import Decision
 from passes.graph.interface import graph_inputs
 from passes.partition.in_time import InTime, on_one_device, on_time_axis
-from passes.presets import annotate, around_loop, in_loop, to_microbatches
+from passes.presets import annotate, to_microbatches
 from passes.presets import one_device as prepare
 from passes.tracing.trace import decompositions
 from passes.transform.collectives import MeshGroups
-from passes.transform.microbatches import Segment, cut_loop
+from passes.transform.microbatches import Segment
 
 
 def whole_schedule(*_values: Any) -> Any:
@@ -59,67 +61,33 @@ def whole_schedule(*_values: Any) -> Any:
 MakesWhole = Callable[[], "Microbatched | None"]
 
 
-class Microbatched:
-    """`partition` gives AOTAutograd its graphs, `forward` and `backward` are what runs. written: positions of the inputs that
-    the model changes in place. whole: makes the same for gradients that arrive at any output; None where that is not possible.
-    step_us: what the whole step is predicted to take, where blocks may be compiled once without having been asked for.
-    """
+class Microbatched(abc.ABC):
+    """`partition` gives AOTAutograd its graphs, `forward` and `backward` are what runs. whole: makes the same for gradients
+    that arrive at any output; None where that is not possible. shares: see `Lowering.shares`."""
 
-    def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
-                 written: Container[int] = (), whole: MakesWhole | None = None, step_us: float = 0.0):
-        self.options, self.microbatches, self.forward_outputs = options, microbatches, forward_outputs
-        self.marked, self.loop = marked, cut_loop(marked)
-        self.loss = loss_of(marked)
-        self.again = again_of(marked, self.loss, written, None if whole is None else lambda: compiled(whole))
-        self.lowering, self.around = Lowering(options.compiler, blocks=options.compile_blocks), Lowering(options.compiler)
-        for lowering in (self.lowering, self.around):
-            lowering.reuse = options.compiler == "inductor"  # call by call, each value is let go of when it was last read
-        self.lowering.step_us = step_us / microbatches  # a segment is called for each of them
+    def __init__(self, options: Options, parts: Parts, whole: MakesWhole | None = None, shares: bool = True):
+        self.parts, again = parts, parts.again
+        self.again = again if again is None or whole is None else replace(again, whole=lambda: compiled(whole))
+        self.around = lowering_of_part(options.compiler, shares)
         self.reports: dict[str, BlocksReport] = {}
         """What of one microbatch's halves was compiled in blocks, once it was."""
         self.runs: LossInside | LossOutside | None = None
-        self.cut_body()
-
-    def cut_body(self) -> None:
-        in_loop(self.options.compiler, len(self.loop.forward))(self.loop.body)
-        # The one that saves little, with either compiler: saved values are what microbatches are for.
-        self.halves = compat.min_cut_partition(self.loop.body, values_of(self.loop.body), len(self.loop.forward), None)
-        returned = self.halves[0].graph.output_node().args[0][len(self.loop.forward):]
-        # By names and fakes, since lowering may put other nodes in their places.
-        self.saved_by_one = {node.name: node.meta["val"] for node in returned}
 
     def partition(self) -> tuple[GraphModule, GraphModule]:
-        placeholders = self.marked.graph.find_nodes(op="placeholder")
-        primals = [node for node in placeholders if not node.name.startswith("tangents")]
-        tangents = [node for node in placeholders if node.name.startswith("tangents")]
-        results = list(self.marked.graph.output_node().args[0])
-        values = [x.meta["val"] if isinstance(x, Node) else None for x in results]
-        outputs, gradients = values[:self.forward_outputs], values[self.forward_outputs:]
-        self.saved = saved = self._saved(placeholders, gradients)
-        forward = _opaque([(node.name, node.meta["val"]) for node in primals], [*outputs, *numbers_last(saved)])
-        backward = _opaque([*((f"saved_{k}", x) for k, x in enumerate(numbers_first(saved))),
-                            *((node.name, node.meta["val"]) for node in tangents)], gradients)
+        given, parts = self.parts.given, self.parts
+        primals = [(name, fake) for name, fake in given.items() if not name.startswith("tangents")]
+        tangents = [(name, fake) for name, fake in given.items() if name.startswith("tangents")]
+        outputs, gradients = parts.results[:parts.forward_outputs], parts.results[parts.forward_outputs:]
+        forward = _opaque(primals, [*outputs, *numbers_last(parts.saved)])
+        backward = _opaque([*((f"saved_{k}", x) for k, x in enumerate(numbers_first(parts.saved))), *tangents], gradients)
         return forward, backward
 
-    def _saved(self, placeholders: Sequence[Node], gradients: Sequence[Any]) -> list[Any]:
-        """Fakes of what goes from forward to backward."""
-        if self.loss is not None:
-            used = next(node.meta["val"] for node in placeholders if node.name == self.loss)
-            return [*(x for x in gradients if x is not None), used, *kept_for_again(self.marked, self.again)]
-        by_name = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
-        kept = [by_name[name] for name in kept_for_backward(self.loop, self.forward_outputs)]
-        return kept + self.saved_in_loop()
-
-    def saved_in_loop(self) -> list[Any]:
-        """Fakes of what the loop's forward hands to its backward, if all of that runs first."""
-        return [*self.saved_by_one.values()] * self.microbatches
-
     def forward(self) -> Call:
-        schedule = self.schedule()
-        if self.loss is None:
-            self.runs = LossOutside(schedule, self.forward_outputs, self.saved)
+        schedule, parts = self.schedule(), self.parts
+        if parts.loss is None:
+            self.runs = LossOutside(schedule, parts.forward_outputs, parts.saved)
         else:
-            self.runs = LossInside(schedule, self.forward_outputs, self.loss, self.saved, self.again)
+            self.runs = LossInside(schedule, parts.forward_outputs, parts.loss, parts.saved, self.again)
         run = self.runs.forward
         return takes_list(lambda arguments: run(arguments))
 
@@ -128,30 +96,42 @@ class Microbatched:
         run = self.runs.backward
         return takes_list(lambda arguments: run(arguments))
 
+    @abc.abstractmethod
     def schedule(self) -> Schedule:
         """What runs the loop, compiled."""
-        forward, backward = self.halves
-        made = {name: k for k, name in enumerate(self.saved_by_one)}
-        reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
-        saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
-        with self.lowering.waiting_once(self.loop.body):
-            run_forward, backwards = self.lowering.part(forward, {"backward": backward}, len(self.loop.forward))
-            calls = self.calls(run_forward, backwards["backward"] if self.loop.backward else None, saved)
-        self.reports.update(self.lowering.reports)
-        return Schedule(self.loop, calls, self.microbatches)
 
     def calls(self, forward: Call, backward: Call | None, saved: tuple[int, ...]) -> Calls:
         """The compiled parts, with these for the body."""
-        before, after = (tuple(map(self._segment, halves)) for halves in (self.loop.before, self.loop.after))
+        before, after = (tuple(map(self._segment, halves)) for halves in (self.parts.loop.before, self.parts.loop.after))
         return Calls(before, forward, backward, after, saved)
 
     def _segment(self, segment: Segment) -> Call | None:
         if segment.gm is None:
             return None
         tell("what is around its loop")
-        around_loop(self.options.compiler)(segment.gm)
         with compat.strides_of_results():
             return self.around.inference(segment.gm)
+
+
+class Looped(Microbatched):
+    """With the loop's body in two halves. step_us: what the whole step is predicted to take, where blocks may be compiled once
+    without having been asked for."""
+
+    def __init__(self, options: Options, cut: Cut, whole: MakesWhole | None = None, step_us: float = 0.0, shares: bool = True):
+        super().__init__(options, cut.parts, whole, shares)
+        self.cut, self.lowering = cut, lowering_of_part(options.compiler, shares, options.compile_blocks)
+        self.lowering.step_us = step_us / cut.parts.microbatches  # a segment is called for each of them
+
+    def schedule(self) -> Schedule:
+        (forward, backward), loop = self.cut.halves, self.parts.loop
+        made = {name: k for k, name in enumerate(self.cut.saved)}
+        reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
+        saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
+        with self.lowering.waiting_once(forward):
+            run_forward, backwards = self.lowering.part(forward, {"backward": backward}, len(loop.forward))
+            calls = self.calls(run_forward, backwards["backward"] if loop.backward else None, saved)
+        self.reports.update(self.lowering.reports)
+        return Schedule(loop, calls, self.parts.microbatches)
 
 
 def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) -> GraphModule:
@@ -176,12 +156,12 @@ def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) 
 
 def in_microbatches(gm: GraphModule, annotated: Annotated, decision: Decision, times: InTime, groups: MeshGroups,
                     options: Options, forward_outputs: int, kept_gradients: Sequence[int],
-                    whole: MakesWhole | None = None, step_us: float = 0.0) -> Microbatched:
-    """From an annotated graph, and what was decided over devices and in time, to what runs. whole, step_us: see
-    `Microbatched`."""
+                    whole: MakesWhole | None = None, step_us: float = 0.0) -> Looped:
+    """From an annotated graph, and what was decided over devices and in time, to what runs. whole, step_us: see `Looped`."""
     decision, written = on_time_axis(decision, annotated.graph, times), compat.inputs_written(gm)
     to_microbatches(decision, groups.with_time(times.microbatches), forward_outputs, kept_gradients)(gm)
-    return Microbatched(options, gm, times.microbatches, forward_outputs, written, whole, step_us)
+    cut = cut_in_halves(gm, options.compiler, times.microbatches, forward_outputs, written, whole is not None)
+    return Looped(options, cut, whole, step_us)
 
 
 class OneDevice:

@@ -17,7 +17,7 @@ from passes.graph.interface import Interface
 from passes.graph.nodes import returned_nodes
 from passes.rules.repeatable import is_repeatable
 from passes.schedule.actions import Schedule
-from passes.transform.microbatches import Loop, restricted
+from passes.transform.microbatches import AroundLoop, restricted
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Needed:
 class Needs:
     """marked: the graph that the loop was cut out of, with its interface. table: whose ranks have the stages."""
 
-    def __init__(self, marked: GraphModule, loop: Loop, staged: StagedBody, table: Schedule, interface: Interface):
+    def __init__(self, marked: GraphModule, loop: AroundLoop, staged: StagedBody, table: Schedule, interface: Interface):
         self.loop, self.staged, self.table = loop, staged, table
         self.ranks = range(len(table.actions))
         self.nodes: Mapping[str, Node] = {node.name: node for node in marked.graph.nodes}
@@ -64,7 +64,7 @@ class Needs:
                 found[name] = ranks.pop()
         return found
 
-    def around(self, rank: int, owners: Mapping[str, int]) -> Loop:
+    def around(self, rank: int, owners: Mapping[str, int]) -> AroundLoop:
         """The loop with what this rank needs around it."""
         needed = self._needed(self._wanted(rank, owners))
         segments = {when: tuple(restricted(each, needed.made) for each in getattr(self.loop, when))

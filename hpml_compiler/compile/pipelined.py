@@ -20,7 +20,8 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import GraphMismatch, from_rank_0, same_graph, when_all_can
-from hpml_compiler.compile.evaluation import Evaluation, has_effects
+from hpml_compiler.compile.cut_stages import Stages
+from hpml_compiler.compile.evaluation import evaluation, has_effects
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
@@ -120,21 +121,22 @@ class PipelinedGraph:
         original = copied(joint)
         self.training = True
         self._together(joint)
-        whole = None if self.mesh.is_split else lambda: self._pipeline(copied(original), num_fwd_outputs, None)
+        whole = None if self.mesh.is_split else lambda: self._pipeline(copied(original), num_fwd_outputs, None)[1]
         try:
-            self.runs = runs = self._pipeline(loss_alone(joint), num_fwd_outputs, whole)
+            stages, self.runs = self._pipeline(loss_alone(joint), num_fwd_outputs, whole)
         except TooFewParts as error:
             if dist.get_rank() == 0:
                 log.warning("%s goes through no stages, and each does all of it: %s", self.name, error.what)
             return self._all_of_it(joint, inputs, num_fwd_outputs, kwargs)
-        starts = tuple(blocks[0] for blocks in runs.staged.stages.blocks[1:])
+        runs, found = self.runs, stages.staged.stages
+        starts = tuple(blocks[0] for blocks in found.blocks[1:])
         session.current().stage_starts[compat.frame_being_compiled()] = starts
-        self._note_plan(original, num_fwd_outputs, runs)
+        self._note_plan(original, num_fwd_outputs, stages, runs)
         if self.options.monitor:
-            self.watched = watch_of(self.name, runs.table, runs.place, runs.staged.stages, self.options)
+            self.watched = watch_of(self.name, runs.table, runs.place, found, self.options)
         return runs.partition()
 
-    def _evaluation(self, gm: GraphModule) -> Evaluation | None:
+    def _evaluation(self, gm: GraphModule) -> Pipeline | None:
         """None where it cannot go through stages, which is said."""
         if has_effects(gm):
             return None
@@ -146,20 +148,19 @@ class PipelinedGraph:
             microbatches = self._mark(annotated, self._decision(annotated, None), outputs)
             starts = session.current().stage_starts.get(compat.frame_being_compiled(), ())
             with self._doing("rewrite", "cutting into stages"):
-                runs = Evaluation(self.options, gm, microbatches, outputs, annotated.interface, starts=starts)
+                stages = Stages(self.options, gm, microbatches, outputs, annotated.interface, starts)
         except GraphMismatch:
             raise
         except HpmlError as error:
             log.info("%s goes through no stages, and the ranks of each do all of it: %s", self.name, error.what)
             return None
-        runs.give_to(self._owners(runs, annotated.interface.positions))
-        return runs
+        return Pipeline(self.options, stages.given_to(self._owners(stages, annotated.interface.positions), (), False))
 
-    def _note_plan(self, traced: GraphModule, forward_outputs: int, runs: Pipeline) -> None:
+    def _note_plan(self, traced: GraphModule, forward_outputs: int, stages: Stages, runs: Pipeline) -> None:
         current, cluster = session.current(), local_cluster(self.options, dist.get_world_size())
         current.options, current.cluster = self.options, str(cluster)
         plan = StagedPlan(traced, self.inputs.described, forward_outputs, self.options, cluster, self.times, self.planned)
-        current.unplanned.append(lambda name: plan.plan(name, runs.marked, runs.staged, runs.table).model_copy(
+        current.unplanned.append(lambda name: plan.plan(name, stages.marked, stages.staged, stages.table).model_copy(
             update={"blocks": runs.reports, "seconds": self.seconds}))
         session.save_plan()
 
@@ -174,26 +175,27 @@ class PipelinedGraph:
             one_device(self.options.compiler)(joint)
         return self.lowering.partition(joint, inputs, forward_outputs, kwargs.get("static_lifetime_input_indices"))
 
-    def _pipeline(self, joint: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> Pipeline:
+    def _pipeline(self, joint: GraphModule, forward_outputs: int, whole: MakesWhole | None,
+                  ) -> tuple[Stages, Pipeline]:
         annotated = self._annotated(joint, forward_outputs, self.microbatches)
         interface = annotated.interface
         self._place_in_time(annotated)
         microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
         with self._doing("rewrite", "cutting into stages"):
-            runs = Pipeline(self.options, joint, microbatches, forward_outputs, interface, self.inputs.written, whole)
-        runs.give_to(self._owners(runs, interface.positions))
-        return runs
+            stages = Stages(self.options, joint, microbatches, forward_outputs, interface)
+        cut = stages.given_to(self._owners(stages, interface.positions), self.inputs.written, whole is not None)
+        return stages, Pipeline(self.options, cut, whole)
 
     def _place_in_time(self, annotated: Annotated) -> None:
         graph, count = annotated.graph, self.microbatches
         with self._doing("solve", "deciding what goes through microbatches"):
             self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
 
-    def _owners(self, runs: Pipeline, positions: Mapping[str, int]) -> dict[str, int]:
+    def _owners(self, stages: Stages, positions: Mapping[str, int]) -> dict[str, int]:
         """Who has the parameters that one rank needs alone. What was given to another rank before is borrowed from it."""
         if self.owned is not None:  # for gradients at other outputs, the graph is cut once more
             return self.owned
-        found = runs.needs.owners(positions)
+        found = stages.needs.owners(positions)
         self.owned = {}
         for name, position in positions.items():
             given, owner = self.given[position], found.get(name)
@@ -283,7 +285,7 @@ class PipelinedGraph:
         """Forward alone goes through the stages that have its parameters; else the ranks of each stage do all of it."""
         if any(owner_of(x) is not None for x in self.given) and (runs := self._evaluation(copied(graph))) is not None:
             with self._doing("compile forward", "compiling forward"):
-                return self.holding.around(graph, runs.call())
+                return self.holding.around(graph, evaluation(runs))
         if self.mesh.is_split:
             self._together(graph)
             annotated = self._annotated(graph, None)

@@ -5,7 +5,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from hpml_compiler.compile.left_outputs import LeftTangent
+from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.gathered import Held
 from hpml_compiler.runtime.outputs import LeftOutput
@@ -56,6 +59,14 @@ def placements_of(annotated: Annotated, decision: Decision) -> dict[int, Layout]
         return {}
     return {interface.positions[values[v].name]: decision.stored(v) for v in decision.inputs
             if values[v].kind == "parameter" and values[v].name not in interface.stored}
+
+
+def say_plan(planned: Planned, unruled: Mapping[str, Sequence[str]]) -> None:
+    if dist.get_rank() == 0:
+        record = planned.record
+        log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", record.name, planned.mesh,
+                 record.predicted.step_time_us / 1e3, sum(record.seconds.values()))
+        say_what_is_whole(unruled)
 
 
 def say_what_is_whole(unruled: Mapping[str, Sequence[str]]) -> None:

@@ -27,16 +27,18 @@ the smallest of them rounded more coarsely. With a smaller one they are computed
 
 @dataclass(frozen=True)
 class Again:
-    """What it takes to run a step once more. names: of the graph's inputs; written: of these, those whose values change after
-    forward; draws: whether the step draws random numbers; device: on which. narrow: whether it has numbers of small range.
-    whole: makes a schedule that takes gradients at all outputs; None where that is not possible."""
+    """What it takes to run a step once more. names: of the graph's inputs, but for `numbers` that are the same at every call;
+    written: of these, those whose values change after forward; draws: whether the step draws random numbers; device: on which.
+    narrow: whether it has numbers of small range. whole: makes a schedule that takes gradients at all outputs; None where that
+    is not possible."""
 
     names: tuple[str, ...]
+    numbers: Mapping[str, Any]
     written: frozenset[str]
     draws: bool
     device: torch.device
     narrow: bool
-    whole: Callable[[], Schedule] | None
+    whole: Callable[[], Schedule] | None = None
 
     def keep(self, values: Mapping[str, Any]) -> list[Any]:
         """To be held until backward: inputs, and what random numbers come next."""
@@ -53,7 +55,7 @@ class Again:
                 torch.set_rng_state(kept[count])
             if devices:
                 torch.cuda.set_rng_state(kept[count + 1], self.device)
-            yield dict(zip(self.names, kept[:count], strict=True))
+            yield {**dict(zip(self.names, kept[:count], strict=True)), **self.numbers}
 
 
 def random_states(device: torch.device) -> list[torch.Tensor]:

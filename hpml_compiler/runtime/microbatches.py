@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from passes.transform.markers import place_of, taken
-from passes.transform.microbatches import Collected, Loop, Read, Segment
+from passes.transform.microbatches import AroundLoop, Collected, Read, Segment
 
 Call = Callable[[list[Any]], Any]
 Values = dict[str, torch.Tensor]
@@ -61,7 +61,7 @@ class Collector:
 class Schedule:
     """Runs the parts of a loop in order, on values by the name of their nodes."""
 
-    def __init__(self, loop: Loop, calls: Calls, microbatches: int):
+    def __init__(self, loop: AroundLoop, calls: Calls, microbatches: int):
         self.loop, self.calls, self.microbatches = loop, calls, microbatches
 
     @property
@@ -190,7 +190,7 @@ def _sorted(values: Sequence[Any], like: Sequence[Any], numbers: bool) -> list[A
     return [x for which in (numbers, not numbers) for x, its in zip(values, are, strict=True) if its is which]
 
 
-def kept_for_backward(loop: Loop, forward_outputs: int) -> tuple[str, ...]:
+def kept_for_backward(loop: AroundLoop, forward_outputs: int) -> tuple[str, ...]:
     """What backward reads of the values that forward has, but for what microbatches save."""
     there = {name for name in loop.given if not name.startswith("tangents")}
     there.update(loop.before[0].makes, loop.after[0].makes, (each.name for each in loop.forward))

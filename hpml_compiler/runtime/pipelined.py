@@ -18,7 +18,7 @@ from hpml_compiler.runtime.stages import Run, StageCalls
 from hpml_compiler.runtime.stand_in import Collective, begun, take_part
 from passes.schedule.actions import Schedule as Table
 from passes.transform.markers import taken
-from passes.transform.microbatches import Collected, Loop, Read
+from passes.transform.microbatches import AroundLoop, Collected, Read
 
 FORWARD_KINDS = ("forward", "send_forward", "receive_forward")
 
@@ -35,9 +35,10 @@ class Pipelined(Schedule):
     all rows, with fakes; lent: inputs that one rank has and others need, with that rank and a fake. before: the collectives of
     what is done before forward's loop and backward's."""
 
-    def __init__(self, loop: Loop, calls: Calls, table: Table, rank: int, stages: Mapping[int, StageCalls], messages: Messages,
-                 reads: Mapping[str, Read], outputs: Mapping[int, int], gradients: Mapping[int, tuple[int, ...]],
-                 alone: Container[int] = (), elsewhere: Mapping[str, torch.Tensor] | None = None,
+    def __init__(self, loop: AroundLoop, calls: Calls, table: Table, rank: int, stages: Mapping[int, StageCalls],
+                 messages: Messages, reads: Mapping[str, Read], outputs: Mapping[int, int],
+                 gradients: Mapping[int, tuple[int, ...]], alone: Container[int] = (),
+                 elsewhere: Mapping[str, torch.Tensor] | None = None,
                  lent: Mapping[str, tuple[int, torch.Tensor]] | None = None,
                  before: Sequence[tuple[Collective, ...]] = ((), ())):
         super().__init__(loop, calls, table.microbatches)

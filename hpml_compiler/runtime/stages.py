@@ -19,7 +19,7 @@ from hpml_compiler.runtime.messages import Failed, Messages, Received
 from hpml_compiler.runtime.stage_times import LoopTimes, loop_times
 from hpml_compiler.runtime.stand_in import Collective, begun, take_part
 from passes.schedule.actions import Action, Schedule
-from passes.transform.split_stages import GRADIENT, StageGraph
+from passes.transform.split_stages import GRADIENT, StageEnds
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StageCalls:
     what the other makes. saved: names of what they take of forward. shared: places of gradients whose memory somebody else
     may still read."""
 
-    graph: StageGraph
+    graph: StageEnds
     forward: Half
     backward: Half | None
     weight: Half | None = None

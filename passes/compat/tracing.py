@@ -77,9 +77,9 @@ def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
 
 
 @contextlib.contextmanager
-def compiling_anew(gm: torch.fx.GraphModule) -> Any:
-    """A context in which a traced graph can be compiled when its trace is over."""
-    with tracing(TracingContext(fake_mode_of(gm))):
+def compiling_anew(fake: Any) -> Any:
+    """A context in which a traced graph can be compiled when its trace is over. fake: one of its values."""
+    with tracing(TracingContext(fake.fake_mode)):
         yield
 
 

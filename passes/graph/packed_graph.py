@@ -1,8 +1,8 @@
-"""A graph of aten calls as bytes, and back: for a later process, which compiles it as this one did.
+"""Graphs of aten calls as bytes, and back: for a later process, which compiles them as this one did.
 
 What is kept is what compiling reads: calls with their arguments, names, and of each value its shape, strides, dtype, device and
-memory. Values that share memory share it again, since what backward may write over is decided by that. Where a node came from
-in a script is not kept.
+memory. Values that share memory share it again, since what backward may write over is decided by that, also where they are
+of several graphs that are packed together. Where a node came from in a script is not kept.
 """
 from __future__ import annotations
 
@@ -62,11 +62,62 @@ class _Packed:
     constants: dict[str, torch.Tensor]
 
 
-def pack(gm: GraphModule) -> bytes:
-    """Raises CannotPack for calls of anything but torch's operators, sizes that are not numbers, large constants and graphs
-    inside."""
+def pack(what: Any) -> bytes:
+    """A graph, or what can be pickled of graphs and fake tensors.
+
+    Raises CannotPack for calls of anything but torch's operators, sizes that are not numbers, large constants and graphs inside
+    of graphs."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(what)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # what pickle raises where it does not know how
+        raise CannotPack(str(error)) from error
+    return file.getvalue()
+
+
+def unpack(packed: bytes, mode: Any) -> Any:
+    """To be called where no tensors are fake. mode: the fake mode that values shall live in.
+
+    Raises CannotPack where an operator is not known in this process.
+    """
+    return _Unpickler(io.BytesIO(packed), mode).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Graphs and fake tensors go as data that `_Memory` makes them of again."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=5)
+        self.memories: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return "memory" if obj is _HERE else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, GraphModule):
+            return _graph, (_HERE, _packed(obj, self.memories))
+        if isinstance(obj, torch.Tensor) and is_fake(obj):
+            return _value, (_HERE, _described(obj, self.memories))
+        if isinstance(obj, torch.SymInt):
+            return int, (_described(obj, self.memories),)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, mode: Any):
+        super().__init__(file)
+        self.memory = _Memory(mode)
+
+    def persistent_load(self, pid: Any) -> _Memory:
+        return self.memory
+
+
+_HERE = object()
+"""Stands for the memory of the process that unpacks."""
+
+
+def _packed(gm: GraphModule, memories: dict[int, int]) -> _Packed:
     numbers = {node: k for k, node in enumerate(gm.graph.nodes)}
-    memories: dict[int, int] = {}
     constants: dict[str, torch.Tensor] = {}
     nodes = []
     for node in gm.graph.nodes:
@@ -76,19 +127,15 @@ def pack(gm: GraphModule) -> bytes:
         value = _described(node.meta.get("val"), memories)
         meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
         nodes.append((node.op, node.name, _target(node), args, dict(kwargs), value, meta))
-    file = io.BytesIO()
-    pickle.dump(_Packed(nodes, constants), file, protocol=5)
-    return file.getvalue()
+    return _Packed(nodes, constants)
 
 
-def unpack(packed: bytes, mode: Any) -> GraphModule:
-    """To be called where no tensors are fake. mode: the fake mode that its values shall live in.
+def _value(memory: _Memory, value: _Value) -> torch.Tensor:
+    return memory.value(value)
 
-    Raises CannotPack where an operator is not known in this process.
-    """
-    stored: _Packed = pickle.loads(packed)
+
+def _graph(memory: _Memory, stored: _Packed) -> GraphModule:
     graph, nodes = Graph(), []
-    memory = _Memory(mode)
     for op, name, target, args, kwargs, value, meta in stored.nodes:
         args, kwargs = (map_aggregate(given, lambda x: _given(x, nodes)) for given in (args, kwargs))
         called = _called(target) if isinstance(target, _Operator) else target

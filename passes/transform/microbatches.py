@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -73,13 +73,12 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Loop:
-    """body: one microbatch's joint graph, whose placeholders are `reads`, of which `late` depend on tangents, and whose outputs
-    are `forward` and then `backward`. before, after: what is done in forward, and what waits for backward. results: names of
-    what the graph returns, or None where it returns nothing. given: names of its inputs."""
+class AroundLoop:
+    """reads: what a microbatch's forward takes, `late`: what depends on tangents. forward, backward: what its halves make.
+    before, after: what is done in forward, and what waits for backward. given: names of the graph's inputs. results: names of
+    what it returns, or None where it returns nothing."""
 
     before: tuple[Segment, Segment]
-    body: GraphModule
     reads: tuple[Read, ...]
     late: tuple[Read, ...]
     forward: tuple[Collected, ...]
@@ -87,6 +86,16 @@ class Loop:
     after: tuple[Segment, Segment]
     given: tuple[str, ...]
     results: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Loop(AroundLoop):
+    """body: one microbatch's joint graph, from `reads` and `late` to `forward` and `backward`."""
+
+    body: GraphModule
+
+    def around(self) -> AroundLoop:
+        return AroundLoop(**{each.name: getattr(self, each.name) for each in fields(AroundLoop)})
 
 
 def restricted(segment: Segment, wanted: Container[str]) -> Segment:
@@ -158,9 +167,9 @@ class _Cut:
         body, reads, late = self._body(loop, collects)
         forward, backward = (tuple(_collected(node) for node in collects if self.late[node] == back) for back in (False, True))
         return Loop(
-            self._halves(before), body, reads, late, forward, backward, self._halves(after),
+            self._halves(before), reads, late, forward, backward, self._halves(after),
             tuple(node.name for node in self.gm.graph.find_nodes(op="placeholder")),
-            tuple(x.name if isinstance(x, Node) else None for x in self.returned))
+            tuple(x.name if isinstance(x, Node) else None for x in self.returned), body)
 
     def _halves(self, nodes: Sequence[Node]) -> tuple[Segment, Segment]:
         early, late = ([node for node in nodes if self.late[node] == back] for back in (False, True))
@@ -208,8 +217,8 @@ class _Cut:
             if new[node].meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE:
                 new[node].meta["partitioner_tag"] = "is_forward"
         self._own_memory(gm, [new[same.get(x, x)] for x in ends], sorted(self.late[x] for x in collects))
-        reads = [(self._as_read(node), self.late[node]) for node in read]
-        return gm, tuple(r for r, back in reads if not back), tuple(r for r, back in reads if back)
+        early, late = (tuple(self._as_read(node) for node in read if self.late[node] == back) for back in (False, True))
+        return gm, early, late
 
     def _as_read(self, node: Node) -> Read:
         if node.target is not TAKE:

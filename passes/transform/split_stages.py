@@ -10,7 +10,7 @@ that is known of them. See `passes.graph.stages` for what moves between stages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -40,19 +40,17 @@ class Position:
 
 
 @dataclass(frozen=True)
-class StageGraph:
-    """A stage as a joint graph. Values go by the names of their nodes in the whole graph.
+class StageEnds:
+    """What goes in and out of a stage. Values go by the names of their nodes in the whole graph.
 
-    inputs: of the whole graph, then those that come from the stage before, for `presets.annotate`. given: placeholders of the
-    whole graph that it takes, in its order; after them come `read`, those of `received` that it reads itself. The others it
-    hands on. own_sent: what it returns first of `sent`; after that come the whole graph's `outputs`, by their places there.
-    Of what backward returns, `gradients` come first, by their places among those of the whole graph: those of `given`, nothing
-    for `read`; then `own_sent_back`. fakes: of all that is received and sent, as the whole graph has it.
+    given: placeholders of the whole graph that it takes, in its order; after them come `read`, those of `received` that it
+    reads itself. The others it hands on. own_sent: what it returns first of `sent`; after that come the whole graph's
+    `outputs`, by their places there. Of what backward returns, `gradients` come first, by their places among those of the whole
+    graph: those of `given`, nothing for `read`; then `own_sent_back`. fakes: of all that is received and sent, as the whole
+    graph has it.
     """
 
     index: int
-    gm: GraphModule
-    inputs: tuple[GraphInput, ...]
     given: tuple[str, ...]
     received: tuple[str, ...]
     read: tuple[str, ...]
@@ -69,6 +67,18 @@ class StageGraph:
     @property
     def forward_outputs(self) -> int:
         return len(self.own_sent) + len(self.outputs)
+
+
+@dataclass(frozen=True)
+class StageGraph(StageEnds):
+    """A stage as a joint graph. inputs: of the whole graph, then those that come from the stage before, for
+    `presets.annotate`."""
+
+    gm: GraphModule
+    inputs: tuple[GraphInput, ...]
+
+    def ends(self) -> StageEnds:
+        return StageEnds(**{each.name: getattr(self, each.name) for each in fields(StageEnds)})
 
 
 def split_stages(gm: GraphModule, inputs: Sequence[GraphInput], aligned: bool = True) -> tuple[StageGraph, ...]:
@@ -170,13 +180,13 @@ class _Stage:
         output.meta["desc"] = self._described(returned)
         graph.lint()
         return StageGraph(
-            self.index, GraphModule(whole.gm, graph),
-            (*whole.inputs, *map(whole.described_input, self.reads)) if whole.aligned else (),
-            _names(given), _values(self.before), _values(self.reads), _values(self.after), _names(self.sends),
+            self.index, _names(given), _values(self.before), _values(self.reads), _values(self.after), _names(self.sends),
             tuple(self.outputs), tuple(places), _values(self.back_from), _values(self.reads_back), _values(self.back_to),
             _names(self.sends_back),
             {each.value: whole.nodes[each.value].meta["val"]
-             for each in (*self.before, *self.after, *self.back_from, *self.back_to)})
+             for each in (*self.before, *self.after, *self.back_from, *self.back_to)},
+            GraphModule(whole.gm, graph),
+            (*whole.inputs, *map(whole.described_input, self.reads)) if whole.aligned else ())
 
     def _needed(self, wanted: Sequence[Node | None]) -> set[Node]:
         """All that the stage computes or is given, for what it returns and for its side effects."""

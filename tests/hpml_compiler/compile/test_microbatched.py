@@ -12,11 +12,12 @@ from torch._guards import TracingContext
 from torch.nn import functional as F
 
 import hpml_compiler
-from hpml_compiler.compile import microbatched
+from hpml_compiler.compile import cut
 from hpml_compiler.options import Options
 from hpml_compiler.simulate import simulate
 from passes import compat
 from passes.errors import BadInput
+from passes.transform.microbatches import cut_loop
 from tests.hpml_compiler.compile.test_budget import ROWS as ROWS_OF_DEEP
 from tests.hpml_compiler.compile.test_budget import WIDTH, Deep, trained
 from tests.passes.traced import mlp, transformer
@@ -218,8 +219,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_what_is_made_of_nothing_is_made_where_it_is_read(monkeypatch, compiler):
     loops = []
-    cut = microbatched.Microbatched.cut_body
-    monkeypatch.setattr(microbatched.Microbatched, "cut_body", lambda self: (loops.append(self.loop), cut(self)))
+    monkeypatch.setattr(cut, "cut_loop", lambda gm: (loops.append(cut_loop(gm)), loops[-1])[-1])
     check(Masked(), tokens(), 4, compiler, loss_of=lambda out: out[0])
     (loop,) = loops
     segments = [segment for segment in (*loop.before, *loop.after) if segment.gm is not None]
