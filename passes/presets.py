@@ -127,19 +127,21 @@ def one_stage(compiler: str, forward_outputs: int) -> PassManager:
 
 
 def whole_batch(forward_outputs: int, kept_gradients: Sequence[int], decision: Decision | None = None,
-                groups: MeshGroups | None = None) -> PassManager:
+                groups: MeshGroups | None = None, asks: bool = False) -> PassManager:
     """From a graph that can be planned to one whose step goes through its batch at once, for `passes.transform.microbatches`.
-    decision, groups: where a stage has several ranks; no decision where it has one."""
-    shards: tuple[Pass, ...] = () if decision is None or groups is None else (Adopt(decision), Shard(groups), Deduplicate())
+    decision, groups: where a stage has several ranks; no decision where it has one. asks: see `Shard`."""
+    shards: tuple[Pass, ...] = () if decision is None or groups is None else (
+        Adopt(decision), Shard(groups, asks), Deduplicate())
     manager = PassManager((*shards, OneMicrobatch(), OwnGradients(tuple(kept_gradients), forward_outputs)))
     manager.check(available=(INTERFACE, OPERATIONS))
     return manager
 
 
-def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int]) -> PassManager:
+def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int],
+                    asks: bool = False) -> PassManager:
     """From a graph that can be planned, and a decision with time as its last axis, to one that can be cut at its markers
-    (`passes.transform.microbatches`)."""
-    manager = PassManager((Adopt(decision), Shard(groups), OnceBeforeLoop(), Deduplicate(),
+    (`passes.transform.microbatches`). asks: see `Shard`."""
+    manager = PassManager((Adopt(decision), Shard(groups, asks), OnceBeforeLoop(), Deduplicate(),
                            OwnGradients(tuple(kept_gradients), forward_outputs)))
     manager.check(available=(INTERFACE, OPERATIONS))
     return manager

@@ -159,7 +159,8 @@ def in_microbatches(gm: GraphModule, annotated: Annotated, decision: Decision, t
                     whole: MakesWhole | None = None, step_us: float = 0.0) -> Looped:
     """From an annotated graph, and what was decided over devices and in time, to what runs. whole, step_us: see `Looped`."""
     decision, written = on_time_axis(decision, annotated.graph, times), compat.inputs_written(gm)
-    to_microbatches(decision, groups.with_time(times.microbatches), forward_outputs, kept_gradients)(gm)
+    to_microbatches(decision, groups.with_time(times.microbatches), forward_outputs, kept_gradients,
+                    options.compiler == "inductor")(gm)
     cut = cut_in_halves(gm, options.compiler, times.microbatches, forward_outputs, written, whole is not None)
     return Looped(options, cut, whole, step_us)
 

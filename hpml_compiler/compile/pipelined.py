@@ -259,14 +259,15 @@ class PipelinedGraph:
     def _mark(self, annotated: Annotated, decision: Decision, forward_outputs: int) -> int:
         """Put the markers of the loop in; returns how many microbatches go through it."""
         joint, graph, times, groups = annotated.gm, annotated.graph, self.times, self.mesh.groups()
+        asks = self.options.compiler == "inductor"
         gradients = self.inputs.kept_gradients(annotated, forward_outputs) if self.training else ()
         with self._doing("rewrite", "rewriting"):
             if times is None:
-                whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups)(joint)
+                whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups, asks)(joint)
                 return 1
             groups = groups if self.mesh.is_split else MeshGroups((), (), ())
             to_microbatches(on_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
-                            gradients)(joint)
+                            gradients, asks)(joint)
             return times.microbatches
 
     def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:

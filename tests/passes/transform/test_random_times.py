@@ -68,7 +68,7 @@ def check(prepared: Prepared, times: InTime, sizes: tuple[int, ...], seed: int) 
     loops, inputs = [], []
     for place in groups:
         gm = copied(prepared.annotated.gm)
-        to_microbatches(decision, place, prepared.forward_outputs, ())(gm)
+        to_microbatches(decision, place, prepared.forward_outputs, (), asks=seed == 1)(gm)
         loops.append(cut_loop(gm))
         inputs.append({name: cut(x, by_name[name], decision.inputs[by_name[name].index], place) if name in by_name else x
                        for name, x in values.items()})

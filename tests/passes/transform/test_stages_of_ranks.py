@@ -83,7 +83,7 @@ def test_stages_of_ranks_together_give_what_their_graphs_give(name, count, sizes
         own = copied(gm)
         annotate(own, step.inputs, step.forward_outputs)
         Adopt(decision)(own)
-        Shard(place)(own)
+        Shard(place, asks=True)(own)
         describing_body(kinds, step.forward_outputs)(own)
         if agreed is None:
             staging(count, Cluster.local(1, "cpu").device)(own)
