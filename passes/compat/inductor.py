@@ -166,20 +166,7 @@ def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
     """Forward and backward graph, saving everything that backward reads."""
     from torch._functorch.partitioners import default_partition as partition
 
-    _forward_first(joint)
     return partition(joint, inputs, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=static_inputs)
-
-
-def _forward_first(joint: torch.fx.GraphModule) -> None:
-    """Moves calls of forward before those of backward: the partitioner takes all that stands before the last of forward for it.
-    AOTAutograd traces views of an input's new value, which are returned, after all else."""
-    calls = [node for node in joint.graph.nodes if node.op != "placeholder"]
-    backward = [node for node in calls if "backward" in node.meta.get("partitioner_tag", "")]
-    later = set(calls[calls.index(backward[0]):]) if backward else set()
-    for node in calls:
-        if node in later and node.meta.get("partitioner_tag") == "is_forward" and later.isdisjoint(node.all_input_nodes):
-            backward[0].prepend(node)
-            later.remove(node)
 
 
 def computes_channels_last(gm: torch.fx.GraphModule) -> bool:

@@ -1,6 +1,7 @@
 """What a rewritten joint graph goes through before torch's partitioner cuts it into forward and backward."""
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from torch import fx
@@ -28,7 +29,8 @@ class InductorJoint(TransformPass):
 class TagPhases(TransformPass):
     """Tags as forward exactly what the forward outputs need, and random numbers that were drawn in forward whether they are
     needed or not: the default partitioner goes by tag and position, and takes everything before the last node tagged forward
-    for computed by then (so nothing is held back for backward here)."""
+    for computed by then (so nothing is held back for backward here). What forward needs is moved before what is made of
+    tangents: AOTAutograd traces views of an input's new value, which are returned, after all else."""
 
     name = "tag_phases"
 
@@ -49,4 +51,18 @@ class TagPhases(TransformPass):
         for node in graph_module.graph.nodes:
             if node.op == "call_function":
                 node.meta["partitioner_tag"] = "is_forward" if node in needed else "is_backward"
+        _move_forward(graph_module.graph, needed)
         return True
+
+
+def _move_forward(graph: fx.Graph, needed: Container[fx.Node]) -> None:
+    """Before the first call that reads tangents, or what was made of them."""
+    first, backward = None, set()
+    for node in [*graph.nodes]:
+        if node.op == "placeholder":
+            backward |= {node} if node.name.startswith("tangents") else set()
+        elif node.op == "call_function" and not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+            first = first or node
+        elif first is not None and node in needed:
+            first.prepend(node)

@@ -1,6 +1,7 @@
 """A graph that one rank alone cannot compile -> all ranks hear so at once, and compile it again where that is mended."""
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from hpml_compiler.compile import compiler, session
+from hpml_compiler.compile.agreement import CompiledTogether
 from hpml_compiler.compile.lowering import Lowering
 from tests.hpml_compiler.runtime.common import full
 
@@ -74,3 +76,23 @@ def test_so_do_ranks_of_a_pipeline_where_a_graph_has_no_stages(launch):
     (theirs, seconds, _), (own, _, _) = launch(failing_once, 2, ("evaluation", {"mesh": {"pp": 2}}), timeout_s=50)
     assert "rank 1 could not compile forward of the graph of a pipeline, 0: ValueError: broken on purpose" in theirs
     assert "broken on purpose" in own and seconds < SOON_S
+
+
+def passed_over(rank):
+    """As AOTAutograd does where forward saves sizes: an error of backward, asked for with forward, is only logged."""
+    together = CompiledTogether("graph_0")
+    together.agreed = True
+
+    def compile_both():
+        with contextlib.suppress(ValueError):
+            return together.backward(broken if rank == 1 else lambda: "backward")
+
+    with pytest.raises(Exception) as raised:
+        together.whole(compile_both)
+    return str(raised.value).splitlines()[0]
+
+
+@pytest.mark.timeout(60)
+def test_an_error_of_backward_that_is_passed_over_is_told_with_forward(launch):
+    told, own = launch(passed_over, 2, timeout_s=50)
+    assert told == "rank 1 could not compile graph_0: ValueError: broken on purpose" and own == "broken on purpose"

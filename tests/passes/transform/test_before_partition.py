@@ -35,6 +35,29 @@ def test_what_forward_returns_and_draws_is_forward_and_nothing_else():
     assert all(node.meta["partitioner_tag"] == "is_backward" for node in gradient)
 
 
+class Counts(torch.nn.Linear):
+    sums: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("sums", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.sums.add_(x.sum(0))
+        return super().forward(x).square().sum(), self.sums[1:3]
+
+
+def test_views_of_what_forward_changes_come_before_backward():
+    joint, forward_outputs = joint_graph(Counts(), (torch.randn(3, 4),))
+    (view,) = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+    (tangent,) = [node for node in joint.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    made = [*tangent.users]
+    assert all(node < view for node in made), "so it is traced"
+    TagPhases(forward_outputs)(joint)
+    assert all(view < node for node in made) and view.meta["partitioner_tag"] == "is_forward"
+    joint.graph.lint()
+
+
 class TimesOne(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * torch.ones(3, 4)
