@@ -18,7 +18,7 @@ from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes
 from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
-from hpml_compiler.compile.microbatched import Looped, in_microbatches
+from hpml_compiler.compile.microbatched import Looped, in_microbatches, microbatches_of
 from hpml_compiler.compile.monitoring import monitor_of
 from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.planner import Planner
@@ -30,9 +30,9 @@ from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
 from hpml_compiler.planning.in_microbatches import say_if_too_much, with_microbatches
 from hpml_compiler.planning.kept import with_kept
-from hpml_compiler.planning.microbatches import fitting_rows, lifetimes_in_time, loss_alone, loss_of, times_of
+from hpml_compiler.planning.microbatches import lifetimes_in_time, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
-from hpml_compiler.planning.room import Sharing
+from hpml_compiler.planning.room import Held, Sharing
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.calls import backward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward
@@ -58,6 +58,7 @@ class Compilation:
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options):
         self.gm, self.given_inputs, self.options, self.session = gm, example_inputs, options, session.current()
         self.sharing: Sharing | None = None
+        self.budgeted: Held | None = None
         if options.memory_budget is not None:
             memory_bytes = local_cluster(options, dist.get_world_size()).device.memory_bytes
             self.sharing = sharing_of(self.session.step, gm, example_inputs, options, memory_bytes)
@@ -80,8 +81,8 @@ class Compilation:
         guard_on_rows(self.gm)
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
         sizes_are_numbers(self.gm, self.inputs.examples)
-        self.microbatches = self._microbatches()
-        self.earlier = Earlier(self.gm, self.given_inputs, self.inputs, self.options, may=self.sharing is None)
+        self.microbatches = microbatches_of(self.inputs, self.options)
+        self.earlier = Earlier(self.gm, self.given_inputs, self.inputs, self.options, self.sharing)
         planned_before = len(self.session.graphs)
         if self.earlier.found is not None:
             self.together.agreed = True
@@ -111,14 +112,6 @@ class Compilation:
         record.blocks.update(self.lowering.reports if self.runs is None else self.runs.reports)
         return function
 
-    def _microbatches(self) -> int:
-        """How many a step goes through, if its graph allows it: as many as divide the rows that a rank has at the least."""
-        if self.options.microbatches == 1 or not torch.is_grad_enabled():
-            return 1
-        shapes = [x.shape for x, its in zip(self.inputs.examples, self.inputs.described, strict=True) if its.kind == "batch"]
-        ranks = dist.get_world_size() if self.inputs.rows else (self.options.mesh or {}).get("dp", 1)
-        return fitting_rows(shapes, self.options.microbatches, ranks, speaks=dist.get_rank() == 0)
-
     def _as_in(self, earlier: Rewritten) -> None:
         """Enter what an earlier launch made of this graph, as if it had just been planned."""
         record = earlier.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
@@ -126,6 +119,8 @@ class Compilation:
         self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
         self.holding.note(earlier.held)
         self._enter(record, earlier.cluster, earlier.rejected, earlier.training)
+        if self.sharing is not None and earlier.budgeted is not None:
+            self.session.step.graphs[self.sharing.frame] = earlier.budgeted
         if dist.get_rank() == 0:
             self.session.decided.setdefault(earlier.structure, record)
             log.info("%s: mesh %s, rewritten as in an earlier launch; HPML_CACHE=0 does it anew", record.name, record.mesh)
@@ -135,6 +130,8 @@ class Compilation:
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         if self.earlier.found is not None:
             self.lowering.forward_outputs, self.lowering.shares = num_fwd_outputs, False
+            if self.rewritten is not None and self.rewritten.budgeted is not None:
+                self.lowering.count_bytes()
             if isinstance(restored := self._restored(), Cut):
                 self.runs = Looped(self.options, restored, step_us=self.record.predicted.step_time_us, shares=False)
             return restored if self.runs is None else self.runs.partition()
@@ -149,11 +146,12 @@ class Compilation:
             assert self.planned is not None and self.planned.kept is not None, "under a budget, what is kept is planned"
             trial = self.planner.trial(self.sharing)
             taping(trial.tape(self.planned, self.session.groups(self.planned.mesh)))(sharded)
-            self.session.step.enter(self.sharing, trial.held(self.planned), self.planned.kept)
+            self.budgeted = self.session.step.enter(self.sharing, trial.held(self.planned), self.planned.kept)
             self._finish()
-            return self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
-        self._finish()
-        halves = self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+            halves = self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
+        else:
+            self._finish()
+            halves = self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
         self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])))
         return halves
 
@@ -285,4 +283,4 @@ class Compilation:
             planned.record, annotated.interface.training, placements_of(annotated, planned.decision),
             held_by(annotated, planned.decision), self.left, self.tangents, self.draws, frozenset(self.inputs.gathered),
             frozenset(self.inputs.written), self.taken, planned.cluster, planned.rejected, dict(annotated.graph.unruled),
-            self.planner.structure)
+            self.planner.structure, self.budgeted)

@@ -28,6 +28,7 @@ from hpml_compiler.compile.rewritten import Rewritten
 from hpml_compiler.compile.stand_in import Result, returns_new_tensors, stand_in
 from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
+from hpml_compiler.planning.room import Sharing
 from hpml_compiler.plans import graph_file, plan_file
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.profile.looks import HOLDS_S
@@ -91,8 +92,8 @@ class Earlier:
     given: Sequence[Any]
     inputs: GraphInputs
     options: Options
-    may: bool
-    """Whether there can be anything: not where it depends on more than one graph, or the step goes another way."""
+    sharing: Sharing | None = None
+    """Under a budget, what the graph shares with the others of its step."""
     key: str = ""
     found: Entry | None = None
     noted: Noted | None = None
@@ -113,12 +114,13 @@ class Earlier:
             self.session.groups(found.rewritten.record.mesh)  # the halves know them by their names
 
     def _key(self) -> str:
-        if not self.may or not plan_file.is_on():
+        if not plan_file.is_on():
             return ""
         try:
             if not returns_new_tensors(self.gm):
                 raise NotTold("it returns something else than tensors, or what it is given")
-            return key_of(self.gm, self.given, self.inputs, self.options, self.cluster, self.session.trail)
+            return key_of(self.gm, self.given, self.inputs, self.options, self.cluster, self.session.trail,
+                          self.sharing)
         except NotTold as why:
             self._not_kept(str(why))
             return ""

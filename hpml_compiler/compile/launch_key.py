@@ -15,6 +15,7 @@ from torch.fx.node import map_aggregate
 
 from hpml_compiler.compile.graph_inputs import GraphInputs
 from hpml_compiler.options import Options
+from hpml_compiler.planning.room import Sharing
 from hpml_compiler.plans import plan_file
 from passes import compat
 from passes.graph.nodes import memory_of
@@ -35,8 +36,9 @@ class NotTold(Exception):
 
 
 def key_of(gm: GraphModule, given: Sequence[Any], inputs: GraphInputs, options: Options, cluster: Cluster,
-           earlier: Sequence[str]) -> str:
-    """The same on all ranks that have the same graph. earlier: what the session's graphs before it were called.
+           earlier: Sequence[str], sharing: Sharing | None = None) -> str:
+    """The same on all ranks that have the same graph. earlier: what the session's graphs before it were called. sharing: what
+    it shares with them under a budget.
 
     Raises NotTold.
     """
@@ -50,9 +52,9 @@ def key_of(gm: GraphModule, given: Sequence[Any], inputs: GraphInputs, options: 
         sorted(inputs.rows), sorted(inputs.gathered), inputs.mesh,
         json.dumps(options.model_copy(update={"plan": None}).to_json(), sort_keys=True),
         None if plan is None else plan.model_dump_json(), cluster, dist.get_world_size(), dist.get_backend_config(),
-        list(earlier), settings, platform.node(), platform.processor(), os.cpu_count(), torch.get_num_threads(),
-        os.environ.get("HPML_QUICK_PROFILE", "1"), torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        torch.__version__, plan_file.planners_code()])
+        list(earlier), None if sharing is None else sharing.told, settings, platform.node(), platform.processor(),
+        os.cpu_count(), torch.get_num_threads(), os.environ.get("HPML_QUICK_PROFILE", "1"),
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "", torch.__version__, plan_file.planners_code()])
 
 
 def _text(gm: GraphModule) -> str:

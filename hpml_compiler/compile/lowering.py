@@ -91,13 +91,17 @@ class Lowering:
     def cut(self, joint: GraphModule, kept: KeptNodes, forward_outputs: int, folder: str = "") -> Any:
         """Forward and backward of a joint graph, with its tape, of which it was decided what is kept. folder: for what is
         offloaded."""
-        # In blocks, what is held at a time would be other than was counted.
-        self.forward_outputs, self.reuse, self.blocks = forward_outputs, False, "off"
+        self.forward_outputs = forward_outputs
+        self.count_bytes()
         rematerializing(kept, folder)(joint)
         forward, backward = compat.cut(joint, forward_outputs)
         drop_unused(forward, "is_backward")
         drop_unused(backward, "is_forward")
         return forward, backward
+
+    def count_bytes(self) -> None:
+        """In blocks, and with memory that is held on to, what is held at a time would be other than was counted."""
+        self.reuse, self.blocks = False, "off"
 
     def partition(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
         self.forward_outputs = forward_outputs

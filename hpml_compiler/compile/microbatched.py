@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
 from hpml_compiler.compile import session
 from hpml_compiler.compile.again import compiled
 from hpml_compiler.compile.cut import Cut, Parts, cut_in_halves
-from hpml_compiler.compile.graph_inputs import sizes_are_numbers
+from hpml_compiler.compile.graph_inputs import GraphInputs, sizes_are_numbers
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, lowering_of_part, takes_list
 from hpml_compiler.compile.phases import phase, tell
@@ -152,6 +153,16 @@ def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) 
         made[-1].meta["val"] = value
     graph.output(tuple(made))
     return GraphModule(torch.nn.Module(), graph)
+
+
+def microbatches_of(inputs: GraphInputs, options: Options) -> int:
+    """How many a step on several ranks goes through, if its graph allows it: as many as divide the rows that a rank has at the
+    least."""
+    if options.microbatches == 1 or not torch.is_grad_enabled():
+        return 1
+    shapes = [x.shape for x, its in zip(inputs.examples, inputs.described, strict=True) if its.kind == "batch"]
+    ranks = dist.get_world_size() if inputs.rows else (options.mesh or {}).get("dp", 1)
+    return fitting_rows(shapes, options.microbatches, ranks, speaks=dist.get_rank() == 0)
 
 
 def in_microbatches(gm: GraphModule, annotated: Annotated, decision: Decision, times: InTime, groups: MeshGroups,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from hpml_compiler.compile.left_outputs import LeftTangent
+from hpml_compiler.planning import room
 from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.gathered import Held
@@ -26,7 +27,8 @@ class Rewritten:
 
     placements: of the parameters that it places, by position. held: what it takes gathered, by placeholder. draws: whether it
     draws random numbers. taken: what the halves take of arguments, by position. unruled: calls that were left whole since
-    nobody said how to split them. structure: by which later graphs find its decisions (`planning.reuse`), on rank 0.
+    nobody said how to split them. structure: by which later graphs find its decisions (`planning.reuse`), on rank 0. budgeted:
+    under a budget, what later graphs of the step find held by it, if it has a backward.
     """
 
     record: GraphPlan
@@ -43,6 +45,7 @@ class Rewritten:
     rejected: tuple[MeshAttempt, ...]
     unruled: Mapping[str, tuple[str, ...]]
     structure: str
+    budgeted: room.Held | None = None
 
 
 def held_by(annotated: Annotated, decision: Decision) -> dict[str, Held]:

@@ -27,9 +27,10 @@ class Step:
     graphs: dict[str, Held] = field(default_factory=dict)
     met: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
-    def enter(self, sharing: Sharing, mine: Held, kept: KeptNodes) -> None:
-        """What a graph holds and keeps counts for those that are compiled after it."""
-        self.graphs[sharing.frame] = replace(mine, saved=kept.saved_bytes)
+    def enter(self, sharing: Sharing, mine: Held, kept: KeptNodes) -> Held:
+        """What a graph holds and keeps, which is returned, counts for those that are compiled after it."""
+        self.graphs[sharing.frame] = entered = replace(mine, saved=kept.saved_bytes)
+        return entered
 
 
 def sharing_of(step: Step, gm: GraphModule, inputs: Iterable[object], options: Options, memory_bytes: int) -> Sharing:

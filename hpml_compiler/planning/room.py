@@ -82,6 +82,12 @@ class Sharing:
         others = (each for frame, each in self.graphs.items() if frame != self.frame)
         return sum(each.parameters + each.optimizer + each.saved for each in others)
 
+    @property
+    def told(self) -> tuple[object, ...]:
+        """What all of this follows from, in words that are the same in another process, which counts frames otherwise."""
+        place = [*self.graphs].index(self.frame) if self.frame in self.graphs else len(self.graphs)
+        return self.whole, self.making, tuple(self.graphs.values()), place, self.unseen, self.breaks
+
     def room(self, mine: Held) -> Room:
         """mine: of this graph on a rank. What graphs after it will have there of their parameters is taken to be in
         proportion."""

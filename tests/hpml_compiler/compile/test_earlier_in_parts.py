@@ -3,6 +3,7 @@ the same."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
+from hpml_compiler.compile import session
 from tests.hpml_compiler.compile.test_earlier import FOUND, assert_same, folder, full, listen
 
 __all__ = ["folder"]  # a cache of its own for each test
@@ -128,3 +130,61 @@ def test_what_inductor_compiled_of_microbatches_is_found(launch, monkeypatch, tm
     first, again = (launch(in_microbatches, args=(cases, "inductor"), timeout_s=110)[0]["rows"] for _ in range(2))
     assert_same(again[0], first[0])
     assert first[-1] and not again[-1]
+
+
+class InPieces(nn.Module):
+    """Two graphs of blocks with dropout, which share the bytes of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 16))
+                                    for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks[:2]:
+            x = x + block(x).sin()
+        torch._dynamo.graph_break()
+        for block in self.blocks[2:]:
+            x = x + block(x).sin()
+        return x.square().mean()
+
+
+def under_budgets(rank: int, budgets: tuple[int, ...]):
+    """Of each: numbers, what is kept for backward, what the graphs of a step hold, what the log said, where time went."""
+    found = []
+    for budget in budgets:
+        hpml_compiler.reset()
+        said = listen()
+        torch.manual_seed(0)
+        model = InPieces()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"compiler": "eager", "mesh": {"dp": 2}, "memory_budget": budget}
+        call, x, seen = torch.compile(model, backend="hpml", options=options), torch.randn(512, 16), []
+        for _ in range(2):
+            loss = call(x)
+            loss.backward()
+            seen += [loss.detach(), *(full(p.grad) for p in model.parameters() if p.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        graphs = hpml_compiler.last_plan().graphs
+        found.append((seen, [graph.model_dump(exclude={"seconds"})["kept"] for graph in graphs],
+                      [replace(each, name="") for each in session.current().step.graphs.values()],
+                      [each for each in said if FOUND in each or "not kept" in each], [{*graph.seconds} for graph in graphs]))
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_graphs_under_a_budget(launch):
+    """They keep what they kept, and compute the rest once more; another budget is another graph."""
+    tight, loose = 900_000, 2**20
+    first, again = (launch(under_budgets, args=(budgets,)) for budgets in ((tight,), (tight, loose)))
+    for rank in range(2):
+        (before, kept, held, _, _), (after, restored, still, _, seconds) = first[rank][0], again[rank][0]
+        assert_same(after, before)
+        assert (restored, still) == (kept, held) and any(graph["again"] for graph in kept)
+        assert all("restore" in each and not SOLVED & each for each in seconds)
+        numbers, more, more_held, anew, _ = again[rank][1]
+        torch.testing.assert_close(numbers, before)
+        assert more != kept and sum(each.saved for each in more_held) > sum(each.saved for each in held)
+        assert not first[rank][0][3] and not anew
+    assert len(again[0][0][3]) == 2
