@@ -96,7 +96,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, GraphModule):
             return _graph, (_HERE, _packed(obj, self.memories))
-        if isinstance(obj, torch.Tensor) and is_fake(obj):
+        if isinstance(obj, torch.Tensor) and type(obj) is not torch.Tensor:  # which constants are
             return _value, (_HERE, _described(obj, self.memories))
         if isinstance(obj, torch.SymInt):
             return int, (_described(obj, self.memories),)

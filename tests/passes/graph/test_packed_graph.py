@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from passes.graph.nodes import memory_of
+from passes.graph.nodes import memory_of, returned_nodes
 from passes.graph.packed_graph import CannotPack, bare, pack, unpack
 
 c10d = torch.ops._c10d_functional
@@ -111,3 +111,24 @@ def test_bare_modules_of_equal_graphs_have_the_same_in_the_same_order():
     one.meta["from"] = "a trace"
     assert list(vars(bare(one))) == list(vars(bare(other))) and bare(one).meta == bare(other).meta == {}
     assert bare(one).code == one.code and [n.meta for n in bare(one).graph.nodes] == [n.meta for n in one.graph.nodes]
+
+
+def test_several_graphs_and_what_is_said_of_them_share_memory_as_before():
+    """Lists, names, numbers and fakes around two graphs, of which one reads what the other makes."""
+    gm = traced(Attention(), torch.randn(2, 4, 8))
+    one, other = bare(gm), bare(gm)
+    read = returned_nodes(one)[2]
+    assert read is not None
+    what = {"graphs": (one, other), "saved": [read.meta["val"], None, 3], "twice": [one]}
+    again = unpack(pack(what), FakeTensorMode())
+    assert again["saved"][1:] == [None, 3] and again["twice"][0] is again["graphs"][0]
+    made, theirs = (returned_nodes(each)[2] for each in again["graphs"])
+    assert made is not None and theirs is not None
+    assert memory_of(made) == memory_of(theirs) == memory_of(again["saved"][0])
+    assert memory_of(made) != memory_of(returned_nodes(again["graphs"][0])[0])
+
+
+@pytest.mark.parametrize("what", [lambda: None, nn.Parameter(torch.zeros(2))], ids=["a function", "a parameter"])
+def test_what_another_process_does_not_have_cannot_be_packed(what):
+    with pytest.raises(CannotPack):
+        pack({"what": what})
