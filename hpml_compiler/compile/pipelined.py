@@ -247,14 +247,11 @@ class PipelinedGraph:
             self.placements = {
                 positions[values[v].name]: session.to_dtensor(self.mesh.over_all(planned.decision.stored(v)))
                 for v in planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in stored}
-        self._say(planned)
-        self.planned = planned
-        return planned.decision
-
-    def _say(self, planned: Planned) -> None:
         if dist.get_rank() == 0:
             log.info("%s: each stage on the mesh %s, planned in %.2f s", self.name, planned.mesh,
                      sum(planned.record.seconds.values()))
+        self.planned = planned
+        return planned.decision
 
     def _mark(self, annotated: Annotated, decision: Decision, forward_outputs: int) -> int:
         """Put the markers of the loop in; returns how many microbatches go through it."""
