@@ -27,7 +27,7 @@ class Deep(nn.Module):
         self.inside, self.narrow = inside, narrow
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 16))
-                                    for _ in range(4))
+                                    for _ in range(2))
         self.register_buffer("seen", torch.zeros(16))
 
     def forward(self, x, y):
@@ -129,7 +129,7 @@ def test_what_inductor_compiled_of_microbatches_is_found(launch, monkeypatch, tm
     cases = {"rows": CASES["rows"]}
     first, again = (launch(in_microbatches, args=(cases, "inductor"), timeout_s=110)[0]["rows"] for _ in range(2))
     assert_same(again[0], first[0])
-    assert first[-1] and not again[-1]
+    assert any(FOUND in each for each in again[1]) and first[-1] and not again[-1]
 
 
 class InPieces(nn.Module):
