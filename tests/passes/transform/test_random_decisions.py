@@ -101,9 +101,9 @@ def check(prepared: Prepared, sizes: tuple[int, ...], seed: int, asks: bool) -> 
     return split, len(decision.operations)
 
 
-@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_training_step_gives_what_one_device_gives(name, sizes):
     for number in range(len(traced(name))):
-        split, operations = check(prepared(name, number), sizes, seed=len(name), asks=sizes != (4,))
+        split, operations = check(prepared(name, number), sizes, seed=len(name), asks=sizes == (2, 2))
         assert split > operations / 4 or operations < 20

@@ -76,4 +76,5 @@ def test_a_stage_is_planned_and_rewritten_as_any_graph(name):
     values = [known[node.name.removeprefix(GRADIENT)] for node in found.gm.graph.find_nodes(op="placeholder")]
     torch.manual_seed(1)
     results = _tensors(fx.Interpreter(found.gm).run(*values))
-    check(Prepared(found.gm, values, found.graph, read(OPERATIONS, found.gm).rules, results), (2,), seed=stage.index)
+    check(Prepared(found.gm, values, found.graph, read(OPERATIONS, found.gm).rules, results), (2,), seed=stage.index,
+          asks=True)
