@@ -42,11 +42,13 @@ def changes_of_scalars_stay() -> None:
     It takes every such input for a Python float. After AOTAutograd has found that it cannot trace that float as a symbol,
     Dynamo traces once more without the float's readers, and what it takes for those are the calls whose results nobody
     reads: `self.seen.add_(1)` among them, whose result is the input itself. Without this the buffer keeps its old value,
-    silently, with every backend that goes through AOTAutograd (torch 2.11 to 2.15).
+    silently, with every backend that goes through AOTAutograd (seen with torch 2.13).
     """
     from torch._dynamo.output_graph import OutputGraph
 
-    remove = OutputGraph.remove_tensorify_specialized_graphargs
+    remove = getattr(OutputGraph, "remove_tensorify_specialized_graphargs", None)
+    if remove is None:  # a release that does not take them out
+        return
 
     @functools.wraps(remove)
     def remove_inputs_alone(self: Any) -> None:

@@ -13,8 +13,8 @@ BACKWARD_ON_PURPOSE = "must_be_in_backward"
 """The partitioner's tag for a node that could run in forward and shall not."""
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 BY_COORDINATE = "hpml_by_coordinate"
-"""In the meta of a call among whose constants is where a rank's part begins: the `passes.graph.offset.Offset` that it is of, or
-several. Two calls that are equal on some ranks alone differ in it."""
+"""In the meta of a call among whose constants is where a rank's part begins: the `passes.graph.offset.Offset` that this
+follows from. Two calls that are equal on some ranks alone differ in it."""
 
 
 def is_collective(target: Any) -> bool:

@@ -137,24 +137,23 @@ class Redistributor:
         for f in rows[dim][:factor]:
             outer *= f
         local = local_shape(value, target, self.groups.axes)
+        apart = x
+        if outer > 1:
+            shape = list(x.meta["val"].shape)
+            inner = shape[dim] // (outer * n)
+            apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
+        begins = Offset(local[dim] if outer == 1 else 1, ((self.groups.names[axis], 1),))
         # Of what the graph is given, a slice: which may be taken before it runs (`passes.transform.take_outside`).
-        asks = self.asks and x.op != "placeholder" and is_small(x, n)
-        where = Offset(local[dim] if outer == 1 else 1, ((self.groups.names[axis], 1),))
-        if outer == 1 and asks:
-            return part_from(insert, x, dim, begin_of(insert, where, x.meta["val"].device), local[dim])
-        if outer == 1:
+        if self.asks and x.op != "placeholder" and is_small(x, n):
+            begin = begin_of(insert, begins, x.meta["val"].device)
+            part = part_from(insert, apart, dim if outer == 1 else dim + 1, begin, begins.count)
+        elif outer == 1:
             part = insert(aten.slice.Tensor, x, dim, mine * local[dim], (mine + 1) * local[dim])
-            part.meta[BY_COORDINATE] = where
-            return part
-        shape = list(x.meta["val"].shape)
-        inner = shape[dim] // (outer * n)
-        apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
-        if asks:
-            begin = begin_of(insert, where, x.meta["val"].device)
-            return reshape(insert, part_from(insert, apart, dim + 1, begin, 1), local)
-        part = insert(aten.select.int, apart, dim + 1, mine)
-        part.meta[BY_COORDINATE] = where
-        return reshape(insert, part, local)
+            part.meta[BY_COORDINATE] = begins
+        else:
+            part = insert(aten.select.int, apart, dim + 1, mine)
+            part.meta[BY_COORDINATE] = begins
+        return part if outer == 1 else reshape(insert, part, local)
 
     def _to_front(self, insert: Inserter, x: Node, before: int, n: int) -> Node:
         """(before, n, rest) -> (n, before, rest), packed."""

@@ -33,8 +33,10 @@ def _own(call: Local, insert: Inserter, index: Node, wraps: bool = False) -> tup
     own = _range(call)
     if wraps:
         index = insert(aten.where.self, insert(aten.lt.Scalar, index, 0), insert(aten.add.Tensor, index, _whole(call)), index)
-    first = own.asked(insert, index.meta["val"].device) if call.asks else own.first
-    shifted = own.marked(insert(aten.sub.Tensor, index, first))
+    if call.asks:
+        shifted = insert(aten.sub.Tensor, index, own.asked(insert, index.meta["val"].device))
+    else:
+        shifted = own.marked(insert(aten.sub.Tensor, index, own.first))
     valid = insert(aten.bitwise_and.Tensor, insert(aten.ge.Scalar, shifted, 0), insert(aten.lt.Scalar, shifted, own.count))
     return insert(aten.mul.Tensor, shifted, valid), valid
 
