@@ -422,10 +422,16 @@ def train_on_a_full_disk(rank: int, full: tuple[int, ...], most_bytes: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_a_word(launch):
-    """Where not even files can be made; then where they are made, and entries do not fit, on one rank alone."""
+def test_a_full_disk_costs_a_word(launch, monkeypatch, tmp_path):
+    """Where not even files can be made; then where they are made, and entries do not fit, on one rank alone.
+
+    Each launch has a folder of its own: a small entry may fit where larger ones did not.
+    """
     launches = [((0, 1), 4000), ((1,), 30_000), ((), 0)]
-    results = [launch(train_on_a_full_disk, args=each) for each in launches]
+    results = []
+    for number, each in enumerate(launches):
+        monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path / f"cache{number}"))
+        results.append(launch(train_on_a_full_disk, args=each))
     for (full, _), ranks in zip(launches, results, strict=True):
         for rank, (seen, found, said, _) in enumerate(ranks):
             assert seen == results[-1][rank][0] and not found
