@@ -14,6 +14,7 @@ from hpml_compiler.compile.agreement import CompiledTogether, from_rank_0, same_
 from hpml_compiler.compile.cut import Cut
 from hpml_compiler.compile.earlier import Earlier
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
+from hpml_compiler.compile.launch_key import Given
 from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering
@@ -81,11 +82,11 @@ class Compilation:
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
         sizes_are_numbers(self.gm, self.inputs.examples)
         self.microbatches = microbatches_of(self.inputs, self.options)
-        self.earlier = Earlier(self.gm, self.given_inputs, self.inputs, self.options, self.sharing)
+        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given_inputs), self.options, self.sharing)
         planned_before = len(self.session.graphs)
         if self.earlier.found is not None:
             self.together.agreed = True
-            self._as_in(self.earlier.found.rewritten)
+            self._as_in(self.earlier.found.running)
         try:
             function = self.together.whole(self._compiled)
         except Exception:
@@ -93,7 +94,7 @@ class Compilation:
             raise
         rewritten = self._rewritten()
         session.save_plan()
-        self.earlier.keep(rewritten)
+        self.earlier.keep(rewritten.without_fakes(), rewritten.written, rewritten.plan(), rewritten.record.graph_hash)
         return running(function, self.gm, self.given_inputs, self.inputs, rewritten, self.holding, self.watched, self.options)
 
     def _compiled(self) -> Callable[..., Any]:
@@ -113,6 +114,7 @@ class Compilation:
 
     def _as_in(self, earlier: Rewritten) -> None:
         """Enter what an earlier launch made of this graph, as if it had just been planned."""
+        self.session.groups(earlier.record.mesh)  # the halves know them by their names
         record = earlier.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
         self.rewritten, self.tangents = replace(earlier, record=record), earlier.tangents
         self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
@@ -122,7 +124,6 @@ class Compilation:
             self.session.step.graphs[self.sharing.frame] = earlier.budgeted
         if dist.get_rank() == 0:
             self.session.decided.setdefault(earlier.structure, record)
-            log.info("%s: mesh %s, rewritten as in an earlier launch; HPML_CACHE=0 does it anew", record.name, record.mesh)
             say_what_is_whole(earlier.unruled)
         self._finish()
 

@@ -1,9 +1,10 @@
 """What a graph was rewritten to, kept for the next launch: which then traces, plans and rewrites nothing.
 
-What is kept are the halves of the graph as they were compiled, or the parts of one in microbatches (`compile.cut`), and all
-that running them takes. They are compiled again, which inductor's own cache answers; AOTAutograd is given a stand-in
-(`compile.stand_in`) for the graph, and makes of it what stands around the halves. That is so for graphs around which it passes
-on, and copies the new values of inputs into them, and no more: `compat.results_as_traced`, `compat.inputs_written_as_traced`.
+What is kept are the halves of the graph as they were compiled, or the parts of one in microbatches (`compile.cut`) or stages
+(`compile.cut_stages`), and all that running them takes. They are compiled again, which inductor's own cache answers;
+AOTAutograd is given a stand-in (`compile.stand_in`) for the graph, and makes of it what stands around the halves. That is so
+for graphs around which it passes on, and copies the new values of inputs into them, and no more: `compat.results_as_traced`,
+`compat.inputs_written_as_traced`. Where a plan is made only when it is asked for, what it is made of is kept, too.
 
 All ranks take what an earlier launch left, of one and the same plan, or none does.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +22,14 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
-from hpml_compiler.compile.graph_inputs import GraphInputs
-from hpml_compiler.compile.launch_key import NotTold, key_of
+from hpml_compiler.compile.launch_key import Given, NotTold, key_of
 from hpml_compiler.compile.local import local_cluster
-from hpml_compiler.compile.rewritten import Rewritten
 from hpml_compiler.compile.stand_in import Result, returns_new_tensors, stand_in
+from hpml_compiler.compile.unplanned import Unplanned
 from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.plans import graph_file, plan_file
-from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.profile.looks import HOLDS_S
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.together import CALLING, together
@@ -38,7 +37,7 @@ from hpml_compiler.runtime.world import from_all_ranks
 from passes import compat
 from passes.errors import BadInput, HpmlError
 from passes.graph.nodes import memory_of, returned_nodes
-from passes.graph.packed_graph import CannotPack, pack, unpack
+from passes.graph.packed_graph import TRACED_META, CannotPack, pack, unpack
 
 log = logging.getLogger("hpml")
 
@@ -59,15 +58,18 @@ class Around:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is in the cache. graphs: what is compiled, packed. around: what AOTAutograd sees of the graph. writes_over: see
-    `compat.places_written_over`. plan: the same on ranks that obey one plan. prices: of what the plan was
-    priced with, where `hpml profile` measured it. until: when it is too old."""
+    """What is in the cache. running: what running the graph takes, whose kind is its compiler's. graphs: what is compiled,
+    packed. unplanned: what its plan is made of when somebody asks (`compile.unplanned`), packed. around: what AOTAutograd sees
+    of the graph. writes_over: see `compat.places_written_over`. plan: the same on ranks that obey one plan. graph_hash, prices:
+    of what the plan was priced with, where `hpml profile` measured it. until: when it is too old."""
 
-    rewritten: Rewritten
+    running: Any
     graphs: bytes
+    unplanned: bytes | None
     around: Around
     writes_over: frozenset[int] | None
     plan: str
+    graph_hash: str
     prices: str
     until: float
 
@@ -77,20 +79,20 @@ class Noted:
     """Of one compilation, what becomes an entry."""
 
     graphs: bytes
+    unplanned: bytes | None = None
     around: Around | None = None
     writes_over: frozenset[int] | None = None
 
 
 @dataclass
 class Earlier:
-    """What earlier launches know of one graph, and what the next one will. All ranks make it together.
+    """What earlier launches know of one graph, and what the next one will. All ranks make it together, before it is traced.
 
     found: what was left for it; `graph` and `restored` then take the place of tracing.
     """
 
     gm: GraphModule
-    given: Sequence[Any]
-    inputs: GraphInputs
+    given: Given
     options: Options
     sharing: Sharing | None = None
     """Under a budget, what the graph shares with the others of its step."""
@@ -100,18 +102,26 @@ class Earlier:
     results: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.session, self.number = session.current(), len(session.current().graphs)
-        self.cluster = local_cluster(self.options, dist.get_world_size())
+        self.session = session.current()
+        self.number = len(self.session.graphs) + len(self.session.unplanned)
+        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self.cluster = local_cluster(self.options, self.world)
         with compat.outside_tracing():
             self.key = self._key()
             found = self._read() if self.key else None
-            with at("looking for what an earlier launch made of this graph"):
-                together("compiling a graph", CALLING, every=0)
-                told = from_all_ranks((self.key, found and found.plan))
+            told = self._of_all_ranks((self.key, found and found.plan))
         self.session.trail.append(self.key or "?")
         if found is not None and all(each == told[0] for each in told):
             self.found = found
-            self.session.groups(found.rewritten.record.mesh)  # the halves know them by their names
+            if self.rank == 0:
+                log.info("graph_%d: rewritten as in an earlier launch; HPML_CACHE=0 does it anew", self.number)
+
+    def _of_all_ranks(self, mine: Any) -> list[Any]:
+        if self.world == 1:
+            return [mine]
+        with at("looking for what an earlier launch made of this graph"):
+            together("compiling a graph", CALLING, every=0)
+            return from_all_ranks(mine)
 
     def _key(self) -> str:
         if not plan_file.is_on():
@@ -119,8 +129,7 @@ class Earlier:
         try:
             if not returns_new_tensors(self.gm):
                 raise NotTold("it returns something else than tensors, or what it is given")
-            return key_of(self.gm, self.given, self.inputs, self.options, self.cluster, self.session.trail,
-                          self.sharing)
+            return key_of(self.gm, self.given, self.options, self.cluster, self.session.trail, self.sharing)
         except NotTold as why:
             self._not_kept(str(why))
             return ""
@@ -134,13 +143,13 @@ class Earlier:
         if packed is None:
             return None
         found: Entry = pickle.loads(packed)  # by this code and this torch, by its key
-        return found if time.time() < found.until and found.prices == self._prices(found.rewritten.record) else None
+        return found if time.time() < found.until and found.prices == self._prices(found.graph_hash) else None
 
     def _name(self) -> str:
-        return f"{self.key} {dist.get_rank()}"
+        return f"{self.key} {self.rank}"
 
-    def _prices(self, record: GraphPlan) -> str:
-        return measurements.digest(self.options, self.cluster, record.graph_hash)
+    def _prices(self, graph_hash: str) -> str:
+        return measurements.digest(self.options, self.cluster, graph_hash)
 
     # With what an earlier launch left.
 
@@ -169,7 +178,7 @@ class Earlier:
             nodes = returned_nodes(whole)[:outputs]
             self.results = [node.meta["val"] for node in nodes if node is not None]
 
-    def note(self, graphs: Any, handed: Iterable[Any] = ()) -> None:
+    def note(self, graphs: Any, handed: Iterable[Any] = (), unplanned: Unplanned | None = None) -> None:
         """What is compiled, before that changes it: graphs, or data with graphs in it. handed: fakes of what forward makes."""
         if self.results is None:
             return
@@ -177,7 +186,7 @@ class Earlier:
             if not all(x is None or isinstance(x, torch.Tensor) for x in handed):  # autograd is told of symbols, not of numbers
                 raise CannotPack("it hands numbers from forward to backward")
             with compat.outside_tracing():
-                self.noted = Noted(pack(graphs))
+                self.noted = Noted(pack(graphs), unplanned and pack(unplanned, TRACED_META))
         except CannotPack as why:
             self._not_kept(str(why))
 
@@ -194,8 +203,8 @@ class Earlier:
             self._check(self.found.around)
 
     def _written(self) -> tuple[compat.WrittenInput, ...]:
-        written = compat.inputs_written_as_traced(len(self.given))
-        memory = [memory_of(example) for example in self.inputs.examples]
+        written = compat.inputs_written_as_traced(len(self.given.values))
+        memory = [memory_of(example) for example in self.given.examples]
         if any(memory.count(memory[each.position]) > 1 for each in written):
             raise compat.MoreAround("it changes what shares memory with another input")
         return written
@@ -215,34 +224,25 @@ class Earlier:
         if self.noted is not None:
             self.noted.writes_over = compat.places_written_over()
 
-    def keep(self, rewritten: Rewritten) -> None:
-        """Once all is compiled."""
+    def keep(self, running: Any, written: Collection[int], plan: Sequence[Any], graph_hash: str = "") -> None:
+        """Once all is compiled. running: data, in which fakes are none of this trace (`without_fakes`). written: positions of
+        inputs that were planned as changed in place. plan: what is the same on all ranks that obey it, by its `repr`."""
         noted = self.noted
         if noted is None:
             return
         assert noted.around is not None, "forward is compiled before a graph is kept"
-        if {each.position for each in noted.around.written} != rewritten.written:
+        if {each.position for each in noted.around.written} != set(written):
             self._not_kept("what it changes is not what it was planned to")
             return
-        record = rewritten.record
         until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
-        plan = plan_file.digest_of([record.model_dump_json(exclude={"seconds", "frame", "blocks"})])
-        entry = Entry(rewritten, noted.graphs, noted.around, noted.writes_over, plan, self._prices(record), until)
+        entry = Entry(running, noted.graphs, noted.unplanned, noted.around, noted.writes_over, plan_file.digest_of(plan),
+                      graph_hash, self._prices(graph_hash), until)
         try:
             with compat.outside_tracing():
-                graph_file.put(self._name(), pickle.dumps(replace(entry, rewritten=_without_fakes(rewritten)), protocol=5))
+                graph_file.put(self._name(), pickle.dumps(entry, protocol=5))
         except BadInput as error:
             log.warning("what this graph was rewritten to cannot be kept for the next launch: %s", error)
 
     def _not_kept(self, why: str) -> None:
         log.info("graph_%d is not kept for the next launch: %s", self.number, why)
 
-
-def _without_fakes(rewritten: Rewritten) -> Rewritten:
-    """With what tensors are like as meta tensors, which belong to no trace. To be called outside of one."""
-    return replace(rewritten, left=tuple(replace(each, like=_meta(each.like)) for each in rewritten.left),
-                   tangents=tuple(replace(each, part=_meta(each.part)) for each in rewritten.tangents))
-
-
-def _meta(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")

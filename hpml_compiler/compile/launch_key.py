@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from hpml_compiler.compile.graph_inputs import GraphInputs
 from hpml_compiler.options import Options
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.plans import plan_file
+from hpml_compiler.runtime.owned import owner_of
 from passes import compat
+from passes.graph.interface import GraphInput
 from passes.graph.nodes import memory_of
 from passes.machine.cluster import Cluster
 from passes.result import attribute_of
@@ -35,8 +38,26 @@ class NotTold(Exception):
     """Something about the graph cannot be told apart from others by its text."""
 
 
-def key_of(gm: GraphModule, given: Sequence[Any], inputs: GraphInputs, options: Options, cluster: Cluster,
-           earlier: Sequence[str], sharing: Sharing | None = None) -> str:
+@dataclass(frozen=True)
+class Given:
+    """What a script calls a Dynamo graph with, and the whole of it as it is traced and described for planning. told: what else
+    is known of it, the same on all ranks."""
+
+    values: Sequence[Any]
+    examples: Sequence[Any]
+    described: Sequence[GraphInput]
+    told: tuple[Any, ...] = ()
+
+    @staticmethod
+    def of(inputs: GraphInputs, values: Sequence[Any]) -> Given:
+        """Before the graph is traced, since that changes what is known of inputs."""
+        owners = [owner_of(value) for value in values]
+        return Given(values, inputs.examples, [*inputs.described],
+                     (sorted(inputs.rows), sorted(inputs.gathered), inputs.mesh, owners))
+
+
+def key_of(gm: GraphModule, given: Given, options: Options, cluster: Cluster, earlier: Sequence[str],
+           sharing: Sharing | None = None) -> str:
     """The same on all ranks that have the same graph. earlier: what the session's graphs before it were called. sharing: what
     it shares with them under a budget.
 
@@ -47,19 +68,24 @@ def key_of(gm: GraphModule, given: Sequence[Any], inputs: GraphInputs, options: 
         raise NotTold("hooks on saved values, or rules of another package")
     plan = options.load_plan()
     return plan_file.digest_of([
-        _text(gm), [_described(x, example) for x, example in zip(given, inputs.examples, strict=True)],
-        _sharing(inputs.examples), inputs.described,
-        sorted(inputs.rows), sorted(inputs.gathered), inputs.mesh,
+        _text(gm), [_described(x, example) for x, example in zip(given.values, given.examples, strict=True)],
+        _sharing(given.examples), given.described, given.told,
         json.dumps(options.model_copy(update={"plan": None}).to_json(), sort_keys=True),
-        None if plan is None else plan.model_dump_json(), cluster, dist.get_world_size(), dist.get_backend_config(),
+        None if plan is None else plan.model_dump_json(), cluster, *_ranks(),
         list(earlier), None if sharing is None else sharing.told, settings, platform.node(), platform.processor(),
         os.cpu_count(), torch.get_num_threads(), os.environ.get("HPML_QUICK_PROFILE", "1"),
         torch.cuda.get_device_name() if torch.cuda.is_available() else "", torch.__version__, plan_file.planners_code()])
 
 
+def _ranks() -> tuple[int, str]:
+    return (dist.get_world_size(), dist.get_backend_config()) if dist.is_initialized() else (1, "")
+
+
 def _text(gm: GraphModule) -> str:
     if "_checkpoint_context_fn" in gm.meta:
         raise NotTold("what a checkpointed region keeps is said by a function of the script")
+    if any(size is None for node in gm.graph.find_nodes(op="placeholder") for size in _sizes(node.meta.get("example_value"))):
+        raise NotTold("an input whose sizes are not numbers")
     lines = []
     for node in gm.graph.nodes:
         args, kwargs = (map_aggregate(x, _told) for x in (node.args, node.kwargs))
@@ -120,8 +146,12 @@ def _described(given: Any, example: Any) -> tuple[Any, ...]:
         return type(given).__name__, number
     if not isinstance(given, torch.Tensor) or not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
         raise NotTold(f"an input that is {type(given).__name__}")
-    sizes = [compat.static_int(size) for size in (*example.shape, *example.stride(), example.storage_offset())]
-    if None in sizes:
-        raise NotTold("an input whose sizes are not numbers")
-    return (example.ndim, sizes, example.dtype, example.device, type(given).__name__, given.requires_grad, given.is_leaf,
-            example.is_conj(), example.is_neg(), given.is_inference())
+    return (example.ndim, _sizes(example), example.dtype, example.device, type(given).__name__, given.requires_grad,
+            given.is_leaf, example.is_conj(), example.is_neg(), given.is_inference())
+
+
+def _sizes(value: Any) -> list[int | None]:
+    """None for those that are no numbers."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return []
+    return [compat.static_int(size) for size in (*value.shape, *value.stride(), value.storage_offset())]

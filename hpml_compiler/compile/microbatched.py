@@ -18,20 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
-from hpml_compiler.compile import session
 from hpml_compiler.compile.again import compiled
 from hpml_compiler.compile.cut import Cut, Parts, cut_in_halves
-from hpml_compiler.compile.graph_inputs import GraphInputs, sizes_are_numbers
-from hpml_compiler.compile.local import local_cluster
-from hpml_compiler.compile.lowering import Lowering, lowering_of_part, takes_list
-from hpml_compiler.compile.phases import phase, tell
-from hpml_compiler.compile.refused import refuse
-from hpml_compiler.compile.unplanned import UnplannedInTime
+from hpml_compiler.compile.graph_inputs import GraphInputs
+from hpml_compiler.compile.lowering import lowering_of_part, takes_list
+from hpml_compiler.compile.phases import tell
 from hpml_compiler.options import Options
-from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
-from hpml_compiler.planning.plan_graph import solver_options
+from hpml_compiler.planning.microbatches import fitting_rows
 from hpml_compiler.plans.schema import BlocksReport
-from hpml_compiler.runtime.inputs import copy_for_set_data
 from hpml_compiler.runtime.loss_inside import LossInside
 from hpml_compiler.runtime.microbatches import (
     Call,
@@ -43,13 +37,9 @@ from hpml_compiler.runtime.microbatches import (
 )
 from passes import compat
 from passes.graph.annotated import Annotated
-from passes.graph.copied import copied
 from passes.graph.decision import Decision
-from passes.graph.interface import graph_inputs
-from passes.partition.in_time import InTime, on_one_device, on_time_axis
-from passes.presets import annotate, to_microbatches
-from passes.presets import one_device as prepare
-from passes.tracing.trace import decompositions
+from passes.partition.in_time import InTime, on_time_axis
+from passes.presets import to_microbatches
 from passes.transform.collectives import MeshGroups
 from passes.transform.microbatches import Segment
 
@@ -174,80 +164,3 @@ def in_microbatches(gm: GraphModule, annotated: Annotated, decision: Decision, t
                     options.compiler == "inductor")(gm)
     cut = cut_in_halves(gm, options.compiler, times.microbatches, forward_outputs, written, whole is not None)
     return Looped(options, cut, whole, step_us)
-
-
-class OneDevice:
-    """One graph whose step goes through its batch in microbatches, if its rows allow it."""
-
-    def __init__(self, gm: GraphModule, inputs: Sequence[Any], options: Options):
-        self.gm, self.inputs, self.options = gm, inputs, options
-        self.lowering = Lowering(options.compiler, blocks="on" if options.compile_blocks == "on" else "off")
-        self.runs: Microbatched | None = None
-        self.seconds: dict[str, float] = {}
-
-    def compile(self) -> Callable[..., Any]:
-        refuse(self.gm)
-        copy_for_set_data(self.gm)
-        sizes_are_numbers(self.gm, self.inputs)
-        self.described = graph_inputs(self.gm, self.inputs)
-        shapes = [x.shape for x, its in zip(self.inputs, self.described, strict=True) if its.kind == "batch"]
-        self.microbatches = fitting_rows(shapes, self.options.microbatches)
-        backend = compat.aot_autograd(
-            fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
-            partition_fn=self._partition, decompositions=decompositions(self.options.compiler))
-        with phase("trace", "tracing", self.seconds):
-            call = backend(self.gm, self.inputs)
-        if self.runs is not None:
-            session.save_plan()  # which says now what was compiled in blocks
-        return call
-
-    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        if self.microbatches == 1:
-            return self._whole(joint, inputs, num_fwd_outputs, kwargs)
-        original = copied(joint)
-        self.runs = self._in_microbatches(loss_alone(joint), num_fwd_outputs,
-                                          lambda: self._in_microbatches(copied(original), num_fwd_outputs, None))
-        return self._whole(joint, inputs, num_fwd_outputs, kwargs) if self.runs is None else self.runs.partition()
-
-    def _in_microbatches(self, gm: GraphModule, forward_outputs: int,
-                         whole: MakesWhole | None) -> Microbatched | None:
-        traced = copied(gm)
-        with phase("annotate", "annotating", self.seconds):
-            annotated = annotate(gm, self.described, forward_outputs, self.microbatches)
-        with phase("solve", "deciding what goes through microbatches", self.seconds):
-            times = times_of(annotated.graph, self.microbatches, solver_options(self.options))
-        if times is None:
-            return None
-        gradients = range(forward_outputs, len(gm.graph.output_node().args[0]))
-        with phase("rewrite", "rewriting", self.seconds):
-            runs = in_microbatches(gm, annotated, on_one_device(annotated.graph), times, MeshGroups((), (), ()), self.options,
-                                   forward_outputs, gradients, whole)
-        if whole is not None:
-            self._note_plan(traced, forward_outputs, times, runs)
-        return runs
-
-    def _note_plan(self, traced: GraphModule, forward_outputs: int, times: InTime, runs: Microbatched) -> None:
-        current = session.current()
-        current.options, current.cluster = self.options, str(local_cluster(self.options, 1))
-        unplanned = UnplannedInTime(traced, self.described, forward_outputs, self.options, times, runs.reports, self.seconds)
-        current.unplanned.append(unplanned.plan)
-        session.save_plan()
-
-    def _whole(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
-        with phase("rewrite", "rewriting", self.seconds):
-            prepare(self.options.compiler)(joint)
-            return self.lowering.partition(joint, inputs, forward_outputs, kwargs.get("static_lifetime_input_indices"))
-
-    def _forward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        with phase("compile forward", "compiling forward", self.seconds):
-            return self.lowering.forward(graph, inputs) if self.runs is None else self.runs.forward()
-
-    def _backward(self, graph: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        if self.runs is not None:
-            return self.runs.backward()  # compiled with forward
-        with phase("compile backward", "compiling backward", self.seconds):
-            return self.lowering.backward(graph, inputs)
-
-    def _inference(self, graph: GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-        with phase("compile forward", "compiling forward", self.seconds):
-            return self.lowering.inference(graph)

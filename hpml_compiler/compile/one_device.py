@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,21 +10,28 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
 from hpml_compiler.compile.code_folder import code_can_be_written
+from hpml_compiler.compile.earlier import Earlier, Entry
+from hpml_compiler.compile.graph_inputs import sizes_are_numbers
+from hpml_compiler.compile.in_parts import InParts
+from hpml_compiler.compile.launch_key import Given
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.lowering import Lowering, boxed
-from hpml_compiler.compile.microbatched import OneDevice
 from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.refused import refuse
 from hpml_compiler.compile.sharing import sharing_of
-from hpml_compiler.compile.unplanned import Unplanned
+from hpml_compiler.compile.unplanned import Later, Unplanned, UnplannedKept
 from hpml_compiler.options import Options
 from hpml_compiler.planning.one_device import keep_on_one_device
+from hpml_compiler.planning.room import Held
 from hpml_compiler.plans.kept import KeptPlan
 from hpml_compiler.runtime.inputs import copy_for_set_data
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from passes import compat
+from passes.graph.copied import copied
 from passes.graph.interface import graph_inputs
-from passes.keeping.keys import KeptNodes
+from passes.graph.nodes import returned_nodes
+from passes.presets import annotate
+from passes.tracing.trace import Traced
 
 
 def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -33,13 +41,21 @@ def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
     if options.memory_budget is not None and torch.is_grad_enabled():
         return _Budgeted(gm, example_inputs, options).compile()
     if (options.microbatches > 1 or options.compile_blocks == "on") and torch.is_grad_enabled():
-        return OneDevice(gm, example_inputs, options).compile()
+        return InParts(gm, example_inputs, options).compile()
     if options.compiler == "inductor":
         with phase("compile", "compiling with inductor", {}), code_can_be_written():
             return compat.inductor_whole(gm, example_inputs, code_can_be_written)
     copy_for_set_data(gm)
     compiler = lambda graph, _: boxed(graph.forward)  # noqa: E731
     return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What running a graph takes of which that was decided. held: what it counts for in its step."""
+
+    written: frozenset[int]
+    held: Held
 
 
 class _Budgeted:
@@ -52,44 +68,78 @@ class _Budgeted:
         self.options = self.sharing.options
         self.lowering = Lowering(options.compiler)
         self.seconds: dict[str, float] = {}
+        self.kept: _Kept | None = None
 
     def compile(self) -> Callable[..., Any]:
         refuse(self.gm)
         copy_for_set_data(self.gm)
+        sizes_are_numbers(self.gm, self.inputs)  # what is kept of one size need not fit with another
         self.described = graph_inputs(self.gm, self.inputs)
+        given = Given(self.inputs, self.inputs, self.described)
+        self.earlier = Earlier(self.gm, given, self.options, self.sharing)
         backend = compat.aot_autograd(
-            fw_compiler=self._compiling("forward", self.lowering.forward),
-            bw_compiler=self._compiling("backward", self.lowering.backward),
-            inference_compiler=self._compiling("forward", lambda graph, _: self.lowering.inference(graph)),
+            fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
             partition_fn=self._partition,
             decompositions=compat.inductor_decompositions() if self.options.compiler == "inductor" else None)
         with phase("trace", "tracing", self.seconds):
-            return backend(self.gm, self.inputs)
+            call = backend(self.earlier.graph, self.inputs)
+        if self.kept is not None:
+            self.earlier.keep(self.kept, self.kept.written, ())
+        return call
 
-    def _compiling(self, half: str, compile_half: Callable[[GraphModule, Any], Any]) -> Callable[[GraphModule, Any], Any]:
-        def timed(gm: GraphModule, inputs: Any) -> Any:
-            with phase(f"compile {half}", f"compiling {half}", self.seconds):
-                return compile_half(gm, inputs)
-        return timed
+    def _forward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        self.earlier.note_forward()
+        with self._doing("compile forward", "compiling forward"):
+            return self.lowering.forward(gm, inputs)
+
+    def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
+        self.earlier.note_backward()
+        with self._doing("compile backward", "compiling backward"), compat.writing_only_over(self.earlier.writes_over):
+            return self.lowering.backward(gm, inputs)
+
+    def _inference(self, gm: GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+        with self._doing("compile forward", "compiling forward"):
+            return self.lowering.inference(gm)
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        unplanned = Unplanned(joint, self.described, num_fwd_outputs, self.options)
-        with phase("solve", "deciding what is kept for backward", self.seconds):
-            pinned, cluster = self._pinned(unplanned), local_cluster(self.options, 1)
+        if self.earlier.found is not None:
+            return self._restored(self.earlier.found, num_fwd_outputs)
+        self.earlier.note_results(joint, num_fwd_outputs)
+        traced = Traced(copied(joint), self.described, num_fwd_outputs, 0.0)
+        written = frozenset(compat.inputs_written(joint))
+        with self._doing("solve", "deciding what is kept for backward"):
+            pinned, cluster = self._pinned(traced), local_cluster(self.options, 1)
             kept = keep_on_one_device(joint, num_fwd_outputs, self.sharing, cluster, pinned)
-        session.current().step.enter(self.sharing, self.sharing.whole, kept)
-        self._note_plan(unplanned, kept)
-        return self.lowering.cut(joint, kept, num_fwd_outputs, self.options.offload_folder or "")
+        self.kept = _Kept(written, session.current().step.enter(self.sharing, self.sharing.whole, kept))
+        unplanned = UnplannedKept(traced, self.options, kept)
+        self._note_plan(unplanned)
+        halves = self.lowering.cut(joint, kept, num_fwd_outputs, self.options.offload_folder or "")
+        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])), unplanned)
+        return halves
 
-    def _pinned(self, unplanned: Unplanned) -> KeptPlan | None:
+    def _restored(self, found: Entry, forward_outputs: int) -> Any:
+        """Forward and backward as an earlier launch left them."""
+        assert found.unplanned is not None, "where something was decided, a plan can be asked for"
+        self.lowering.forward_outputs, self.lowering.shares = forward_outputs, False
+        self.lowering.count_bytes()
+        session.current().step.graphs[self.sharing.frame] = found.running.held
+        self._note_plan(found.unplanned)
+        with self._doing("restore", "reading what it was rewritten to"):
+            return self.earlier.restored()
+
+    def _pinned(self, traced: Traced) -> KeptPlan | None:
         """What a plan for one device keeps, where there is one."""
         given = self.options.load_plan()
         if given is None or given.world_size != 1 or not any(graph.kept for graph in given.graphs):
             return None
-        return given.check(unplanned.hash(), torch.__version__, 1).kept
+        graph_hash = annotate(copied(traced.gm), traced.inputs, traced.forward_outputs).hash()
+        return given.check(graph_hash, torch.__version__, 1).kept
 
-    def _note_plan(self, unplanned: Unplanned, kept: KeptNodes) -> None:
-        current, unplanned.kept, unplanned.seconds = session.current(), kept, self.seconds
+    def _note_plan(self, unplanned: Unplanned | bytes) -> None:
+        current = session.current()
         current.options, current.cluster = self.options, str(local_cluster(self.options, 1))
-        current.unplanned.append(unplanned.plan)
+        current.unplanned.append(Later(unplanned, self.seconds))
         session.save_plan()
+
+    def _doing(self, what: str, text: str) -> phase:
+        return phase(what, text, self.seconds)

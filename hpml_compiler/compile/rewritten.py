@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 from hpml_compiler.compile.left_outputs import LeftTangent
@@ -13,6 +14,7 @@ from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.gathered import Held
 from hpml_compiler.runtime.outputs import LeftOutput
+from passes import compat
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.layouts import Layout
@@ -47,6 +49,16 @@ class Rewritten:
     structure: str
     budgeted: room.Held | None = None
 
+    def without_fakes(self) -> Rewritten:
+        """With what tensors are like as meta tensors, which belong to no trace."""
+        with compat.outside_tracing():
+            return replace(self, left=tuple(replace(each, like=_meta(each.like)) for each in self.left),
+                           tangents=tuple(replace(each, part=_meta(each.part)) for each in self.tangents))
+
+    def plan(self) -> list[str]:
+        """What is the same on all ranks that obey one plan."""
+        return [self.record.model_dump_json(exclude={"seconds", "frame", "blocks"})]
+
 
 def held_by(annotated: Annotated, decision: Decision) -> dict[str, Held]:
     """What a graph takes gathered, by placeholder."""
@@ -75,3 +87,7 @@ def say_plan(planned: Planned, unruled: Mapping[str, Sequence[str]]) -> None:
 def say_what_is_whole(unruled: Mapping[str, Sequence[str]]) -> None:
     for target, nodes in unruled.items():
         log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
+
+
+def _meta(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")

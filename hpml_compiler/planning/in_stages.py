@@ -75,6 +75,19 @@ def plan_in_stages(traced: Traced, options: Options, cluster: Cluster, microbatc
     return _that_fits(plan.plan(name, gm, staged, table), cluster)
 
 
+def plan_as_cut(traced: Traced, options: Options, cluster: Cluster, times: InTime | None, planned: Planned | None,
+                starts: tuple[str, ...], name: str) -> GraphPlan:
+    """The plan of a graph of which all that was decided, which is not decided again. times, planned: see `StagedPlan`. starts:
+    the block that each stage but the first begins with."""
+    gm, outputs = loss_alone(traced.gm), traced.forward_outputs
+    count = 1 if times is None else times.microbatches
+    annotated = annotate(gm, traced.inputs, outputs, count, leaves=False)
+    table = schedule_of(options, count)
+    _mark(annotated, planned, times, outputs)
+    staged = stage_body(gm, annotated.interface.kinds, cut_loop(gm), table.stages, cluster.device, lambda find: find(), starts)
+    return StagedPlan(traced.gm, traced.inputs, outputs, options, cluster, times, planned).plan(name, gm, staged, table)
+
+
 def plan_folded(folded: Folded, annotated: Annotated, forward_outputs: int, options: Options, cluster: Cluster,
                 microbatches: int, name: str) -> GraphPlan:
     """The same of a deep model, of which a few layers were traced. Where it is cut follows from what the plan lists. Raises

@@ -20,7 +20,6 @@ from hpml_compiler.planning.stage_axes import STAGES_AXIS, cluster_of_stage, lif
 from hpml_compiler.planning.staged_body import Halves, StagedBody, halves_of
 from hpml_compiler.plans.in_time import SentPlan
 from hpml_compiler.plans.schema import GraphPlan
-from passes import compat
 from passes.analysis.block_chain import BLOCK_CHAIN, FindBlocks, learned_nodes
 from passes.analysis.flops import FLOPS
 from passes.analysis.stages import places
@@ -44,7 +43,6 @@ class StagedPlan:
                  cluster: Cluster, times: InTime | None, planned: Planned | None = None):
         self.joint, self.inputs, self.forward_outputs = joint, inputs, forward_outputs
         self.options, self.cluster, self.times, self.planned = options, cluster, times, planned
-        self.frame = compat.frame_being_compiled()
 
     def plan(self, name: str, marked: GraphModule, staged: StagedBody, table: Schedule) -> GraphPlan:
         """marked, staged: what is cut, before it is and after. table: the schedule."""
@@ -58,7 +56,7 @@ class StagedPlan:
             planned = plan_graph(annotated, own, alone, name=name, lifetimes=lifetimes_of(table), budget_bytes=NO_LIMIT)
         else:
             planned, mesh = self.planned, dict(self.options.mesh or {})
-        record = planned.record.model_copy(update={"name": name, "frame": self.frame})
+        record = planned.record.model_copy(update={"name": name})
         if self.times is not None:
             record = with_microbatches(record, annotated.graph, self.times, loss_of(joint) is not None,
                                        mesh_from_pin(planned.mesh, alone), self.options.optimizer_states)

@@ -2,7 +2,8 @@
 
 What is kept is what compiling reads: calls with their arguments, names, and of each value its shape, strides, dtype, device and
 memory. Values that share memory share it again, since what backward may write over is decided by that, also where they are
-of several graphs that are packed together. Where a node came from in a script is not kept.
+of several graphs that are packed together. Where a node came from in a script is kept only of graphs that are still to be
+planned, `TRACED_META`.
 """
 from __future__ import annotations
 
@@ -17,9 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from passes.compat import HigherOrderOperator, OpOverload, fake_of, is_fake, static_int
+from passes.graph.checkpointed import CHECKPOINTED
 from passes.result import attribute_of
 
 KEPT_META = ("partitioner_tag",)
+_MODULES_OF_NODE = "nn_module_stack"
+TRACED_META = ("partitioner_tag", "desc", "seq_nr", "is_gradient_acc", _MODULES_OF_NODE, *CHECKPOINTED)
+"""What annotating a traced graph reads besides its values."""
 LARGEST_CONSTANT_BYTES = 2**20
 _CONSTANTS = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),
               type(...))
@@ -62,14 +67,14 @@ class _Packed:
     constants: dict[str, torch.Tensor]
 
 
-def pack(what: Any) -> bytes:
-    """A graph, or what can be pickled of graphs and fake tensors.
+def pack(what: Any, meta: Sequence[str] = KEPT_META) -> bytes:
+    """A graph, or what can be pickled of graphs and fake tensors. meta: what is kept of each node besides its value.
 
     Raises CannotPack for calls of anything but torch's operators, sizes that are not numbers, large constants and graphs inside
     of graphs."""
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(what)
+        _Pickler(file, meta).dump(what)
     except (pickle.PicklingError, TypeError, AttributeError) as error:  # what pickle raises where it does not know how
         raise CannotPack(str(error)) from error
     return file.getvalue()
@@ -86,16 +91,16 @@ def unpack(packed: bytes, mode: Any) -> Any:
 class _Pickler(pickle.Pickler):
     """Graphs and fake tensors go as data that `_Memory` makes them of again."""
 
-    def __init__(self, file: io.BytesIO):
+    def __init__(self, file: io.BytesIO, meta: Sequence[str]):
         super().__init__(file, protocol=5)
-        self.memories: dict[int, int] = {}
+        self.meta, self.memories = meta, dict[int, int]()
 
     def persistent_id(self, obj: Any) -> str | None:
         return "memory" if obj is _HERE else None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, GraphModule):
-            return _graph, (_HERE, _packed(obj, self.memories))
+            return _graph, (_HERE, _packed(obj, self.memories, self.meta))
         if isinstance(obj, torch.Tensor) and type(obj) is not torch.Tensor:  # which constants are
             return _value, (_HERE, _described(obj, self.memories))
         if isinstance(obj, torch.SymInt):
@@ -116,7 +121,7 @@ _HERE = object()
 """Stands for the memory of the process that unpacks."""
 
 
-def _packed(gm: GraphModule, memories: dict[int, int]) -> _Packed:
+def _packed(gm: GraphModule, memories: dict[int, int], kept: Sequence[str]) -> _Packed:
     numbers = {node: k for k, node in enumerate(gm.graph.nodes)}
     constants: dict[str, torch.Tensor] = {}
     nodes = []
@@ -125,9 +130,17 @@ def _packed(gm: GraphModule, memories: dict[int, int]) -> _Packed:
             constants[str(node.target)] = _constant(gm, node)
         args, kwargs = (map_aggregate(given, lambda x: _argument(x, numbers)) for given in (node.args, node.kwargs))
         value = _described(node.meta.get("val"), memories)
-        meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
+        meta = {key: node.meta[key] for key in kept if key in node.meta}
+        if _MODULES_OF_NODE in meta:
+            meta[_MODULES_OF_NODE] = _by_names(meta[_MODULES_OF_NODE])
         nodes.append((node.op, node.name, _target(node), args, dict(kwargs), value, meta))
     return _Packed(nodes, constants)
+
+
+def _by_names(stack: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Classes of modules may be those of a script, which another process does not find by their names."""
+    return {key: (path, f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else str(kind))
+            for key, (path, kind) in stack.items()}
 
 
 def _value(memory: _Memory, value: _Value) -> torch.Tensor:
