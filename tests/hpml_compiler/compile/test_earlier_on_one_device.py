@@ -55,7 +55,8 @@ def train(options: dict[str, Any], inside: bool, others: bool, again: bool):
         optimizer.zero_grad()
     graphs = hpml_compiler.last_plan().graphs
     return ([*seen, *model.state_dict().values(), torch.rand(1)], [each for each in said if FOUND in each],
-            [graph.model_dump(exclude={"seconds": True, "solver": {"seconds"}}) for graph in graphs], [{*graph.seconds} for graph in graphs])
+            [graph.model_dump(exclude={"seconds": True, "solver": {"seconds"}}) for graph in graphs],
+            [{*graph.seconds} for graph in graphs])
 
 
 CASES: dict[str, tuple[dict[str, Any], bool, bool, bool]] = {

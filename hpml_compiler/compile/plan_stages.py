@@ -1,0 +1,207 @@
+"""What ranks decide of a graph that goes through stages: how a stage is split, what is in the loop, where it is cut, who owns a
+parameter. All of them come to the same, together."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.fx import GraphModule
+
+from hpml_compiler.compile import session
+from hpml_compiler.compile.agreement import GraphMismatch, from_rank_0, same_graph
+from hpml_compiler.compile.cut_stages import CutInStages, Stages
+from hpml_compiler.compile.evaluation import has_effects
+from hpml_compiler.compile.graph_inputs import GraphInputs
+from hpml_compiler.compile.local import local_cluster
+from hpml_compiler.compile.phases import phase
+from hpml_compiler.compile.planner import Planner
+from hpml_compiler.compile.running_stages import InStages
+from hpml_compiler.compile.stage_mesh import StageMesh
+from hpml_compiler.options import Options
+from hpml_compiler.planning.microbatches import fitting_rows, times_of
+from hpml_compiler.planning.plan_graph import Planned, solver_options
+from hpml_compiler.planning.stage_axes import STAGES_AXIS, lifetimes_of, schedule_of
+from hpml_compiler.runtime.compared import draws_random_numbers
+from hpml_compiler.runtime.gathered import Held
+from hpml_compiler.runtime.owned import Owned, owner_of
+from hpml_compiler.runtime.together import CALLING, together
+from passes import compat
+from passes.errors import HpmlError
+from passes.graph.annotated import Annotated
+from passes.graph.decision import Decision
+from passes.graph.nodes import returned_nodes
+from passes.graph.stages import Stages as FoundStages
+from passes.partition.in_time import InTime, on_one_device, on_time_axis
+from passes.partition.lifetimes import THROUGHOUT
+from passes.presets import after_planning, one_device, to_microbatches, whole_batch
+from passes.transform.collectives import MeshGroups
+
+log = logging.getLogger("hpml")
+
+
+class StagesPlanner:
+    """Of one graph. seconds: where its time goes, which is added to."""
+
+    def __init__(self, name: str, given: Sequence[Any], inputs: GraphInputs, options: Options, mesh: StageMesh,
+                 seconds: dict[str, float]):
+        self.name, self.given, self.inputs, self.options, self.mesh = name, given, inputs, options, mesh
+        self.seconds = seconds
+        self.placements: dict[int, tuple[Placement, ...]] = {}
+        self.owned: dict[str, int] | None = None
+        """Parameters that one rank has alone in this graph, by their placeholders; None before that is known."""
+        self.own_here: set[int] = set()
+        self.held: dict[str, Held] = {}
+        self.found: FoundStages | None = None
+        self.times: InTime | None = None
+        self.planned: Planned | None = None
+        self.draws = self.training = False
+        self.microbatches = self._microbatches()
+
+    def takes(self) -> InStages:
+        """What running the graph takes, once it is compiled."""
+        return InStages(self.training, self.draws, self.placements, self.owned, frozenset(self.own_here), self.held,
+                        frozenset(self.inputs.gathered), frozenset(self.inputs.written), self.found)
+
+    def as_in(self, earlier: InStages) -> None:
+        """All is as an earlier launch decided it."""
+        self.training, self.draws, self.found = earlier.training, earlier.draws, earlier.stages
+        self.placements, self.held, self.own_here = dict(earlier.placements), dict(earlier.held), set(earlier.own_here)
+        self.owned = None if earlier.owned is None else dict(earlier.owned)
+        self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
+
+    def together(self, gm: GraphModule) -> None:
+        """All ranks have traced the graph."""
+        self.draws = draws_random_numbers(gm)
+        with compat.outside_tracing():
+            together("compiling a graph", CALLING, every=0)
+
+    def cut(self, joint: GraphModule, forward_outputs: int, others: bool) -> CutInStages:
+        """Forward and backward, which this changes. others: see `Parts.of`. Raises TooFewParts."""
+        annotated = self._annotated(joint, forward_outputs, self.microbatches)
+        interface = annotated.interface
+        self._place_in_time(annotated)
+        microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
+        with self._doing("rewrite", "cutting into stages"):
+            stages = Stages(self.options, joint, microbatches, forward_outputs, interface)
+        self.found = stages.staged.stages
+        return stages.given_to(self._owners(stages, interface.positions), self.inputs.written, others)
+
+    def evaluation(self, gm: GraphModule) -> CutInStages | None:
+        """None where it cannot go through stages, which is said."""
+        if has_effects(gm):
+            return None
+        outputs = len(returned_nodes(gm))
+        self.together(gm)
+        try:
+            annotated = self._annotated(gm, None, self.microbatches)
+            self._place_in_time(annotated)
+            microbatches = self._mark(annotated, self._decision(annotated, None), outputs)
+            starts = session.current().stage_starts.get(compat.frame_being_compiled(), ())
+            with self._doing("rewrite", "cutting into stages"):
+                stages = Stages(self.options, gm, microbatches, outputs, annotated.interface, starts)
+        except GraphMismatch:
+            raise
+        except HpmlError as error:
+            log.info("%s goes through no stages, and the ranks of each do all of it: %s", self.name, error.what)
+            return None
+        return stages.given_to(self._owners(stages, annotated.interface.positions), (), False)
+
+    def whole(self, gm: GraphModule, forward_outputs: int | None) -> None:
+        """Make of a graph what each rank of a stage does of all of it: of what is too small for stages, as the loss is where
+        the graph breaks before it, or has no backward."""
+        if self.mesh.is_split:
+            annotated = self._annotated(gm, forward_outputs)
+            gradients = self.inputs.kept_gradients(annotated, forward_outputs)
+            after_planning(self._decision(annotated, forward_outputs), self.mesh.groups(), self.options.compiler,
+                           forward_outputs, gradients)(gm)
+        elif forward_outputs is not None:
+            one_device(self.options.compiler)(gm)
+
+    def _microbatches(self) -> int:
+        """As many as divide the rows that a stage's rank has at the least."""
+        shapes = [x.shape for x, its in zip(self.inputs.examples, self.inputs.described, strict=True) if its.kind == "batch"]
+        return fitting_rows(shapes, self.options.microbatches, self.mesh.axes.get("dp", 1), speaks=dist.get_rank() == 0)
+
+    def _place_in_time(self, annotated: Annotated) -> None:
+        graph, count = annotated.graph, self.microbatches
+        with self._doing("solve", "deciding what goes through microbatches"):
+            self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
+
+    def _owners(self, stages: Stages, positions: Mapping[str, int]) -> dict[str, int]:
+        """Who has the parameters that one rank needs alone. What was given to another rank before is borrowed from it."""
+        if self.owned is not None:  # for gradients at other outputs, the graph is cut once more
+            return self.owned
+        found = stages.needs.owners(positions)
+        self.owned = {}
+        for name, position in positions.items():
+            given, owner = self.given[position], found.get(name)
+            if isinstance(given, DTensor):
+                if owner is not None and owner_of(given) == owner:
+                    self.owned[name] = owner
+                    self.own_here.add(position)
+            elif self.training and self.inputs.described[position].placeable:
+                placements = self.placements.get(position, (Replicate(),) * len(self.mesh.sizes))
+                if owner is not None and given.dim():
+                    self.owned[name] = owner
+                    placements = tuple(Owned(owner) if axis == STAGES_AXIS else placement
+                                       for axis, placement in zip(self.mesh.sizes, placements, strict=True))
+                self.placements[position] = placements
+        return self.owned
+
+    def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> Annotated:
+        """With what planning needs to know, once all ranks have the same graph."""
+        with self._doing("annotate", "annotating"):
+            annotated = self.inputs.annotate(gm, forward_outputs, microbatches, leaves=False)
+        same_graph(annotated.hash(), annotated.text)
+        return annotated
+
+    def _decision(self, annotated: Annotated, forward_outputs: int | None) -> Decision:
+        """What each rank of a stage does, which all agree on."""
+        if not self.mesh.is_split:
+            given = self.options.load_plan()
+            if given is not None and forward_outputs is not None:
+                given.check(annotated.hash(), torch.__version__, dist.get_world_size())
+            return on_one_device(annotated.graph)
+        cluster = self.mesh.cluster(local_cluster(self.options, dist.get_world_size()))
+        lifetimes = THROUGHOUT if forward_outputs is None else lifetimes_of(schedule_of(
+            self.options, 1 if self.times is None else self.times.microbatches))
+        with phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
+            planned = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, cluster,
+                              lifetimes).agreed()
+        for what in planned.record.seconds.keys() & {"look", "solve"}:
+            self.seconds[what] = self.seconds.get(what, 0.0) + planned.record.seconds[what]
+        values, positions = annotated.graph.values, dict(annotated.interface.positions)
+        self.held = {values[v].name: Held.along(self.mesh.route_over_all(route), positions[values[v].name])
+                     for v, route in planned.decision.held.items()}
+        if annotated.interface.training:
+            stored = annotated.interface.stored
+            self.placements = {
+                positions[values[v].name]: session.to_dtensor(self.mesh.over_all(planned.decision.stored(v)))
+                for v in planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in stored}
+        if dist.get_rank() == 0:
+            log.info("%s: each stage on the mesh %s, planned in %.2f s", self.name, planned.mesh,
+                     sum(planned.record.seconds.values()))
+        self.planned = planned
+        return planned.decision
+
+    def _mark(self, annotated: Annotated, decision: Decision, forward_outputs: int) -> int:
+        """Put the markers of the loop in; returns how many microbatches go through it."""
+        joint, graph, times, groups = annotated.gm, annotated.graph, self.times, self.mesh.groups()
+        asks = self.options.compiler == "inductor"
+        gradients = self.inputs.kept_gradients(annotated, forward_outputs) if self.training else ()
+        with self._doing("rewrite", "rewriting"):
+            if times is None:
+                whole_batch(forward_outputs, gradients, decision if self.mesh.is_split else None, groups, asks)(joint)
+                return 1
+            groups = groups if self.mesh.is_split else MeshGroups((), (), ())
+            to_microbatches(on_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
+                            gradients, asks)(joint)
+            return times.microbatches
+
+    def _doing(self, what: str, text: str) -> phase:
+        return phase(what, f"{self.name}: {text}", self.seconds)
