@@ -5,9 +5,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-import logging
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -16,6 +14,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from passes.compat.cpp_compiler import wait_for_vector_instructions
 from passes.compat.tracing import fake_mode_of
 
 
@@ -43,27 +42,11 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
 
     @functools.wraps(compile_fx_inner)
     def compile_half(*args: Any, **kwargs: Any) -> Any:
+        wait_for_vector_instructions()
         with around():
             return compile_fx_inner(*args, **kwargs)
 
     return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=compile_half))
-
-
-@functools.cache
-def warm_cpp_compiler() -> None:
-    """Begin in the background, once in a process, what inductor does before its first C++ kernel: it tries the vector
-    instructions and looks over, or compiles, its header. With cold caches that is several seconds of waiting for a
-    compiler in subprocesses, while nothing is there to lower yet."""
-
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    def compile_least_kernel() -> None:
-        try:  # by the comment torch 2.13 knows what needs vector instructions
-            CppPythonBindingsCodeCache.load_pybinding(["float*"], 'extern "C" void kernel(float* x) {}  // at::vec::\n')
-        except Exception as error:  # inductor meets the same at its first kernel, and its error is the user's
-            logging.getLogger("hpml").debug("The C++ compiler could not be warmed: %s", error)
-
-    threading.Thread(target=compile_least_kernel, name="hpml-warm-cpp", daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -259,6 +242,7 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
 
     from passes.compat.schedule import as_in_graph
 
+    wait_for_vector_instructions()
     settings = {"triton.cudagraphs": False, **({"reorder_for_peak_memory": False} if keep_order else {})}
     with contextlib.nullcontext() if reuse else as_in_graph(), config.patch(settings):
         return compile_fx_inner(

@@ -104,8 +104,13 @@ def test_what_is_damaged_is_decided_anew(launch, monkeypatch):
 @pytest.mark.timeout(240)
 def test_blocks_that_inductor_compiled_are_found(launch, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    (first,), (again,) = (launch(compiled, 1, init=False, timeout_s=120) for _ in range(2))
+    results, kernels = [], []
+    for _ in range(2):
+        results += launch(compiled, 1, init=False, timeout_s=120)
+        kernels.append(sorted((tmp_path / "inductor").rglob("*.so")))
+    first, again = results
     assert_same(again[0], first[0])
+    assert kernels[1] == kernels[0] != []
     assert not first[1] and again[1] == 1 and again[2] > 0 and not again[3]
 
 
