@@ -13,5 +13,6 @@ from passes.compat.eager import *
 from passes.compat.graphs import *
 from passes.compat.groups import *
 from passes.compat.inductor import *
+from passes.compat.kernels import *
 from passes.compat.sizes import *
 from passes.compat.tracing import *

@@ -173,31 +173,6 @@ def strides_reported() -> Sequence[Any]:
     return getattr(TracingContext.try_get(), "output_strides", None) or ()
 
 
-_unfinished: list[tuple[Any, dict[str, Any]]] | None = None
-
-
-@contextlib.contextmanager
-def kernels_later() -> Any:
-    """What is compiled inside may be called after the context: only its end waits for the C++ compiler, which works beside what
-    is lowered meanwhile. Inductor would wait for the kernels of each graph before it begins the next. Inside another one, the
-    end of that waits."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    global _unfinished
-    if _unfinished is not None:
-        yield
-        return
-    wait, unfinished = AsyncCompile.wait, []
-    _unfinished = unfinished
-    AsyncCompile.wait = lambda self, scope: unfinished.append((self, scope))
-    try:
-        yield
-    finally:
-        AsyncCompile.wait, _unfinished = wait, None
-    for compiling, scope in unfinished:
-        wait(compiling, scope)
-
-
 def compiled_code_folder() -> str | None:
     """Where inductor keeps what it compiles for all processes of this user; None where it is told not to."""
     from torch._inductor import config

@@ -1,0 +1,168 @@
+"""Inductor's C++ kernels: those of one graph compiled together, and waited for together.
+
+Of what g++ takes for one kernel, two thirds are the same for all: starting, reading inductor's header, linking. Inductor starts
+it for each; here, kernels of a graph share a few runs of it, as many as there are threads to compile, or more where each would
+have many kernels. Which of them share one follows from the graph's code alone, so that every process finds the same libraries.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+log = logging.getLogger("hpml")
+MOST_KERNELS = 8
+"""Of one library: what it takes to compile the rest of them is worth a run of its own then."""
+_FIELDS = {"arg_len", "call_entry_func", "entry_func", "extra_parse_arg"}
+_NAME = re.compile(r"\bkernel\s*\(")
+_INCLUDE = re.compile(r"^\s*#\s*include\b.*$", re.MULTILINE)
+
+_unfinished: list[tuple[Any, dict[str, Any]]] | None = None
+_gathered: dict[int, list[_Kernel]] = {}
+"""By the compiler of a graph's code, the kernels that it was asked for until now."""
+
+
+@contextlib.contextmanager
+def kernels_later() -> Any:
+    """What is compiled inside may be called after the context: only its end waits for the C++ compiler, which works beside what
+    is lowered meanwhile. Inductor would wait for the kernels of each graph before it begins the next. Inside another one, the
+    end of that waits."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    global _unfinished
+    if _unfinished is not None:
+        yield
+        return
+    wait, alone, unfinished = AsyncCompile.wait, AsyncCompile.cpp_pybinding, []
+
+    def gather(self: Any, argtypes: list[str], source_code: str, *more: Any, **named: Any) -> Any:
+        if more or named or not _can_share(source_code):
+            return alone(self, argtypes, source_code, *more, **named)
+        kernel = _Kernel(tuple(argtypes), source_code, lambda: alone(self, argtypes, source_code))
+        _gathered.setdefault(id(self), []).append(kernel)
+        return kernel.future()
+
+    def begin(self: Any, scope: dict[str, Any]) -> None:
+        _compile(_gathered.pop(id(self), []), self.submit)
+        unfinished.append((self, scope))
+
+    _unfinished = unfinished
+    AsyncCompile.wait, AsyncCompile.cpp_pybinding = begin, gather
+    try:
+        yield
+    finally:
+        AsyncCompile.wait, AsyncCompile.cpp_pybinding, _unfinished = wait, alone, None
+        _gathered.clear()
+    for compiling, scope in unfinished:
+        wait(compiling, scope)
+
+
+@dataclass
+class _Kernel:
+    """argtypes: of its arguments, in C++. alone: compiles it by itself. call: what loads it, once that was begun."""
+
+    argtypes: tuple[str, ...]
+    code: str
+    alone: Callable[[], Any]
+    call: Callable[[], Any] | None = None
+
+    def future(self) -> Any:
+        from torch._inductor.codecache import LambdaFuture
+
+        return LambdaFuture(self.loaded)
+
+    def loaded(self) -> Any:
+        assert self.call is not None, "the end of a graph's code begins to compile its kernels"
+        return self.call()
+
+
+def _can_share(code: str) -> bool:
+    """Whether a kernel is written as inductor writes them, and its library as this is made for."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    fields = {field for _, field, _, _ in string.Formatter().parse(Cache.suffix_template) if field}
+    return (fields == _FIELDS and Cache.entry_function == "kernel" and len(_NAME.findall(code)) == 1
+            and len(_NAME.findall(Cache.call_entry_function)) == 1)
+
+
+def _compile(kernels: Sequence[_Kernel], submit: Callable[..., Any]) -> None:
+    """Begin to."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    runs = max(get_compile_threads(), -(-len(kernels) // MOST_KERNELS))
+    for first in range(min(runs, len(kernels))):
+        _Library(kernels[first::runs], submit).begin()
+
+
+class _Library:
+    """Kernels of one run of the compiler."""
+
+    def __init__(self, kernels: Sequence[_Kernel], submit: Callable[..., Any]):
+        self.kernels, self.submit = kernels, submit
+        self.begun: Callable[[], ModuleType] | None = None
+
+    def begin(self) -> None:
+        from torch._inductor.async_compile import get_compile_threads
+        from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+        if len(self.kernels) == 1:
+            made = self.kernels[0].alone()
+            self.kernels[0].call = made.result if hasattr(made, "result") else lambda: made
+            return
+        submit = self.submit if get_compile_threads() > 1 else None
+        self.begun = Cache.load_async(self.source(), submit_fn=submit)
+        for number, kernel in enumerate(self.kernels):
+            kernel.call = lambda number=number: self.kernel(number)
+
+    def kernel(self, number: int) -> Any:
+        from torch._inductor.exc import CppCompileError
+
+        assert self.begun is not None, "it is loaded after that"
+        try:
+            first = self.begun()
+        except CppCompileError as error:  # if it is a kernel's own, the user meets it with that kernel alone
+            log.info("%d kernels that could not be compiled together are compiled one by one: %s", len(self.kernels), error)
+            made = self.kernels[number].alone()
+            return made.result() if hasattr(made, "result") else made
+        return getattr(_module(first, number), _entry(number))
+
+    def source(self) -> str:
+        """Each kernel in a namespace, with its bindings, and an entry that Python can import by its name."""
+        includes = dict.fromkeys(line.strip() for kernel in self.kernels for line in _INCLUDE.findall(kernel.code))
+        parts = [_NAME.sub(f"{_entry(number)}(", _INCLUDE.sub("", kernel.code)) + _bindings(kernel, number)
+                 for number, kernel in enumerate(self.kernels)]
+        bindings = dict.fromkeys(line.strip() for part in parts for line in _INCLUDE.findall(part))
+        spaces = [f"namespace hpml_{number} {{\n{_INCLUDE.sub('', part)}\n}}\n" for number, part in enumerate(parts)]
+        return "\n".join(["#define PY_SSIZE_T_CLEAN", *includes, *bindings, *spaces])
+
+
+def _entry(number: int) -> str:
+    return f"kernel_{number}" if number else "kernel"  # as inductor loads the first of them
+
+
+def _bindings(kernel: _Kernel, number: int) -> str:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    arguments = ", ".join(f"parse_arg<{each.replace('const ', '')}>(args, {n})" for n, each in enumerate(kernel.argtypes))
+    call = _NAME.sub(f"{_entry(number)}(", Cache.call_entry_function).format(arguments)
+    return Cache.suffix_template.format(arg_len=len(kernel.argtypes), call_entry_func=call, entry_func=_entry(number),
+                                        extra_parse_arg=Cache.extra_parse_arg.format(array_len=-1))
+
+
+def _module(first: ModuleType, number: int) -> ModuleType:
+    """One library is a module of Python's for each of its kernels."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    if number == 0:
+        return first
+    path, key = str(first.__file__), first.__name__.rpartition(".")[0]
+
+    class Entry(Cache):
+        entry_function = _entry(number)
+
+    return Entry._load_library_inner(path, key)
