@@ -42,12 +42,14 @@ def slowest_us(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Timed:
-    """A call, and how it is timed in each round: `warm` calls that are not, then `samples` of `repeats` calls each."""
+    """A call, and how it is timed in each round: `warm` calls that are not, then `samples` of `repeats` calls each.
+    rounds: after so many it is left out; the same number on all ranks."""
 
     call: Callable[[], Any]
     repeats: int = 1
     samples: int = 1
     warm: int = 0
+    rounds: int = MOST_ROUNDS
 
 
 def in_rounds(calls: Mapping[str, Timed], seconds: float) -> dict[str, list[float]]:
@@ -59,18 +61,20 @@ def in_rounds(calls: Mapping[str, Timed], seconds: float) -> dict[str, list[floa
     names = _on_all_ranks(calls)
     samples: dict[str, list[float]] = {name: [] for name in names}
 
-    def one_round() -> None:
+    def one_round(number: int) -> None:
         for name in names:
             timed = calls[name]
+            if number >= timed.rounds:
+                continue
             if dist.is_initialized():
                 dist.barrier()
             for _ in range(timed.warm):
                 timed.call()
             samples[name] += [time_us(timed.call, timed.repeats) for _ in range(timed.samples)]
 
-    (first_us,) = slowest_us([time_us(one_round)])
-    for _ in range(min(max(int(seconds * 1e6 / first_us), FEWEST_ROUNDS), MOST_ROUNDS) - 1):
-        one_round()
+    (first_us,) = slowest_us([time_us(lambda: one_round(0))])
+    for number in range(1, min(max(int(seconds * 1e6 / first_us), FEWEST_ROUNDS), MOST_ROUNDS)):
+        one_round(number)
     flat = slowest_us([us for name in names for us in samples[name]])
     for name in names:
         samples[name], flat = flat[: len(samples[name])], flat[len(samples[name]):]

@@ -17,6 +17,14 @@ def test_calls_take_turns():
     assert {name: len(us) for name, us in samples.items()} == dict.fromkeys("ab", 3 * FEWEST_ROUNDS)
 
 
+def test_a_call_is_left_out_after_its_rounds():
+    seen: list[str] = []
+    calls = {"few": Timed(lambda: seen.append("f"), rounds=2), "all": Timed(lambda: seen.append("a"))}
+    samples = in_rounds(calls, 0.0)
+    assert "".join(seen) == "fafa" + "a" * (FEWEST_ROUNDS - 2)
+    assert {name: len(us) for name, us in samples.items()} == {"few": 2, "all": FEWEST_ROUNDS}
+
+
 def test_a_sample_is_the_mean_of_its_calls_and_time_is_kept_to():
     began = time.perf_counter()
     samples = in_rounds({"nap": Timed(lambda: time.sleep(2e-3), repeats=5)}, 0.3)
