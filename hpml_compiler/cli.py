@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import typer
 
 from hpml_compiler import commands
+from hpml_compiler.runtime.garbage import SELDOM
 from passes.errors import BadInput, HpmlError
 
 app = typer.Typer(
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     With HPML_DEBUG=1 in the environment an error keeps its traceback.
     """
     # Traces are millions of small objects that live to the end: looking for garbage among them takes a tenth of the time.
-    gc.set_threshold(200_000, 50, 100)
+    gc.set_threshold(*SELDOM)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets a ? in its place
             stream.reconfigure(errors="replace")

@@ -17,11 +17,13 @@ from hpml_compiler.options import Options
 from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.devices import settle
+from hpml_compiler.runtime.garbage import collected_seldom
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
 
 
+@collected_seldom()
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     world = ensure_process_group()
     watch_compiled_modules()  # the backend may have been imported before Dynamo
