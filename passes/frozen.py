@@ -29,6 +29,7 @@ _REFUSED = (torch.Tensor, torch.nn.Module, fx.Node, fx.Graph)
 def changeable(value: object) -> str | None:
     """What in `value` could change after it was written, in words; None if nothing could."""
     stack: list[object] = [(value,)]
+    seen: set[int] = set()  # by id: all of these are held by `value`, which is held meanwhile
     while stack:
         found = stack.pop()
         kind = type(found)
@@ -42,7 +43,10 @@ def changeable(value: object) -> str | None:
         elif (culprit := _culprit(kind)) is not None:
             return culprit
         if not _PLAIN.issuperset(map(type, held)):  # most hold numbers and strings alone: a graph has many
-            stack.extend([each for each in held if type(each) not in _PLAIN])
+            for each in held:
+                if type(each) not in _PLAIN and id(each) not in seen:
+                    seen.add(id(each))
+                    stack.append(each)
     return None
 
 

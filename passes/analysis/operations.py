@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,11 @@ from passes.analysis.batch import batch_factors, split_along
 from passes.analysis.factors import RuledCall, factorize
 from passes.analysis.microbatch_rows import in_time, row_cuts, seeds, touches
 from passes.graph.blocks import assign_blocks, is_backward
+from passes.graph.nodes import arguments_of, constants_of
 from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, Value, ValueKind
 from passes.records import FrozenMap
-from passes.rules.base import REPLICATE, Rule, Spec, Strategy, strategies
+from passes.rules.base import REPLICATE, Factors, Rule, Spec, Strategy, strategies
 from passes.rules.opaque import is_opaque, leaves_of, port_of
 from passes.rules.table import call_of, is_heavy, operand_nodes, rule_of_call, spec_of
 from passes.rules.view_names import VIEWS, view_name
@@ -50,6 +51,7 @@ class _Builder:
         self.rules: list[Rule | None] = []
         self.unruled: dict[str, list[str]] = {}
         self.of: dict[tuple[Node, int], int] = {}
+        self.known: dict[Hashable, Rule | None] = {}
         self.blocks = assign_blocks(gm)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -77,7 +79,7 @@ class _Builder:
             self.value(node, port, spec_of(x), len(self.operations))
             for port, (_, x) in enumerate(leaves_of(node.meta.get("val"))) if isinstance(x, torch.Tensor)
         )
-        rule = rule_of_call(call_of(node)) if outputs and not is_opaque(node) else None
+        rule = self._rule(node) if outputs else None
         if outputs and rule is None:
             self.unruled.setdefault(str(node.target), []).append(node.name)
         self.rules.append(rule)
@@ -87,6 +89,33 @@ class _Builder:
             phase=BACKWARD if is_backward(node) else FORWARD, block=self.blocks[node], ruled=rule is not None,
             linear=rule is not None and any(0 in group for group in rule.linear),
         ))
+
+
+    def _rule(self, node: Node) -> Rule | None:
+        """Of equal calls, as those of repeated blocks are, the table is asked once."""
+        key = _key(node)
+        if key is None:
+            return _rule(node)
+        if key not in self.known:
+            self.known[key] = _rule(node)
+        return self.known[key]
+
+
+def _rule(node: Node) -> Rule | None:
+    return None if is_opaque(node) else rule_of_call(call_of(node))
+
+
+def _key(node: Node) -> Hashable | None:
+    """Equal for calls that are told the same; None where not all that a call reads are tensors of sizes that are numbers."""
+    described: list[Hashable] = [node.target, constants_of(node)]
+    for value in (*(x.meta.get("val") for x in arguments_of(node)), *(x for _, x in leaves_of(node.meta.get("val")))):
+        if not isinstance(value, torch.Tensor):
+            return None
+        shape, strides = tuple(value.shape), value.stride()
+        if not all(type(size) is int for size in (*shape, *strides)):
+            return None
+        described.append((shape, strides, value.dtype))
+    return tuple(described)
 
 
 def build_placement_graph(
@@ -117,11 +146,8 @@ def complete(operations: Sequence[Operation], values: Sequence[Value], rules: Se
     """The graph of these calls and values, with what follows from the rules: factors, strategies, rows of the batch, users."""
     calls = [RuledCall(rule, op.inputs, op.outputs) for op, rule in zip(operations, rules) if rule is not None]
     factors = factorize([v.spec.shape for v in values], calls, row_cuts(values, microbatches) if microbatches > 1 else ())
-    decided = [
-        replace(op, strategies=_consistent(op, strategies(
-            rule, [factors[v] for v in op.inputs], [factors[v] for v in op.outputs]), values))
-        for op, rule in zip(operations, rules)
-    ]
+    known: dict[Hashable, tuple[Strategy, ...]] = {}
+    decided = [replace(op, strategies=_strategies(op, rule, factors, values, known)) for op, rule in zip(operations, rules)]
     values = [replace(value, factors=found) for value, found in zip(values, factors)]
     batch = batch_factors(decided, values)
     if microbatches > 1:
@@ -146,6 +172,18 @@ def _with_microbatches(operations: Sequence[Operation], values: Sequence[Value],
                  in_time=in_time(op, rule, numbers)) for op, rule in zip(operations, rules)],
         [replace(value, microbatch=found) for value, found in zip(values, numbers)],
     )
+
+
+def _strategies(op: Operation, rule: Rule | None, factors: Sequence[Factors], values: Sequence[Value],
+                known: dict[Hashable, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
+    """Of operations that do not differ in what strategies follow from, they are found once. known: those found so far; calls
+    of equal rules have one rule in common."""
+    inputs, outputs = tuple(factors[v] for v in op.inputs), tuple(factors[v] for v in op.outputs)
+    given = tuple(values[v].producer is None for v in op.inputs)
+    key = id(rule), inputs, outputs, op.heavy, given, tuple(map(op.inputs.index, op.inputs))
+    if key not in known:
+        known[key] = _consistent(op, strategies(rule, inputs, outputs), values)
+    return known[key]
 
 
 def _consistent(op: Operation, found: Sequence[Strategy], values: Sequence[Value]) -> tuple[Strategy, ...]:

@@ -19,6 +19,7 @@ from passes import compat
 from passes.annotations import write
 from passes.base import AnalysisPass
 from passes.graph.copied import copied
+from passes.graph.nodes import arguments_of, constants_of
 from passes.graph.phase import BACKWARD
 from passes.graph.placement_graph import PlacementGraph, block_class
 from passes.keeping.keys import CUT
@@ -124,6 +125,6 @@ def _numbers(graph: PlacementGraph, gm: fx.GraphModule) -> list[Hashable]:
     for node in gm.graph.nodes:
         key: Hashable = node.name
         if node.op == "call_function" and not is_random(node.target):
-            key = str(node.target), repr(compat.pytree.tree_map_only(fx.Node, of_node.get, (node.args, dict(node.kwargs))))
+            key = str(node.target), constants_of(node), tuple(of_node[x] for x in arguments_of(node))
         of_name[node.name] = of_node[node] = known.setdefault(key, len(known))
     return [(of_name[value.name.partition(".")[0]], value.port) for value in graph.values]
