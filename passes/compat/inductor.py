@@ -76,8 +76,29 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
                    if isinstance(n.meta.get("val"), torch.Tensor)]
         # What a model computes on, where numbers on the CPU are among its inputs.
         kwargs["input_device"] = next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)
-    with V.set_fake_mode(fake_mode_of(joint)):  # what replaces random numbers asks for it
+    with V.set_fake_mode(fake_mode_of(joint)), _patterns_for(joint):  # what replaces random numbers asks for the mode
         return passes(joint, **kwargs) or joint
+
+
+@contextlib.contextmanager
+def _patterns_for(joint: torch.fx.GraphModule) -> Any:
+    """Inside, inductor readies its patterns of attention only for a graph that they could match. They are so many that it takes
+    half a second, once in a process; all of them have batched products, which a call of attention or a plain model has not."""
+    from torch._inductor.fx_passes import fuse_attention, joint_graph, misc_patterns, pad_mm
+
+    graphs = [module.graph for module in joint.modules() if isinstance(module, torch.fx.GraphModule)]
+    ready, attention = joint_graph.lazy_init, fuse_attention._sfdp_init
+    once = (ready, attention, pad_mm._pad_mm_init, misc_patterns._misc_patterns_init)
+    if (any(graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default) for graph in graphs)
+            or not all(hasattr(function, "cache_info") for function in once)):  # another release may do it otherwise
+        yield
+        return
+    # Not the function that remembers that all is ready: another graph, or another backend, readies the rest.
+    joint_graph.lazy_init, fuse_attention._sfdp_init = ready.__wrapped__, lambda *_: None
+    try:
+        yield
+    finally:
+        joint_graph.lazy_init, fuse_attention._sfdp_init = ready, attention
 
 
 def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any, *,
