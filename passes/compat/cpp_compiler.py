@@ -3,7 +3,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import platform
+import sys
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 _chosen = threading.Event()
 _chosen.set()
@@ -16,6 +20,8 @@ def warm_cpp_compiler() -> None:
     compiler in subprocesses, while nothing is there to lower yet."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    _try_only_what_is_asked_for()
 
     def compile_least_kernel() -> None:
         try:
@@ -37,3 +43,38 @@ def wait_for_vector_instructions() -> None:
     compiler are others for a moment: a second thread that reads them then compiles for instructions that no other process
     compiles for, and whose code none finds again."""
     _chosen.wait()
+
+
+def _try_only_what_is_asked_for() -> None:
+    """Inductor compiles and loads a piece of code for each set of vector instructions that the processor has, and takes the
+    first that works. The others are tried only where somebody wants them."""
+    from torch._inductor import cpu_vec_isa
+
+    names = ("valid_vec_isa_list", "supported_vec_isa_list", "x86_isa_checker")
+    if sys.platform == "linux" and platform.machine() == "x86_64" and all(hasattr(cpu_vec_isa, name) for name in names):
+        valid = _Valid(cpu_vec_isa.valid_vec_isa_list)
+        cpu_vec_isa.valid_vec_isa_list = functools.cache(lambda: valid)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Valid:
+    """The list that `all_of` makes, of which the first is found alone."""
+
+    def __init__(self, all_of: Any) -> None:
+        self.all_of = all_of
+
+    @functools.cached_property
+    def first(self) -> Any:
+        from torch._inductor import cpu_vec_isa
+
+        here = cpu_vec_isa.x86_isa_checker()
+        return next((each for each in cpu_vec_isa.supported_vec_isa_list
+                     if all(flag in here for flag in str(each).split()) and each), None)
+
+    def __bool__(self) -> bool:
+        return self.first is not None
+
+    def __getitem__(self, place: int) -> Any:
+        return self.first if place == 0 and self else self.all_of()[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.all_of())
