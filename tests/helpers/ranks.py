@@ -27,7 +27,10 @@ GROUP_TIMEOUT_S = 30  # of a collective: a rank left alone by its peer says so i
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # What nearly every rank imports, much of it while it compiles for the first time: imported once, or 2.5 s of each rank.
 IMPORTED = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.experimental._attention", "torch._dynamo.testing",
-            "torch._inductor.compile_fx", "hpml_compiler.compile.dispatch", "pytest"]
+            "torch._inductor.compile_fx", "torch._inductor.compiler_bisector", "torch._dynamo.backends.inductor",
+            "torch._dynamo.repro.after_dynamo", "torch.export._trace", "sympy.combinatorics", "hpml_compiler.compile.dispatch",
+            "hpml_compiler.backend", "pytest", "tests.helpers.frozen"]
+_STARTS = threading.Lock()  # a test may launch from several threads, which share their environment
 
 
 @dataclass(frozen=True)
@@ -107,15 +110,16 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    before = {name: os.environ.get(name) for name in THREADS}
-    os.environ.update(THREADS)  # OpenMP reads them once, when the server loads torch
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    with _STARTS:
+        before = {name: os.environ.get(name) for name in THREADS}
+        os.environ.update(THREADS)  # OpenMP reads them once, when the server loads torch
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
     return context
 
 
