@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections import Counter
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not looked through for garbage before each graph; see `tests.helpers.frozen`."""
+    gc.collect()
+    gc.freeze()
 
 
 def in_order_of_work(items: list[pytest.Item], usual_s: float) -> None:
