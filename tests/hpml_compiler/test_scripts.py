@@ -5,6 +5,7 @@ import copy
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -159,8 +160,8 @@ def compare(script: Callable[[nn.Module, Call], list[Any]], model: nn.Module, me
     assert_same_parameters(model, reference, atol=1e-9)
 
 
-def run_scripts(rank, scripts, mesh):
-    for script in scripts:
+def run_scripts(rank):
+    for script, mesh in zip(SCRIPTS, cycle(MESHES)):
         try:
             compare(script, net(), mesh)
         except Exception as error:
@@ -168,10 +169,8 @@ def run_scripts(rank, scripts, mesh):
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("scripts", [SCRIPTS[:3], SCRIPTS[3:6], SCRIPTS[6:]], ids=lambda s: "-".join(f.__name__ for f in s))
-def test_scripts(launch, scripts, mesh):
-    launch(run_scripts, world_size=2, args=(scripts, mesh), timeout_s=120)
+def test_scripts(launch):
+    launch(run_scripts, world_size=2, timeout_s=120)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -302,13 +301,12 @@ def run_buffers(rank):
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_models(launch, mesh):
-    launch(run_models, world_size=2, args=(mesh,), timeout_s=120)
+def test_models(launch):
+    launch(run_models, world_size=2, timeout_s=120)
 
 
-def run_models(rank, mesh):
-    for kind in MODELS:
+def run_models(rank):
+    for kind, mesh in zip(MODELS, cycle(MESHES)):
         torch.manual_seed(0)
         try:
             compare(plain, kind().double(), mesh)
@@ -316,17 +314,17 @@ def run_models(rank, mesh):
             raise AssertionError(f"{kind.__name__} on {mesh}") from error
 
 
-def run_inductor(rank, mesh):
-    compare(gradients_of_inputs, net(), mesh, "inductor")
-    for kind in (Checkpointed, Statistics):
+def run_inductor(rank):
+    rows, columns = MESHES
+    compare(gradients_of_inputs, net(), columns, "inductor")
+    for kind, mesh in ((Checkpointed, columns), (Statistics, rows)):
         torch.manual_seed(0)
         compare(plain, kind().double(), mesh, "inductor")
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_models_with_inductor(launch, mesh):
-    launch(run_inductor, world_size=2, args=(mesh,), timeout_s=240)
+def test_models_with_inductor(launch):
+    launch(run_inductor, world_size=2, timeout_s=240)
 
 
 def test_buffers_are_those_of_the_whole_batch(launch):
@@ -342,12 +340,17 @@ class Dropped(nn.Module):
         return F.dropout(self.down(self.up(x)), 0.5, self.training)
 
 
-def run_dropout(rank, mesh, compiler):
+def run_dropout(rank):
+    for mesh in MESHES:
+        drops(mesh)
+
+
+def drops(mesh):
     outputs = []
     for seed in (3, 3, 4):
         torch.manual_seed(0)
         model = Dropped().double()
-        call = compiled(model, mesh, compiler=compiler)
+        call = compiled(model, mesh)
         torch.manual_seed(seed)
         outputs.append([call(X).detach().clone() for _ in range(2)])
     same, again, other = outputs
@@ -362,7 +365,7 @@ def run_dropout(rank, mesh, compiler):
     halves = kept.chunk(2, 0) if "dp" in mesh else kept.chunk(2, 1)
     assert not torch.equal(*halves), "the two parts are dropped independently"
     model = Dropped().double()
-    call = compiled(model, mesh, compiler=compiler)
+    call = compiled(model, mesh)
     out = call(X)
     out.sum().backward()  # backward drops what forward dropped
     reference = Dropped().double()
@@ -374,11 +377,9 @@ def run_dropout(rank, mesh, compiler):
     torch.testing.assert_close(call(X), reference.eval()(X))
 
 
-@pytest.mark.timeout(280)
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_dropout(launch, mesh, compiler):
-    launch(run_dropout, world_size=2, args=(mesh, compiler), timeout_s=240)
+def test_dropout(launch):
+    """Inductor's own numbers: see compile/test_random.py."""
+    launch(run_dropout, world_size=2)
 
 
 def run_autocast(rank):
