@@ -101,7 +101,8 @@ def trained(rank, cases):
         found = train(ours, torch.compile(ours, backend="hpml", options=options))
         expected = train(theirs, theirs if reference == "eager" else torch.compile(theirs, backend=reference))
         for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a.full_tensor() if isinstance(a, DTensor) else a, b, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(a.full_tensor() if isinstance(a, DTensor) else a, b, rtol=1e-9, atol=1e-11,
+                                       msg=lambda text, at=(kind.__name__, options): f"{at}: {text}")
 
 
 def test_four_ranks_draw_what_one_device_draws(launch):
@@ -110,13 +111,13 @@ def test_four_ranks_draw_what_one_device_draws(launch):
     launch(trained, 4, (cases,))
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    (Tied, {"microbatches": 4}), (Outside, {"microbatches": 2}), (Tied, {"microbatches": 2, "virtual_stages": 2}),
-    (Drawn, {}), (Tied, {}), (Logits, {"microbatches": 4, "schedule": "zero_bubble"}),
-    (Tied, {"microbatches": 4, "schedule": "zbv", "virtual_stages": 2}),
-])
-def test_two_ranks_give_what_one_device_gives(launch, kind, options):
-    launch(trained, 2, ([(kind, "eager", {"mesh": {"pp": 2}, "compiler": "eager", **options})],))
+@pytest.mark.timeout(200)
+def test_two_ranks_give_what_one_device_gives(launch):
+    launch(trained, 2, ([(kind, "eager", {"mesh": {"pp": 2}, "compiler": "eager", **options}) for kind, options in (
+        (Tied, {"microbatches": 4}), (Outside, {"microbatches": 2}), (Tied, {"microbatches": 2, "virtual_stages": 2}),
+        (Drawn, {}), (Tied, {}), (Logits, {"microbatches": 4, "schedule": "zero_bubble"}),
+        (Tied, {"microbatches": 4, "schedule": "zbv", "virtual_stages": 2}),
+    )],), timeout_s=180)
 
 
 def test_stages_that_are_split_on_other_axes(launch):
@@ -131,7 +132,12 @@ def test_inductor_with_its_own_random_numbers(launch):
     launch(trained, 2, ([(Tied, "inductor", {"mesh": {"pp": 2}, "microbatches": 2})],), timeout_s=220)
 
 
-def evaluated(rank, options):
+def evaluated(rank, *cases):
+    for options in cases:
+        evaluate(rank, options)
+
+
+def evaluate(rank, options):
     hpml_compiler.reset()
     torch.manual_seed(0)
     model = Tied().double()
@@ -152,10 +158,9 @@ def evaluated(rank, options):
         torch.testing.assert_close(call(*batch())[0], alone(*batch())[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [
-    {"mesh": {"pp": 2}, "microbatches": 2}, {"mesh": {"pp": 2}, "microbatches": 2, "schedule": "zero_bubble"}])
-def test_an_evaluation_goes_through_the_stages_that_were_trained(launch, options):
-    launch(evaluated, 2, (options,))
+def test_an_evaluation_goes_through_the_stages_that_were_trained(launch):
+    stages = {"mesh": {"pp": 2}, "microbatches": 2}
+    launch(evaluated, 2, (stages, {**stages, "schedule": "zero_bubble"}))
 
 
 def test_an_evaluation_through_stages_that_are_split(launch):
