@@ -161,7 +161,7 @@ def compare(script: Callable[[nn.Module, Call], list[Any]], model: nn.Module, me
 
 
 def run_scripts(rank):
-    for script, mesh in zip(SCRIPTS, cycle(MESHES)):
+    for script, mesh in zip(SCRIPTS, cycle(MESHES[::-1])):
         try:
             compare(script, net(), mesh)
         except Exception as error:
@@ -316,8 +316,8 @@ def run_models(rank):
 
 def run_inductor(rank):
     rows, columns = MESHES
-    compare(gradients_of_inputs, net(), columns, "inductor")
-    for kind, mesh in ((Checkpointed, columns), (Statistics, rows)):
+    compare(gradients_of_inputs, net(), rows, "inductor")
+    for kind, mesh in ((Checkpointed, rows), (Statistics, columns)):
         torch.manual_seed(0)
         compare(plain, kind().double(), mesh, "inductor")
 
