@@ -151,10 +151,10 @@ OTHER = {
 }
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_second_launch_computes_the_same_and_decides_nothing(launch):
     """And its plan, with what follows from it, is that of the first one."""
-    first, again = (launch(trained, args=(*SAME.values(),)) for _ in range(2))
+    first, again = (launch(trained, args=(*SAME.values(),), timeout_s=150) for _ in range(2))
     for rank in range(2):
         assert [case[0] for case in again[rank]] == [case[0] for case in first[rank]]
     for name, (_, nothing, _, before, planned), (_, found, _, seconds, plan) in zip(SAME, first[0], again[0], strict=True):
