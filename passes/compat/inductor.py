@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from passes.compat.cpp_compiler import wait_for_vector_instructions
+from passes.compat.kernels import kernels_later
 from passes.compat.tracing import fake_mode_of
 
 
@@ -40,13 +41,17 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
     its first call."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    on_cpus = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
+    later = kernels_later if on_cpus else contextlib.nullcontext
+
     @functools.wraps(compile_fx_inner)
     def compile_half(*args: Any, **kwargs: Any) -> Any:
         wait_for_vector_instructions()
-        with around():
+        with around(), later():
             return compile_fx_inner(*args, **kwargs)
 
-    return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=compile_half))
+    with later():  # around all, since kernels are loaded from AOTAutograd's cache, too
+        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=compile_half))
 
 
 @contextlib.contextmanager

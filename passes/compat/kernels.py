@@ -1,12 +1,14 @@
 """Inductor's C++ kernels: those of one graph compiled together, and waited for together.
 
 Of what g++ takes for one kernel, two thirds are the same for all: starting, reading inductor's header, linking. Inductor starts
-it for each; here, kernels of a graph share a few runs of it, as many as there are threads to compile, or more where each would
-have many kernels. Which of them share one follows from the graph's code alone, so that every process finds the same libraries.
+it for each; here, kernels of a graph share a few runs of it: half as many as there are threads to compile, which other graphs
+and ranks have work for, too, or more where each would have many kernels. Which of them share one follows from the graph's code
+and the machine alone, so that every process finds the same libraries.
 """
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import string
@@ -59,12 +61,16 @@ def kernels_later() -> Any:
         AsyncCompile.wait, AsyncCompile.cpp_pybinding, _unfinished = wait, alone, None
         _gathered.clear()
     for compiling, scope in unfinished:
+        for name, value in scope.items():
+            if isinstance(getattr(value, "result_fn", None), _Kernel):  # for which inductor waits only if it has threads
+                scope[name] = value.result()
         wait(compiling, scope)
 
 
 @dataclass
 class _Kernel:
-    """argtypes: of its arguments, in C++. alone: compiles it by itself. call: what loads it, once that was begun."""
+    """Called, it is loaded. argtypes: of its arguments, in C++. alone: compiles it by itself. call: what loads it, once that
+    was begun."""
 
     argtypes: tuple[str, ...]
     code: str
@@ -74,9 +80,9 @@ class _Kernel:
     def future(self) -> Any:
         from torch._inductor.codecache import LambdaFuture
 
-        return LambdaFuture(self.loaded)
+        return LambdaFuture(self)
 
-    def loaded(self) -> Any:
+    def __call__(self) -> Any:
         assert self.call is not None, "the end of a graph's code begins to compile its kernels"
         return self.call()
 
@@ -94,7 +100,7 @@ def _compile(kernels: Sequence[_Kernel], submit: Callable[..., Any]) -> None:
     """Begin to."""
     from torch._inductor.async_compile import get_compile_threads
 
-    runs = max(get_compile_threads(), -(-len(kernels) // MOST_KERNELS))
+    runs = max(get_compile_threads() // 2, -(-len(kernels) // MOST_KERNELS))
     for first in range(min(runs, len(kernels))):
         _Library(kernels[first::runs], submit).begin()
 
@@ -104,27 +110,22 @@ class _Library:
 
     def __init__(self, kernels: Sequence[_Kernel], submit: Callable[..., Any]):
         self.kernels, self.submit = kernels, submit
-        self.begun: Callable[[], ModuleType] | None = None
 
     def begin(self) -> None:
         from torch._inductor.async_compile import get_compile_threads
         from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
-        if len(self.kernels) == 1:
-            made = self.kernels[0].alone()
-            self.kernels[0].call = made.result if hasattr(made, "result") else lambda: made
-            return
-        submit = self.submit if get_compile_threads() > 1 else None
-        self.begun = Cache.load_async(self.source(), submit_fn=submit)
+        # Compiled where another process is at it already, it is waited for: by a thread, so that this one goes on.
+        self.load = Cache.load_async(self.source())
+        self.loading = self.submit(self.load) if get_compile_threads() > 1 else None
         for number, kernel in enumerate(self.kernels):
-            kernel.call = lambda number=number: self.kernel(number)
+            kernel.call = functools.partial(self.kernel, number)
 
     def kernel(self, number: int) -> Any:
         from torch._inductor.exc import CppCompileError
 
-        assert self.begun is not None, "it is loaded after that"
         try:
-            first = self.begun()
+            first = self.load() if self.loading is None else self.loading.result()
         except CppCompileError as error:  # if it is a kernel's own, the user meets it with that kernel alone
             log.info("%d kernels that could not be compiled together are compiled one by one: %s", len(self.kernels), error)
             made = self.kernels[number].alone()
