@@ -22,7 +22,7 @@ from passes.graph.phase import BACKWARD, FORWARD
 from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, Value, ValueKind
 from passes.records import FrozenMap
 from passes.rules.base import REPLICATE, Factors, Rule, Spec, Strategy, strategies
-from passes.rules.opaque import is_opaque, leaves_of, port_of
+from passes.rules.opaque import is_opaque, is_plain, leaves_of, port_of
 from passes.rules.table import call_of, is_heavy, operand_nodes, rule_of_call, spec_of
 from passes.rules.view_names import VIEWS, view_name
 
@@ -106,15 +106,12 @@ def _rule(node: Node) -> Rule | None:
 
 
 def _key(node: Node) -> Hashable | None:
-    """Equal for calls that are told the same; None where not all that a call reads are tensors of sizes that are numbers."""
+    """Equal for calls that are told the same; None where not all that a call reads and makes are tensors of known sizes."""
     described: list[Hashable] = [node.target, constants_of(node)]
     for value in (*(x.meta.get("val") for x in arguments_of(node)), *(x for _, x in leaves_of(node.meta.get("val")))):
-        if not isinstance(value, torch.Tensor):
+        if not is_plain(value) or not all(type(size) is int for size in (*value.shape, *value.stride())):
             return None
-        shape, strides = tuple(value.shape), value.stride()
-        if not all(type(size) is int for size in (*shape, *strides)):
-            return None
-        described.append((shape, strides, value.dtype))
+        described.append((tuple(value.shape), value.stride(), value.dtype))
     return tuple(described)
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT_S = 30  # of a collective: a rank left alone by its peer says so instead of using up the test's time
 # One thread per rank, and inductor compiles in the rank itself: ranks share few cores, and a pool would outlive them.
+AFTER_FAILURE_S = 1.0
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # What nearly every rank imports, much of it while it compiles for the first time: imported once, or 2.5 s of each rank.
 IMPORTED = ["torch", "torch.distributed.tensor", "torch.distributed.tensor.experimental._attention", "torch._dynamo.testing",
@@ -172,7 +173,8 @@ def _exit_with_parent() -> None:
 
 
 def _wait(processes: list[Any], timeout_s: float, stop_at_failure: bool) -> list[int]:
-    """Ranks in the order in which they ended, up to the time limit or, if asked, the first failure."""
+    """Ranks in the order in which they ended, up to the time limit or, if asked, a moment after the first failure: the rank
+    that others fail of may end after them, since its connections are closed before its memory is given back."""
     deadline = time.monotonic() + timeout_s
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     ended: list[int] = []
@@ -183,7 +185,7 @@ def _wait(processes: list[Any], timeout_s: float, stop_at_failure: bool) -> list
             ended.append(rank)
         failed = any(processes[rank].exitcode != 0 for rank in ended)
         if failed and stop_at_failure:
-            break
+            deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
     return ended
 
 
