@@ -42,7 +42,6 @@ from hpml_compiler.runtime.outputs import LeftOutput
 from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
 from passes.graph.annotated import Annotated
-from passes.graph.nodes import returned_nodes
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.presets import after_planning, taping
@@ -152,7 +151,7 @@ class Compilation:
         else:
             self._finish()
             halves = self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
-        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])))
+        self.earlier.note_halves(halves)
         return halves
 
     def _in_microbatches(self, joint: GraphModule, forward_outputs: int) -> Looped | None:

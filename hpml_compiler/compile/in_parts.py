@@ -39,7 +39,6 @@ class InParts:
         self.gm, self.inputs, self.options = gm, inputs, options
         self.lowering = Lowering(options.compiler, blocks="on" if options.compile_blocks == "on" else "off")
         self.runs: Looped | None = None
-        self.unplanned: Unplanned | None = None
         self.written: frozenset[int] = frozenset()
         self.seconds: dict[str, float] = {}
 
@@ -78,7 +77,7 @@ class InParts:
         with phase("rewrite", "rewriting", self.seconds):
             prepare(self.options.compiler)(joint)
             halves = self.lowering.partition(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
-        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])))
+        self.earlier.note_halves(halves)
         return halves
 
     def _restored(self, found: Entry, forward_outputs: int) -> Any:

@@ -29,7 +29,6 @@ from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from passes import compat
 from passes.graph.copied import copied
 from passes.graph.interface import graph_inputs
-from passes.graph.nodes import returned_nodes
 from passes.presets import annotate
 from passes.tracing.trace import Traced
 
@@ -114,7 +113,7 @@ class _Budgeted:
         unplanned = UnplannedKept(traced, self.options, kept)
         self._note_plan(unplanned)
         halves = self.lowering.cut(joint, kept, num_fwd_outputs, self.options.offload_folder or "")
-        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])), unplanned)
+        self.earlier.note_halves(halves, unplanned)
         return halves
 
     def _restored(self, found: Entry, forward_outputs: int) -> Any:

@@ -45,7 +45,6 @@ from hpml_compiler.runtime.owned import owner_of
 from passes import compat
 from passes.analysis.stages import TooFewParts
 from passes.graph.copied import copied
-from passes.graph.nodes import returned_nodes
 from passes.graph.stages import Stages as FoundStages
 from passes.tracing.trace import Traced, decompositions
 
@@ -115,7 +114,7 @@ class PipelinedGraph:
     def _all_of_it(self, joint: GraphModule, inputs: Any, forward_outputs: int, kwargs: dict[str, Any]) -> Any:
         self.planner.whole(joint, forward_outputs)
         halves = self.lowering.partition(joint, inputs, forward_outputs, kwargs.get("static_lifetime_input_indices"))
-        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])))
+        self.earlier.note_halves(halves)
         return halves
 
     def _restored(self, found: Entry, forward_outputs: int) -> Any:

@@ -1,6 +1,8 @@
 """C++ kernels of a graph -> compiled in few runs of the compiler, each computes what it says."""
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._inductor.async_compile import AsyncCompile
@@ -26,7 +28,7 @@ def folder(monkeypatch, tmp_path):
     return tmp_path
 
 
-def compiled(sources: dict[str, tuple[list[str], str]]) -> dict[str, object]:
+def compiled(sources: dict[str, tuple[list[str], str]]) -> dict[str, Any]:
     """What a graph's code does: names of kernels, which are there when it was waited for."""
     with kernels_later():
         compiling = AsyncCompile()
@@ -40,16 +42,16 @@ def adding(count: int, salt: str) -> dict[str, tuple[list[str], str]]:
     return {**found, "halve": (["float*"], HALVES + f"// {salt}")}
 
 
-def assert_right(called: dict[str, object]) -> None:
+def assert_right(called: dict[str, Any]) -> None:
     x = torch.arange(5.0)
     for name, call in called.items():
         if name == "halve":
             y = torch.full((1,), 3.0)
-            call(y)  # type: ignore[operator]
+            call(y)
             assert y == 1.5
         else:
             y = torch.empty(5)
-            call(x, y, 5)  # type: ignore[operator]
+            call(x, y, 5)
             assert torch.equal(y, x + int(name.removeprefix("add_"))), name
 
 
