@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from passes.records import FrozenMap
+from passes.rules.dtypes import keeps_sums
 
 REPLICATE, PARTIAL, PARTIAL_MAX = "R", "P", "M"
 Placement = str | tuple[int, int]
@@ -132,16 +133,6 @@ def aligned(letters: Sequence[Any], own: Sequence[int], full: Sequence[int]) -> 
     """Letters of an operand of shape `own` that is broadcast to `full`, whose dims have `letters`; lined up at the right."""
     shift = len(full) - len(own)
     return [letters[d + shift] if size == full[d + shift] else None for d, size in enumerate(own)]
-
-
-def keeps_sums(source: str, target: str) -> bool:
-    """Whether converting from one dtype to another commutes with a sum, to rounding.
-
-    Truncation to integers does not. A sum of bools is their disjunction, which no other type has.
-    """
-    if "bool" in (source, target):
-        return source == target
-    return "int" not in target or "int" in source
 
 
 def make_rule(

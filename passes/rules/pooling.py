@@ -1,9 +1,13 @@
-"""Pooling, resampling and padding at the borders: batch and channels pass through, space stays whole."""
+"""Pooling, resampling and padding at the borders: batch and channels pass through, space stays whole.
+
+Weighted sums are linear in floats only: of integers (images of uint8) each result is rounded.
+"""
 from __future__ import annotations
 
 import torch
 
 from passes.rules.base import Call, Rule, make_rule
+from passes.rules.dtypes import ROUNDED
 from passes.rules.table import rule
 
 aten = torch.ops.aten
@@ -40,7 +44,7 @@ def max_pool(call: Call) -> Rule:
 )
 def resample(call: Call) -> Rule:
     """Forward or backward: the second argument has an entry per spatial dim."""
-    return _per_channel(call, len(call.args[1]), True)
+    return _per_channel(call, len(call.args[1]), call.results[0].dtype in ROUNDED)
 
 
 @rule(

@@ -16,10 +16,10 @@ def _dims(given: int | list[int] | None, rank: int) -> set[int]:
     return {d % rank for d in ([given] if isinstance(given, int) else given)} if rank else set()
 
 
-def _reduction(call: Call, position: int = 1, *, summed: bool = False, maxed: bool = False) -> Rule:
-    """`position`: of the argument `dim`."""
+def _reduction(call: Call, position: int = 1, *, default: int | None = None, summed: bool = False, maxed: bool = False) -> Rule:
+    """`position`: of the argument `dim`; `default`: what that is if it is not given, all dims if None."""
     rank = len(call.operands[0].shape)
-    dims = _dims(call.argument(position, "dim"), rank)
+    dims = _dims(call.argument(position, "dim", default), rank)
     keep = len(call.results[0].shape) == rank and rank > 0
     out = [None if d in dims else d for d in range(rank)] if keep else [d for d in range(rank) if d not in dims]
     reduced = sorted(dims)
@@ -53,17 +53,30 @@ def maximum(call: Call) -> Rule:
 @rule(
     aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default,
     aten.prod.dim_int, aten.mean.default, aten.mean.dim, aten.var.correction, aten.var_mean.correction,
-    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.logsumexp.default,
+    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim,
+    aten.median.default, aten.nanmedian.default, aten.logsumexp.default, aten.aminmax.default,
 )
 def whole_reduction(call: Call) -> Rule:
     """The reduced dims stay whole; `mean` and `var_mean` are rewritten into sums before planning."""
     return _reduction(call)
 
 
-@rule(aten.linalg_vector_norm.default, aten.kthvalue.default)
-def whole_reduction_by_order(call: Call) -> Rule:
-    """As above, with the order of the norm, or k, before the dims."""
+@rule(aten.linalg_vector_norm.default)
+def vector_norm(call: Call) -> Rule:
+    """As above, with the order of the norm before the dims."""
     return _reduction(call, 2)
+
+
+@rule(aten.kthvalue.default)
+def kthvalue(call: Call) -> Rule:
+    """args: self, k, dim, which is the last if it is not given"""
+    return _reduction(call, 2, default=-1)
+
+
+@rule(aten.mode.default)
+def mode(call: Call) -> Rule:
+    """args: self, dim, which is the last if it is not given"""
+    return _reduction(call, default=-1)
 
 
 def _along(call: Call, position: int, default: int, linear: bool = False) -> Rule:

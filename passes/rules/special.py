@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from passes.rules.base import Call, Rule, make_rule
+from passes.rules.base import Call, Rule, aligned, make_rule
 from passes.rules.table import rule
 
 aten = torch.ops.aten
@@ -22,16 +22,20 @@ def fft(call: Call) -> Rule:
 
 @rule(aten._cdist_forward.default)
 def cdist(call: Call) -> Rule:
-    """(…, p, m), (…, r, m) -> (…, p, r): a norm over m, so m stays whole."""
-    batch = list(range(len(call.results[0].shape) - 2))
-    return make_rule(call, [[*batch, "p", None], [*batch, "r", None]], [[*batch, "p", "r"]])
+    """(…, p, m), (…, r, m) -> (…, p, r): a norm over m, so m stays whole. Batch dims are broadcast."""
+    result = call.results[0].shape
+    batch = list(range(len(result) - 2))
+    x1, x2 = (aligned(batch, o.shape[:-2], result[:-2]) for o in call.operands)
+    return make_rule(call, [[*x1, "p", None], [*x2, "r", None]], [[*batch, "p", "r"]])
 
 
 @rule(aten._cdist_backward.default)
-def cdist_backward(call: Call) -> Rule:
+def cdist_backward(call: Call) -> Rule | None:
     """gradient (…, p, r), x1 (…, p, m), x2 (…, r, m), distances (…, p, r) -> gradient of x1"""
     batch = list(range(len(call.results[0].shape) - 2))
     x1, x2, pairs = [*batch, "p", "m"], [*batch, "r", "m"], [*batch, "p", "r"]
+    if any(len(o.shape) != len(x1) or o.shape[:-2] != call.results[0].shape[:-2] for o in call.operands):
+        return None  # what is broadcast is expanded before
     return make_rule(call, [pairs, x1, x2, pairs], [x1], summed=["r"], linear=[[0]])
 
 

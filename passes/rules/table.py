@@ -7,6 +7,7 @@ node and asks the table.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -23,8 +24,11 @@ FAMILIES = (
     "scatter", "special", "views", "windows",
 )
 UNBACKED_SIZE = 8192
+log = logging.getLogger("hpml")
 _table: dict[str, RuleFunction] = {}
 _heavy: set[str] = set()
+_failed: set[tuple[Any, Any]] = set()
+"""Operators and rules of which a warning has told that they do not fit."""
 
 
 def name_of(target: Any) -> str:
@@ -139,17 +143,47 @@ def call_of(node: Node) -> Call:
     )
 
 
-def rule_of_call(call: Call) -> Rule | None:
+def apply_rule(call: Call) -> Rule | None:
+    """What the table says about a call; None if its operator has no rule, or if the rule cannot describe the call.
+
+    Raises whatever the rule raises, and ValueError where its letters do not fit the call.
+    """
     function = _lookup(call.target)
-    if function is None:
-        return None
+    found = None if function is None else function(call)
+    if not isinstance(found, (Rule, type(None))):
+        raise TypeError(f"the rule returns a {type(found).__name__}, not a Rule or None")
+    if found is not None and (len(found.inputs), len(found.outputs)) != (len(call.operands), len(call.results)):
+        raise ValueError(f"the rule names {len(found.inputs)} operands and {len(found.outputs)} results, "
+                         f"the call has {len(call.operands)} and {len(call.results)}")
+    return found
+
+
+def rule_of_call(call: Call) -> Rule | None:
+    """The same, but a rule that raises costs nothing but the splits of its operator: a warning names it, once."""
     try:
-        return function(call)
-    except TypeError:
+        return apply_rule(call)
+    except Exception as error:  # a rule may be a user's, and may raise anything
         leaves = pytree.tree_leaves((call.args, dict(call.kwargs)), is_leaf=lambda x: isinstance(x, Node))
-        if any(isinstance(x, Node) for x in leaves):
+        if isinstance(error, TypeError) and any(isinstance(x, Node) for x in leaves):
             return None  # it reads a number that differs from call to call
-        raise
+        _warn_of_rule(call, error)
+        return None
+
+
+def _warn_of_rule(call: Call, error: Exception) -> None:
+    function = _lookup(call.target)
+    if (call.target, function) in _failed:
+        return
+    _failed.add((call.target, function))
+
+    def told(x: Any) -> str:
+        return f"{call.operands[x.index].dtype}{list(call.operands[x.index].shape)}" if isinstance(x, Operand) else repr(x)
+
+    given = [*map(told, pytree.tree_leaves(call.args)), *(f"{k}={told(x)}" for k, x in call.kwargs.items())]
+    log.warning(
+        "op rule %s.%s failed for %s(%s): %s: %s. The operator is replicated: every rank computes all of it. Next step: mend "
+        "the rule, or report this call", getattr(function, "__module__", "?"), getattr(function, "__qualname__", function),
+        name_of(call.target), ", ".join(given), type(error).__name__, error)
 
 
 def rule_of(node: Node) -> Rule | None:

@@ -32,7 +32,7 @@ from passes.rules.base import (
     format_placement,
     strategies,
 )
-from passes.rules.table import call_of, rule_of_call
+from passes.rules.table import apply_rule, call_of
 from passes.rules.views import view_letters
 from passes.transform.insert import Inserter
 from passes.transform.local import Local, Range
@@ -128,8 +128,9 @@ def _summands(x: torch.Tensor, n: int) -> list[torch.Tensor]:
         parts = [i(3, *x.shape, low=-2, dtype=x.dtype) for _ in range(n - 1)]
     elif x.dtype.is_floating_point:
         parts = [f(*x.shape, dtype=x.dtype) for _ in range(n - 1)]
-    else:
-        parts = [i(9, *x.shape, low=-9, dtype=x.dtype) for _ in range(n - 1)]
+    else:  # of the whole range, so that the sum wraps
+        range_ = torch.iinfo(x.dtype)
+        parts = [i(range_.max, *x.shape, low=range_.min, dtype=x.dtype) for _ in range(n - 1)]
     return [*parts, x - sum(parts)]
 
 
@@ -187,7 +188,7 @@ class Run:
         self.tensors = [x for x in pytree.tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(x, torch.Tensor)]
         graph, node = self._emit(self.tensors, lambda insert, args, kwargs: insert(sample.target, *args, **kwargs))
         self.call = call_of(node)
-        self.rule = rule_of_call(self.call)
+        self.rule = apply_rule(self.call)
         self.results = self._execute(graph, self.tensors)
         self.combinations = 0
 

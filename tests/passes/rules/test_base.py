@@ -4,7 +4,8 @@ from __future__ import annotations
 import pytest
 
 from passes.records import FrozenMap
-from passes.rules.base import Rule, aligned, format_placement, keeps_sums, parse_placement, strategies
+from passes.rules.base import Rule, aligned, format_placement, parse_placement, strategies
+from passes.rules.dtypes import keeps_sums
 from tests.passes.rules.harness import describe
 
 
@@ -78,9 +79,11 @@ def test_operands_line_up_at_the_right():
 
 
 @pytest.mark.parametrize(("source", "target", "keeps"), [
-    ("float32", "bfloat16", True), ("int32", "int64", True), ("int64", "float32", True), ("bool", "bool", True),
-    ("float32", "complex64", True), ("float32", "int64", False), ("bool", "int64", False), ("float32", "bool", False),
-    ("bfloat16", "uint8", False),
+    ("float32", "bfloat16", True), ("int64", "int64", True), ("int64", "int32", True), ("uint8", "int8", True),
+    ("bool", "bool", True), ("float32", "complex64", True), ("complex64", "float32", True), ("int32", "int64", False),
+    ("int64", "float32", False), ("int8", "bfloat16", False), ("uint8", "float64", False), ("float32", "int64", False),
+    ("bool", "int64", False), ("bool", "float32", False), ("float32", "bool", False), ("bfloat16", "uint8", False),
+    ("uint8", "bool", False), ("float32", "float8_e4m3fn", False), ("float8_e5m2", "bfloat16", False),
 ])
 def test_which_conversions_commute_with_a_sum(source, target, keeps):
     assert keeps_sums(source, target) is keeps

@@ -7,8 +7,21 @@ import pytest
 import torch
 from torch import fx
 
-from passes.rules.base import Call, make_rule
-from passes.rules.table import has_rule, is_heavy, is_pointwise, name_of, rule, rule_of, targets
+from passes.records import FrozenMap
+from passes.rules import table
+from passes.rules.base import Call, Operand, Rule, make_rule
+from passes.rules.table import (
+    apply_rule,
+    has_rule,
+    is_heavy,
+    is_pointwise,
+    name_of,
+    rule,
+    rule_of,
+    rule_of_call,
+    spec_of,
+    targets,
+)
 from tests.passes.rules import (
     test_attention,
     test_convolution,
@@ -41,6 +54,11 @@ def samples() -> list:
     return [s for family in FAMILIES for name in ("SAMPLES", "RANDOM", "DROPOUT") for s in getattr(family, name, [])]
 
 
+def call_of_sample(given) -> Call:
+    operands = tuple(map(spec_of, given.args))
+    return Call(given.target, tuple(map(Operand, range(len(operands)))), {}, operands, (spec_of(given.target(*given.args)),))
+
+
 def test_every_operator_in_the_table_is_sampled():
     sampled = {name_of(s.target) for s in samples()}
     assert set(targets()) - FALLBACKS - NEEDS_A_SEED - HIGHER_ORDER - sampled == set()
@@ -52,8 +70,8 @@ def test_every_operator_has_a_sample_that_splits_or_is_whole_by_nature():
     # A number has no dims; all bools, or the least, have no reduction over ranks; a product neither; the order of all
     # chosen elements counts.
     assert whole - random == {
-        "aten::scalar_tensor", "aten::all", "aten::min", "aten::prod", "aten::mean", "aten::masked_scatter",
-        "aten::masked_scatter_backward",
+        "aten::scalar_tensor", "aten::all", "aten::min", "aten::prod", "aten::mean", "aten::median", "aten::nanmedian",
+        "aten::masked_scatter", "aten::masked_scatter_backward",
     }
 
 
@@ -76,6 +94,23 @@ def test_an_operator_may_stand_in_the_table_before_it_is_registered():
 def test_two_rules_for_one_operator_are_refused():
     with pytest.raises(ValueError, match="two rules for aten::mm"):
         rule(aten.mm.default)(lambda call: None)
+
+
+@pytest.mark.parametrize("fails", [
+    lambda call: 1 // 0,
+    lambda call: make_rule(call, ["mk"], ["mn"]),
+    lambda call: make_rule(call, [range(call.args[2])], [range(2)]),
+    lambda call: Rule((), (), FrozenMap()),
+    lambda call: "S(0)",
+], ids=["raises", "too few operands", "takes an argument for granted", "does not fit", "is no rule"])
+def test_a_rule_that_fails_leaves_its_operator_whole_and_says_so_once(fails, monkeypatch, caplog):
+    monkeypatch.setitem(table._table, "aten::mv", fails)
+    call = call_of_sample(sample(aten.mv.default, f(8, 4), f(4)))
+    assert rule_of_call(call) is None and rule_of_call(call) is None
+    (record,) = caplog.records
+    assert "failed for aten::mv(float64[8, 4], float64[4])" in record.message and "replicated" in record.message
+    with pytest.raises(Exception):  # noqa: B017  # whatever the rule raised
+        apply_rule(call)
 
 
 def test_no_operator_is_both_pointwise_by_tag_and_drawn_at_random():
