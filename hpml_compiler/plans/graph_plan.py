@@ -88,7 +88,8 @@ def graph_plan(annotated: Annotated, mesh: Mesh, answer: Placed, *, name: str, s
             entity: DecisionRecord(inputs=tuple(inputs), outputs=tuple(outputs))
             for entity, (inputs, outputs) in pins(answer.problem, solution).items()
         },
-        tangents={value.name: value.bytes for value in graph.values if value.kind == "tangent"},
+        tangents={graph.values[v].name: round(local_bytes(graph.values[v], layout, answer.decision.axes))
+                  for v, layout in answer.decision.inputs.items() if graph.values[v].kind == "tangent"},
         rows=_rows(graph),
     )
 

@@ -67,6 +67,7 @@ def _parts(walk: Walk, phase: Phase, position: int) -> dict[str, int]:
     before, after = phase.others(position)
     found["saved"] += before
     found["gradients" if phase is walk.backward else "saved"] += after
+    found["transient"] += phase.workspace_bytes[position]
     return {part: nbytes for part, nbytes in found.items() if nbytes}
 
 
