@@ -2,11 +2,9 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
@@ -15,9 +13,8 @@ from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.plans.files import describe_errors
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import Objective
-from hpml_compiler.quantities import parse_axes, parse_budget, parse_watts
-from passes.errors import BadInput, shortened
-from passes.machine.cluster import MOST_DEVICES
+from hpml_compiler.quantities import in_mesh_order, parse_axes, parse_budget, parse_names, parse_watts
+from passes.errors import BadInput
 from passes.schedule.orders import ScheduleName
 
 OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
@@ -48,6 +45,7 @@ Budget = Annotated[int | float, BeforeValidator(parse_budget)]
 Watts = Annotated[float, BeforeValidator(parse_watts)]
 ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
 AxisSizes = Annotated[dict[str, int], BeforeValidator(parse_axes)]
+AxisNames = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
 
@@ -60,8 +58,12 @@ class Options(BaseModel):
     compiler: Literal["inductor", "eager"] = Field(
         "inductor", description='what lowers the rewritten graphs: "inductor", or "eager" for fast tests and debugging'
     )
+    mesh_order: AxisNames | None = Field(
+        None, description="the axes of the mesh from the outermost, whose ranks are farthest apart, to the innermost, whose "
+        'ranks are neighbors, such as ["tp", "dp"]; without it pp comes first, then dp, then other axes as given, then tp'
+    )
     mesh: AxisSizes | None = Field(
-        None,
+        None, validate_default=True,
         description='sizes by axis, such as {"dp": 2, "tp": 2}, multiplying to the number of ranks; on dp the batch is '
         "sharded, on tp weights and other dims, on pp stages of a pipeline lie, on an axis of another name the solver decides",
     )
@@ -125,6 +127,11 @@ class Options(BaseModel):
     monitor: bool = Field(True, description="whether a run compares what it takes with what was predicted")
     tensorboard: Folder | None = Field(None, description="a folder for that comparison as TensorBoard scalars")
 
+    @field_validator("mesh")
+    @classmethod
+    def _in_order(cls, mesh: dict[str, int] | None, others: ValidationInfo) -> dict[str, int] | None:
+        return in_mesh_order(mesh, others.data.get("mesh_order"))
+
     @field_validator("offload")
     @classmethod
     def _for_a_budget(cls, offload: str, others: ValidationInfo) -> str:
@@ -165,7 +172,7 @@ class Options(BaseModel):
         given = dict(options or {})
         for name in given:
             if name not in cls.model_fields:
-                raise BadInput(what=f"unknown option {name!r}{_did_you_mean(str(name))}", where="options",
+                raise BadInput(what=f"unknown option {name!r}{did_you_mean(str(name))}", where="options",
                                next_step="the options are " + ", ".join(cls.model_fields))
         try:
             return cls.model_validate(given)
@@ -218,7 +225,10 @@ class Options(BaseModel):
         if given is None:
             return self
         said = _made_with(given) if given.world_size == world_size else {}
-        return self.model_copy(update={"plan": given, **{k: x for k, x in said.items() if k not in self.model_fields_set}})
+        update = {"plan": given, **{k: x for k, x in said.items() if k not in self.model_fields_set}}
+        if self.mesh == given.mesh and self.mesh_order is None:
+            update["mesh"] = dict(given.mesh)  # in the order of its axes that the plan was made with
+        return self.model_copy(update=update)
 
     def check_mesh(self, world_size: int) -> None:
         """Raises BadInput if a pinned mesh does not multiply to the number of ranks."""
@@ -254,47 +264,6 @@ defaults: dict[str, Any] = {}
 """Options for what names none: a library that compiles by a backend's name has no argument for them."""
 
 
-def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:
-    """Options from `--fix KEY=VALUE`: KEY is an option's name, else an axis of the mesh; VALUE is JSON, else text.
-
-    `["dp=2", "tp=4", "memory_budget=24GiB"]` gives `{"mesh": {"dp": 2, "tp": 4}, "memory_budget": "24GiB"}`. Values are
-    checked by `Options.parse`. Raises BadInput for anything that is not KEY=VALUE, and for a key that comes twice.
-    """
-    options: dict[str, Any] = {}
-    axes: dict[str, int] = {}
-    for fix in fixes:
-        key, equals, text = (part.strip() for part in fix.partition("="))
-        if not (key and equals and text):
-            raise BadInput(what=f"{shortened(repr(fix))} is not KEY=VALUE", where="--fix", next_step="write --fix dp=2")
-        if key in options or key in axes:
-            raise BadInput(what=f"{key} is given twice", where=f"--fix {fix}", next_step="leave one of them out")
-        if key in Options.model_fields:
-            options[key] = _json_or_text(text)
-        elif re.fullmatch(r"\d+", text, re.ASCII) and not _did_you_mean(key):
-            axes[key] = int(text) if len(text) < 20 else MOST_DEVICES + 1  # too many; Python refuses to read long numbers
-        else:
-            raise BadInput(what=f"{key!r} is no option{_did_you_mean(key)}, and {shortened(fix)} is no axis with its size",
-                           where=f"--fix {fix}", next_step="the options are " + ", ".join(Options.model_fields)
-                           + '; an axis takes a whole number, as in dp=2 or, for any name, mesh={"NAME": 2}')
-    if axes:
-        mesh = options.get("mesh", {})
-        if not isinstance(mesh, dict) or set(mesh) & set(axes):
-            raise BadInput(what=f"mesh={mesh} and {axes} do not go together", where="--fix",
-                           next_step="pin the axes one by one, or the mesh as a whole")
-        options["mesh"] = {**mesh, **axes}
-    return options
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise BadInput("the value nests too deep to be read", f"--fix {shortened(text)}",
-                       "options are numbers, text, or objects of these") from error
-    except ValueError:
-        return text
-
-
-def _did_you_mean(name: str) -> str:
+def did_you_mean(name: str) -> str:
     close = difflib.get_close_matches(name, Options.model_fields, n=1, cutoff=0.75)
     return f" (did you mean {close[0]!r}?)" if close else ""

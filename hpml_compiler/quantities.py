@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from passes.errors import shortened
 from passes.machine.cluster import MOST_DEVICES
@@ -76,3 +76,28 @@ def parse_axes(value: object) -> object:
         if size > MOST_DEVICES:
             raise ValueError(f"the size of axis {name!r} is more than {MOST_DEVICES:,}, the most devices that hpml plans for")
     return dict(value)
+
+
+_PLACES = {"pp": 0, "dp": 1, "tp": 3}  # 2: axes of other names
+"""Outer axes first. What is sent along pp and dp is little or can wait, and may cross nodes; tp needs the fastest links."""
+
+
+def parse_names(value: object) -> object:
+    """Names from a text such as "pp,dp,tp"; lists become tuples, anything else is handed on."""
+    if isinstance(value, str):
+        return tuple(name.strip() for name in value.split(","))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -> dict[str, int] | None:
+    """The axes of a mesh, the outermost first: as `order` names them, else pp, dp, those of other names as given, and tp.
+
+    Raises ValueError where `order` does not name each axis once.
+    """
+    if order is not None and sorted(order) != sorted(mesh or {}):
+        raise ValueError(f"mesh_order names {', '.join(order) or 'no axis'}, and the axes of the mesh are "
+                         f"{', '.join(mesh or {}) or 'left to the solver'}: name each axis of the mesh once")
+    if mesh is None:
+        return None
+    names = order or sorted(mesh, key=lambda name: _PLACES.get(name, 2))
+    return {name: mesh[name] for name in names}

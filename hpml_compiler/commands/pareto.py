@@ -51,7 +51,8 @@ def pareto(
 
 def _options(fixes: list[str]) -> Any:
     """The options of --fix; what is swept cannot be pinned. Raises BadInput."""
-    from hpml_compiler.options import Options, parse_fixes
+    from hpml_compiler.fixes import parse_fixes
+    from hpml_compiler.options import Options
 
     given = parse_fixes(fixes)
     for name, instead in (("objective", "both are planned"), ("power_cap", "give --caps"), ("cluster", "give --cluster"),

@@ -54,7 +54,8 @@ def plan(
 
 def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
     """The options of --fix and of the flags, checked before anything slow starts. Raises BadInput."""
-    from hpml_compiler.options import Options, parse_fixes
+    from hpml_compiler.fixes import parse_fixes
+    from hpml_compiler.options import Options
 
     fixed = parse_fixes(fixes)
     if twice := sorted(set(fixed) & set(flags)):

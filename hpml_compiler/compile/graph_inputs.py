@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.stage_mesh import over_stage
 from hpml_compiler.options import Options
-from hpml_compiler.planning.stage_axes import axes_of_stage, has_stages
+from hpml_compiler.planning.stage_axes import axes_of_stage, has_stages, same_mesh
 from hpml_compiler.runtime.inputs import InputPlacement, copy_for_set_data, take_out_markers
 from hpml_compiler.runtime.parameters import placeable
 from passes import compat
@@ -83,7 +83,7 @@ class GraphInputs:
             self.gathered.add(position)
             return described
         axes = self._placed_on
-        bound = described.kind == "parameter" or options.mesh in (None, axes)
+        bound = described.kind == "parameter" or (options.mesh is None or same_mesh(options.mesh, axes))
         mesh = session.current().device_mesh(axes) if axes is not None and bound else None
         if axes is not None and placement.can_be_planned(shape, mesh):
             stored = over_stage(session.from_dtensor(placement.placements), axes) if has_stages(axes) else (
@@ -96,7 +96,7 @@ class GraphInputs:
     def _shared(self, placed_on: dict[str, int], name: str, options: Options) -> dict[str, int] | None:
         """Axes that parameters are placed on, if this graph can be planned on them: one without stages takes what the stages of
         a pipeline share gathered."""
-        if options.stage_ranks > 1 and [*placed_on.items()] != [*(options.mesh or {}).items()]:
+        if options.stage_ranks > 1 and not same_mesh(options.mesh or {}, placed_on):
             raise BadInput(f"it is placed on the mesh {placed_on} already, and {options.mesh} is asked for",
                            f"parameter {name}", "give one mesh for all that a model is compiled for")
         return placed_on if options.stage_ranks > 1 or not has_stages(placed_on) else None

@@ -18,6 +18,7 @@ from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.reuse import structure
 from hpml_compiler.planning.room import Sharing
+from hpml_compiler.planning.stage_axes import same_mesh
 from hpml_compiler.planning.trial import Trial
 from hpml_compiler.profile import quick
 from passes import compat
@@ -85,7 +86,7 @@ class Planner:
     def _mesh_in_use(self) -> dict[str, int] | None:
         """The mesh that this graph has to share: that of its placed parameters, or of the graphs before it."""
         mesh = self.inputs.mesh
-        if mesh is None or self.options.mesh in (None, mesh):
+        if mesh is None or self.options.mesh is None or same_mesh(self.options.mesh, mesh):
             return mesh
         if self.annotated.interface.stored:
             raise BadInput(f"parameters are placed on the mesh {mesh} already, and {self.options.mesh} is asked for",

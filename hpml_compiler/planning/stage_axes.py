@@ -20,6 +20,11 @@ STAGES_AXIS = "pp"
 WHOLE = format_placement(REPLICATE)
 
 
+def same_mesh(one: Mapping[str, int], other: Mapping[str, int] | None) -> bool:
+    """Whether two meshes have the same axes in the same order."""
+    return other is not None and [*one.items()] == [*other.items()]
+
+
 def has_stages(mesh: Mapping[str, int] | None) -> bool:
     return (mesh or {}).get(STAGES_AXIS, 1) > 1
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from hpml_compiler.plans.schema import (
     PredictedCost,
     collective_totals,
 )
+from passes.machine.mesh import links_of_axes
 
 PHASES = ("trace", "annotate", "solve", "rewrite", "compile forward", "compile backward")
 
@@ -70,6 +72,12 @@ class PlanContent(PlanFile):
         return cost.energy_j / (cost.step_time_us * 1e-6) / self.world_size
 
     @property
+    def links(self) -> dict[str, str]:
+        """Of each axis of the mesh, which links its groups use; nothing where the plan does not name the cluster."""
+        found = re.fullmatch(r"(\d+)x(\d+):[^+]*", self.cluster or "")
+        return links_of_axes(self.mesh, int(found[2])) if found and int(found[1]) * int(found[2]) == self.world_size else {}
+
+    @property
     def memory(self) -> MemoryBytes:
         """Sum over the graphs of a step: an upper bound where several graphs share parameters."""
         return MemoryBytes(**_sums((graph.memory for graph in self.step_graphs), MemoryBytes))
@@ -109,6 +117,7 @@ class PlanContent(PlanFile):
             "gap": None if None in gaps else max((g for g in gaps if g is not None), default=0.0),
             "status": ", ".join(dict.fromkeys(solver.status for solver in solvers)),
             "mesh": dict(self.mesh),
+            "links": self.links,
             "world_size": self.world_size,
             "cluster": self.cluster,
             "energy_j": cost.energy_j,

@@ -41,6 +41,8 @@ def renderable(plan: PlanContent) -> RenderableType:
     """The table for a rich console."""
     where = f"{plan.world_size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
     parts: list[RenderableType] = [Text(f"mesh {format_mesh(plan.mesh)}: {where}, torch {plan.torch_version}")]
+    if plan.links:
+        parts.append(labelled("links", "; ".join(f"{axis} {links}" for axis, links in plan.links.items())))
     for graph in plan.graphs:
         parts += [Text(""), *_graph(graph)]
     for attempt in plan.rejected[:MOST_NAMES]:

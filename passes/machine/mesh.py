@@ -17,6 +17,9 @@ from passes.records import FrozenMap
 AXIS_NAMES = ("x", "y", "z", "w")
 """Names of enumerated axes, outer first: they say nothing about what an axis is for."""
 
+INSIDE, BETWEEN, BOTH = "inside a node", "between nodes", "inside and between nodes"
+"""The links that the groups of an axis use."""
+
 
 @dataclass(frozen=True)
 class AxisLevel:
@@ -206,12 +209,12 @@ def price_axis(name: str, size: int, stride: int, cluster: Cluster) -> MeshAxis:
     intra_bandwidth, inter_bandwidth = intra.device_bytes_per_s(per_node), inter.device_bytes_per_s(per_node)
     intra_j = BOARD_J_PER_BYTE if intra.energy_j_per_byte is None else intra.energy_j_per_byte
     inter_j = SYSTEM_J_PER_BYTE if inter.energy_j_per_byte is None else inter.energy_j_per_byte
-    span = size * stride
-    if size == 1 or per_node % span == 0:
+    links = _links(size, stride, per_node)
+    if links == INSIDE:
         return _single(name, size, intra, intra_bandwidth, intra_j)
-    members = per_node // stride
-    if members <= 1 or per_node % stride or span % per_node:
+    if links == BETWEEN:
         return _single(name, size, inter, inter_bandwidth, inter_j)
+    members = per_node // stride
     nodes = size // members
     return MeshAxis(
         name,
@@ -225,6 +228,23 @@ def price_axis(name: str, size: int, stride: int, cluster: Cluster) -> MeshAxis:
         inter.slowdown,
         (nodes * inter_j + (size - nodes) * intra_j) / size,
     )
+
+
+def _links(size: int, stride: int, per_node: int) -> str:
+    span, members = size * stride, per_node // stride
+    if size == 1 or per_node % span == 0:
+        return INSIDE
+    return BETWEEN if members <= 1 or per_node % stride or span % per_node else BOTH
+
+
+def links_of_axes(shape: Mapping[str, int], devices_per_node: int) -> dict[str, str]:
+    """The links that the groups of each axis use, as `price_axis` prices them; the first axis is the outermost."""
+    found, stride = {}, prod(shape.values())
+    for name, size in shape.items():
+        stride //= size
+        if size > 1:
+            found[name] = _links(size, stride, devices_per_node)
+    return found
 
 
 def _single(name: str, size: int, link: Link, bandwidth: float, energy_j_per_byte: float) -> MeshAxis:

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_compiler.options import Options, parse_fixes
+from hpml_compiler.fixes import parse_fixes
+from hpml_compiler.options import Options
 from hpml_compiler.plans.in_time import MicrobatchPlan
 from passes.errors import BadInput
 from tests.helpers.plans import gpt_plan
@@ -35,7 +36,7 @@ def test_defaults():
 
 def test_to_json_gives_the_same_options_again():
     options = Options.parse({"mesh": {"tp": 2, "dp": 4}, "memory_budget": "1GiB", "gap": 0, "compiler": "eager",
-                             "solver_options": {"threads": 1}, "optimizer": "sgd"})
+                             "mesh_order": ["tp", "dp"], "solver_options": {"threads": 1}, "optimizer": "sgd"})
     assert Options.parse(options.to_json()) == options
     assert options.to_json()["memory_budget"] == 2**30
     assert list(options.to_json()["mesh"]) == ["tp", "dp"]
@@ -70,7 +71,7 @@ def test_optimizer_states_are_those_torch_keeps():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"memry_budget": 1}, r"unknown option 'memry_budget' \(did you mean 'memory_budget'"),
-    ({"zzz": 1}, r"unknown option 'zzz'\n[^\n]*\n.*compiler, mesh, memory_budget"),
+    ({"zzz": 1}, r"unknown option 'zzz'\n[^\n]*\n.*compiler, mesh_order, mesh"),
     ({1: 2}, "unknown option 1"),
     ("gap=1", "options are a dict, not str"),
     ({"memory_budget": "24 G"}, "'24 G' is no number of bytes"),
@@ -159,3 +160,35 @@ def test_a_plan_says_when_things_are_computed_where_the_options_do_not():
     assert Options.parse({"plan": plan}).with_plan(plan.world_size).microbatches == 4
     assert Options.parse({"plan": plan, "microbatches": 2}).with_plan(plan.world_size).microbatches == 2
     assert Options.parse({"plan": plan}).with_plan(plan.world_size + 1).microbatches == 1
+
+
+@pytest.mark.parametrize(("given", "found"), [
+    ({"mesh": {"tp": 8, "dp": 32}}, ["dp", "tp"]),
+    ({"mesh": {"dp": 32, "tp": 8}}, ["dp", "tp"]),
+    ({"mesh": {"tp": 2, "dp": 2, "pp": 2}}, ["pp", "dp", "tp"]),
+    ({"mesh": {"tp": 2, "y": 2, "x": 2, "dp": 2}}, ["dp", "y", "x", "tp"]),
+    ({"mesh": {"y": 2, "x": 2}}, ["y", "x"]),
+    ({"mesh": {"dp": 32, "tp": 8}, "mesh_order": ["tp", "dp"]}, ["tp", "dp"]),
+    ({"mesh": {"dp": 32, "tp": 8}, "mesh_order": "tp, dp"}, ["tp", "dp"]),
+    (parse_fixes(["tp=2", "pp=2", "mesh_order=tp,pp"]), ["tp", "pp"]),
+    (parse_fixes(['mesh={"tp": 2}', "pp=2"]), ["pp", "tp"]),
+])
+def test_axes_have_the_fields_order_unless_another_is_asked_for(given, found):
+    assert list(Options.parse(given).mesh or {}) == found
+
+
+@pytest.mark.parametrize("given", [
+    {"mesh_order": ["dp"]}, {"mesh": {"dp": 2, "tp": 2}, "mesh_order": ["dp"]},
+    {"mesh": {"dp": 2}, "mesh_order": ["dp", "dp"]}, {"mesh": {"dp": 2}, "mesh_order": ["tp"]}])
+def test_an_order_names_each_axis_once(given):
+    with pytest.raises(BadInput, match="name each axis of the mesh once"):
+        Options.parse(given)
+
+
+def test_a_plan_that_is_obeyed_keeps_its_order():
+    plan = gpt_plan(1)
+    turned = {axis: plan.mesh[axis] for axis in reversed(plan.mesh)}
+    graphs = tuple(graph.model_copy(update={"mesh": turned}) for graph in plan.graphs)
+    plan = plan.model_copy(update={"mesh": turned, "graphs": graphs})
+    for mesh in (turned, dict(reversed(turned.items()))):
+        assert list(Options.parse({"plan": plan, "mesh": mesh}).with_plan(plan.world_size).mesh or {}) == list(turned)

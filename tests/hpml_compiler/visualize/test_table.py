@@ -13,6 +13,7 @@ def test_table_of_a_gpt():
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100 and len(lines) < 25
     assert "mesh dp=2 x tp=4: 8 devices of 1x8:h100-80g" in lines[0]
+    assert "dp inside a node; tp inside a node" in lines[1]
     row = next(line for line in lines if "h.0-11" in line)
     assert [word for word in ("x12", "394 k", "tp S(0): fc.weight", "396 us", "120 us") if word not in row] == []
     for part in ("optimal, bound 598 us, gap 0.10%", "peak 6.00 MiB", "all_reduce x24 (24.0 KiB)", "sort has no rule",

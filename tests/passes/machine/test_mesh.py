@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
-from passes.machine.mesh import Mesh, MeshAxis, enumerate_meshes, factorizations, mesh_from_pin
+from passes.machine.mesh import (
+    BETWEEN,
+    BOTH,
+    INSIDE,
+    Mesh,
+    MeshAxis,
+    enumerate_meshes,
+    factorizations,
+    links_of_axes,
+    mesh_from_pin,
+)
 from passes.records import from_json, to_json
 
 
@@ -148,3 +158,15 @@ def test_axis_refuses_levels_that_do_not_multiply():
         MeshAxis("x", 8, 1.0, 1.0, axis.levels)
     with pytest.raises(BadInput, match="positive"):
         MeshAxis("x", 8, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(("shape", "links"), [
+    ({"dp": 32, "tp": 8}, {"dp": BETWEEN, "tp": INSIDE}), ({"tp": 8, "dp": 32}, {"tp": BETWEEN, "dp": BOTH}),
+    ({"dp": 16, "tp": 16}, {"dp": BETWEEN, "tp": BOTH}), ({"pp": 1, "dp": 64, "tp": 4}, {"dp": BOTH, "tp": INSIDE})])
+def test_links_are_those_that_are_priced(shape, links):
+    assert links_of_axes(shape, 8) == links
+    cluster = Cluster.parse("32x8:a100-80g")
+    for axis in mesh_from_pin(shape, cluster).axes:
+        if axis.size > 1:
+            inside, both = axis.latency_us == cluster.intra_node.latency_us, bool(axis.levels)
+            assert links[axis.name] == (BOTH if both else INSIDE if inside else BETWEEN)
