@@ -19,7 +19,7 @@ from passes import compat
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.graph.interface import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
-from passes.graph.layouts import legal
+from passes.graph.layouts import as_layout, legal
 from passes.machine.axis import device_axes
 from passes.presets import annotate
 
@@ -137,8 +137,11 @@ class GraphInputs:
                 continue
             position = interface.positions[value.name]
             rows = position in self.rows
-            layout, axes = (((0, 0),), world) if rows else (interface.stored.get(value.name), mesh)
-            if layout is not None and not legal(value, layout, axes):
+            stored, axes = (((0, 1),), world) if rows else (interface.stored.get(value.name), mesh)
+            if stored is None:
+                continue
+            layout = as_layout(value, stored)
+            if layout is None or not legal(value, layout, axes):
                 found.append(position)
         return found
 

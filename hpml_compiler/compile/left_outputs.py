@@ -11,7 +11,7 @@ from hpml_compiler.runtime.outputs import LeftOutput
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
 from passes.graph.interface import Unread
-from passes.graph.layouts import Layout
+from passes.graph.layouts import Layout, stored_layout
 from passes.rules.base import REPLICATE
 
 
@@ -29,9 +29,10 @@ def left_outputs(annotated: Annotated, decision: Decision) -> tuple[LeftOutput, 
     for each, layout in _in_parts(annotated, decision):
         name = annotated.interface.outputs[each.number][0]
         whole = values[name]
+        value = annotated.graph.values[annotated.graph.outputs[each.number][0]]
         with torch.no_grad():
             like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
-        found.append(LeftOutput(each.position, session.to_dtensor(layout), like, name))
+        found.append(LeftOutput(each.position, session.to_dtensor(stored_layout(value, layout)), like, name))
     return tuple(found)
 
 

@@ -34,6 +34,7 @@ from passes import compat
 from passes.errors import HpmlError
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
+from passes.graph.layouts import stored_layout
 from passes.graph.nodes import returned_nodes
 from passes.graph.stages import Stages as FoundStages
 from passes.partition.in_time import InTime, on_one_device, on_time_axis
@@ -181,7 +182,8 @@ class StagesPlanner:
         if annotated.interface.training:
             stored = annotated.interface.stored
             self.placements = {
-                positions[values[v].name]: session.to_dtensor(self.mesh.over_all(planned.decision.stored(v)))
+                positions[values[v].name]: session.to_dtensor(
+                    stored_layout(values[v], self.mesh.over_all(planned.decision.stored(v))))
                 for v in planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in stored}
         if dist.get_rank() == 0:
             log.info("%s: each stage on the mesh %s, planned in %.2f s", self.name, planned.mesh,

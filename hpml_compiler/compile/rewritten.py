@@ -17,7 +17,7 @@ from hpml_compiler.runtime.outputs import LeftOutput
 from passes import compat
 from passes.graph.annotated import Annotated
 from passes.graph.decision import Decision
-from passes.graph.layouts import Layout
+from passes.graph.layouts import StoredLayout, stored_layout
 from passes.transform.take_outside import Taken
 
 log = logging.getLogger("hpml")
@@ -35,7 +35,7 @@ class Rewritten:
 
     record: GraphPlan
     training: bool
-    placements: dict[int, Layout]
+    placements: dict[int, StoredLayout]
     held: dict[str, Held]
     left: tuple[LeftOutput, ...]
     tangents: tuple[LeftTangent, ...]
@@ -67,12 +67,12 @@ def held_by(annotated: Annotated, decision: Decision) -> dict[str, Held]:
     return {name: Held.along(route, positions[name]) for name, route in named.items()}
 
 
-def placements_of(annotated: Annotated, decision: Decision) -> dict[int, Layout]:
-    """Position of every parameter that gets placed now -> its layout."""
+def placements_of(annotated: Annotated, decision: Decision) -> dict[int, StoredLayout]:
+    """Layout of every parameter that gets placed now, by position."""
     values, interface = annotated.graph.values, annotated.interface
     if not interface.training:
         return {}
-    return {interface.positions[values[v].name]: decision.stored(v) for v in decision.inputs
+    return {interface.positions[values[v].name]: stored_layout(values[v], decision.stored(v)) for v in decision.inputs
             if values[v].kind == "parameter" and values[v].name not in interface.stored}
 
 

@@ -20,11 +20,12 @@ from hpml_compiler.planning.traces import as_plan
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.devices import device_type, forget
+from hpml_compiler.runtime.inner_shard import InnerShard
 from hpml_compiler.runtime.world import group_timeout
 from passes import compat
 from passes.costs.prices import Measured
 from passes.errors import BadInput
-from passes.graph.layouts import Layout
+from passes.graph.layouts import StoredLayout
 from passes.machine.axis import device_axes
 from passes.rules.base import REPLICATE
 from passes.transform.collectives import MeshGroups
@@ -145,13 +146,16 @@ def start_afresh() -> None:
     _session.looked, _session.quick = before.looked, before.quick
 
 
-def to_dtensor(layout: Layout) -> tuple[Placement, ...]:
-    """Placements of a stored parameter; only whole dims (factor 0) are ever stored in parts."""
-    return tuple(Replicate() if p == REPLICATE else Shard(p[0]) for p in layout)  # type: ignore[arg-type]
+def to_dtensor(stored: StoredLayout) -> tuple[Placement, ...]:
+    """Placements of a stored parameter."""
+    return tuple(Replicate() if p == REPLICATE else Shard(p[0]) if p[1] == 1 else InnerShard(*p)  # type: ignore[arg-type]
+                 for p in stored)
 
 
-def from_dtensor(placements: tuple[Placement, ...]) -> Layout:
-    return tuple((p.dim, 0) if isinstance(p, Shard) else REPLICATE for p in placements)
+def from_dtensor(placements: tuple[Placement, ...]) -> StoredLayout:
+    """Inverse of `to_dtensor`; what one rank of an axis owns counts as replicated there."""
+    return tuple((p.dim, p.outer) if isinstance(p, InnerShard) else (p.dim, 1) if isinstance(p, Shard) else REPLICATE
+                 for p in placements)
 
 
 def last_plan() -> Plan:

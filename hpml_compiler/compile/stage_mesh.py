@@ -13,7 +13,7 @@ from hpml_compiler.compile import session
 from hpml_compiler.options import Options
 from hpml_compiler.planning.stage_axes import STAGES_AXIS, axes_of_stage, cluster_of_stage, is_split
 from passes.graph.decision import Hop, Route
-from passes.graph.layouts import Layout
+from passes.graph.layouts import Layout, StoredLayout
 from passes.machine.axis import device_axes
 from passes.machine.cluster import Cluster
 from passes.rules.base import REPLICATE
@@ -64,8 +64,8 @@ class StageMesh:
                      tuple(Hop(self.over_all(hop.layout), hop.phase) for hop in route.hops))
 
 
-def over_stage(layout: Layout, mesh: Mapping[str, int]) -> Layout | None:
-    """A layout over all axes of a mesh as one over those of a stage; None if it is split along `pp`."""
+def over_stage(layout: StoredLayout, mesh: Mapping[str, int]) -> StoredLayout | None:
+    """A stored layout over all axes of a mesh as one over those of a stage; None if it is split along `pp`."""
     if any(p != REPLICATE for p, name in zip(layout, mesh, strict=True) if name == STAGES_AXIS):
         return None
     return tuple(p for p, name in zip(layout, mesh, strict=True) if name != STAGES_AXIS)

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
+from hpml_compiler.runtime.inner_shard import InnerShard, put_together
 from hpml_compiler.runtime.together import together
 from passes import compat
 from passes.graph.decision import Route
@@ -191,10 +192,12 @@ class _Gathering:
         self.start()
 
     def start(self) -> None:
-        """Parts come one after another along the first dim, so the dim that is split goes there."""
+        """Parts come one after another along the first dim, so a dim that is split in blocks goes there."""
         axis = self.left.pop(0)
         mesh = self.tensor.device_mesh
-        self.dim: int = self.tensor.placements[axis].dim  # pyright: ignore[reportAttributeAccessIssue]
+        self.placement: Any = self.tensor.placements[axis]
+        self.dim: int = 0 if isinstance(self.placement, InnerShard) else self.placement.dim
+        self.ranks = mesh.size(axis)
         part = self.have.movedim(self.dim, 0).contiguous()
         self.begun = c10d.all_gather_into_tensor.default(part, mesh.size(axis), mesh.get_group(axis).group_name)
 
@@ -202,7 +205,10 @@ class _Gathering:
         """In the order in memory that the graph was traced with: that of the whole parameter, packed if it is not whole yet."""
         while True:
             gathered = c10d.wait_tensor.default(self.begun)
-            self.have = gathered.movedim(0, self.dim) if self.dim else gathered
+            if isinstance(self.placement, InnerShard):
+                self.have = put_together(gathered.unflatten(0, (self.ranks, -1)), self.placement)
+            else:
+                self.have = gathered.movedim(0, self.dim) if self.dim else gathered
             if not self.left:
                 break
             self.start()

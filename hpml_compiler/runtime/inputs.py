@@ -1,7 +1,6 @@
 """Graph inputs that are placed already look to the compiler like any other: whole plain tensors."""
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
+from hpml_compiler.runtime.inner_shard import blocks_along
 from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.placed import PlacedTensor
 from hpml_compiler.runtime.rows import Rows
@@ -39,8 +39,7 @@ class InputPlacement:
             return False
         if any(p.is_shard() and type(p) is not Shard for p in self.placements):
             return False
-        return all(size % math.prod(mesh.size(axis) for axis, p in enumerate(self.placements) if p.is_shard(dim)) == 0
-                   for dim, size in enumerate(shape))
+        return all(size % blocks_along(dim, mesh, self.placements) == 0 for dim, size in enumerate(shape))
 
 
 def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fake_mode: Any = None,

@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from hpml_compiler.runtime.inner_shard import InnerShard
 from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.routes import in_place
 from passes import compat
 
-WITHOUT_PARTIAL = (Shard, Replicate, Owned)
+WITHOUT_PARTIAL = (Shard, Replicate, Owned, InnerShard)
 """Placements of which nothing is to be reduced."""
 
 

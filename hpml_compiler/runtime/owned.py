@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
+from hpml_compiler.runtime.inner_shard import InnerShard, gathered_inner, inverse, local_shape, memory_order
 from passes import compat
 
 
@@ -43,6 +44,11 @@ class Owned(Placement):
 
 def is_owned(placements: Sequence[Placement]) -> bool:
     return any(type(placement) is Owned for placement in placements)
+
+
+def unknown_to_dtensor(placements: Sequence[Placement]) -> bool:
+    """Whether there is one that DTensor has no rules for: it may answer wrongly, and must not be asked."""
+    return any(type(placement) in (Owned, InnerShard) for placement in placements)
 
 
 def owner_of(tensor: object) -> int | None:
@@ -75,8 +81,9 @@ def brought(tensor: DTensor) -> torch.Tensor:
 def _brought(local: torch.Tensor, spec: Any) -> torch.Tensor:
     mesh, placements = spec.mesh, spec.placements
     shape, _ = compat.local_shape_and_offset(spec.tensor_meta.shape, mesh, as_at_owner(placements))
+    shape = local_shape(shape, mesh, placements)
     # Parts keep the order of dims in memory that the whole has, which all ranks know.
-    order = sorted(range(len(shape)), key=lambda dim: -spec.tensor_meta.stride[dim])
+    order = memory_order(spec.tensor_meta.stride)
     owner = is_owner(mesh, placements)
     # A copy at the owner, too: whoever writes to it writes to the same on every rank.
     part = local.new_empty([shape[dim] for dim in order])
@@ -85,8 +92,7 @@ def _brought(local: torch.Tensor, spec: Any) -> torch.Tensor:
     for axis, placement in enumerate(placements):
         if isinstance(placement, Owned):
             dist.broadcast(part, group=mesh.get_group(axis), group_src=placement.rank)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return part.permute(back)
+    return part.permute(inverse(order))
 
 
 def at_owner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
@@ -95,3 +101,8 @@ def at_owner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
         return local, spec
     like = torch.empty_strided(spec.tensor_meta.shape, spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device="meta")
     return _brought(local, spec), compat.dtensor_spec(spec.mesh, as_at_owner(spec.placements), like)
+
+
+def as_dtensor_knows(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
+    """A part and its spec with placements of DTensor's own alone; all ranks call this together."""
+    return gathered_inner(*at_owner(local, spec))

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hpml_compiler.runtime.eager import keep, shares_memory
 from hpml_compiler.runtime.exporting import watch_torchscript
 from hpml_compiler.runtime.gathered import Holding
+from hpml_compiler.runtime.inner_shard import blocks_along
 from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.outputs import Output
@@ -167,9 +167,9 @@ def lent_part(tensor: DTensor) -> DTensor:
 
 def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     for dim, size in enumerate(parameter.shape):
-        parts = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if placement.is_shard(dim))
-        if size % parts:
-            raise BadInput(f"{parts} ranks do not divide dim {dim} of size {size}", f"parameter {name}",
+        blocks = blocks_along(dim, mesh, placements)
+        if size % blocks:
+            raise BadInput(f"{blocks} parts do not divide dim {dim} of size {size}", f"parameter {name}",
                            "choose another placement for it")
 
 

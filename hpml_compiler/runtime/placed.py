@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from hpml_compiler.runtime.eager import (
 )
 from hpml_compiler.runtime.exporting import cannot_export
 from hpml_compiler.runtime.gathered import in_memory, note_change
+from hpml_compiler.runtime.inner_shard import chunk_offsets, inner_axes, without_inner
 from hpml_compiler.runtime.local_ops import try_local
-from hpml_compiler.runtime.owned import as_at_owner, at_owner, is_owned, is_owner
+from hpml_compiler.runtime.owned import as_at_owner, as_dtensor_knows, is_owner, unknown_to_dtensor
 from hpml_compiler.runtime.routes import (
     CASTS,
     COMPUTED_ATTRIBUTES,
@@ -117,7 +119,7 @@ class PlacedTensor(DTensor):
             return iter(_view(torch.Tensor.unbind, "unbind", args, kwargs))
         if placed[0] is args[0] and (name in VIEWS or name == "__get__"):
             return _view(func, name, args, kwargs)
-        if any(is_owned(operand.placements) for operand in placed):  # of which DTensor knows nothing
+        if any(unknown_to_dtensor(operand.placements) for operand in placed):  # of which DTensor knows nothing
             if name == "detach":
                 return compat.make_dtensor(PlacedTensor, args[0]._local_tensor.detach(), args[0]._spec)
             if name == "new_empty":  # of this class, as torch's stager of asynchronous checkpoints expects
@@ -144,7 +146,7 @@ class PlacedTensor(DTensor):
         if torch.is_grad_enabled():
             _check_may_change(name, changed)
             if (target is changed[0] and len(changed) == 1 and isinstance(target, DTensor) and target.requires_grad
-                    and not is_owned(target.placements)):
+                    and not unknown_to_dtensor(target.placements)):
                 return func(*args, **kwargs)  # DTensor's own, with autograd: it fits by the check
         if name in ON_LOCALS and len(changed) == 1 and changed[0] is target and isinstance(target, PlacedTensor):
             result = on_parts(func, args, kwargs)
@@ -177,30 +179,36 @@ class PlacedTensor(DTensor):
         return adopt(DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride), cls)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        if is_owned(self.placements):
+        if unknown_to_dtensor(self.placements):
             return whole(self)
         return DTensor.full_tensor(self, grad_placements=grad_placements)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        if not is_owned(self.placements):
+        target = kwargs.get("placements", args[1] if len(args) > 1 else None)
+        if not unknown_to_dtensor([*self.placements, *(target or ())]):
             return DTensor.redistribute(self, *args, **kwargs)
         if self.requires_grad and torch.is_grad_enabled():
-            raise HpmlError("a parameter that one stage of a pipeline has alone cannot be redistributed with gradients",
+            raise HpmlError(f"a tensor placed as {self.placements} cannot be redistributed with gradients",
                             f"a tensor of shape {tuple(self.shape)}", "use torch.no_grad(), or tensor.full_tensor()")
+        if unknown_to_dtensor(target or ()):
+            return place(whole(self), self.device_mesh, target)
         with compat.plain_torch_functions():
-            return compat.make_dtensor(PlacedTensor, *at_owner(self._local_tensor, self._spec)).redistribute(*args, **kwargs)
+            return compat.make_dtensor(PlacedTensor, *as_dtensor_knows(self._local_tensor, self._spec)).redistribute(
+                *args, **kwargs)
 
     def __create_write_items__(self, fqn: str, item: Any) -> Any:
         """For torch.distributed.checkpoint: whoever has a part writes it, at its place in the whole."""
         if not is_owner(self.device_mesh, self.placements):
             return []
-        return _at_owner(self).__create_write_items__(fqn, _at_owner(item))
+        (written,) = _to_write(self).__create_write_items__(fqn, _to_write(item))
+        return [replace(written, index=replace(written.index, offset=chunk.offsets),
+                        tensor_data=replace(written.tensor_data, chunk=chunk)) for chunk, _ in _chunks(self)]
 
     def __create_chunk_list__(self) -> Any:
-        return _at_owner(self).__create_chunk_list__() if is_owner(self.device_mesh, self.placements) else []
+        return [chunk for chunk, _ in _chunks(self)] if is_owner(self.device_mesh, self.placements) else []
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return _at_owner(self).__get_tensor_shard__(index)
+        return next(part for chunk, part in _chunks(self) if index.offset is None or chunk.offsets == index.offset)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedTensor:
         if id(self) in memo:
@@ -289,12 +297,28 @@ def gathered_view(source: DTensor, value: torch.Tensor, replay: Callable[[torch.
     return view
 
 
-def _at_owner(tensor: DTensor) -> DTensor:
-    """What an owner has, as a DTensor that knows nothing of owners. The part is the same storage."""
+def _to_write(tensor: DTensor) -> DTensor:
+    """What this rank has of a tensor, as a DTensor with placements of DTensor's own. The part is the same storage."""
     with compat.plain_torch_functions():
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return compat.make_dtensor(DTensor, tensor._local_tensor, compat.dtensor_spec(
-            tensor.device_mesh, as_at_owner(tensor.placements), like))
+            tensor.device_mesh, without_inner(as_at_owner(tensor.placements)), like))
+
+
+def _chunks(tensor: DTensor) -> list[tuple[Any, torch.Tensor]]:
+    """For torch.distributed.checkpoint, the blocks of the tensor that this rank has, each with its place in the local part."""
+    written, local = _to_write(tensor), tensor._local_tensor
+    (chunk,) = written.__create_chunk_list__()
+    if not any(inner_axes(tensor.placements)):
+        return [(chunk, local)]
+    found = []
+    for whole_offset, offset, sizes in chunk_offsets(tensor.placements, tensor.device_mesh, local.shape):
+        part = local
+        for dim, (start, size) in enumerate(zip(offset, sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        at = [start + more for start, more in zip(chunk.offsets, whole_offset, strict=True)]
+        found.append((replace(chunk, offsets=torch.Size(at), sizes=torch.Size(sizes)), part))
+    return found
 
 
 def place(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> PlacedTensor:
@@ -328,12 +352,12 @@ def _check_may_change(name: str, changed: Sequence[torch.Tensor]) -> None:
 def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A view; what does not share the source's storage is a GatheredView of it."""
     source = args[0]
-    if is_owned(source.placements) and name == "__get__" and func.__self__.__name__ == "data":
+    if unknown_to_dtensor(source.placements) and name == "__get__" and func.__self__.__name__ == "data":
         return compat.make_dtensor(PlacedTensor, source._local_tensor.data, source._spec)
     if name == "__getitem__" and _copies(args[1]):
         return on_whole(func, args, kwargs)
     several = name in SEVERAL_VIEWS and _tracked([source])  # DTensor's backward mixes in plain zeros
-    if not several and not hasattr(source, VIEW_STEP) and not is_owned(source.placements):
+    if not several and not hasattr(source, VIEW_STEP) and not unknown_to_dtensor(source.placements):
         result = _try_view(func, args, kwargs)
         address = source._local_tensor.untyped_storage().data_ptr()
         if result is not None and all(_is_view_at(address, view) for view in tensors_in(result)):

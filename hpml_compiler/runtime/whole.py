@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from hpml_compiler.runtime.accumulating import accumulate, may_accumulate
-from hpml_compiler.runtime.owned import as_at_owner, at_owner, is_owned, is_owner, no_rows
+from hpml_compiler.runtime.inner_shard import inner_part, local_shape
+from hpml_compiler.runtime.owned import as_at_owner, as_dtensor_knows, is_owner, no_rows, unknown_to_dtensor
 from hpml_compiler.runtime.together import together
 from passes import compat
 
@@ -50,7 +51,7 @@ def _value(tensor: DTensor) -> torch.Tensor:
 def joined(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """The whole tensor of which each rank has a part; all ranks call this together."""
     with compat.plain_torch_functions():  # a new wrapper, since inside of torch.tensor([...]) even detach() makes none
-        result = compat.make_dtensor(DTensor, *at_owner(local, spec)).full_tensor()
+        result = compat.make_dtensor(DTensor, *as_dtensor_knows(local, spec)).full_tensor()
     stride = spec.tensor_meta.stride
     if result.stride() == stride or 0 in stride:
         return result
@@ -64,13 +65,12 @@ def local_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     """
     shape, offset = compat.local_shape_and_offset(tensor.shape, mesh, as_at_owner(placements))
     if not is_owner(mesh, placements):
-        return tensor.new_empty(no_rows(shape))
-    if tuple(shape) == tuple(tensor.shape):
-        return tensor
+        return tensor.new_empty(no_rows(local_shape(shape, mesh, placements)))
     part = tensor
     for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
         part = part.narrow(dim, start, size)
-    return part.clone()
+    part = inner_part(part, mesh, placements)
+    return tensor if part.shape == tensor.shape else part.clone()
 
 
 def reduced(spec: Any, like: torch.Tensor) -> Any:
@@ -85,7 +85,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> torch.Tensor:
         ctx.kind, ctx.spec = type(tensor), tensor._spec
-        ctx.owned = tensor if is_owned(tensor.placements) else None
+        ctx.owned = tensor if unknown_to_dtensor(tensor.placements) else None
         ctx.set_materialize_grads(False)
         value = _value(tensor)
         if compat.is_fake(tensor._local_tensor):

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from passes import compat
-from passes.graph.layouts import Layout
+from passes.graph.layouts import StoredLayout
 from passes.graph.nodes import memory_of, returned_nodes
 from passes.graph.placement_graph import InputKind
 from passes.records import FrozenMap
@@ -29,7 +29,7 @@ class GraphInput:
     kind: InputKind
     trainable: bool = False
     placeable: bool = False
-    stored: Layout | None = None
+    stored: StoredLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Interface:
     names: FrozenMap[str, str]
     """Placeholder of a parameter -> its dotted name."""
     trainable: FrozenMap[str, bool]
-    stored: FrozenMap[str, Layout]
+    stored: FrozenMap[str, StoredLayout]
     positions: FrozenMap[str, int]
     """Placeholder -> position among the inputs of the Dynamo graph."""
     outputs: tuple[tuple[str, str | None], ...]
@@ -76,7 +76,7 @@ def describe(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
     kinds: dict[str, InputKind] = {}
     names: dict[str, str] = {}
     trainable: dict[str, bool] = {}
-    stored: dict[str, Layout] = {}
+    stored: dict[str, StoredLayout] = {}
     positions: dict[str, int] = {}
     primals: list[Node] = []
     tokens = 0

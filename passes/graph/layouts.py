@@ -1,12 +1,22 @@
 """Layouts: the placement of a value on every axis, and what one rank then holds."""
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes
 from passes.rules.base import REPLICATE, Placement, format_placement, parse_placement
 
 Layout = tuple[Placement, ...]
 """One placement per axis. Where several axes split one factor, earlier axes are the outer ones, as in DTensor."""
+
+
+StoredLayout = tuple[Literal["R"] | tuple[int, int], ...]
+"""Placement of a stored parameter on every axis, "R" or (dim, outer): the dim, seen as (outer, inner), is split along inner.
+Outer is 1 for DTensor's `Shard(dim)`, and 3 for fused query, key and value weights that are split by heads. Other than the
+number of a factor, it does not depend on how the views of one graph take the dim apart."""
 
 
 def format_layout(layout: Layout) -> str:
@@ -16,6 +26,33 @@ def format_layout(layout: Layout) -> str:
 def parse_layout(text: str) -> Layout:
     """Inverse of `format_layout`; raises ValueError."""
     return tuple(parse_placement(t) for t in text.split(",")) if text else ()
+
+
+def stored_layout(value: Value, layout: Layout) -> StoredLayout:
+    """The layout in which a parameter is stored, independent of this graph's factors."""
+    return tuple((p[0], math.prod(value.factors[p[0]][:p[1]])) if isinstance(p, tuple) else REPLICATE  # type: ignore[misc]
+                 for p in layout)
+
+
+def as_layout(value: Value, stored: StoredLayout) -> Layout | None:
+    """Inverse of `stored_layout`; None where the views of this graph do not take the dim apart there."""
+    found: list[Placement] = []
+    for p in stored:
+        if p == REPLICATE:
+            found.append(REPLICATE)
+            continue
+        row = value.factors[p[0]]
+        factor = next((k for k in range(len(row)) if math.prod(row[:k]) == p[1]), None)
+        if factor is None:
+            return None
+        found.append((p[0], factor))
+    return tuple(found)
+
+
+def layouts_of_stored(values: Sequence[Value], stored: Mapping[str, StoredLayout]) -> dict[str, Layout]:
+    """By name of a value, the layouts of those that are stored and whose parts the graph can use."""
+    found = {v.name: as_layout(v, stored[v.name]) for v in values if v.name in stored}
+    return {name: layout for name, layout in found.items() if layout is not None}
 
 
 def may_be_left(placement: Placement) -> bool:

@@ -12,6 +12,7 @@ from passes.annotations import Key, read, write
 from passes.base import AnalysisPass
 from passes.graph.decision import Decision
 from passes.graph.keys import DECISION, INTERFACE, OPERATIONS
+from passes.graph.layouts import layouts_of_stored
 from passes.machine.cluster import Cluster
 from passes.partition.entities import Pin
 from passes.partition.meshes import Answer, Conditions, candidate_meshes, cheapest
@@ -79,7 +80,8 @@ class Adopt(AnalysisPass):
 
 def _answer(graph_module: fx.GraphModule, conditions: Conditions, mesh: FrozenMap[str, int] | None,
             pins: FrozenMap[str, Pin] | None) -> None:
-    answer = cheapest(read(OPERATIONS, graph_module).graph, read(INTERFACE, graph_module).stored, conditions,
-                      candidate_meshes(conditions.cluster, mesh), pins)
+    graph = read(OPERATIONS, graph_module).graph
+    stored = layouts_of_stored(graph.values, read(INTERFACE, graph_module).stored)
+    answer = cheapest(graph, stored, conditions, candidate_meshes(conditions.cluster, mesh), pins)
     write(DECISION, graph_module, answer.placed.decision)
     write(ANSWER, graph_module, answer)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from passes.graph.layouts import Layout, legal
 from passes.graph.placement_graph import PlacementGraph, Value
-from passes.machine.axis import Axes
+from passes.machine.axis import Axes, Axis
 from passes.rules.base import REPLICATE
 
 Level = Literal[0, 2, 3]
@@ -30,9 +30,8 @@ class Zero:
 
     def storage(self, value: Value, trained: bool, axes: Axes) -> list[Layout]:
         """Layouts that a parameter may be stored in."""
-        dims = [(d, 0) for d in range(len(value.spec.shape)) if value.factors[d]]
-        per_axis = [[REPLICATE, *dims]] * len(axes)
-        layouts = [p for p in itertools.product(*per_axis) if legal(value, p, axes)]
+        per_axis = [[REPLICATE, *_splits(value, axis)] for axis in axes]
+        layouts = [p for p in itertools.product(*per_axis) if _one_factor_a_dim(p) and legal(value, p, axes)]
         level = 0 if self.level == 2 and not trained else self.level  # a part of what nobody changes saves nothing
         if level == 0:
             return [p for p in layouts if not any(axis.name == "dp" and q != REPLICATE for q, axis in zip(p, axes))]
@@ -57,6 +56,24 @@ class Zero:
     def scatters(self) -> bool:
         """Whether gradients of parameters in parts come in parts out of their reduction: never whole, to be cut then."""
         return self.level in (2, 3)
+
+
+def _splits(value: Value, axis: Axis) -> list[tuple[int, int]]:
+    """Factors that an axis may split, at most one of each dim: the outer one, or the next that the axis divides.
+
+    So fused query, key and value weights, of 3 x heads x width rows, are split by heads. Along `dp`, where only storage is
+    split, an outer factor of any dim does as well.
+    """
+    found = [(dim, next((k for k, size in enumerate(row) if size % axis.size == 0), None))
+             for dim, row in enumerate(value.factors)]
+    outer = [(dim, factor) for dim, factor in found if factor == 0]
+    return outer if outer and axis.name == "dp" else [(dim, factor) for dim, factor in found if factor is not None]
+
+
+def _one_factor_a_dim(layout: Layout) -> bool:
+    """Whether no dim is split along two of its factors: the runtime has no placement for that."""
+    split = {p for p in layout if isinstance(p, tuple)}
+    return len(split) == len({dim for dim, _ in split})
 
 
 def _most_split(layouts: Sequence[Layout], axes: Axes) -> list[Layout]:

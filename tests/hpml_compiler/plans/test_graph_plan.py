@@ -89,10 +89,10 @@ class Fused(nn.Module):
 
 
 @pytest.mark.parametrize(("model", "rows", "name", "reason"), [
-    (Fused(15, 5), 7, "qkv.weight", "no axis (tp=2) divides the outer factor 3 of dim 0 (45 = 3 x 5 x 3), dim 1 (15)"),
+    (Fused(15, 5), 7, "qkv.weight", "no axis (tp=2) divides a factor of dim 0 (45 = 3 x 5 x 3), dim 1 (15)"),
     (Fused(15, 5), 7, "mm", "the outer factor 3 of dim 1 (45 = 3 x 5 x 3)"),
     (Fused(15, 5, extra=2), 7, "qkv.weight", "no axis (tp=2) divides dim 0 (47), dim 1 (15)"),
-    (Fused(15, 5), 8, "qkv.weight", "the outer factor 3"),
+    (Fused(15, 5), 8, "qkv.weight", "a factor of dim 0 (45 = 3 x 5 x 3)"),
     (Fused(15, 5), 8, "mm", None),  # the rows can be split
     (Fused(16, 4), 7, "qkv.weight", None),  # the other dim can be split
 ])

@@ -4,10 +4,29 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from hpml_compiler import full_state_dict
-from tests.hpml_compiler.test_scripts import X, Y, adamw, compiled, net, step
+from hpml_compiler.runtime.inner_shard import InnerShard
+from tests.hpml_compiler.test_scripts import X, Y, adamw, compiled, step
+
+
+class Fused(nn.Module):
+    """Query, key and value weights in one, which are split by heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(-1, 3, 4, 4).unbind(1)
+        return self.out(((q * k).softmax(-1) * v).flatten(1))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), Fused(), nn.Tanh(), nn.Linear(16, 4)).double()
 
 
 def run_save(rank, folder):
@@ -18,6 +37,7 @@ def run_save(rank, folder):
         for _ in range(2):
             step(call, optimizer)
         assert any(p.placements[0].is_shard() for p in model.parameters()) or "dp" in mesh
+        assert isinstance(model[3].qkv.weight.placements[0], InnerShard) or "dp" in mesh
         path = f"{folder}/{next(iter(mesh))}"
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}

@@ -258,7 +258,7 @@ def run_bad(rank):
             return super().__call__(gm, example_inputs)
 
     model = nn.Linear(5, 4, bias=False)
-    with pytest.raises(Exception, match="2 ranks do not divide dim 1 of size 5") as error:
+    with pytest.raises(Exception, match="2 parts do not divide dim 1 of size 5") as error:
         torch.compile(model, backend=Bare())(torch.ones(2, 5))
     assert isinstance(error.value.__cause__ or error.value.inner_exception, BadInput)
     assert type(model.weight) is nn.Parameter

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from hpml_compiler.runtime.inner_shard import InnerShard
 from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.placed import GatheredView, PlacedTensor, place
 from hpml_compiler.runtime.whole import local_part
@@ -23,7 +24,7 @@ from passes import compat
 from tests.hpml_compiler.runtime.common import full
 from tests.hpml_compiler.runtime.lines import CHANGES, GRADIENTS, VALUES
 
-PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial(), Owned(1))
+PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial(), Owned(1), InnerShard(0, 2))
 
 def environment(mesh=None, placement=None):
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """Placement graphs and a level of ZeRO before -> where parameters are stored, and how they are gathered, after."""
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,15 @@ from hypothesis import strategies as st
 from passes.costs.terms import SLICE
 from passes.errors import BadInput
 from passes.graph.decision import Decision
+from passes.graph.layouts import as_layout, format_layout, stored_layout
+from passes.graph.placement_graph import Value
 from passes.machine.axis import device_axes
 from passes.partition.decode import pins
 from passes.partition.legs import Legs
 from passes.partition.place import Placed, place
 from passes.partition.step_graph import step_graph
 from passes.partition.zero import Zero
+from passes.rules.base import Spec
 from passes.schedule.lanes import one_lane
 from passes.solve.solvers import SolverOptions
 from tests.passes.graphs import Builder, Prices, V, aten
@@ -40,6 +44,25 @@ def gathers(answer: Placed) -> list[tuple[int, bool]]:
     return [(leg.route.value, leg.held) for leg in Legs(problem.graph, problem.groups, problem.saved, answer.decision).legs
             for k in range(leg.start, leg.stop)
             if any(isinstance(p, tuple) and q == "R" for p, q in zip(leg.route.layout(k), leg.route.layout(k + 1)))]
+
+
+@pytest.mark.parametrize(("factors", "axes", "layouts"), [
+    (((8,), (6,)), {"tp": 2}, ["R", "S(0)", "S(1)"]),
+    (((3, 4, 8), (5,)), {"tp": 2}, ["R", "S(0.1)"]),  # fused query, key and value weights: by heads
+    (((3, 4, 8), ()), {"tp": 4}, ["R", "S(0.1)"]),
+    (((3, 4, 8), ()), {"tp": 3}, ["R", "S(0)"]),
+    (((3, 4, 8), (6,)), {"dp": 2}, ["R", "S(1)"]),  # no work is split along dp: an outer factor does
+    (((3, 4, 8),), {"dp": 2}, ["R", "S(0.1)"]),
+    (((3, 4, 8),), {"a": 2, "tp": 2}, ["R,R", "R,S(0.1)", "S(0.1),R", "S(0.1),S(0.1)"]),
+    (((3, 4, 8),), {"a": 3, "tp": 2}, ["R,R", "R,S(0.1)", "S(0),R"]),  # no dim along two of its factors
+    (((3, 5, 7),), {"tp": 2}, ["R"]),
+])
+def test_an_inner_factor_is_split_where_the_outer_one_cannot_be(factors, axes, layouts):
+    shape = tuple(math.prod(row) for row in factors)
+    value = Value(0, "w", Spec(shape, "float32", 4), factors, None, 0, "parameter", True)
+    assert sorted(map(format_layout, Zero().storage(value, True, device_axes(axes)))) == layouts
+    for layout in Zero().storage(value, True, device_axes(axes)):
+        assert as_layout(value, stored_layout(value, layout)) == layout
 
 
 @pytest.mark.parametrize(("zero", "stored", "read", "gathered"), [
