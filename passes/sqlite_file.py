@@ -12,9 +12,12 @@ from typing import Any, TypeVar
 from typing_extensions import Self
 
 from passes.errors import BadInput
+from passes.private_files import is_written_by_others, make_private_file, make_private_folder
 
 T = TypeVar("T")
 
+_BESIDE = ("", "-wal", "-shm", "-journal")
+"""Endings of the files that SQLite keeps: all of them are read."""
 BUSY_TIMEOUT_S = 30.0  # how long a writer waits for another one
 
 
@@ -30,6 +33,10 @@ class Unusable(BadInput):
     """A file that cannot be opened, read or written: it is not allowed, the disk is full, another process holds it."""
 
 
+class OthersWrite(Unusable):
+    """A file that another user may have written."""
+
+
 class SqliteFile:
     """One file with one table.
 
@@ -37,9 +44,12 @@ class SqliteFile:
     no trace. Several processes may use it at once (write-ahead log, and a writer waits up to 30 s for another); processes of
     several hosts should not share one, as with any SQLite file on a network disk.
 
+    The file has mode 0600, and folders that are made for it 0700. One that another user may have written is neither read nor
+    written (`passes.private_files`).
+
     table: the statement that makes it. version: of its columns. name: what errors call it; remake: what to do where it is
     damaged. Raises BadInput, naming the file, where it is damaged or of another version; Unusable where it cannot be opened or
-    written.
+    written, OthersWrite where another user may have written it.
     """
 
     def __init__(self, path: Path, table: str, version: int, name: str, remake: str) -> None:
@@ -74,9 +84,11 @@ class SqliteFile:
             return None
         try:
             return self.path if self.guarded(lambda: self._emptied(table)) else None
+        except OthersWrite:
+            raise
         except BadInput:
             self.close()
-            for each in (self.path, *(self.path.with_name(self.path.name + end) for end in ("-wal", "-shm"))):
+            for each in self._files():
                 each.unlink(missing_ok=True)
             return self.path
 
@@ -107,7 +119,7 @@ class SqliteFile:
             raise BadInput(f"the {self.name} is damaged: {error}", where, self._remake) from error
 
     def _write(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.path.parent)
         with self._open() as connection:
             connection.executemany(sql, rows)
 
@@ -118,12 +130,14 @@ class SqliteFile:
         return some
 
     def _begin_to_write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self.path.parent)
         with self._open() as connection:
             connection.execute("BEGIN IMMEDIATE")
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
+            self._check_own()
+            make_private_file(self.path)
             # Backward graphs are compiled in autograd's threads; SQLite itself serializes the calls.
             connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, check_same_thread=False)
             try:
@@ -133,6 +147,16 @@ class SqliteFile:
                 raise
             self._connection = connection
         return self._connection
+
+    def _files(self) -> list[Path]:
+        return [self.path.with_name(self.path.name + end) for end in _BESIDE]
+
+    def _check_own(self) -> None:
+        """Raises OthersWrite where another user may have written what is read here."""
+        why = next((why for each in (self.path.parent, *self._files()) if (why := is_written_by_others(each))), None)
+        if why is not None:
+            raise OthersWrite(f"the {self.name} is not read: {why}", f"{self.name} {self.path}",
+                           "delete it if it is not yours, or set HPML_CACHE_DIR to a folder that you alone can write")
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         """Makes the table in a new file; raises BadInput on a file of another version."""

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.imports import ROOT, Import, import_graph, imports, loads, module_name, own_module, sources
 
 LAYERS = (
-    ("errors", "files", "sqlite_file", "records"),
+    ("errors", "files", "private_files", "sqlite_file", "records"),
     ("annotations", "base", "compat", "frozen", "manager", "registry", "result"),
     ("machine", "rules", "solve"),
     ("graph", "keeping"),

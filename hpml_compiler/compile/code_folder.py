@@ -3,12 +3,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
 
 from passes import compat
 from passes.errors import BadInput, HpmlError
+from passes.private_files import is_written_by_others, make_private_folder
+from passes.sqlite_file import cache_folder
+
+log = logging.getLogger("hpml")
+FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 TRIED_BYTES = 2**16
 """Written for a moment to see whether a folder can be written: more than the rest of a block of a full disk."""
@@ -26,7 +32,7 @@ def code_can_be_written() -> Iterator[None]:
     Before the first graph, since a C++ compiler that cannot write takes half a minute to say so, many times over; and again
     when a graph cannot be compiled, since disks fill up.
     """
-    if (folder := compat.inductor_folder()) not in _writable:
+    if (folder := _trusted(compat.inductor_folder())) not in _writable:
         _check(folder)
         _writable.add(folder)
     try:
@@ -40,6 +46,24 @@ def code_can_be_written() -> Iterator[None]:
         raise
 
 
+def _trusted(folder: str) -> str:
+    """Where inductor is to write: it loads and runs what it finds there. A folder that another user may have written is left
+    for one in hpml's own cache folder, unless the environment names it: a team may share one."""
+    if folder in _writable or (why := is_written_by_others(folder)) is None:
+        return folder
+    if os.environ.get(FOLDER_VARIABLE):
+        log.warning("inductor loads compiled code from %s, which %s names, and another user may have written it: %s",
+                    folder, FOLDER_VARIABLE, why)
+        return folder
+    own = str(cache_folder() / "inductor")
+    if (own_why := is_written_by_others(own)) is not None:
+        raise BadInput(f"no folder for compiled code is this user's alone: {why}; {own_why}", folder,
+                       f"set {FOLDER_VARIABLE} or HPML_CACHE_DIR to a folder that you alone can write")
+    log.warning("compiled code is kept in %s, since inductor would run what it finds in %s: %s", own, folder, why)
+    os.environ[FOLDER_VARIABLE] = own
+    return own
+
+
 def _check(folder: str, cause: Exception | None = None) -> None:
     try:
         temporary = tempfile.gettempdir()
@@ -47,7 +71,7 @@ def _check(folder: str, cause: Exception | None = None) -> None:
         raise _unwritable("the folder of temporary files", str(error)) from (cause or error)
     for each in dict.fromkeys((folder, temporary)):
         try:
-            os.makedirs(each, exist_ok=True)
+            make_private_folder(each)
             with tempfile.TemporaryFile(dir=each) as file:
                 file.write(bytes(TRIED_BYTES))
         except OSError as error:

@@ -46,6 +46,7 @@ from passes.machine.mesh import mesh_from_pin
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.presets import after_planning, taping
 from passes.tracing.trace import decompositions
+from passes.transform.microbatches import Loop
 from passes.transform.take_outside import Taken, taken_of
 
 log = logging.getLogger("hpml")
@@ -81,7 +82,8 @@ class Compilation:
         self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
         sizes_are_numbers(self.gm, self.inputs.examples)
         self.microbatches = microbatches_of(self.inputs, self.options)
-        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given_inputs), self.options, self.sharing)
+        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given_inputs), self.options, self.sharing,
+                               kinds=(Rewritten, Cut, Loop))
         planned_before = len(self.session.graphs)
         if self.earlier.found is not None:
             self.together.agreed = True

@@ -11,7 +11,6 @@ All ranks take what an earlier launch left, of one and the same plan, or none do
 from __future__ import annotations
 
 import logging
-import pickle
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,19 +24,21 @@ from hpml_compiler.compile import session
 from hpml_compiler.compile.launch_key import Given, NotTold, key_of
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.stand_in import Result, returns_new_tensors, stand_in
-from hpml_compiler.compile.unplanned import Unplanned
+from hpml_compiler.compile.unplanned import UNPLANNED, Unplanned
 from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.plans import graph_file, plan_file
+from hpml_compiler.plans.cache_warnings import warn_of_cache
 from hpml_compiler.profile.looks import HOLDS_S
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import from_all_ranks
 from passes import compat
 from passes.errors import BadInput, HpmlError
+from passes.graph import plain_data
 from passes.graph.nodes import memory_of, returned_nodes
-from passes.graph.packed_graph import TRACED_META, CannotPack, pack, unpack
+from passes.graph.packed_graph import TRACED_META, CannotPack, check, pack, unpack
 
 log = logging.getLogger("hpml")
 
@@ -96,6 +97,8 @@ class Earlier:
     options: Options
     sharing: Sharing | None = None
     """Under a budget, what the graph shares with the others of its step."""
+    kinds: tuple[type, ...] = ()
+    """Classes of what `keep` and `note` are given: the only ones, with those of their fields, that are read of a file."""
     key: str = ""
     found: Entry | None = None
     noted: Noted | None = None
@@ -138,11 +141,22 @@ class Earlier:
         try:
             packed = graph_file.get(self._name())
         except BadInput as error:
-            log.warning("what earlier launches made of graphs cannot be read: %s", error)
+            warn_of_cache("what earlier launches made of graphs cannot be read", error)
             return None
         if packed is None:
             return None
-        found: Entry = pickle.loads(packed)  # by this code and this torch, by its key
+        try:
+            found = plain_data.loads(packed, plain_data.classes_of(Entry, *self.kinds))
+            if type(found) is not Entry:
+                raise plain_data.NotPlain(f"it is {type(found).__name__}")
+            check(found.graphs, *self.kinds)
+            if found.unplanned is not None:
+                check(found.unplanned, *UNPLANNED)
+        except plain_data.NotPlain as error:
+            warn_of_cache("what an earlier launch made of this graph is not read", BadInput(
+                f"the cache of graphs has an entry that hpml did not write: {error}", str(graph_file.path()),
+                "run `hpml doctor --clear-cache`, and find out who wrote it"))
+            return None
         return found if time.time() < found.until and found.prices == self._prices(found.graph_hash) else None
 
     def _name(self) -> str:
@@ -163,7 +177,7 @@ class Earlier:
         assert self.found is not None, "there is nothing else to restore"
         mode = compat.fake_mode()
         with compat.outside_tracing(), torch.no_grad():
-            return unpack(self.found.graphs, mode)
+            return unpack(self.found.graphs, mode, *self.kinds)
 
     @property
     def writes_over(self) -> frozenset[int] | None:
@@ -243,9 +257,9 @@ class Earlier:
                       graph_hash, self._prices(graph_hash), until)
         try:
             with compat.outside_tracing():
-                graph_file.put(self._name(), pickle.dumps(entry, protocol=5))
+                graph_file.put(self._name(), plain_data.dumps(entry))
         except BadInput as error:
-            log.warning("what this graph was rewritten to cannot be kept for the next launch: %s", error)
+            warn_of_cache("what this graph was rewritten to cannot be kept for the next launch", error)
 
     def _not_kept(self, why: str) -> None:
         log.info("graph_%d is not kept for the next launch: %s", self.number, why)

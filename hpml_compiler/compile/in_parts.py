@@ -30,6 +30,7 @@ from passes.presets import annotate
 from passes.presets import one_device as prepare
 from passes.tracing.trace import Traced, decompositions
 from passes.transform.collectives import MeshGroups
+from passes.transform.microbatches import Loop
 
 
 class InParts:
@@ -49,7 +50,7 @@ class InParts:
         self.described = graph_inputs(self.gm, self.inputs)
         shapes = [x.shape for x, its in zip(self.inputs, self.described, strict=True) if its.kind == "batch"]
         self.microbatches = fitting_rows(shapes, self.options.microbatches)
-        self.earlier = Earlier(self.gm, Given(self.inputs, self.inputs, self.described), self.options)
+        self.earlier = Earlier(self.gm, Given(self.inputs, self.inputs, self.described), self.options, kinds=(Cut, Loop))
         backend = compat.aot_autograd(
             fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
             partition_fn=self._partition, decompositions=decompositions(self.options.compiler))

@@ -75,7 +75,7 @@ class _Budgeted:
         sizes_are_numbers(self.gm, self.inputs)  # what is kept of one size need not fit with another
         self.described = graph_inputs(self.gm, self.inputs)
         given = Given(self.inputs, self.inputs, self.described)
-        self.earlier = Earlier(self.gm, given, self.options, self.sharing)
+        self.earlier = Earlier(self.gm, given, self.options, self.sharing, kinds=(_Kept,))
         backend = compat.aot_autograd(
             fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
             partition_fn=self._partition,

@@ -30,7 +30,7 @@ from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.pipeline import Pipeline
 from hpml_compiler.compile.plan_stages import StagesPlanner
 from hpml_compiler.compile.recompiles import note_function
-from hpml_compiler.compile.running_stages import running_in_stages
+from hpml_compiler.compile.running_stages import InStages, running_in_stages
 from hpml_compiler.compile.stage_mesh import StageMesh
 from hpml_compiler.compile.unplanned import Later, Unplanned, UnplannedInStages, unpacked
 from hpml_compiler.monitor.stages import StagesWatch
@@ -41,12 +41,13 @@ from hpml_compiler.runtime.compared import of_backward
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.microbatches import Call
-from hpml_compiler.runtime.owned import owner_of
+from hpml_compiler.runtime.owned import Owned, owner_of
 from passes import compat
 from passes.analysis.stages import TooFewParts
 from passes.graph.copied import copied
 from passes.graph.stages import Stages as FoundStages
 from passes.tracing.trace import Traced, decompositions
+from passes.transform.microbatches import Loop
 
 log = logging.getLogger("hpml")
 
@@ -71,7 +72,8 @@ class PipelinedGraph:
         self.inputs.take_rows_whole()
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
         self.planner = StagesPlanner(self.name, self.given, self.inputs, self.options, self.mesh, self.seconds)
-        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given), self.options)
+        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given), self.options,
+                               kinds=(InStages, CutInStages, Loop, Owned))
         if self.earlier.found is not None:
             self.mesh.groups()  # what was cut knows them by their names
             self.planner.as_in(self.earlier.found.running)

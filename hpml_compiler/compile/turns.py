@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule
 
 from passes import compat
+from passes.private_files import make_private_folder
 
 log = logging.getLogger("hpml")
 
@@ -93,7 +94,7 @@ def _turn(job: Job[Any], timeout_s: float) -> Iterator[bool]:
     if path is None:
         yield True
         return
-    lock = filelock.FileLock(path)
+    lock = filelock.FileLock(path, mode=0o600)
     try:
         lock.acquire(timeout=timeout_s)
     except filelock.Timeout:
@@ -116,7 +117,7 @@ def _path(name: str) -> Path | None:
         return None
     folder = Path(kept) / FOLDER
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
     except OSError as error:
         log.debug("graphs are not compiled in turn: %s", error)
         return None

@@ -86,6 +86,9 @@ class UnplannedInStages(Unplanned):
         return plan_as_cut(self.traced, self.options, self.cluster, self.times, self.planned, self.starts, name)
 
 
+UNPLANNED = (UnplannedKept, UnplannedInTime, UnplannedInStages)
+
+
 @dataclass
 class Later:
     """Makes a plan when it is asked for. what: also packed, as an earlier launch left it. seconds, blocks: where the time of
@@ -105,4 +108,4 @@ def unpacked(what: Unplanned | bytes) -> Unplanned:
     if isinstance(what, Unplanned):
         return what
     with compat.outside_tracing(), torch.no_grad():
-        return unpack(what, compat.tracing_fake_mode())
+        return unpack(what, compat.tracing_fake_mode(), *UNPLANNED)

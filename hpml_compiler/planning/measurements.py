@@ -1,23 +1,20 @@
 """Which measurements a plan is priced with: those of this machine's devices, where the plan is for them."""
 from __future__ import annotations
 
-import functools
 import hashlib
-import logging
 import os
 
 import torch
 import torch.distributed as dist
 
 from hpml_compiler.options import Options
+from hpml_compiler.plans.cache_warnings import warn_of_cache
 from passes.costs.cache import MeasurementCache, device_key
 from passes.costs.measured import Measurements
 from passes.costs.measured_collectives import CollectivePoint, MeasuredCollectives, read_points
 from passes.costs.prices import Measured
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
-
-log = logging.getLogger("hpml")
 
 
 def sharing_key(device_type: str, ranks: int) -> str:
@@ -61,15 +58,9 @@ def _read(options: Options, cluster: Cluster, graph: str) -> tuple[Measurements 
     except BadInput as error:
         if options.costs == "measured":
             raise
-        _estimate_instead(str(error))
+        if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that plans
+            warn_of_cache("prices are estimated, since what `hpml profile` measured cannot be read", error)
         return None, []
-
-
-@functools.cache
-def _estimate_instead(why: str) -> None:
-    """Said once, by the rank that plans."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        log.warning("prices are estimated, since what `hpml profile` measured cannot be read: %s", why)
 
 
 def local_ranks() -> int:

@@ -21,6 +21,7 @@ from hpml_compiler.planning import measurements
 from hpml_compiler.planning.kept import kept_plan
 from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.plans import plan_file
+from hpml_compiler.plans.cache_warnings import warn_of_cache
 from hpml_compiler.plans.fields import Mesh, Record
 from hpml_compiler.plans.kept import KeptPlan
 from hpml_compiler.plans.schema import DecisionRecord, MeshAttempt, SolverReport
@@ -87,7 +88,7 @@ class Memory:
         try:
             text = plan_file.get(self.key)
         except BadInput as error:
-            log.warning("plans of earlier launches cannot be read: %s", error)
+            warn_of_cache("plans of earlier launches cannot be read", error)
             return None
         try:
             found = None if text is None else RememberedPlan.model_validate_json(text)
@@ -119,7 +120,7 @@ class Memory:
         try:
             plan_file.put(self.key, entry.model_dump_json())
         except BadInput as error:
-            log.warning("this plan cannot be kept for the next launch: %s", error)
+            warn_of_cache("this plan cannot be kept for the next launch", error)
 
 
 def memory_of(annotated: AnnotatedGraph, options: Options, cluster: Cluster, look: Measured | None, *others: object) -> Memory:

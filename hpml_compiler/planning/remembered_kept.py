@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from hpml_compiler.options import Options
 from hpml_compiler.planning.room import Room
 from hpml_compiler.plans import plan_file
+from hpml_compiler.plans.cache_warnings import warn_of_cache
 from hpml_compiler.plans.fields import Record
 from passes.annotations import read
 from passes.errors import BadInput
@@ -41,7 +42,7 @@ def remembered_kept(joint: GraphModule, room: Room, options: Options, strict: bo
     try:
         text = plan_file.get(key)
     except BadInput as error:
-        log.warning("what earlier launches kept cannot be read: %s", error)
+        warn_of_cache("what earlier launches kept cannot be read", error)
         return decide()
     if text is not None and (kept := _obeyed(joint, room, text)) is not None:
         log.info("what is kept was decided in an earlier launch; HPML_CACHE=0 searches anew")
@@ -52,7 +53,7 @@ def remembered_kept(joint: GraphModule, room: Room, options: Options, strict: bo
     try:
         plan_file.put(key, entry.model_dump_json())
     except BadInput as error:
-        log.warning("what is kept cannot be noted for the next launch: %s", error)
+        warn_of_cache("what is kept cannot be noted for the next launch", error)
     return kept
 
 

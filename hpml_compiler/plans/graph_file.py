@@ -36,6 +36,11 @@ def put(key: str, entry: bytes) -> None:
         graphs.write("DELETE FROM graph WHERE key NOT IN (SELECT key FROM graph ORDER BY made DESC LIMIT ?)", [(MOST_ENTRIES,)])
 
 
+def path() -> Path:
+    """The file."""
+    return _file().path
+
+
 def clear() -> Path | None:
     """Forget all graphs. The file that they were in; None where there was none."""
     with _file() as graphs:

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from hpml_compiler.plans import plan_file
+from hpml_compiler.plans.cache_warnings import warn_of_cache
 from hpml_compiler.plans.fields import Record
 from hpml_compiler.runtime.devices import device_type
 from passes.costs.measured import Measurements
@@ -75,8 +76,11 @@ def earlier(key: str) -> Look | None:
     try:
         text = plan_file.get(key)
         found = None if text is None else Look.model_validate_json(text)
-    except (BadInput, ValidationError) as error:
-        log.warning("an earlier look at these devices cannot be read, they are looked at anew: %s", error)
+    except BadInput as error:
+        warn_of_cache("an earlier look at these devices cannot be read, they are looked at anew", error)
+        return None
+    except ValidationError:
+        log.warning("an earlier look at these devices is damaged, they are looked at anew")
         return None
     return found if found is not None and 0 <= time.time() - found.made < HOLDS_S else None
 
@@ -88,4 +92,4 @@ def keep(key: str, look: Look) -> None:
     try:
         plan_file.put(key, look.model_dump_json())
     except BadInput as error:
-        log.warning("what was found of these devices cannot be kept for the next launch: %s", error)
+        warn_of_cache("what was found of these devices cannot be kept for the next launch", error)

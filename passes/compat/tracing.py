@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -199,3 +201,16 @@ def settings_of_tracing() -> list[Any] | None:
         torch.backends.cudnn.benchmark, torch.backends.mkldnn.enabled,
         [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()],
     ]
+
+
+def data_classes() -> list[type]:
+    """Classes of torch whose objects are data in kept graphs: placements, AOTAutograd's descriptions of inputs and outputs, and
+    FX's containers."""
+    from torch._functorch._aot_autograd import descriptors
+    from torch.distributed.tensor import placement_types
+
+    described = [each for each in vars(descriptors).values()
+                 if isinstance(each, type) and each.__module__ == descriptors.__name__ and dataclasses.is_dataclass(each)]
+    placements = [getattr(placement_types, name) for name in ("Shard", "Replicate", "Partial", "_StridedShard")
+                  if hasattr(placement_types, name)]
+    return [immutable_list, immutable_dict, *described, *placements]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from passes.compat import HigherOrderOperator, OpOverload, fake_of, is_fake, static_int
+from passes.compat import fake_of, is_fake, static_int
 from passes.graph.checkpointed import CHECKPOINTED
+from passes.graph.packed_calls import PARTS, CannotPack, called, own_name, packed_target
+from passes.graph.plain_data import Classes, NotPlain, Pickler, Unpickler, classes_of
 from passes.result import attribute_of
 
 KEPT_META = ("partitioner_tag",)
@@ -28,18 +30,6 @@ TRACED_META = ("partitioner_tag", "desc", "seq_nr", "is_gradient_acc", _MODULES_
 LARGEST_CONSTANT_BYTES = 2**20
 _CONSTANTS = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),
               type(...))
-_MODULES = ("torch", "builtins", "_operator", "operator", "math")
-
-
-class CannotPack(Exception):
-    """The graph has something that is not known to mean the same in another process."""
-
-
-@dataclass(frozen=True)
-class _Operator:
-    name: str
-
-
 @dataclass(frozen=True)
 class _Reads:
     """Of an argument that is another node: its number."""
@@ -68,31 +58,39 @@ class _Packed:
 
 
 def pack(what: Any, meta: Sequence[str] = KEPT_META) -> bytes:
-    """A graph, or what can be pickled of graphs and fake tensors. meta: what is kept of each node besides its value.
+    """A graph, or data with graphs and fake tensors in it. meta: what is kept of each node besides its value.
 
     Raises CannotPack for calls of anything but torch's operators, sizes that are not numbers, large constants and graphs inside
     of graphs."""
     file = io.BytesIO()
     try:
-        _Pickler(file, meta).dump(what)
+        _GraphPickler(file, meta).dump(what)
     except (pickle.PicklingError, TypeError, AttributeError) as error:  # what pickle raises where it does not know how
         raise CannotPack(str(error)) from error
     return file.getvalue()
 
 
-def unpack(packed: bytes, mode: Any) -> Any:
-    """To be called where no tensors are fake. mode: the fake mode that values shall live in.
+def unpack(packed: bytes, mode: Any, *roots: Any) -> Any:
+    """To be called where no tensors are fake. mode: the fake mode that values shall live in. roots: classes of what was packed,
+    besides graphs and containers.
 
-    Raises CannotPack where an operator is not known in this process.
+    Raises CannotPack where an operator is not known in this process, NotPlain where there is something that `pack` does not
+    write: what is executed afterwards are calls of operators on data, and nothing else.
     """
-    return _Unpickler(io.BytesIO(packed), mode).load()
+    return _GraphUnpickler(io.BytesIO(packed), mode, classes_of(*roots)).load()
 
 
-class _Pickler(pickle.Pickler):
+def check(packed: bytes, *roots: Any) -> None:
+    """Raises NotPlain or CannotPack where `unpack` would. Makes no graphs, and may be called at any time."""
+    nothing = {_key(_graph): lambda _, stored: [*_calls(stored)] and None, _key(_value): lambda *_: None}
+    _GraphUnpickler(io.BytesIO(packed), None, {**classes_of(*roots), **nothing}).load()
+
+
+class _GraphPickler(Pickler):
     """Graphs and fake tensors go as data that `_Memory` makes them of again."""
 
     def __init__(self, file: io.BytesIO, meta: Sequence[str]):
-        super().__init__(file, protocol=5)
+        super().__init__(file)
         self.meta, self.memories = meta, dict[int, int]()
 
     def persistent_id(self, obj: Any) -> str | None:
@@ -101,16 +99,16 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, GraphModule):
             return _graph, (_HERE, _packed(obj, self.memories, self.meta))
-        if isinstance(obj, torch.Tensor) and type(obj) is not torch.Tensor:  # which constants are
+        if isinstance(obj, torch.Tensor) and type(obj) is not torch.Tensor:
             return _value, (_HERE, _described(obj, self.memories))
         if isinstance(obj, torch.SymInt):
             return int, (_described(obj, self.memories),)
-        return NotImplemented
+        return super().reducer_override(obj)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, mode: Any):
-        super().__init__(file)
+class _GraphUnpickler(Unpickler):
+    def __init__(self, file: io.BytesIO, mode: Any, classes: Classes):
+        super().__init__(file, {**{_key(each): each for each in (_graph, _value, _Packed, _Value, _Reads, *PARTS)}, **classes})
         self.memory = _Memory(mode)
 
     def persistent_load(self, pid: Any) -> _Memory:
@@ -133,8 +131,12 @@ def _packed(gm: GraphModule, memories: dict[int, int], kept: Sequence[str]) -> _
         meta = {key: node.meta[key] for key in kept if key in node.meta}
         if _MODULES_OF_NODE in meta:
             meta[_MODULES_OF_NODE] = _by_names(meta[_MODULES_OF_NODE])
-        nodes.append((node.op, node.name, _target(node), args, dict(kwargs), value, meta))
+        nodes.append((node.op, node.name, packed_target(node), args, dict(kwargs), value, meta))
     return _Packed(nodes, constants)
+
+
+def _key(what: Any) -> tuple[str, str]:
+    return what.__module__, what.__qualname__
 
 
 def _by_names(stack: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, str]]:
@@ -147,12 +149,18 @@ def _value(memory: _Memory, value: _Value) -> torch.Tensor:
     return memory.value(value)
 
 
+def _calls(stored: _Packed) -> Iterator[tuple[str, str, Any, Any, dict[str, Any]]]:
+    """(kind, name, what it calls, arguments, keyword arguments) of each node. Raises NotPlain or CannotPack."""
+    for op, name, target, args, kwargs, *_ in stored.nodes:
+        yield (op, own_name(name), called(op, target, stored.constants), _plain(tuple(args)),
+               {own_name(key): _plain(x) for key, x in kwargs.items()})
+
+
 def _graph(memory: _Memory, stored: _Packed) -> GraphModule:
-    graph, nodes = Graph(), []
-    for op, name, target, args, kwargs, value, meta in stored.nodes:
-        args, kwargs = (map_aggregate(given, lambda x: _given(x, nodes)) for given in (args, kwargs))
-        called = _called(target) if isinstance(target, _Operator) else target
-        node = graph.create_node(op, called, args, kwargs, name)
+    graph, nodes = Graph(), list[Node]()
+    for (op, name, target, args, kwargs), (*_, value, meta) in zip(_calls(stored), stored.nodes, strict=True):
+        args, kwargs = (map_aggregate(given, lambda x: nodes[x.number] if type(x) is _Reads else x) for given in (args, kwargs))
+        node = graph.create_node(op, target, args, kwargs, name)
         if node.name != name:
             raise CannotPack(f"node {name} cannot have this name again")
         node.meta.update(meta)
@@ -220,27 +228,6 @@ def _described(value: Any, memories: dict[int, int]) -> Any:
     return _Value(shape, strides, sizes[-2], value.dtype, value.device, value.requires_grad, memory, sizes[-1])
 
 
-def _target(node: Node) -> Any:
-    if node.op != "call_function":
-        return str(node.target)
-    if isinstance(node.target, OpOverload):
-        return _Operator(node.target.name())
-    if isinstance(node.target, HigherOrderOperator):  # what it calls may be in tables of this process
-        raise CannotPack(f"a call of {node.target.name()}")
-    if str(getattr(node.target, "__module__", "")).split(".")[0] in _MODULES and callable(node.target):
-        return node.target  # by its name, as pickle has it
-    raise CannotPack(f"a call of {node.target}")
-
-
-def _called(operator: _Operator) -> Any:
-    namespace, _, name = operator.name.partition("::")
-    name, _, overload = name.partition(".")
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
-    except AttributeError as error:
-        raise CannotPack(f"there is no operator {operator.name} here") from error
-
-
 def _argument(x: Any, numbers: Mapping[Node, int]) -> Any:
     if isinstance(x, Node):
         return _Reads(numbers[x])
@@ -251,9 +238,16 @@ def _argument(x: Any, numbers: Mapping[Node, int]) -> Any:
     raise CannotPack(f"an argument that is {type(x).__name__}")
 
 
-def _given(x: Any, nodes: Sequence[Node]) -> Any:
-    if isinstance(x, _Reads):
-        return nodes[x.number]
+def _plain(x: Any) -> Any:
+    """An argument, if it is one that `_argument` makes."""
+    if isinstance(x, list | tuple):
+        [*map(_plain, x)]
+    elif isinstance(x, slice):
+        [*map(_plain, (x.start, x.stop, x.step))]
+    elif isinstance(x, dict):
+        [_plain(each) for key, each in x.items() if own_name(key)]
+    elif not isinstance(x, _CONSTANTS) and type(x) is not _Reads:
+        raise NotPlain(f"an argument that is {type(x).__name__}")
     return x
 
 

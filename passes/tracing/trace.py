@@ -17,7 +17,7 @@ from passes.graph.interface import GraphInput, graph_inputs
 from passes.tracing.errors import check_batch, check_products, not_traceable
 
 
-@dataclass
+@dataclass(frozen=True)
 class Traced:
     """Joint graph, its inputs in the order of the Dynamo graph, and the number of its forward outputs. leaves: positions of the
     inputs whose gradients `.grad` will hold; breaks: whether the graph ends where the script breaks it."""

@@ -8,6 +8,7 @@ import pytest
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning import measurements
+from hpml_compiler.plans import cache_warnings
 from passes.costs.cache import Measurement, MeasurementCache, device_key
 from passes.costs.measured import OPERATION
 from passes.costs.measured_collectives import KIND
@@ -35,7 +36,7 @@ def with_a_collective_without_size(folder: Path) -> None:
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
-    measurements._estimate_instead.cache_clear()
+    monkeypatch.setattr(cache_warnings, "_told", set())
     return tmp_path
 
 
