@@ -18,15 +18,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, Shard
 
-from hpml_compiler.compile.earlier import Entry
-from hpml_compiler.compile.rewritten import Rewritten
 from passes.graph import packed_graph, plain_data
 from passes.graph.packed_calls import CannotPack, Function, Operator
 from passes.graph.packed_graph import check, pack, unpack
 from passes.graph.plain_data import NotPlain, classes_of, dumps, loads
+from passes.graph.stages import Stages
+from passes.machine.cluster import Cluster
 from passes.records import FrozenMap
 
-CLASSES = classes_of(Entry, Rewritten)
+CLASSES = classes_of(Cluster, Stages)
 
 
 class Called:
@@ -64,14 +64,14 @@ def test_a_call_of_anything_else_is_refused(function):
     with pytest.raises(NotPlain, match="none of the classes"):
         loads(packed, CLASSES)
     with pytest.raises(NotPlain, match="none of the classes"):
-        unpack(packed, FakeTensorMode(), Rewritten)
+        unpack(packed, FakeTensorMode(), Cluster)
 
 
 @pytest.mark.parametrize(("module", "name"), [
-    ("hpml_compiler.compile.earlier", "plain_data.pickle.loads"), ("hpml_compiler.compile.earlier", "Entry.__init__"),
+    ("passes.graph.packed_graph", "pickle.loads"), ("passes.machine.cluster", "Cluster.__init__"),
     ("hpml_compiler.compile.earlier", "Earlier"), ("hpml_compiler.compile.earlier", "torch.load"),
     ("passes.graph.plain_data", "constant.__globals__"), ("passes.graph.plain_data", "Unpickler"), ("posix", "system"),
-    ("torch", "ops.load_library"), ("copyreg", "_reconstructor"), ("hpml_compiler.targets", "load"), ("__main__", "Entry")])
+    ("torch", "ops.load_library"), ("copyreg", "_reconstructor"), ("hpml_compiler.targets", "load"), ("__main__", "Cluster")])
 def test_names_lead_nowhere_else(module, name):
     with pytest.raises(NotPlain, match="none of the classes"):
         loads(by_name(module, name, "x"), CLASSES)
@@ -191,7 +191,7 @@ def test_what_would_not_be_read_is_not_written(what):
 def test_bytes_that_were_changed_raise_nothing_else():
     """Of 400 changes, none runs anything, and none raises what nobody expects."""
     running = {1: (torch.float32, torch.ones(2))}
-    packed = dumps(Entry(running, b"", None, None, frozenset({1}), "plan", "hash", "prices", 1.0))
+    packed = dumps((Cluster.local(2, "cpu"), running, frozenset({1})))
     seen, watching, draw = set[str](), [True], random.Random(0)
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
