@@ -11,34 +11,19 @@ from typing import Any, cast
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from passes.compat.cpp_compiler import wait_for_vector_instructions
+from passes.compat.decompositions import inductor_decompositions, right_kernels
 from passes.compat.kernels import kernels_later
 from passes.compat.tracing import fake_mode_of
-
-
-def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decomposition table that inductor traces with."""
-    import torch._inductor.lowering  # noqa: F401  # fills the table; without it some ops stay whole
-    from torch._inductor.decomposition import select_decomp_table
-
-    return dict(select_decomp_table())
-
-
-def eager_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The same table without the operators that draw random numbers themselves: inductor's stand-ins for them, made for
-    its own generator, draw others from torch's than the operators do. What consists of other operators is kept."""
-    table = inductor_decompositions()
-    return {op: decomposed for op, decomposed in table.items()
-            if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or op._can_decompose()}
 
 
 def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
                    around: Callable[[], Any] = contextlib.nullcontext) -> Callable[..., Any]:
     """What `backend="inductor"` does with a Dynamo graph. around: makes a context in which each half is compiled, backward in
     its first call."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     on_cpus = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
@@ -50,8 +35,12 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
         with around(), later():
             return compile_fx_inner(*args, **kwargs)
 
-    with later():  # around all, since kernels are loaded from AOTAutograd's cache, too
-        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=compile_half))
+    # What is part of a cache's key: plain inductor keeps graphs of the same inputs, which it took apart by its own table.
+    key = {**config.unsafe_marked_cacheable_functions, "hpml.decompositions": "1"}
+    # Around all, since kernels are loaded from AOTAutograd's cache, too.
+    with later(), right_kernels(), config.patch(unsafe_marked_cacheable_functions=key):
+        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=compile_half,
+                                                     decompositions=inductor_decompositions()))
 
 
 @contextlib.contextmanager

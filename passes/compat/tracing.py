@@ -15,6 +15,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from passes.compat.decompositions import right_kernels
 from passes.compat.graphs import lazy_graph_modules
 
 
@@ -25,7 +26,7 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
     backend = make_backend(**kwargs)
 
     def traced(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with lazy_graph_modules():
+        with lazy_graph_modules(), right_kernels():
             return backend(gm, inputs)
 
     return traced

@@ -51,6 +51,11 @@ def _last_dim_packed(value: torch.Tensor) -> bool:
     return value.dim() == 0 or value.shape[-1] == 1 or value.stride(-1) == 1
 
 
+def _last_stride_is_one(value: torch.Tensor) -> bool:
+    """Also where the last dim has one element."""
+    return value.dim() == 0 or value.stride(-1) == 1
+
+
 def _matrices_packed(value: torch.Tensor) -> bool:
     """Rows or columns one after another, each from a multiple of 16 bytes on."""
     if value.dim() < 2:
@@ -68,7 +73,7 @@ PACKED: dict[str, Callable[[torch.Tensor], bool]] = {
         for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
         for direction in ("", "_backward")
     },
-    "aten::view.dtype": _last_dim_packed,
+    "aten::view.dtype": _last_stride_is_one,
     "aten::view_as_complex": _last_dim_packed,
     "aten::_weight_norm_interface": torch.Tensor.is_contiguous,
     "aten::_weight_norm_interface_backward": torch.Tensor.is_contiguous,

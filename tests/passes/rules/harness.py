@@ -2,12 +2,14 @@
 
 A `Sample` is a call with real tensors. For every strategy of its rule and every axis size that divides, the operands
 are cut as the strategy says (P: random summands; M: random values whose maximum is the operand; S: pieces of a factor),
-the localized call runs once per rank in this process, and the results are put together by their placements.
+the localized call runs once per rank in this process, and the results are put together by their placements. On a mesh of
+two axes there is a strategy for each, and what one rank of the first axis holds is cut again for the second.
 """
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -176,14 +178,44 @@ def join(parts: Sequence[torch.Tensor], placement: Placement, factors: Factors) 
     return torch.cat([_apart(part, dim, row) for part in parts], dim + factor).reshape(shape)
 
 
+def _divided(factors: Factors, placement: Placement, n: int) -> Factors:
+    """Factors of one of `n` parts."""
+    if not isinstance(placement, tuple):
+        return factors
+    dim, factor = placement
+    return tuple(tuple(size // n if (d, k) == (dim, factor) else size for k, size in enumerate(row))
+                 for d, row in enumerate(factors))
+
+
+def cut_along(x: torch.Tensor, layout: Sequence[Placement], factors: Factors, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """What each rank of a mesh holds, in row-major order."""
+    parts = [x]
+    for placement, n in zip(layout, sizes, strict=True):
+        parts = [piece for part in parts for piece in cut(part, placement, factors, n)]
+        factors = _divided(factors, placement, n)
+    return parts
+
+
+def join_along(parts: Sequence[torch.Tensor], layout: Sequence[Placement], factors: Factors, sizes: Sequence[int]
+               ) -> torch.Tensor:
+    """Inverse of `cut_along`."""
+    if not layout:
+        return parts[0]
+    each = len(parts) // sizes[0]
+    inner = _divided(factors, layout[0], sizes[0])
+    return join([join_along(parts[k : k + each], layout[1:], inner, sizes[1:]) for k in range(0, len(parts), each)],
+                layout[0], factors)
+
+
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
 class Run:
     """A sample with its rule and its whole results."""
 
-    def __init__(self, sample: Sample):
-        self.sample = sample
+    def __init__(self, sample: Sample, rounding: float = 0.0):
+        """rounding: how far sums may be apart, absolute and relative; 0 stands for what torch.testing takes."""
+        self.sample, self.rounding = sample, rounding
         self.fake_mode = FakeTensorMode()
         self.tensors = [x for x in pytree.tree_leaves((sample.args, dict(sample.kwargs))) if isinstance(x, torch.Tensor)]
         graph, node = self._emit(self.tensors, lambda insert, args, kwargs: insert(sample.target, *args, **kwargs))
@@ -207,64 +239,93 @@ class Run:
                 calls.append(RuledCall(Rule((letters[0],), (letters[1],), FrozenMap(sizes)), (value,), (len(shapes) - 1,)))
         return factorize(shapes, calls)[: count + len(self.call.results)]
 
-    def check(self) -> set[str]:
-        """Run all strategies; returns their descriptions. Raises AssertionError naming the first that is wrong."""
+    def check(self, pairs: int = 0) -> set[str]:
+        """Run all strategies; returns their descriptions. Raises AssertionError naming the first that is wrong.
+
+        pairs: how many pairs of strategies to run on meshes of two axes."""
         if self.rule is None:
             return set()
         seen: set[str] = set()
         for finer in (False, True):
             factors = self.factors(finer)
             ins, outs = factors[: len(self.call.operands)], factors[len(self.call.operands) :]
-            for strategy in strategies(self.rule, ins, outs):
+            found = strategies(self.rule, ins, outs)
+            for strategy in found:
                 seen.add(describe(strategy))
                 for n in AXIS_SIZES:
-                    if _divides(strategy, ins, outs, n):
-                        self._compare(strategy, ins, outs, n, strided=finer)
+                    if _divides((strategy,), ins, outs, (n,)):
+                        self._compare((strategy,), ins, outs, (n,), strided=finer)
+            for chosen, sizes in _pairs(found, ins, outs, pairs):
+                self._compare(chosen, ins, outs, sizes, strided=finer)
         return seen
 
-    def _compare(self, strategy: Strategy, ins: list[Factors], outs: list[Factors], n: int, strided: bool) -> None:
-        where = f"{self.sample}: {describe(strategy)} on {n} ranks, factors {ins} -> {outs}"
+    def _compare(self, chosen: Sequence[Strategy], ins: list[Factors], outs: list[Factors], sizes: Sequence[int],
+                 strided: bool) -> None:
+        """chosen: a strategy for each axis, whose sizes follow."""
+        where = (f"{self.sample}: {' and '.join(map(describe, chosen))} on {' x '.join(map(str, sizes))} ranks, "
+                 f"factors {ins} -> {outs}")
         self.combinations += 1
-        operands = [cut(x, p, g, n) for x, p, g in zip(self.tensors, strategy.inputs, ins)]
+        operands = [cut_along(x, [s.inputs[k] for s in chosen], g, sizes) for k, (x, g) in enumerate(zip(self.tensors, ins))]
         if strided:
             operands = [[_strided(x) for x in parts] for parts in operands]
         try:
-            ranks = self._locals(operands, strategy, n)
-            for port, (whole, placement, own) in enumerate(zip(self.results, strategy.outputs, outs)):
-                parts = [results[port] for results in ranks]
+            ranks = self._locals(operands, chosen, sizes)
+            for port, (whole, own) in enumerate(zip(self.results, outs)):
+                parts, layout = [results[port] for results in ranks], [s.outputs[port] for s in chosen]
                 assert all(part.dtype == whole.dtype for part in parts), f"dtype {parts[0].dtype}, not {whole.dtype}"
-                expected = cut(whole, placement, own, n)[0].shape
+                expected = cut_along(whole, layout, own, sizes)[0].shape
                 assert all(part.shape == expected for part in parts), f"local {parts[0].shape}, expected {expected}"
                 if self.sample.values:
-                    joined = join(parts, placement, own)
-                    torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False)
+                    self._close(parts, join_along(parts, layout, own, sizes), whole, chosen)
         except Exception as error:
             raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
 
-    def _locals(self, operands: list[list[torch.Tensor]], strategy: Strategy, n: int) -> list[list[torch.Tensor]]:
+    def _close(self, parts: Sequence[torch.Tensor], joined: torch.Tensor, whole: torch.Tensor, chosen: Sequence[Strategy]
+               ) -> None:
+        if not any(PARTIAL in s.inputs or PARTIAL in s.outputs for s in chosen) or not (
+                whole.dtype.is_floating_point or whole.dtype.is_complex):
+            torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False)
+            return
+        # What is not finite is no sum: infinite summands of either sign are not a number. Summands may be greater than their
+        # sum, and so is what is rounded off them.
+        finite = whole.isfinite()
+        greatest = max((float(x[x.isfinite()].abs().max()) for x in parts if x[x.isfinite()].numel()), default=0.0)
+        tolerance = {"rtol": self.rounding, "atol": self.rounding * max(1.0, greatest)} if self.rounding else {}
+        torch.testing.assert_close(joined[finite], whole[finite], equal_nan=True, check_stride=False, **tolerance)
+
+    def _locals(self, operands: list[list[torch.Tensor]], chosen: Sequence[Strategy], sizes: Sequence[int]
+                ) -> list[list[torch.Tensor]]:
         """Results of every rank. Ranks share a graph unless theirs depends on their range."""
         found, graph, depends = [], None, True
-        for rank in range(n):
+        for rank, coordinates in enumerate(itertools.product(*map(range, sizes))):
             mine = [parts[rank] for parts in operands]
             if graph is None or depends:
-                graph, depends = self._local_graph(mine, strategy, n, rank)
+                graph, depends = self._local_graph(mine, chosen, sizes, coordinates)
             found.append(self._execute(graph, mine))
         return found
 
-    def _local_graph(self, operands: list[torch.Tensor], strategy: Strategy, n: int, rank: int) -> tuple[fx.Graph, bool]:
+    def _local_graph(self, operands: list[torch.Tensor], chosen: Sequence[Strategy], sizes: Sequence[int],
+                     coordinates: Sequence[int]) -> tuple[fx.Graph, bool]:
         """What one rank runs, and whether that depends on which one it is."""
 
         def part(is_input: bool, tensor: int, dim: int) -> Range | None:
-            placement = (strategy.inputs if is_input else strategy.outputs)[tensor]
-            if not isinstance(placement, tuple) or placement[0] != dim:
+            count, strides = 1, []
+            for axis, (strategy, n) in reversed([*enumerate(zip(chosen, sizes))]):
+                placement = (strategy.inputs if is_input else strategy.outputs)[tensor]
+                if isinstance(placement, tuple) and placement[0] == dim:
+                    strides.append((f"axis{axis}", count))
+                    count *= n
+            if count == 1:
                 return None
-            size = (self.call.operands if is_input else self.call.results)[tensor].shape[dim] // n
-            return Range(rank * size, size, Offset(size, (("axis0", 1),)))
+            offset = Offset((self.call.operands if is_input else self.call.results)[tensor].shape[dim] // count, tuple(strides))
+            return Range(offset.at({f"axis{k}": own for k, own in enumerate(coordinates)}), offset.count, offset)
 
-        def shape(spec: Spec, placement: Placement) -> tuple[int, ...]:
+        def shape(spec: Spec, port: int) -> tuple[int, ...]:
             local = list(spec.shape)
-            if isinstance(placement, tuple):
-                local[placement[0]] //= n
+            for strategy, n in zip(chosen, sizes):
+                placement = strategy.outputs[port]
+                if isinstance(placement, tuple):
+                    local[placement[0]] //= n
             return tuple(local)
 
         ranges, ordered = shifted_ranges(self.rule, part), ordered_ranges(self.rule, part)
@@ -274,7 +335,7 @@ class Run:
                 Local(
                     target=self.sample.target, args=args, kwargs=kwargs,
                     whole=tuple(s.shape for s in self.call.results),
-                    local=tuple(shape(s, p) for s, p in zip(self.call.results, strategy.outputs)),
+                    local=tuple(shape(s, port) for port, s in enumerate(self.call.results)),
                     rule=self.rule, ranges=ranges, ordered=ordered, strides=self.call.strides,
                 ),
                 insert,
@@ -305,13 +366,16 @@ class Run:
         return graph, node
 
     def _execute(self, graph: fx.Graph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        out = _Interpreter(fx.GraphModule({}, graph), self.sample).run(*tensors)
+        out = _Interpreter(_EMPTY, self.sample, graph).run(*tensors)
         return [x for x in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(x, torch.Tensor)]
 
 
+_EMPTY = fx.GraphModule({}, fx.Graph())
+
+
 class _Interpreter(fx.Interpreter):
-    def __init__(self, gm: fx.GraphModule, sample: Sample):
-        super().__init__(gm)
+    def __init__(self, gm: fx.GraphModule, sample: Sample, graph: fx.Graph):
+        super().__init__(gm, graph=graph)
         self.sample = sample
 
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> Any:
@@ -331,9 +395,24 @@ def _strided(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim > 1 else x
 
 
-def _divides(strategy: Strategy, ins: Sequence[Factors], outs: Sequence[Factors], n: int) -> bool:
-    pairs = itertools.chain(zip(strategy.inputs, ins), zip(strategy.outputs, outs))
-    return all(not isinstance(p, tuple) or g[p[0]][p[1]] % n == 0 for p, g in pairs)
+def _divides(chosen: Sequence[Strategy], ins: Sequence[Factors], outs: Sequence[Factors], sizes: Sequence[int]) -> bool:
+    for side, factors in (("inputs", ins), ("outputs", outs)):
+        for k, own in enumerate(factors):
+            for strategy, n in zip(chosen, sizes):
+                placement = getattr(strategy, side)[k]
+                if isinstance(placement, tuple):
+                    if own[placement[0]][placement[1]] % n:
+                        return False
+                    own = _divided(own, placement, n)
+    return True
+
+
+def _pairs(found: Sequence[Strategy], ins: Sequence[Factors], outs: Sequence[Factors], count: int
+           ) -> list[tuple[tuple[Strategy, Strategy], tuple[int, int]]]:
+    """Pairs of strategies that fit a mesh of two axes, chosen at random but alike for equal calls."""
+    possible = [(pair, sizes) for pair in itertools.product(found[1:], repeat=2) for sizes in ((2, 2), (2, 3), (3, 2))
+                if _divides(pair, ins, outs, sizes)] if count else []
+    return random.Random(len(possible)).sample(possible, min(count, len(possible)))
 
 
 def check(sample: Sample) -> int:

@@ -22,6 +22,8 @@ SAMPLES = [
     sample(aten.view.default, b(8, 4), [32]),
     sample(aten._unsafe_view.default, f(8, 4), [2, 4, 4], expect="S(0) -> S(0); S(0.1) -> S(1)"),
     sample(aten.reshape.default, f(8, 4), [4, -1], expect="S(0) -> S(0)"),
+    sample(aten.view.dtype, f(6, 1), torch.int32, expect="S(0) -> S(0)"),
+    sample(aten.view.dtype, torch.complex(f(6, 1), f(6, 1)), torch.float64, expect="S(0) -> S(0)"),
     sample(aten.view.dtype, f(8, 4, dtype=torch.float32), torch.int32, expect="S(0) -> S(0); S(1) -> S(1)"),
     sample(aten.view.dtype, f(8, 4, dtype=torch.float32), torch.int16, expect="S(0) -> S(0)"),
     sample(aten.unsqueeze.default, f(8, 4), -1, expect="S(0) -> S(0); S(1) -> S(1); P -> P"),
