@@ -18,7 +18,7 @@ from passes.errors import BadInput, shortened
 MOST_CPU_RANKS = 4  # by default: without accelerators ranks are for trying things out, and each costs memory
 MOST_RANKS = 1024  # on one node: more are a typing error, and would take the machine down
 PG_TIMEOUT_S = 60
-OWN_GPU_MODULE = "hpml_compiler.commands._on_own_gpu"
+RANK_MODULE = "hpml_compiler.commands._rank"
 
 
 def register(app: typer.Typer) -> None:
@@ -42,8 +42,8 @@ def run(
     """Run a training script on every device, as torchrun would, with sound defaults.
 
     Sets, unless the environment has them: OMP_NUM_THREADS (cores divided by ranks), HPML_PG_TIMEOUT_S=60 (the time
-    limit of process groups that hpml makes) and, where ranks may be restarted (--max-restarts, --nnodes MIN:MAX),
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    limit of process groups that hpml makes), on one node GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback) and, where ranks
+    may be restarted (--max-restarts, --nnodes MIN:MAX), TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     Ends with the exit code of the first rank that failed; 128 + N if signal N ended it, or the run.
     """
     if module and not _has_module(script):
@@ -53,22 +53,23 @@ def run(
         raise BadInput("the script does not exist", where=script, next_step="give the path of a Python file, or -m and "
                        "a module; options of `hpml run` stand before it, options of the script after it")
     ranks = nproc if nproc is not None else default_ranks()
-    for name, value in environment_defaults(ranks, may_restart=max_restarts > 0 or ":" in nnodes).items():
+    may_restart, alone = max_restarts > 0 or ":" in nnodes, _is_alone(nnodes, rdzv_endpoint)
+    for name, value in environment_defaults(ranks, may_restart, alone).items():
         os.environ.setdefault(name, value)
-    module, script, arguments = started(script, arguments or [], module)
-    options = [*_rendezvous(nnodes, node_rank, rdzv_endpoint), f"--nproc-per-node={ranks}",
-               f"--max-restarts={max_restarts}", *(["--module"] if module else [])]
+    module, script, arguments = started(script, arguments or [], module, own_store=may_restart and alone)
+    options = [*_rendezvous(nnodes, node_rank, rdzv_endpoint), *(["--local-addr=127.0.0.1"] if alone else []),
+               f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}", *(["--module"] if module else [])]
     raise typer.Exit(_torchrun(options, script, arguments))
 
 
-def started(script: str, arguments: list[str], module: bool) -> tuple[bool, str, list[str]]:
+def started(script: str, arguments: list[str], module: bool, own_store: bool = False) -> tuple[bool, str, list[str]]:
     """(whether it is a module, its name, its arguments) of what torchrun is to start. Where there are several GPUs, it is
-    something that makes a rank's own the current one first."""
+    something that makes a rank's own the current one first; own_store: rank 0 opens a store, which listens on loopback."""
     import torch
 
-    if torch.cuda.device_count() < 2:
+    if torch.cuda.device_count() < 2 and not own_store:
         return module, script, arguments
-    return True, OWN_GPU_MODULE, [*(["-m"] if module else []), script, *arguments]
+    return True, RANK_MODULE, [*(["-m"] if module else []), script, *arguments]
 
 
 def available_cores() -> int:
@@ -84,12 +85,26 @@ def default_ranks() -> int:
     return torch.cuda.device_count() or min(available_cores(), MOST_CPU_RANKS)
 
 
-def environment_defaults(ranks: int, may_restart: bool = False) -> dict[str, str]:
-    """Environment variables that every rank gets where the user has not set them."""
+def _is_alone(nnodes: str, endpoint: str | None) -> bool:
+    """Whether all ranks are on this node, and nobody asked for them to be reached from others."""
+    return nnodes in ("1", "1:1") and (endpoint is None or endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1"))
+
+
+def loopback_interface() -> str | None:
+    """Such as "lo"; None where there is none, as in some containers."""
+    return next((name for name, addresses in psutil.net_if_addrs().items()
+                 if any(each.address == "127.0.0.1" for each in addresses)), None)
+
+
+def environment_defaults(ranks: int, may_restart: bool = False, alone: bool = False) -> dict[str, str]:
+    """Environment variables that every rank gets where the user has not set them. alone: whether no other node has ranks."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, available_cores() // ranks)),
         "HPML_PG_TIMEOUT_S": str(PG_TIMEOUT_S),
     }
+    if alone and (interface := loopback_interface()) is not None:
+        # Else gloo and NCCL listen on the interface of the host's name, for everybody who reaches it.
+        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     if may_restart:
         # A restarted gloo group finds the addresses of its dead predecessor in a store that torchrun keeps for the ranks.
         # A store of rank 0's own comes at a price: torchrun chooses its port seconds before rank 0 opens it, and another
@@ -159,10 +174,13 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from passes import compat
+
     parsed = torchrun.parse_args([*options, "--", script])
     parsed.training_script_args = arguments  # its parser would take them for its own where a prefix matches
     try:
-        torchrun.run(parsed)
+        with compat.stores_on_loopback():
+            torchrun.run(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         typer.echo(f"hpml: {_first_failure(rank, failure)}\n{error}", err=True)

@@ -1,9 +1,12 @@
 """Process groups: their timeouts and stores, and collectives over gloo that torch does wrong."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -69,6 +72,49 @@ def side_store(prefix: str, timeout_s: float) -> Any:
         return None
     return c10d.PrefixStore(prefix, c10d.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s),
                                                   wait_for_workers=False))
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@contextlib.contextmanager
+def stores_on_loopback() -> Iterator[None]:
+    """Stores that torchrun or `init_process_group` opens in this process for 127.0.0.1 listen there alone: a TCPStore listens
+    on all interfaces of its host, whatever that is called. Where a release of torch opens them elsewhere, nothing changes."""
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous, static_tcp_rendezvous
+
+    in_ranks = sys.modules["torch.distributed.rendezvous"]  # as an attribute, that is the function of the same name
+    modules: list[Any] = [m for m in (in_ranks, c10d_rendezvous_backend, static_tcp_rendezvous) if hasattr(m, "TCPStore")]
+    handler: Any = getattr(dynamic_rendezvous, "DynamicRendezvousHandler", None)
+    before = getattr(handler, "_create_tcp_store_server", None)
+    for module in modules:
+        module.TCPStore = _store_on_loopback
+    if before is not None:
+        handler._create_tcp_store_server = lambda self, host, port: _store_on_loopback(host, port, is_master=True,
+                                                                                       multi_tenant=True)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.TCPStore = torch.distributed.TCPStore
+        if before is not None:
+            handler._create_tcp_store_server = before
+
+
+def _store_on_loopback(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *args: Any,
+                       **kwargs: Any) -> Any:
+    if not is_master or host_name not in _LOOPBACK:
+        return torch.distributed.TCPStore(host_name, port, world_size, is_master, *args, **kwargs)
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(("127.0.0.1", port))
+        listening.listen(1024)
+    except OSError as error:  # as torch raises where a port is taken; torchrun then looks whether another has the store
+        listening.close()
+        raise RuntimeError(f"the store cannot listen on 127.0.0.1:{port}: {error}") from error
+    port = listening.getsockname()[1]
+    return torch.distributed.TCPStore(host_name, port, world_size, True, *args, **kwargs, master_listen_fd=listening.detach())
 
 
 _FUNCTIONAL_COLLECTIVES = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpml_compiler.commands import _on_own_gpu, run
+from hpml_compiler.commands import _rank, run
 
 SCRIPT = """
 import json, sys, beside
@@ -28,7 +28,7 @@ def scripts(tmp_path):
 @pytest.mark.parametrize("how", [["train.py"], ["-m", "train"]])
 def test_the_script_is_the_main_module(scripts, how):
     root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-m", "hpml_compiler.commands._on_own_gpu", *how, "--lr", "1"], cwd=scripts,
+    done = subprocess.run([sys.executable, "-m", "hpml_compiler.commands._rank", *how, "--lr", "1"], cwd=scripts,
                           env={**os.environ, "LOCAL_RANK": "1", "PYTHONPATH": str(root)}, capture_output=True, text=True,
                           timeout=110)
     assert done.returncode == 0, done.stderr
@@ -43,14 +43,14 @@ def test_the_gpu_of_a_rank_is_by_its_local_number(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for rank in ("0", "1", "2"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        _on_own_gpu.choose_gpu()
+        _rank.choose_gpu()
     assert chosen == [0, 1, 0]
 
 
 @pytest.mark.parametrize(("gpus", "module", "started"), [
     (0, False, (False, "train.py", ["--lr"])), (1, True, (True, "train.py", ["--lr"])),
-    (2, False, (True, "hpml_compiler.commands._on_own_gpu", ["train.py", "--lr"])),
-    (2, True, (True, "hpml_compiler.commands._on_own_gpu", ["-m", "train.py", "--lr"])),
+    (2, False, (True, "hpml_compiler.commands._rank", ["train.py", "--lr"])),
+    (2, True, (True, "hpml_compiler.commands._rank", ["-m", "train.py", "--lr"])),
 ])
 def test_only_where_there_are_several(monkeypatch, gpus, module, started):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -17,15 +17,22 @@ import pytest
 from hpml_compiler import cli
 from hpml_compiler.commands import run as run_command
 
-REPORT = """
-import json, os, sys
-names = ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HPML_PG_TIMEOUT_S", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
-         "TORCHELASTIC_USE_AGENT_STORE"]
-with open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"]), "w") as f:
-    json.dump({"arguments": sys.argv[1:], **{name: os.environ.get(name) for name in names}}, f)
+LISTENING = """
+import os, psutil
+def listening():
+    "Where this rank and the launcher accept connections."
+    processes = psutil.Process(), psutil.Process(os.getppid())
+    return sorted({each.laddr.ip for process in processes for each in process.net_connections() if each.status == "LISTEN"})
 """
-RESTARTED = """
-import os, sys
+REPORT = LISTENING + """
+import json, sys
+names = ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "HPML_PG_TIMEOUT_S", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+         "TORCHELASTIC_USE_AGENT_STORE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+with open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"]), "w") as f:
+    json.dump({"arguments": sys.argv[1:], "listening": listening(), **{name: os.environ.get(name) for name in names}}, f)
+"""
+RESTARTED = LISTENING + """
+import sys
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 value = torch.ones(1)
@@ -33,7 +40,7 @@ dist.all_reduce(value)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     sys.exit(5)
 with open(os.path.join(os.path.dirname(__file__), "rank" + os.environ["RANK"]), "w") as f:
-    f.write(str(value.item()))
+    f.write(f"{value.item()} {listening()}")
 dist.destroy_process_group()
 """
 ENDS = """
@@ -72,12 +79,14 @@ def test_script_arguments_stay_untouched_and_defaults_are_set(tmp_path):
     arguments = ["--nproc", "7", "--", "-m", "--help", "x y"]
     done = _hpml("run", "--nproc", "2", _script(tmp_path, REPORT), *arguments)
     assert done.returncode == 0, done.stderr
+    loopback = run_command.loopback_interface()
     for rank in range(2):
         seen = json.loads((tmp_path / f"rank{rank}").read_text())
         assert seen == {
             "arguments": arguments, "RANK": str(rank), "WORLD_SIZE": "2", "HPML_PG_TIMEOUT_S": "60",
             "OMP_NUM_THREADS": str(max(1, run_command.available_cores() // 2)),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": None, "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "listening": ["127.0.0.1"]}
 
 
 def test_the_users_environment_wins_and_a_module_can_be_run(tmp_path):
@@ -135,7 +144,7 @@ def test_ranks_have_a_store_of_their_own_only_where_they_may_be_restarted(tmp_pa
 def test_gloo_ranks_meet_again_after_a_restart(tmp_path):
     done = _hpml("run", "--nproc", "2", "--max-restarts", "1", _script(tmp_path, RESTARTED))
     assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["2.0", "2.0"]
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == 2 * ["2.0 ['127.0.0.1']"]
 
 
 @pytest.mark.parametrize("numbered", [True, False])

@@ -1,4 +1,4 @@
-"""What `hpml run` starts on every rank where there are several GPUs: this module with `script.py ...` or `-m module ...`.
+"""Start of a rank of `hpml run`, where there are several GPUs or rank 0 opens a store: `script.py ...` or `-m module ...`.
 
 A script for one device says `.to("cuda")`, which is the current GPU, and that is the first one on every rank unless somebody
 chooses. LOCAL_RANK stays what it is, and so do the GPUs that are seen, for scripts that choose by themselves.
@@ -19,6 +19,15 @@ def choose_gpu() -> None:
 
 def main() -> None:
     choose_gpu()
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":  # the ranks meet at a store of the launcher's
+        return _run()
+    from passes import compat
+
+    with compat.stores_on_loopback():
+        _run()
+
+
+def _run() -> None:
     first = sys.argv[1]
     if first == "-m":
         sys.argv = sys.argv[2:]  # run_module puts the file's path first
