@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
 from hpml_compiler.mixed.plan import MixedPlan
-from hpml_compiler.plans.files import describe_errors
+from hpml_compiler.plans.invalid import describe_errors
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import Objective
 from hpml_compiler.quantities import in_mesh_order, parse_axes, parse_budget, parse_names, parse_watts

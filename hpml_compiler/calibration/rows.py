@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from hpml_compiler.plans.fields import Mesh, Record
-from hpml_compiler.plans.files import describe_errors
+from hpml_compiler.plans.invalid import describe_errors
 from passes.errors import BadInput
 from passes.machine.cluster import Cluster
 from passes.records import read_json

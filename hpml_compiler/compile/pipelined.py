@@ -40,6 +40,7 @@ from hpml_compiler.runtime.calls import backward_call
 from hpml_compiler.runtime.compared import of_backward
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
+from hpml_compiler.runtime.inner_shard import InnerShard
 from hpml_compiler.runtime.microbatches import Call
 from hpml_compiler.runtime.owned import Owned, owner_of
 from passes import compat
@@ -73,7 +74,7 @@ class PipelinedGraph:
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
         self.planner = StagesPlanner(self.name, self.given, self.inputs, self.options, self.mesh, self.seconds)
         self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given), self.options,
-                               kinds=(InStages, CutInStages, Loop, Owned))
+                               kinds=(InStages, CutInStages, Loop, Owned, InnerShard))
         if self.earlier.found is not None:
             self.mesh.groups()  # what was cut knows them by their names
             self.planner.as_in(self.earlier.found.running)

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpml_compiler.mixed.content import MixedContent
-from hpml_compiler.plans.files import describe_errors, json_content
+from hpml_compiler.plans.files import json_content
+from hpml_compiler.plans.invalid import describe_errors
 from passes.errors import BadInput
 from passes.files import is_device
 

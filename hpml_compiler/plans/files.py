@@ -5,7 +5,6 @@ import json
 import os
 from typing import Any
 
-from pydantic import ValidationError
 from typing_extensions import Self
 
 from hpml_compiler.plans.fields import Record
@@ -62,13 +61,3 @@ def json_content(text: str, where: str, next_step: str) -> dict[str, Any]:
 def read_plan(path: str | os.PathLike[str]) -> str:
     """The text of a plan's file. Raises BadInput."""
     return read_text(path, "the plan", "give a file that `hpml plan TARGET --save PLAN.json` wrote")
-
-
-def describe_errors(error: ValidationError, most: int = 3) -> str:
-    """The first few errors of pydantic as one line: where in the data, and what is wrong there."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
-    places = [".".join(map(str, each["loc"])) for each in found]
-    lines = [f"{place}: {each['msg']}".removeprefix(": ").replace("Value error, ", "")
-             for place, each in zip(places, found, strict=True)]
-    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
-    return "; ".join(lines[:most]) + more

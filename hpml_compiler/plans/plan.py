@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from hpml_compiler.plans.content import PlanContent
-from hpml_compiler.plans.files import describe_errors, json_content
+from hpml_compiler.plans.files import json_content
+from hpml_compiler.plans.invalid import describe_errors
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.visualize.diff import PlanDiff, diff
 from hpml_compiler.visualize.explain import explain

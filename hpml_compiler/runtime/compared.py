@@ -21,9 +21,11 @@ from passes.graph.interface import GraphInput
 
 FIRST_CALLS, EVERY = 32, 64  # calls 1, 2, 4 ... up to the first number, and then every so many
 SLOTS, HEADER = 60, 4
+SEEDS = ("numpy and random have generators of their own, which torch.manual_seed does not seed: call numpy.random.seed(0) and "
+         "random.seed(0), too; torch.seed() takes another seed on each rank")
 REMEDY = ("all ranks pass the same batch, and each computes its share: take the DistributedSampler out and seed the loader "
           "alike on all ranks; or wrap it, loader = hpml_compiler.distribute(loader), which also takes a loader that gives "
-          "each rank rows of its own, as under DDP")
+          f"each rank rows of its own, as under DDP; {SEEDS}")
 _halves: list[Comparison] = []
 
 
@@ -121,7 +123,7 @@ class Comparison:
             if header[2] != headers[0][2]:
                 raise RanksDiffer(f"rank {rank} has drawn other random numbers than rank 0, so the masks of dropout differ",
                                   where, "draw alike on all ranks, or give what one rank draws for itself a torch.Generator "
-                                  "of its own")
+                                  f"of its own; {SEEDS}")
         prints = all_ranks[:, HEADER:].view(len(headers), SLOTS, 2)[:, :len(found.watched)]
         tolerances = torch.tensor([tolerance(w.dtype) for w in found.watched], dtype=torch.float64)
         other = [differs(prints[0], mine, tolerances).tolist() for mine in prints]

@@ -18,6 +18,7 @@ from passes.machine.device import (
     Link,
     builtin_devices,
     builtin_sheet,
+    did_you_mean,
     host_of,
     sheet_for_torch_name,
 )
@@ -25,8 +26,8 @@ from passes.records import FrozenMap, from_json, read_json, to_json, write_json
 
 __all__ = ["Cluster", "Device", "DeviceSheet", "Link", "NodeGroup", "builtin_devices", "builtin_sheet"]
 
-_PATTERN = re.compile(r"([0-9]+)x([0-9]+):(.+)")
-_JOINT = re.compile(r"\+(?=\s*[0-9]+x[0-9]+:)")  # a + in a file's name is none
+_PATTERN = re.compile(r"(?:([0-9]+)x)?([0-9]+):(.+)")
+_JOINT = re.compile(r"\+(?=\s*(?:[0-9]+x)?[0-9]+:)")  # a + in a file's name is none
 MOST_DEVICES, MOST_GROUPS = 2**20, 10
 """Of a cluster: several times as many devices as the largest ever had; as many groups as shares are searched for."""
 LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S = 200e9  # what the cores of one host share: about eight channels of DDR4-3200
@@ -109,7 +110,8 @@ class Cluster:
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """`NODESxDEVICES:DEVICE` (`8x8:h100-80g`; DEVICE: a built-in one or a device file), or a cluster file (.json).
+        """`NODESxDEVICES:DEVICE` (`8x8:h100-80g`; DEVICE: a built-in one or a device file), `DEVICES:DEVICE` for one node, or a
+        cluster file (.json).
 
         Several of the first kind joined by `+` (`1x4:h100-80g+1x4:a100-80g`) are groups of different nodes.
         Raises BadInput that says what is wrong and lists the built-in devices.
@@ -123,12 +125,13 @@ class Cluster:
             if match is None:
                 raise BadInput(
                     f"cannot read {shortened(part)!r} as a cluster"
-                    + (f" in {shortened(text)!r}" if len(parts) > 1 else ""),
+                    + (f" in {shortened(text)!r}" if len(parts) > 1 else "")
+                    + did_you_mean(part.rpartition(":")[2], "1x8:"),
                     "cluster",
-                    "write NODESxDEVICES:DEVICE, such as 8x8:h100-80g, several joined by +, or the path of a JSON "
-                    f"file; built-in devices: {', '.join(builtin_devices())}",
+                    "write NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or 4:h100-80g for one node, several joined by +, or the "
+                    f"path of a JSON file; built-in devices: {', '.join(builtin_devices())}",
                 )
-            nodes, devices, device = match.groups()
+            nodes, devices, device = match.groups(default="1")
             if len(nodes.lstrip("0")) + len(devices.lstrip("0")) > 2 * len(str(MOST_DEVICES)):  # too long to be multiplied
                 raise BadInput(_too_many(), f"cluster {shortened(part)}", "name a smaller cluster")
             groups.append(NodeGroup.of(int(nodes), int(devices), _sheet(device)))

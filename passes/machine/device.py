@@ -1,13 +1,14 @@
 """Devices and links: the figures that costs are priced on, and the built-in ones with their sources."""
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from dataclasses import dataclass
 from functools import cache as memoize
 from pathlib import Path
 
-from passes.errors import BadInput
+from passes.errors import BadInput, shortened
 from passes.machine.link import ASSUMED_CPU_HOST, ASSUMED_HOST, ASSUMED_STORAGE, Link, check_positive
 from passes.records import FrozenMap, from_json, read_json, to_json, write_json
 
@@ -143,11 +144,19 @@ def builtin_sheet(name: str) -> DeviceSheet:
     """The built-in device file of that name; raises BadInput that lists them."""
     if name not in builtin_devices():
         raise BadInput(
-            f"unknown device {name!r}",
+            f"unknown device {shortened(name)!r}{did_you_mean(name)}",
             "cluster",
             f"built-in devices: {', '.join(builtin_devices())}; or the path of a device file (.json)",
         )
     return DeviceSheet.load(DATA / f"{name}.json")
+
+
+def did_you_mean(name: str, prefix: str = "") -> str:
+    """`; did you mean h100-80g?`, after `prefix`: the devices whose names begin so, else those that are spelled alike."""
+    plain = re.sub(r"[\s_]", "-", name.strip().lower())
+    known = builtin_devices()
+    alike = [each for each in known if plain and each.startswith(plain)] or difflib.get_close_matches(plain, known, 1, 0.75)
+    return f"; did you mean {' or '.join(prefix + each for each in alike)}?" if alike else ""
 
 
 def sheet_for_torch_name(torch_name: str) -> DeviceSheet | None:

@@ -54,3 +54,10 @@ def test_a_model_that_was_not_called_or_failed_is_not_warned_of(script, ends_wit
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == ends_with, done.stderr[-3000:]
     assert "no graph came to the backend" not in done.stderr
+
+
+def test_public_names_are_listed():
+    import hpml_compiler
+
+    assert set(hpml_compiler.__all__) <= set(dir(hpml_compiler))
+    assert all(getattr(hpml_compiler, name) is not None for name in hpml_compiler.__all__)

@@ -62,13 +62,13 @@ def test_a_pipeline_takes_the_devices_that_the_mesh_leaves(tmp_path):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"seconds": None}, "either seconds or tflops_per_device"),
-    ({"seconds": -1.0}, "seconds: Input should be greater than 0"),
-    ({"seconds": "fast"}, "seconds: Input should be a valid number"),
+    ({"seconds": -1.0}, "seconds: expected a number above 0, got -1"),
+    ({"seconds": "fast"}, "seconds: expected a number, got 'fast'"),
     ({"tflops_per_device": 137.0}, "either seconds or tflops_per_device"),
     ({"formula": "megatron"}, "seconds without"),
-    ({"speed": 3}, "speed: Extra inputs are not permitted"),
-    ({"recompute": "some"}, "recompute: Input should be 'none' or 'full'"),
-    ({"microbatches": 0}, "microbatches: Input should be greater than or equal to 1"),
+    ({"speed": 3}, "speed: there is no such key"),
+    ({"recompute": "some"}, "recompute: expected 'none' or 'full', got 'some'"),
+    ({"microbatches": 0}, "microbatches: expected a number of at least 1, got 0"),
     ({"mesh": {"dp": 8}}, "has 8 devices, the cluster 2x8:a100-80g has 16"),
     ({"cluster": "2x8:a1000"}, "unknown device 'a1000'"),
 ])

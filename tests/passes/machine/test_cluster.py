@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import psutil
@@ -19,7 +20,7 @@ def test_parse():
     assert str(cluster) == "8x4:h100-80g" and Cluster.parse(str(cluster)) == cluster
 
 
-@pytest.mark.parametrize("text", ["8x8", "h100-80g", "8:h100-80g", "", "-1x8:cpu"])
+@pytest.mark.parametrize("text", ["8x8", "h100-80g", "x8:h100-80g", "", "-1x8:cpu"])
 def test_parse_says_the_form_and_lists_the_devices(text):
     with pytest.raises(BadInput) as error:
         Cluster.parse(text)
@@ -121,11 +122,32 @@ def test_text_of_several_groups():
     mixed = Cluster.parse(" 1x4:h100-80g+2x8:a100-80g ")
     assert mixed.groups == Cluster.parse("1x4:h100-80g").groups + Cluster.parse("2x8:a100-80g").groups
     assert Cluster.parse(str(mixed)) == mixed
-    with pytest.raises(BadInput, match="cannot read '4:h100-80g' as a cluster in '4:h100-80g") as error:
-        Cluster.parse("4:h100-80g+1x4:a100-80g")
+    assert Cluster.parse("4:h100-80g+2x8:a100-80g") == mixed
+    with pytest.raises(BadInput, match="cannot read 'h100-80g' as a cluster in 'h100-80g") as error:
+        Cluster.parse("h100-80g+1x4:a100-80g")
     assert "joined by +" in error.value.next_step
     with pytest.raises(BadInput, match="unknown device 'h300'"):
         Cluster.parse("1x4:h100-80g+1x4:h300")
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    ("1x8:h100", "h100-80g"), ("8:H100", "h100-80g"), ("1x8:a100", "a100-40g or a100-80g"), ("2x2:v100_32g", "v100-32g"),
+    ("1x8:h100-80gb", "h100-80g"), ("h100", "1x8:h100-80g"), ("h200", "1x8:h200"), ("8x:l4", "1x8:l4-24g")])
+def test_a_device_that_is_nearly_called_so_is_suggested(given, meant):
+    with pytest.raises(BadInput, match=f"did you mean {re.escape(meant)}\\?"):
+        Cluster.parse(given)
+
+
+@pytest.mark.parametrize("given", ["1x8:tpu", "1x8:", "x", "", "8", ":"])
+def test_where_nothing_is_alike_nothing_is_suggested(given):
+    with pytest.raises(BadInput) as error:
+        Cluster.parse(given)
+    assert "did you mean" not in error.value.what
+
+
+def test_devices_of_one_node():
+    assert Cluster.parse("4:h100-80g") == Cluster.parse("1x4:h100-80g")
+    assert str(Cluster.parse("4:h100-80g")) == "1x4:h100-80g"
 
 
 def test_a_plus_in_the_name_of_a_file_joins_nothing(tmp_path):

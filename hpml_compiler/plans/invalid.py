@@ -1,0 +1,86 @@
+"""Errors of pydantic in plain words: where in the data, what is expected there, and what was given."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from passes.errors import shortened
+
+_KINDS = {
+    "int": "an integer", "float": "a number", "string": "a string", "bool": "true or false", "dict": "an object",
+    "mapping": "an object", "model": "an object", "model_attributes": "an object", "dataclass": "an object", "list": "an array",
+    "tuple": "an array", "set": "an array", "frozen_set": "an array", "none_required": "null", "bytes": "bytes",
+}
+"""By the beginning of pydantic's name of an error: `int_type`, `int_parsing`, `int_from_float` and the like."""
+_BOUNDS = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "of at least"), "less_than": ("lt", "below"),
+           "less_than_equal": ("le", "of at most"), "multiple_of": ("multiple_of", "that is a multiple of")}
+
+
+def describe_errors(error: ValidationError, most: int = 3) -> str:
+    """The first few errors as one line."""
+    lines: dict[tuple[Any, ...], list[str]] = {}
+    for each in error.errors(include_url=False):
+        lines.setdefault(_place(each["loc"]), []).append(_said(each))
+    inner = {place[:-1] for place in lines if place}  # of a union: what is wrong inside of the type that was meant
+    lines = {place: said for place, said in lines.items() if place not in inner or not said[0].startswith("expected a string")}
+    told = [": ".join(filter(None, (_name(place), _either(said)))) for place, said in lines.items()]
+    more = f"; and {len(told) - most} more" if len(told) > most else ""
+    return "; ".join(told[:most]) + more
+
+
+_TYPES = ("str", "int", "float", "bool", "dict", "list", "tuple", "set", "frozenset", "none", "Plan", "MixedPlan")
+
+
+def _place(loc: Sequence[Any]) -> tuple[Any, ...]:
+    """Without what pydantic calls the types of a union, each of which it has tried."""
+    return tuple(each for each in loc if isinstance(each, int) or not (each in _TYPES or "[" in each or "(" in each))
+
+
+def _name(place: Sequence[Any]) -> str:
+    """mesh, rows[2].seconds."""
+    return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place).removeprefix(".")
+
+
+def _either(said: Sequence[str]) -> str:
+    """What each type of a union said: all that would do, with what was given."""
+    wanted = [each.removeprefix("expected ").partition(", got ") for each in said if each.startswith("expected ")]
+    if len(said) > 1 and len(wanted) == len(said):
+        return f"expected {' or '.join(dict.fromkeys(want for want, *_ in wanted))}, got {wanted[0][2]}"
+    return said[0]
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    kind, given, context = error["type"], error.get("input"), error.get("ctx", {})
+    if kind == "missing":
+        return "it is missing"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return "there is no such key"
+    if kind == "finite_number":
+        return f"expected a finite number, got {_shown(given)}"
+    if kind in ("literal_error", "enum"):
+        return f"expected {context['expected']}, got {_shown(given)}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"expected a number {words} {_shown(context[name])}, got {_shown(given)}"
+    if kind in ("too_short", "string_too_short", "too_long", "string_too_long"):
+        least = context.get("min_length", context.get("max_length"))
+        return f"expected {'at least' if 'short' in kind else 'at most'} {least} of them, got {_shown(given)}"
+    for beginning, words in _KINDS.items():
+        if kind == beginning or kind.startswith(f"{beginning}_") and kind.rpartition("_")[2] in (
+                "type", "parsing", "float", "size", "required", "attributes"):
+            return f"expected {words}, got {_shown(given)}"
+    text = str(error["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    return text if kind in ("value_error", "assertion_error") else f"{text[:1].lower()}{text[1:]}, got {_shown(given)}"
+
+
+def _shown(value: Any) -> str:
+    """A value as a user writes it, containers by their kind."""
+    if isinstance(value, Mapping):
+        return "an object" if value else "an empty object"
+    if isinstance(value, list | tuple | set | frozenset):
+        return "an array" if value else "an empty array"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else shortened(repr(value))
