@@ -1,17 +1,13 @@
 """The entry point `torch.compile(model, backend="hpml")` finds. Importing it is cheap; the work is in `compile/`."""
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.fx import GraphModule
 
-from hpml_compiler.runtime import wrappers
-from passes.compat import changes_of_scalars_stay, dynamo_tried_in_vain
+from hpml_compiler.runtime import uncompiled, wrappers
+from passes.compat import changes_of_scalars_stay
 from passes.errors import BadInput
 
 
@@ -27,7 +23,7 @@ def hpml(
     from hpml_compiler.compile.dispatch import compile_graph
     from hpml_compiler.options import Options, defaults
 
-    atexit.unregister(_warn_of_nothing_compiled)
+    uncompiled.graph_came()
     changes_of_scalars_stay()
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not known", where="torch.compile",
@@ -37,16 +33,3 @@ def hpml(
 
 # Torch loads this module inside of torch.compile, before it makes the compiled module.
 wrappers.watch(hpml)
-
-
-@atexit.register
-def _warn_of_nothing_compiled() -> None:
-    """Torch loads this module when a model is compiled for it. Where Dynamo then gives up on the model, it runs as it is,
-    and nothing else would tell that every rank did all of the work. A script that never called the model, or that ended
-    with an error, has other things to say."""
-    if hasattr(sys, "last_value") or not dynamo_tried_in_vain():
-        return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK", "0") == "0":
-        logging.getLogger("hpml").warning(
-            "no graph came to the backend: every rank ran the whole model. Dynamo skips what it cannot trace (nn.LSTM and "
-            "other recurrent layers, unless torch._dynamo.config.allow_rnn is set); TORCH_LOGS=graph_breaks says what")

@@ -21,6 +21,7 @@ from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.devices import device_type, forget
 from hpml_compiler.runtime.inner_shard import InnerShard
+from hpml_compiler.runtime.uncompiled import why_nothing_is_compiled
 from hpml_compiler.runtime.world import group_timeout
 from passes import compat
 from passes.costs.prices import Measured
@@ -164,6 +165,8 @@ def last_plan() -> Plan:
     while made.unplanned:
         made.graphs.append(made.unplanned[0](f"graph_{len(made.graphs)}"))
         made.unplanned.pop(0)
+    if not made.graphs and (why := why_nothing_is_compiled()):
+        raise BadInput(why, "last_plan", "change that part of the model, or compile the parts that do without it")
     if not made.graphs:
         raise BadInput("nothing was compiled for several ranks yet, nor under a byte budget or in microbatches", "last_plan",
                        "call the compiled model first")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpml_compiler.runtime import uncompiled
 from passes import compat
 from passes.errors import BadInput
 
@@ -75,6 +76,7 @@ def watch_compiled_modules() -> None:
         original(self, module, context, *args, **kwargs)
         if several_ranks() and is_split(self):
             _before_compiling(module)
+            uncompiled.report_after_first_call(self)
 
     init._hpml = True  # type: ignore[attr-defined]
     kind.__init__ = init

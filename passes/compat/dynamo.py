@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -104,6 +105,21 @@ def dynamo_tried_in_vain() -> bool:
     """Whether Dynamo was given something to compile in this process, and made no graph of it for any backend."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and utils.counters["frames"]["total"] > 0 and not utils.counters["stats"]["unique_graphs"]
+
+
+def dynamos_reasons() -> Counter[str]:
+    """Why Dynamo ended graphs or made none so far in this process, in its own words, each in one line, and how often."""
+    utils, found = sys.modules.get("torch._dynamo.utils"), Counter[str]()
+    for kind in ("graph_break", "unimplemented") if utils is not None else ():
+        for text, times in utils.counters[kind].items():
+            found[_in_one_line(text)] += times
+    return found
+
+
+def _in_one_line(text: str) -> str:
+    """Without what is for developers. Before torch 2.7, a reason was one line already."""
+    lines = [line.strip() for line in text.partition("Developer debug context")[0].splitlines() if line.strip()]
+    return " ".join(line if line.endswith((".", "!", "?")) else f"{line}." for line in lines)
 
 
 def compiled_module_type() -> Any:

@@ -6,6 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
+
+import hpml_compiler
+from hpml_compiler.runtime import uncompiled
+from passes.errors import BadInput
 
 SCRIPT = """
 import torch
@@ -32,7 +38,7 @@ def said(allow: bool, ranks: int) -> str:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("allow", "ranks", "warned"), [(False, 2, True), (False, 1, False), (True, 2, False)])
 def test_a_model_that_never_came_to_the_backend_is_warned_of(allow, ranks, warned):
-    assert ("no graph came to the backend" in said(allow, ranks)) == warned
+    assert ("is not compiled, and every rank does all" in said(allow, ranks)) == warned
 
 
 NEVER_CALLED = """
@@ -53,11 +59,49 @@ def test_a_model_that_was_not_called_or_failed_is_not_warned_of(script, ends_wit
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "RANK": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == ends_with, done.stderr[-3000:]
-    assert "no graph came to the backend" not in done.stderr
+    assert "is not compiled, and every rank does all" not in done.stderr
+
+
+class OnSparse(nn.Module):
+    def forward(self, x):
+        return torch.mm(x.to_sparse(), x)
+
+
+class LeftOut(nn.Module):
+    @torch.compiler.disable
+    def forward(self, x):
+        return x.sin()
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x[None])[0]
+
+
+@pytest.mark.parametrize(("model", "because"), [
+    (OnSparse(), "sparse"), (LeftOut(), "torch.compiler.disable"), (nn.LSTM(4, 4), "allow_rnn"),
+    (Recurrent(4, 4), "allow_rnn")],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "")
+def test_it_is_said_after_the_first_call_with_dynamos_own_reason(model, because, monkeypatch, caplog):
+    torch._dynamo.reset()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(uncompiled._Seen, "graphs", 0)
+    monkeypatch.setattr(uncompiled._Seen, "why", "")
+    hpml_compiler.reset()
+    compiled = torch.compile(model, backend="hpml")
+    x = torch.eye(4) if not isinstance(model, nn.LSTM) or isinstance(model, Recurrent) else torch.eye(4)[None]
+    for _ in range(3):
+        compiled(x)
+    (said,) = (each.getMessage() for each in caplog.records if each.name == "hpml")
+    assert said.startswith(f"{type(model).__name__} is not compiled, and every rank does all of its work") and because in said
+    assert ("LSTM" in said) == isinstance(model, nn.LSTM)
+    with pytest.raises(BadInput) as error:
+        hpml_compiler.last_plan()
+    assert error.value.what == said
+    assert compiled.forward.__module__ != uncompiled.__name__, "after its first call, it is called as ever"
+    torch.testing.assert_close(compiled(x), model(x))
 
 
 def test_public_names_are_listed():
-    import hpml_compiler
-
     assert set(hpml_compiler.__all__) <= set(dir(hpml_compiler))
     assert all(getattr(hpml_compiler, name) is not None for name in hpml_compiler.__all__)

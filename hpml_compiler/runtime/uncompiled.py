@@ -1,0 +1,76 @@
+"""Reports models of which Dynamo made no graph: every rank runs all of such a model. Importing this is cheap."""
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+
+from passes import compat
+
+log = logging.getLogger("hpml")
+
+
+class _Seen:
+    """graphs: how many came to the backend. why: of the last model that is not compiled."""
+
+    graphs = 0
+    why = ""
+
+
+def graph_came() -> None:
+    """To be called by the backend."""
+    _Seen.graphs += 1
+    atexit.unregister(_at_exit)
+
+
+def why_nothing_is_compiled() -> str:
+    """Empty where graphs came to the backend, or nothing was called yet."""
+    if _Seen.graphs:
+        return ""
+    return _Seen.why or (_said("the model", compat.dynamos_reasons()) if compat.dynamo_tried_in_vain() else "")
+
+
+def report_after_first_call(module: Any) -> None:
+    """From now on until its first call. module: what `torch.compile(module)` returned."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside of another model that is compiled
+            return forward(*args, **kwargs)
+        graphs, reasons = _Seen.graphs, compat.dynamos_reasons()
+        result = forward(*args, **kwargs)
+        module.forward = forward
+        new = compat.dynamos_reasons() - reasons
+        if new and _Seen.graphs == graphs:
+            _report(_said(type(module._orig_mod).__name__, new))
+        return result
+
+    module.forward = first
+
+
+def _report(why: str) -> None:
+    _Seen.why = why
+    if int(os.environ.get("RANK", "0")) == 0:
+        log.warning("%s", why)
+
+
+def _said(what: str, reasons: Counter[str]) -> str:
+    because = [*reasons][-1] if reasons else "TORCH_LOGS=graph_breaks says why"
+    return f"{what} is not compiled, and every rank does all of its work: Dynamo made no graph of it. {because}"
+
+
+@atexit.register
+def _at_exit() -> None:
+    """For functions and `module.compile()`, whose first call nobody sees the end of."""
+    if hasattr(sys, "last_value") or _Seen.why or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if why := why_nothing_is_compiled():
+        _report(why)
+
