@@ -30,7 +30,8 @@ def embedding_dense_backward(call: Call) -> Rule:
     )
 
 
-SUM, MEAN = 0, 1
+MAX = 2
+"""The mode of a bag that is not summed: the position of each greatest is among the results."""
 
 
 @rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, heavy=True)
@@ -39,30 +40,31 @@ def embedding_bag(call: Call) -> Rule | None:
 
     args: weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, ...
     """
-    if call.argument(4, "mode", SUM) not in (SUM, MEAN):
-        return None
     others = [[None] * len(o.shape) for o in call.operands[1:]]
-    return make_rule(
-        call, [[None, "h"], *others], [[None, "h"], *([None] * len(r.shape) for r in call.results[1:])],
-        aside=range(1, len(call.results)),
-    )
+    results = [[None] * len(r.shape) for r in call.results[1:]]
+    greatest = call.argument(4, "mode", 0) == MAX and len(call.results) == 4 and len(results[2]) == 2
+    if greatest:
+        results[2] = [None, "h"]
+    return make_rule(call, [[None, "h"], *others], [[None, "h"], *results],
+                     aside=[k for k in range(1, len(call.results)) if k != 3 or not greatest])
 
 
 @rule(aten._embedding_bag_backward.default, heavy=True)
 def embedding_bag_backward(call: Call) -> Rule | None:
     """args: gradient, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, ..."""
-    if call.args[8] not in (SUM, MEAN):
-        return None
-    return make_rule(call, [[None, "h"], *([None] * len(o.shape) for o in call.operands[1:])], [[None, "h"]], linear=[[0]])
+    inputs = [[None, "h"], *([None] * len(o.shape) for o in call.operands[1:])]
+    if call.args[8] == MAX:
+        inputs[call.args[5].index] = [None, "h"]
+    return make_rule(call, inputs, [[None, "h"]], linear=[[0]])
 
 
 def index_letters(call: Call, indices: list) -> tuple[list, dict[int, list], list[int]] | None:
-    """Letters of the broadcast index shape, of every index operand, and the indexed dims (they must be adjacent).
+    """Letters of the broadcast index shape, of every index operand, and the indexed dims.
 
     None where a rule cannot follow: with a mask among the indices the shape of the result depends on data.
     """
     where = [d for d, x in enumerate(indices) if x is not None]
-    if not where or where != list(range(where[0], where[-1] + 1)):
+    if not where:
         return None
     operands = [indices[d].index for d in where]
     if any(call.operands[i].dtype in ("bool", "uint8") for i in operands):
@@ -70,6 +72,15 @@ def index_letters(call: Call, indices: list) -> tuple[list, dict[int, list], lis
     shape = torch.broadcast_shapes(*(call.operands[i].shape for i in operands))
     letters = [("i", d) for d in range(len(shape))]
     return letters, {i: aligned(letters, call.operands[i].shape, shape) for i in operands}, where
+
+
+def in_place(dims: list | tuple[int, ...], where: list[int], letters: list | tuple[int, ...]) -> list:
+    """Dims of a table with those of the index in place of the indexed ones: at the first of these where they are adjacent,
+    else before all others."""
+    adjacent = where == list(range(where[0], where[-1] + 1))
+    rest = [x for d, x in enumerate(dims) if d not in where]
+    at = where[0] if adjacent else 0
+    return [*rest[:at], *letters, *rest[at:]]
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -93,7 +104,7 @@ def _index(call: Call, indices: list, mask: int | None, else_zero: bool) -> Rule
     if not single:
         for d in where:
             table[d] = None
-    out = [*(table[d] for d in range(where[0])), *letters, *table[where[-1] + 1 :]]
+    out = in_place(table, where, letters)
     inputs: list = [None] * len(call.operands)
     inputs[0] = table
     for i, x in own.items():

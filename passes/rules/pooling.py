@@ -41,6 +41,8 @@ def max_pool(call: Call) -> Rule:
     aten._upsample_nearest_exact2d_backward.default, aten._upsample_nearest_exact3d_backward.default,
     aten.upsample_linear1d_backward.default, aten.upsample_bilinear2d_backward.default,
     aten.upsample_trilinear3d_backward.default, aten.upsample_bicubic2d_backward.default,
+    "aten::_upsample_bilinear2d_aa", "aten::_upsample_bicubic2d_aa", "aten::_upsample_lanczos2d_aa",
+    "aten::_upsample_bilinear2d_aa_backward", "aten::_upsample_bicubic2d_aa_backward", "aten::_upsample_lanczos2d_aa_backward",
 )
 def resample(call: Call) -> Rule:
     """Forward or backward: the second argument has an entry per spatial dim."""

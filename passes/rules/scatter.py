@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from passes.rules.base import Call, Rule, aligned, make_rule
-from passes.rules.embedding import index_letters
+from passes.rules.embedding import in_place, index_letters
 from passes.rules.table import rule
 
 aten = torch.ops.aten
@@ -27,9 +27,9 @@ def _put(call: Call, indices: list, values: int, mask: int | None, accumulate: b
     if not single:
         for d in where:
             table[d] = None
-    written = [*(table[d] for d in range(where[0])), *letters, *table[where[-1] + 1 :]]
+    written = in_place(table, where, letters)
     index_shape = torch.broadcast_shapes(*(call.operands[i].shape for i in own))
-    sizes = (*shape[: where[0]], *index_shape, *shape[where[-1] + 1 :])
+    sizes = in_place(shape, where, index_shape)
     inputs: list = [None] * len(call.operands)
     inputs[0] = table
     for i, x in own.items():
@@ -113,6 +113,15 @@ def scatter_reduce(call: Call) -> Rule:
     """args: self, dim, index, source, "sum", "prod", "mean", "amax" or "amin"; include_self"""
     adds = call.args[4] == "sum"
     return _scatter(call, adds and call.argument(5, "include_self", True), adds)
+
+
+@rule(aten.index_reduce.default)
+def index_reduce(call: Call) -> Rule:
+    """args: self, dim, index (one dim), source, "prod", "mean", "amax" or "amin"; include_self"""
+    table: list = list(range(len(call.operands[0].shape)))
+    if table:
+        table[call.args[1] % len(table)] = None
+    return make_rule(call, [table, [None] * len(call.operands[1].shape), table[: len(call.operands[2].shape)]], [table])
 
 
 @rule(aten.index_add.default)

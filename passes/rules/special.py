@@ -64,19 +64,6 @@ def histogram(call: Call) -> Rule:
     return make_rule(call, [letters], [[None]], summed=letters if fixed else (), blocked=() if fixed else letters)
 
 
-@rule(aten.grid_sampler_2d_backward.default)
-def grid_sampler_backward(call: Call) -> Rule | None:
-    """gradient (n, c, h, w), image (n, c, ., .), grid (n, h, w, 2), three modes, which results are wanted
-
-    Every sample adds to the gradient of the image, every channel to that of the grid.
-    """
-    image, grid = ["n", "c", None, None], ["n", "h", "w", None]
-    outs = [letters for letters, want in zip((image, grid), call.args[6]) if want]
-    if len(outs) != len(call.results):
-        return None
-    return make_rule(call, ["nchw", image, grid], outs, summed="chw", linear=[[0]])
-
-
 @rule(aten.masked_scatter.default, aten.masked_scatter_backward.default)
 def masked_scatter(call: Call) -> Rule:
     """The n-th chosen element takes the n-th of the source: which one that is depends on the whole mask."""

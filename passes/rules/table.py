@@ -20,8 +20,8 @@ from passes.rules.base import Call, Operand, Rule, RuleFunction, Spec
 from passes.rules.opaque import leaves_of
 
 FAMILIES = (
-    "attention", "convolution", "creation", "embedding", "flex", "matmul", "pointwise", "pooling", "reductions", "routing",
-    "scatter", "special", "views", "windows",
+    "attention", "convolution", "creation", "embedding", "flex", "linalg", "matmul", "pointwise", "pooling", "quantized",
+    "reductions", "routing", "sampling", "scatter", "special", "views", "windows",
 )
 UNBACKED_SIZE = 8192
 log = logging.getLogger("hpml")

@@ -34,6 +34,8 @@ SIZES_AT = {
         aten._upsample_nearest_exact2d_backward.default, aten._upsample_nearest_exact3d_backward.default,
         aten.upsample_linear1d_backward.default, aten.upsample_bilinear2d_backward.default,
         aten.upsample_trilinear3d_backward.default, aten.upsample_bicubic2d_backward.default,
+        aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default,
+        *((aten._upsample_lanczos2d_aa_backward.default,) if hasattr(aten, "_upsample_lanczos2d_aa_backward") else ()),
     )},
 }
 """Operator -> position of the argument that is the shape of the (first) result."""
@@ -79,6 +81,7 @@ PACKED: dict[str, Callable[[torch.Tensor], bool]] = {
     "aten::_weight_norm_interface_backward": torch.Tensor.is_contiguous,
     "aten::adaptive_max_pool3d_backward": torch.Tensor.is_contiguous,
     "aten::_grouped_mm": _matrices_packed,
+    "aten::linalg_matrix_exp": torch.Tensor.is_contiguous,
 }
 """Operator by name -> what its kernel takes for granted of its operands' order in memory, in part without checking."""
 

@@ -6,6 +6,7 @@
 - a fused bias (`addmm`) is taken apart, so that the product may be a partial sum while the bias is added once;
 - `mean`, `var` and `var_mean` become sums: over a split dim these are partial sums, so that the statistics of a
   BatchNorm over a split batch are those of the whole batch by themselves;
+- `as_strided` becomes the views that it stands for;
 - every heavy operation gets its own copies of the views that lead to it, so that the value before the views is the one
   shared by its users.
 """
@@ -28,6 +29,7 @@ from passes.registry import register
 from passes.rules.opaque import is_opaque
 from passes.rules.table import is_heavy, is_random
 from passes.rules.view_names import WHOLE_VIEWS, view_name
+from passes.transform import strided
 from passes.transform.insert import Inserter
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -225,6 +227,8 @@ REWRITES = {
     aten.mean.dim: _mean,
     aten.var_mean.correction: _var_mean,
     aten.var.correction: _var,
+    aten.as_strided.default: strided.as_views,
+    aten.as_strided_scatter.default: strided.scattered,
 }
 
 

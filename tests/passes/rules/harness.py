@@ -159,11 +159,12 @@ def cut(x: torch.Tensor, placement: Placement, factors: Factors, n: int) -> list
     return [part.reshape(local) for part in _apart(x, dim, row).chunk(n, dim + factor)]
 
 
-def join(parts: Sequence[torch.Tensor], placement: Placement, factors: Factors) -> torch.Tensor:
+def join(parts: Sequence[torch.Tensor], placement: Placement, factors: Factors, rounding: float = 0.0) -> torch.Tensor:
     """Inverse of `cut`."""
     if placement == REPLICATE:
+        tolerance = {"rtol": rounding, "atol": rounding} if rounding and parts[0].dtype.is_floating_point else {}
         for part in parts[1:]:
-            torch.testing.assert_close(part, parts[0], equal_nan=True, msg=lambda m: f"ranks differ: {m}")
+            torch.testing.assert_close(part, parts[0], equal_nan=True, msg=lambda m: f"ranks differ: {m}", **tolerance)
         return parts[0]
     if placement == PARTIAL:
         total = sum(parts[1:], parts[0])
@@ -196,15 +197,15 @@ def cut_along(x: torch.Tensor, layout: Sequence[Placement], factors: Factors, si
     return parts
 
 
-def join_along(parts: Sequence[torch.Tensor], layout: Sequence[Placement], factors: Factors, sizes: Sequence[int]
-               ) -> torch.Tensor:
+def join_along(parts: Sequence[torch.Tensor], layout: Sequence[Placement], factors: Factors, sizes: Sequence[int],
+               rounding: float = 0.0) -> torch.Tensor:
     """Inverse of `cut_along`."""
     if not layout:
         return parts[0]
     each = len(parts) // sizes[0]
     inner = _divided(factors, layout[0], sizes[0])
-    return join([join_along(parts[k : k + each], layout[1:], inner, sizes[1:]) for k in range(0, len(parts), each)],
-                layout[0], factors)
+    return join([join_along(parts[k : k + each], layout[1:], inner, sizes[1:], rounding) for k in range(0, len(parts), each)],
+                layout[0], factors, rounding)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ class Run:
                 expected = cut_along(whole, layout, own, sizes)[0].shape
                 assert all(part.shape == expected for part in parts), f"local {parts[0].shape}, expected {expected}"
                 if self.sample.values:
-                    self._close(parts, join_along(parts, layout, own, sizes), whole, chosen)
+                    self._close(parts, join_along(parts, layout, own, sizes, self.rounding), whole, chosen)
         except Exception as error:
             raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
 

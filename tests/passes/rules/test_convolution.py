@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.passes.rules.harness import check, f, sample
+from tests.passes.rules.harness import check, f, i, sample
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -59,6 +59,7 @@ BACKWARD = [
     backward(f(4, 16, 7), f(4, 8, 5), f(8, 4, 3), [16], mask=(True, True, True), transposed=True, groups=4,
              expect="S(1) S(1) S(0) -> S(1) S(0) S(0); S(1.1) R S(1) -> P S(1) S(0.1)"),
 ]
+ANTIALIASED = [kind for kind in ("bilinear", "bicubic", "lanczos") if hasattr(aten, f"_upsample_{kind}2d_aa")]
 BOTH = "S(0) -> S(0); S(1) -> S(1)"
 _x, _indices = f(4, 6, 8, 8), torch.ops.aten.max_pool2d_with_indices(f(4, 6, 8, 8), [2, 2])[1]
 _x3 = f(2, 4, 4, 4, 4)
@@ -104,6 +105,14 @@ POOLS = [
     sample(aten.upsample_bilinear2d_backward.default, f(4, 6, 12, 12), [12, 12], [4, 6, 8, 8], False,
            expect=BOTH + "; P -> P"),
     sample(aten.upsample_linear1d_backward.default, f(4, 6, 12), [12], [4, 6, 8], False, expect=BOTH + "; P -> P"),
+    *(sample(getattr(aten, f"_upsample_{kind}2d_aa").default, _x, [12, 12], False, expect=BOTH + "; P -> P")
+      for kind in ANTIALIASED),
+    *(sample(getattr(aten, f"_upsample_{kind}2d_aa_backward").default, f(4, 6, 12, 12), [12, 12], [4, 6, 8, 8], False,
+             expect=BOTH + "; P -> P") for kind in ANTIALIASED),
+    sample(aten._upsample_bilinear2d_aa.default, i(255, 4, 6, 8, 8, dtype=torch.uint8), [5, 5], False, expect=BOTH),
+    sample(aten.upsample_bilinear2d.default, i(255, 4, 6, 8, 8, dtype=torch.uint8), [5, 5], False, expect=BOTH),
+    sample(aten.avg_pool2d.default, i(99, 4, 6, 8, 8), [2, 2], expect=BOTH),
+    sample(aten.upsample_nearest2d.default, i(255, 4, 6, 8, 8, dtype=torch.uint8), [12, 12], expect=BOTH),
     sample(aten.upsample_bicubic2d_backward.default, f(4, 6, 12, 12), [12, 12], [4, 6, 8, 8], False,
            expect=BOTH + "; P -> P"),
     sample(aten.upsample_trilinear3d_backward.default, f(2, 4, 6, 6, 6), [6, 6, 6], [2, 4, 4, 4, 4], False,

@@ -25,8 +25,6 @@ SAMPLES = [
     sample(aten.bucketize.Tensor, f(8, 4), f(5).sort().values, expect="S(0) R -> S(0)"),
     sample(aten.searchsorted.Tensor, f(4, 6).sort().values, f(4, 8), expect="S(0) S(0) -> S(0); R S(1) -> S(1)"),
     sample(aten.searchsorted.Tensor, f(6).sort().values, f(4, 8), expect="R S(0) -> S(0)"),
-    sample(aten.grid_sampler_2d_backward.default, f(4, 6, 8, 2), f(4, 6, 5, 5), f(4, 8, 2, 2), 0, 0, False, [True, True],
-           expect="S(0) S(0) S(0) -> S(0) S(0); S(1) S(1) R -> S(1) P; S(2) R S(1) -> P S(1); P R R -> P P"),
     sample(aten.masked_scatter.default, f(8, 4), b(8, 4), f(8, 4), whole=True, expect="P R P -> P"),
     sample(aten.masked_scatter_backward.default, f(8, 4), torch.arange(32).view(8, 4) % 3 == 0, [11], whole=True),
 ]

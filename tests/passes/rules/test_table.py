@@ -27,10 +27,13 @@ from tests.passes.rules import (
     test_convolution,
     test_creation,
     test_embedding,
+    test_linalg,
     test_matmul,
     test_pointwise,
+    test_quantized,
     test_reductions,
     test_routing,
+    test_sampling,
     test_special,
     test_views,
     test_windows,
@@ -39,8 +42,8 @@ from tests.passes.rules.harness import Run, f, overloads, sample
 
 aten = torch.ops.aten
 FAMILIES = (
-    test_attention, test_convolution, test_creation, test_embedding, test_matmul, test_pointwise, test_reductions,
-    test_routing, test_special, test_views, test_windows,
+    test_attention, test_convolution, test_creation, test_embedding, test_linalg, test_matmul, test_pointwise,
+    test_quantized, test_reductions, test_routing, test_sampling, test_special, test_views, test_windows,
 )
 FALLBACKS = {"pointwise", "random"}
 """Entries that stand for all operators with a tag."""
@@ -61,7 +64,8 @@ def call_of_sample(given) -> Call:
 
 def test_every_operator_in_the_table_is_sampled():
     sampled = {name_of(s.target) for s in samples()}
-    assert set(targets()) - FALLBACKS - NEEDS_A_SEED - HIGHER_ORDER - sampled == set()
+    later = {name for name in targets() if "lanczos" in name and not hasattr(aten, name.removeprefix("aten::"))}
+    assert set(targets()) - FALLBACKS - NEEDS_A_SEED - HIGHER_ORDER - sampled - later == set()
 
 
 def test_every_operator_has_a_sample_that_splits_or_is_whole_by_nature():
@@ -79,9 +83,9 @@ def test_an_operator_without_a_rule_is_left_whole():
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = f(4, 4)
-    node = graph.call_function(aten.linalg_qr.default, (x,))
-    node.meta["val"] = aten.linalg_qr.default(f(4, 4))
-    assert not has_rule(aten.linalg_qr.default) and rule_of(node) is None
+    node = graph.call_function(aten._pdist_forward.default, (x,))
+    node.meta["val"] = aten._pdist_forward.default(f(4, 4))
+    assert not has_rule(aten._pdist_forward.default) and rule_of(node) is None
     assert not has_rule(operator.getitem)
 
 
