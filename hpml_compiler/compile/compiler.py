@@ -34,6 +34,7 @@ from hpml_compiler.planning.microbatches import lifetimes_in_time, loss_alone, l
 from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.room import Held, Sharing
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.plans.unsplit import why_not_split
 from hpml_compiler.runtime.calls import backward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward
 from hpml_compiler.runtime.doing import Spot
@@ -273,6 +274,8 @@ class Compilation:
         self.session.rejected.extend(rejected)
         if training:
             self.session.mesh = dict(record.mesh)
+        if training and dist.get_rank() == 0 and (why := why_not_split(record)):
+            log.warning("%s", why)
 
     def _rewritten(self) -> Rewritten:
         """What running the graph takes, now that it is compiled."""

@@ -13,6 +13,7 @@ from rich.text import Text
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.in_time import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, SolverReport
+from hpml_compiler.plans.unsplit import why_not_split
 from hpml_compiler.visualize.blocks import BlockClass, block_classes
 from hpml_compiler.visualize.stages import stage_table
 from hpml_compiler.visualize.terminal import as_text, labelled
@@ -76,6 +77,8 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
         yield stage_table(graph.pipeline)
     yield labelled("per device", describe_memory(graph.memory))
     yield labelled("collectives", format_collectives(graph.collectives) or "none")
+    if why := why_not_split(graph):
+        yield labelled("not split", why.partition("; ")[2])
     for left in graph.left_whole[:MOST_NAMES]:
         yield labelled("left whole", f"{left.name}: {left.reason}")
     if len(graph.left_whole) > MOST_NAMES:
