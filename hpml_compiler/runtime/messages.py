@@ -9,16 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpml_compiler.runtime.stage_errors import carried, stage_error
 from hpml_compiler.runtime.stage_times import note_sent
-from passes.errors import HpmlError
 
 
 @dataclass(frozen=True)
 class Failed:
-    """What this rank could not do, and when."""
+    """What this rank could not do, and when. stage, microbatch: None before the first microbatch."""
 
     what: str
     error: Exception
+    stage: int | None = None
+    microbatch: int | None = None
     when: float = field(default_factory=time.time)
 
     def __str__(self) -> str:
@@ -69,7 +71,7 @@ class Messages:
         return [_there(x) for x in found]
 
     def agree(self, failed: Failed | None) -> None:
-        """Raises on all ranks what has failed on one, the first if on several."""
+        """Raises on all ranks what has failed on one, the first if on several, as an error of the same class."""
         group, device = (self.group, self.device) if self.everybody is None else (self.everybody, torch.device("cpu"))
         any_failed = torch.tensor([failed is not None], dtype=torch.int32, device=device)
         dist.all_reduce(any_failed, dist.ReduceOp.MAX, group)
@@ -77,11 +79,14 @@ class Messages:
             return
         rank = dist.get_rank()
         said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, None if failed is None else (failed.when, rank, str(failed)), group)
-        _, first, text = min(each for each in said if each is not None)
-        error = None if failed is None else failed.error
-        raise HpmlError(f"rank {first}: {text}", f"rank {rank}, in a pipeline",
-                        "see the error that this one was raised from" if first == rank else f"look at rank {first}") from error
+        own = None if failed is None else (
+            failed.when, rank, str(failed), failed.stage, failed.microbatch, carried(failed.error))
+        dist.all_gather_object(said, own, group)
+        _, first, text, stage, microbatch, error = min((each for each in said if each is not None), key=lambda each: each[:2])
+        here = failed is not None and first == rank
+        raise stage_error(failed.error if here else error, first, stage, microbatch, f"rank {first}: {text}",
+                          f"rank {rank}, in a pipeline", "see the error that this one was raised from" if here
+                          else f"look at rank {first}") from (None if failed is None else failed.error)
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""

@@ -94,7 +94,7 @@ class Run:
             except Exception as error:
                 if is_distributed(error):  # another rank is late or gone, which whoever called this finds out
                     raise
-                failed = Failed(str(action), error)
+                failed = Failed(str(action), error, action.stage, action.microbatch)
                 self.known.clear()
                 self.waiting.clear()
                 take_part(collectives, before, self.messages.device)

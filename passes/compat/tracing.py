@@ -17,13 +17,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from passes.compat.decompositions import right_kernels
 from passes.compat.graphs import lazy_graph_modules
+from passes.compat.phases import mark_phases
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
-    """`torch._dynamo.backends.common.aot_autograd`: a backend that traces forward and backward into one graph."""
+    """`torch._dynamo.backends.common.aot_autograd`: a backend that traces forward and backward into one graph. A `partition_fn`
+    is given a graph all of whose calls are tagged (`passes.compat.phases`)."""
     from torch._dynamo.backends.common import aot_autograd as make_backend
 
-    backend = make_backend(**kwargs)
+    partition = kwargs.get("partition_fn")
+
+    def with_phases(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any) -> Any:
+        mark_phases(joint, num_fwd_outputs)
+        return partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+
+    backend = make_backend(**(kwargs if partition is None else {**kwargs, "partition_fn": with_phases}))
 
     def traced(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with lazy_graph_modules(), right_kernels():

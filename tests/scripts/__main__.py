@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.scripts.compare import VERDICTS, Outcome, in_short
 from tests.scripts.launch import Case, outcomes
-from tests.scripts.use import MESHES, families, find, in_turn, uses_of
+from tests.scripts.use import FURTHER, MESHES, families, find, in_turn, uses_of
 from tests.scripts.verdict import complaint
 
 TOGETHER = 30  # to one launch
@@ -27,7 +27,7 @@ TOGETHER = 30  # to one launch
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scripts", description=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--mesh", action="append", choices=list(MESHES))
+    parser.add_argument("--mesh", action="append", choices=[*MESHES, *FURTHER])
     parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--failed", type=Path, help="only what was not the same in this file of --json")
@@ -35,17 +35,17 @@ def main() -> int:
     asked = parser.parse_args()
     wanted = [use for family in families() for use in uses_of(family)
               if not asked.names or family in asked.names or use.name in asked.names]
-    turns = {use.name: mesh for use, mesh in in_turn()}
+    turns = {use.name: mesh for use, mesh in in_turn()}  # of those that the tests run
     results: dict[str, dict[str, Outcome]] = {}
     complaints = []
     start = time.monotonic()
     cases = [(use.name, mesh) for use in wanted for mesh in asked.mesh or MESHES
-             if not asked.in_turn or turns[use.name] == mesh]
+             if not asked.in_turn or turns.get(use.name) == mesh]
     if asked.failed:
         before = json.loads(asked.failed.read_text())["uses"]
         cases = [case for case in cases if before.get(case[1], {}).get(case[0], {"verdict": "same"})["verdict"] != "same"]
     for at in range(0, len(cases), TOGETHER):
-        for (name, mesh), outcome in _run(cases[at:at + TOGETHER], asked.verbose).items():
+        for (name, mesh), outcome in run(cases[at:at + TOGETHER], asked.verbose).items():
             results.setdefault(mesh, {})[name] = outcome
             wrong = complaint(find(name), mesh, outcome)
             note = "  (known)" if not wrong and outcome.verdict in ("different", "crashed") else ""
@@ -59,7 +59,7 @@ def main() -> int:
     return 1 if complaints else 0
 
 
-def _run(cases: list[Case], verbose: bool) -> dict[Case, Outcome]:
+def run(cases: list[Case], verbose: bool) -> dict[Case, Outcome]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stdout if verbose else io.StringIO()):
         return outcomes(Path(folder), cases)
 

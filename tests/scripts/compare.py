@@ -6,7 +6,8 @@ import re
 import shutil
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def judge(use: Use, mesh: str, folder: Path, rank: int) -> Outcome:
         raise Unfit(f"{type(error).__name__} on one device: {error}") from error
     start_split, compiled_before = time.perf_counter(), _compiled()
     try:
-        actual = seen(use, Script(mesh, folder / "split", rank))
+        actual = _within_the_least(use, Script(mesh, folder / "split", rank))
     except Exception as error:
         words = _refusal(error)
         detail = words or "".join(traceback.format_exception(error))
@@ -66,6 +67,19 @@ def judge(use: Use, mesh: str, folder: Path, rank: int) -> Outcome:
     if wrong is None and bool(graphs) != use.compiles:
         wrong = f"{graphs} graphs came to the backend"
     return Outcome("different" if wrong else "same", wrong or "", time.perf_counter() - start, graphs, digest(actual))
+
+
+def _within_the_least(use: Use, script: Script) -> list[Leaf]:
+    """What a use sees; under a budget that is too small, within the least that is said to do."""
+    for _ in range(5):
+        try:
+            return seen(use, script)
+        except Exception as error:
+            least = max((getattr(each, "smallest_budget_bytes", None) or 0 for each in _chain(error)), default=0)
+            if not 0 < least < float("inf"):
+                raise
+            script = replace(script, budget_bytes=max(int(1.02 * least), int(1.1 * script.budget_bytes)))
+    return seen(use, script)
 
 
 def _compiled() -> int:
@@ -99,15 +113,18 @@ def _empty(folder: Path) -> Path:
 
 
 def _refusal(error: BaseException | None) -> str | None:
-    """What hpml says, if that is what ended the script; Dynamo wraps what a backend raises."""
+    """What hpml says, if that is what ended the script."""
+    first = next((each for each in _chain(error) if isinstance(each, HpmlError)), None)
+    return str(first) if first is not None and first.where and first.next_step else None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from; Dynamo wraps what a backend raises."""
     seen: set[int] = set()
     queue: list[Any] = [error]
     while queue:
         error = queue.pop()
-        if error is None or id(error) in seen:
-            continue
-        if isinstance(error, HpmlError):
-            return str(error) if error.where and error.next_step else None
-        seen.add(id(error))
-        queue += [error.__cause__, error.__context__, getattr(error, "inner_exception", None)]
-    return None
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            yield error
+            queue += [error.__cause__, error.__context__, getattr(error, "inner_exception", None)]

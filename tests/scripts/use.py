@@ -28,6 +28,10 @@ MESHES: dict[str, dict[str, Any]] = {
     "dp": {"mesh": {"dp": 2}}, "tp": {"mesh": {"tp": 2}}, "unpinned": {}, "parts": {"mesh": {"dp": 2}, "microbatches": 2},
     "stages": {"mesh": {"pp": 2}, "microbatches": 2}}
 """Options of each."""
+FURTHER: dict[str, dict[str, Any]] = {
+    "zero2": {"mesh": {"dp": 2}, "zero": 2}, "zero3": {"mesh": {"dp": 2}, "zero": 3},
+    "budget": {"mesh": {"dp": 2}, "memory_budget": 1}}
+"""Those that uses run on only when asked to. budget: the smallest one that hpml says would do."""
 FAMILIES = "tests.scripts.uses"
 ByMesh = str | Mapping[str, str]
 """One text for all meshes, or mesh -> text for some."""
@@ -35,17 +39,21 @@ ByMesh = str | Mapping[str, str]
 
 @dataclass
 class Script:
-    """What a use does otherwise when it is split. `mesh` is a name in MESHES; None is one device."""
+    """What a use does otherwise when it is split. `mesh` is a name in MESHES or FURTHER; None is one device."""
 
     mesh: str | None
     folder: Path
     """For files; the same on all ranks, and another one for each run."""
     rank: int = 0
+    budget_bytes: int = 0
+    """In place of the one that a mesh has."""
 
     def compile(self, model: Any, **options: Any) -> Any:
         if self.mesh is None:
             return model
-        return torch.compile(model, backend="hpml", options={"compiler": "eager", **MESHES[self.mesh], **options})
+        budget = {"memory_budget": self.budget_bytes} if self.budget_bytes else {}
+        options = {"compiler": "eager", **(MESHES | FURTHER)[self.mesh], **budget, **options}
+        return torch.compile(model, backend="hpml", options=options)
 
     def distribute(self, loader: Iterable[Any]) -> Iterable[Any]:
         return loader if self.mesh is None else hpml_compiler.distribute(loader)
@@ -64,6 +72,8 @@ class Use:
     generator: bool = True
     """Whether torch's generator is left as on one device. Not by loaders of rows of each rank's own."""
     limit_s: float = 90
+    in_tests: bool = True
+    """False: only `python -m tests.scripts` runs it."""
 
     @property
     def family(self) -> str:
@@ -104,4 +114,5 @@ def find(name: str) -> Use:
 def in_turn() -> list[tuple[Use, str]]:
     """Each use with one mesh, the meshes in turn within a family."""
     names = list(MESHES)
-    return [(use, names[number % len(names)]) for family in families() for number, use in enumerate(uses_of(family))]
+    return [(use, names[number % len(names)]) for family in families()
+            for number, use in enumerate(use for use in uses_of(family) if use.in_tests)]

@@ -164,7 +164,9 @@ def failing_where_stages_are_split(rank, axis, schedule, kind, hows):
         start = time.monotonic()
         try:
             step(model, call)
-        except HpmlError as error:
+        except ValueError as error:  # what the stage raised, on all ranks
+            assert isinstance(error, HpmlError) and error.rank == 2 and error.args == ("broken on purpose",)
+            assert (error.stage, error.microbatch) == ((None, None) if how == "before" else (1, 2))
             said.append((how, str(error), time.monotonic() - start))
         torch.testing.assert_close(step(model, call), expected)
     return said
