@@ -5,8 +5,10 @@ import errno
 import importlib.util
 import os
 import re
+import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -182,12 +184,25 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
         with compat.stores_on_loopback():
             torchrun.run(parsed)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = first_failure(error.failures)
         typer.echo(f"hpml: {_first_failure(rank, failure)}\n{error}", err=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:  # Ctrl-C and the like: torchrun has ended the ranks
         return 128 + error.sigval
     return 0
+
+
+def first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
+    """The rank that ended first, and how; of those of one second, one that did not only notice that another was gone, and that
+    torchrun did not end itself."""
+    def order(rank: int) -> tuple[int, bool, bool, int]:
+        failure = failures[rank]
+        word = failure.error_file_data
+        noticed = isinstance(word, dict) and bool(word.get("noticed"))
+        return failure.timestamp, noticed, failure.exitcode == -signal.SIGTERM, rank
+
+    rank = min(failures, key=order)
+    return rank, failures[rank]
 
 
 def _first_failure(rank: int, failure: Any) -> str:

@@ -21,8 +21,19 @@ def monitor_of(options: Options) -> Monitor:
     if current.monitor is None:
         speaks, kind = dist.get_rank() == 0, device_type()
         current.monitor = Monitor(kind, speaks=speaks, folder=options.tensorboard,
-                                  power=PowerMeter.here(kind) if speaks else None)
+                                  power=PowerMeter.here(kind) if speaks else None, rival_us=lambda: rival_us(current))
     return current.monitor
+
+
+def rival_us(made: session.Session) -> float | None:
+    """By how much the best plan on a mesh that was not taken was predicted to be slower, for the graph that chose the mesh. Of
+    a mesh that was left early, what is known is a bound."""
+    taken = next((graph.solver for graph in made.graphs if graph.training), None)
+    others = [each.bound if each.cost is None else each.cost for each in made.rejected if each.objective == "time"]
+    known = [each for each in others if each is not None]
+    if taken is None or taken.cost is None or taken.objective != "time" or not known:
+        return None
+    return max(min(known) - taken.cost, 0.0)
 
 
 def current_monitor() -> Monitor | None:

@@ -37,13 +37,13 @@ class Monitor:
 
     def __init__(self, device_type: str, *, speaks: bool = True, folder: str | None = None, clock: Clock | None = None,
                  window: Window | None = None, make_profile: Callable[[], StepProfile] | None = None,
-                 power: PowerMeter | None = None) -> None:
+                 power: PowerMeter | None = None, rival_us: Callable[[], float | None] = lambda: None) -> None:
         self.device_type, self.speaks, self.folder = device_type, speaks, folder
         self.clock = clock or clock_for(device_type)
         self.recorder = StepRecorder(self.clock, self._step_ended)
         self.window = window or Window()
         self.profiling = Profiling(make_profile or self._start_profile)
-        self.power = power or PowerMeter(None)
+        self.power, self.rival_us = power or PowerMeter(None), rival_us
         self.plans: list[GraphPlan] = []
         self.costs: list[GraphCost] = []
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -211,6 +211,7 @@ class Monitor:
             peak_memory=None if peak_bytes is None else Compared("peak memory", prediction.peak_bytes, peak_bytes),
             memory_parts=self._memory_parts(prediction, peak_bytes), energy_j=prediction.energy_j,
             measured_energy_j=None if watts is None else watts * times.step_us * 1e-6, energy_source=self.power.label,
+            rival_us=self.rival_us(),
         )
 
     def _peak(self, profiled: int | None) -> tuple[int | None, str]:

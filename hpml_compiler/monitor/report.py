@@ -10,8 +10,8 @@ TOLERANCE = 0.25
 """Above this relative error of a prediction, a run warns."""
 
 SHORT_US = 10_000.0
-"""A step shorter than this is for the most part what Python takes to call it: of that, prices of kernels say nothing, and
-another plan would gain nothing."""
+"""A measured step shorter than this is for the most part what Python takes to call it: of that, prices of kernels say nothing,
+and another plan would gain nothing."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,21 @@ class Report:
     energy_j: float | None = None
     measured_energy_j: float | None = None
     energy_source: str = ""
+    rival_us: float | None = None
+    """By how much the best plan on another mesh was predicted to be slower; None where there was none to choose from."""
+
+    @property
+    def could_be_another_plan(self) -> bool:
+        """Whether correct prices could have led to another plan: they would move the two plans that were compared by more than
+        lies between them. A factor that all prices have in common, as on a busy machine, moves them alike; where the classes of
+        work are not known, it cannot be told apart."""
+        if self.rival_us is None:
+            return False
+        predicted, measured = (sum(getattr(each, name) for each in self.classes) for name in ("predicted", "measured"))
+        if not predicted or not measured:
+            return abs(self.step_time.measured - self.step_time.predicted) > self.rival_us
+        shifts = (each.measured * predicted / measured - each.predicted for each in self.classes)
+        return sum(shift for shift in shifts if shift > 0) > self.rival_us
 
     def text(self) -> str:
         """One line."""
@@ -81,9 +96,10 @@ class Report:
                 f"(ratio {memory.ratio:.2f}; {self.memory_source})")
 
     def time_warning(self) -> str | None:
-        """What to warn of, if the step time is off: the class of work that is most so, then all of them."""
+        """What to warn of, if the step time is off and another plan may be better: the class of work that is most so, then all
+        of them. Else the figures are in the line of `text` and in `last_report()` alone."""
         time = self.step_time
-        if not time.is_off or max(time.predicted, time.measured) < SHORT_US:
+        if not time.is_off or time.measured < SHORT_US or not self.could_be_another_plan:
             return None
         line = (f"the predicted step time is off by {_percent(time)}: predicted {format_us(time.predicted)}, measured "
                 f"{format_us(time.measured)}")
@@ -94,12 +110,13 @@ class Report:
                          for c in self.classes if c.predicted or c.measured)
         return (f"{line}. Most of it is {worst.name}: predicted {format_us(worst.predicted)}, measured "
                 f"{format_us(worst.measured)}. By class, predicted / measured: {rest}. "
-                "Another plan may be better than the one in use; `hpml profile` measures prices here, see docs/monitoring.md")
+                f"The best plan on another mesh was predicted to take {format_us(self.rival_us or 0.0)} more, which is less "
+                "than that: it may be better than the one in use; `hpml profile` measures prices here, see docs/monitoring.md")
 
     def memory_warning(self) -> str | None:
         """What to warn of, if the peak of memory is off: the part that is most so."""
         memory = self.peak_memory
-        if memory is None or not memory.is_off:
+        if memory is None or not memory.is_off or self.step_time.measured < SHORT_US:
             return None
         line = (f"the predicted peak of memory is off by {_percent(memory)}: predicted {format_bytes(memory.predicted)}, "
                 f"measured {format_bytes(memory.measured)} ({self.memory_source})")

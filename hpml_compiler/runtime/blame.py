@@ -90,8 +90,8 @@ def culprits(rank: int, world: int, failures: Sequence[Failure], first: Mapping[
     silent = [r for r in gone if r not in noticed]
     if silent:
         record = others[silent[0]]
-        return (f"{_ranks(silent)} gone without a word (killed, out of memory, or its machine is); what it posted last, "
-                f"{_ago(time.time() - record.posted)}: {record.place}{_caught(record)}{_line(record)}",
+        return (f"{_ranks(silent)} gone without a word (killed, stopped, out of memory, or its machine is); what it posted "
+                f"last, {_ago(time.time() - record.posted)}: {record.place}{_caught(record)}{_line(record)}",
                 f"look at the exit code of rank {silent[0]} and at the kernel's log (dmesg)")
     if noticed:
         failure = min(noticed.values(), key=lambda f: f.when)

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -248,9 +249,11 @@ def _leave_word(error: BaseException) -> None:
     if not path or os.path.exists(path):
         return
     noticed = isinstance(error, RankLost)
-    # The agent blames the earliest, in whole seconds; who only noticed shall not be it.
+    # The agent blames the earliest, in whole seconds. Who only noticed does not come before who failed in the same second, and
+    # does come before whom the agent kills afterwards, such as a rank that was stopped.
+    now = time.time()
     word = {"message": str(error) if noticed else f"{type(error).__name__}: {error}", "noticed": noticed,
-            "timestamp": int(time.time()) + (60 if noticed else 0)}
+            "timestamp": math.ceil(now) if noticed else int(now)}
     try:
         with open(path, "w") as file:
             json.dump(word, file)

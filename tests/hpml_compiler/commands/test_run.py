@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ import pytest
 
 from hpml_compiler import cli
 from hpml_compiler.commands import run as run_command
+from hpml_compiler.runtime import lost_ranks
+from hpml_compiler.runtime.lost_ranks import RankLost
 
 LISTENING = """
 import os, psutil
@@ -116,6 +119,31 @@ def test_who_only_noticed_is_not_blamed():
         "rank 1 was the first to fail, with exit code 1: ValueError: no such weight")
     failure.error_file_data = {"message": ""}
     assert run_command._first_failure(1, failure).endswith("with exit code 1")
+
+
+RAISED, NOTICED, NO_WORD = {"message": "ValueError: x", "noticed": False}, {"message": "rank 1 is gone", "noticed": True}, {}
+
+
+@pytest.mark.parametrize(("first", "failures"), [
+    (0, {0: (1, 100, NOTICED), 1: (-9, 141, NO_WORD)}),  # rank 1 was stopped, and torchrun killed it after all
+    (1, {0: (1, 103, NOTICED), 1: (-9, 100, NO_WORD)}),  # rank 1 was killed by the system
+    (1, {0: (1, 100, NOTICED), 1: (1, 100, RAISED)}),
+    (1, {0: (-15, 100, NO_WORD), 1: (3, 100, NO_WORD), 2: (-15, 100, NO_WORD)}),
+    (2, {0: (-15, 100, NO_WORD), 1: (1, 101, RAISED), 2: (1, 99, RAISED)}),
+    (0, {0: (-15, 100, NO_WORD), 1: (-15, 100, NO_WORD)})])
+def test_the_first_to_fail_is_blamed(first, failures):
+    ended = {rank: SimpleNamespace(exitcode=code, timestamp=when, error_file_data=word)
+             for rank, (code, when, word) in failures.items()}
+    assert run_command.first_failure(ended) == (first, ended[first])
+
+
+@pytest.mark.parametrize(("error", "rounded"), [(RankLost("rank 1 is gone", "here"), math.ceil), (ValueError("x"), int)])
+def test_a_rank_leaves_word_of_when_it_ended(tmp_path, monkeypatch, error, rounded):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    before = time.time()
+    lost_ranks._leave_word(error)
+    word = json.loads((tmp_path / "error.json").read_text())
+    assert rounded(before) <= word["timestamp"] <= rounded(time.time()) and word["noticed"] == isinstance(error, RankLost)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

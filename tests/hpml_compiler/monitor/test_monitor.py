@@ -32,7 +32,8 @@ def loop(profiles=None, device_type="cpu", plans=(PLAN,), **more):
     """(script, monitor); `profiles` are handed out one after the other."""
     clock = FakeClock()
     left = iter([FakeProfile() for _ in range(9)] if profiles is None else profiles)
-    monitor = Monitor(device_type, clock=clock, window=Window(warm_up=2, wanted=4), make_profile=lambda: next(left), **more)
+    monitor = Monitor(device_type, clock=clock, window=Window(warm_up=2, wanted=4), make_profile=lambda: next(left),
+                      **{"rival_us": lambda: 0.0, **more})
     for plan in plans:
         monitor.add_graph(plan)
     weight = torch.nn.Parameter(torch.ones(100))

@@ -13,7 +13,7 @@ from passes.errors import MissingDependency
 def report(predicted_us=1000.0, measured_us=2000.0, **more):
     return Report(step=15, steps_measured=10, runs="graph_0 (1 forward, 1 backward)",
                   step_time=Compared("step time", predicted_us, measured_us), graphs_us=1500.0, optimizer_us=300.0,
-                  between_us=200.0, **more)
+                  between_us=200.0, **{"rival_us": 0.0, **more})
 
 
 OFF = report(
@@ -65,8 +65,23 @@ def test_no_warning_where_the_prediction_holds_or_nothing_was_measured():
 def test_a_toy_s_steps_say_nothing_of_the_prices(monkeypatch):
     monkeypatch.undo()  # of conftest.py
     assert report(10.0, 5000.0).time_warning() is None
+    assert report(50_000.0, 10.0).time_warning() is None
     assert "off by" in (report(10.0, 50_000.0).time_warning() or "")
-    assert "off by" in (report(50_000.0, 10.0).time_warning() or "")
+
+
+@pytest.mark.parametrize(("measured", "rival_us", "warned"), [
+    ({"matmul": 900.0, "collective": 100.0}, None, False),  # there was one mesh to choose from
+    ({"matmul": 2700.0, "collective": 300.0}, 1.0, False),  # a busy machine: all is three times as slow
+    ({"matmul": 900.0, "collective": 2000.0}, 100.0, True),  # collectives are 20 times as slow
+    ({"matmul": 900.0, "collective": 2000.0}, 900.0, False),  # but what needs none of them would be far slower
+    ({"matmul": 900.0, "collective": 2000.0, "overhead": 0.0}, 100.0, True),
+    ({}, 100.0, True), ({}, 5000.0, False),  # nobody knows which work it is
+])
+def test_it_warns_where_correct_prices_could_have_led_to_another_plan(measured, rival_us, warned):
+    classes = compared({"matmul": 900.0, "collective": 100.0}, measured) if measured else ()
+    told = report(1000.0, sum(measured.values()) or 3000.0, classes=classes, rival_us=rival_us)
+    assert bool(told.time_warning()) == warned
+    assert "measured" in told.text()
 
 
 def test_scalars():
