@@ -35,6 +35,7 @@ from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.room import Held, Sharing
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.plans.unsplit import why_not_split
+from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.calls import backward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward
 from hpml_compiler.runtime.doing import Spot
@@ -274,8 +275,9 @@ class Compilation:
         self.session.rejected.extend(rejected)
         if training:
             self.session.mesh = dict(record.mesh)
-        if training and dist.get_rank() == 0 and (why := why_not_split(record)):
-            log.warning("%s", why)
+        if training and (why := why_not_split(record)):
+            lost_ranks.watch_neighbor()
+            log.log(logging.DEBUG if dist.get_rank() else logging.WARNING, "%s", why)
 
     def _rewritten(self) -> Rewritten:
         """What running the graph takes, now that it is compiled."""

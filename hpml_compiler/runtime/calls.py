@@ -6,7 +6,7 @@ from typing import Any
 
 from hpml_compiler.runtime.compared import Comparison
 from hpml_compiler.runtime.doing import Spot, doing
-from hpml_compiler.runtime.lost_ranks import named
+from hpml_compiler.runtime.lost_ranks import named, neighbor_is_there
 from hpml_compiler.runtime.together import CALLING, all_failed_or_none, note_failure, together
 
 
@@ -19,6 +19,7 @@ def forward_call(call: Callable[..., Any], spot: Spot, half: Comparison | None, 
 
     def noted(*arguments: Any) -> Any:
         all_failed_or_none()
+        neighbor_is_there()
         if not training and doing.at is not spot:
             together(f"calling the model ({spot.what})", CALLING, every=1)
         doing.calls += 1

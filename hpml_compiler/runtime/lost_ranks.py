@@ -5,11 +5,11 @@ import atexit
 import contextlib
 import json
 import logging
-import math
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from hpml_compiler.runtime.blame import Failure, SignOfLife, culprits, is_distributed, operation_of
 from hpml_compiler.runtime.doing import Watch, collective_of_script, doing, line_of_script
+from hpml_compiler.runtime.last_word import leave_word
+from hpml_compiler.runtime.silence import Silence
 from hpml_compiler.runtime.world import group_timeout
 from passes import compat
 from passes.errors import HpmlError
@@ -56,8 +58,9 @@ class _Board:
         number = self.store.add("failures", 1)
         self.store.set(f"failure{number}", json.dumps(asdict(failure)))
 
-    def records(self) -> dict[int, SignOfLife]:
-        keys = {rank: f"record{rank}" for rank in range(self.world)}
+    def records(self, ranks: Iterable[int] | None = None) -> dict[int, SignOfLife]:
+        """ranks: whose; None for all."""
+        keys = {rank: f"record{rank}" for rank in (range(self.world) if ranks is None else ranks)}
         return {rank: SignOfLife(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
 
     def failures(self) -> list[Failure]:
@@ -84,6 +87,8 @@ class _Liveness:
         # Long before the time limit: a user shall not wait for it, and NCCL ends the process then without an exception.
         self.speaks_after_s = min(SPEAK_S, 0.5 * group_timeout().total_seconds())
         self.spoke_of = ""
+        self.silence: Silence | None = None  # of a neighbor, see `watch_neighbor`
+        self.lost: RankLost | None = None
         self.thread = threading.Thread(target=self._beat, name="hpml-lost-ranks", daemon=True)
         self.thread.start()
 
@@ -95,9 +100,26 @@ class _Liveness:
                 waits = doing.inside and doing.at.calls and self.watch.age_s() > self.speaks_after_s
                 if waits and doing.place() != self.spoke_of:
                     self._speak()
+                if self.silence is not None and self.lost is None:
+                    self.lost = self._look_at_neighbor(self.silence)
             except (RuntimeError, OSError) as error:  # the store is gone; whoever waits for a rank will hear of that
                 log.debug("what this rank does is no longer posted: %s", error)
                 return
+
+    def _look_at_neighbor(self, silence: Silence) -> RankLost | None:
+        """What to raise in the next call, if it is gone or has failed."""
+        neighbor = (self.board.rank + 1) % self.board.world
+        with self.lock:
+            records = self.board.records([neighbor])
+            failures = [each for each in self.board.failures() if each.rank == neighbor and not each.secondary]
+        if not failures and not silence.gone(records, time.monotonic()):
+            return None
+        return self.lost_of(failures, records, records)
+
+    def lost_of(self, failures: Sequence[Failure], gone: dict[int, SignOfLife], records: dict[int, SignOfLife]) -> RankLost:
+        """What to raise where some have posted nothing new for long."""
+        what, next_step = culprits(self.board.rank, self.board.world, failures, gone, records, doing.place())
+        return RankLost(what, f"rank {self.board.rank}, {doing.place()}", next_step)
 
     def _speak(self) -> None:
         """Say whom this rank waits for, before the wait is over, and go on posting meanwhile. One of those that wait does."""
@@ -183,6 +205,19 @@ def start() -> None:
         _watch_uncaught()
 
 
+def watch_neighbor() -> None:
+    """From now on, look whether the next rank is there: in graphs that are not split, nobody waits for another."""
+    live = _current()
+    if live is not None and live.silence is None:
+        live.silence = Silence.within(group_timeout().total_seconds())
+
+
+def neighbor_is_there() -> None:
+    """Raises RankLost if it was found that it is not. Costs nothing."""
+    if (live := _current()) is not None and live.lost is not None:
+        raise live.lost
+
+
 def _current() -> _Liveness | None:
     return next(iter(_running.values()), None)
 
@@ -223,6 +258,11 @@ class SharedBoard:
         with self.live.lock:
             return self.live.board.records()
 
+    def lost(self, gone: dict[int, SignOfLife], records: dict[int, SignOfLife]) -> RankLost:
+        with self.live.lock:
+            failures = self.live.board.failures()
+        return self.live.lost_of(failures, gone, records)
+
 
 def board() -> SharedBoard | None:
     live = _current()
@@ -243,24 +283,6 @@ def named(error: Exception) -> Exception:
     return lost
 
 
-def _leave_word(error: BaseException) -> None:
-    """For torchrun's agent on this node, where it asks for it; `hpml run` begins its report with it."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.path.exists(path):
-        return
-    noticed = isinstance(error, RankLost)
-    # The agent blames the earliest, in whole seconds. Who only noticed does not come before who failed in the same second, and
-    # does come before whom the agent kills afterwards, such as a rank that was stopped.
-    now = time.time()
-    word = {"message": str(error) if noticed else f"{type(error).__name__}: {error}", "noticed": noticed,
-            "timestamp": math.ceil(now) if noticed else int(now)}
-    try:
-        with open(path, "w") as file:
-            json.dump(word, file)
-    except OSError as failed:
-        log.debug("no word left for the agent: %s", failed)
-
-
 def _watch_uncaught() -> None:
     before = sys.excepthook
 
@@ -270,7 +292,7 @@ def _watch_uncaught() -> None:
             if is_distributed(error):  # in a gather outside of compiled graphs, for one
                 lost = live.name(error)
             live.fail(lost or error, secondary=lost is not None)
-        _leave_word(lost or error)
+        leave_word(lost or error, noticed=isinstance(lost or error, RankLost))
         before(kind, error, traceback)
         if lost is not None:
             print(f"hpml: {lost}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.blame import SignOfLife
 from hpml_compiler.runtime.doing import doing
+from hpml_compiler.runtime.silence import Silence
 from passes.errors import HpmlError
 
 EVERY_CALLS = 16
@@ -103,7 +104,7 @@ def _meet(board: lost_ranks.SharedBoard, what: str, next_step: str) -> None:
     key = f"meeting{doing.meetings}/{what}"
     begun = looked = time.monotonic()
     pause_s = 0.0002
-    here = board.add(key, 1)
+    here, silence = board.add(key, 1), Silence.within(board.timeout_s)
     while here < board.world:
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.02)
@@ -111,8 +112,11 @@ def _meet(board: lost_ranks.SharedBoard, what: str, next_step: str) -> None:
         now = time.monotonic()
         if here < board.world and now - looked > LOOK_S:
             looked = now
-            found = ((rank, _does_instead(record, what, now - begun, board.timeout_s))
-                     for rank, record in board.records().items() if rank != board.rank)
+            records = {rank: record for rank, record in board.records().items() if rank != board.rank}
+            # Whoever waits no longer has to tell a rank that does something else from one that is not there any more.
+            if gone := silence.gone(records, now, SURE_S if now - begun > board.timeout_s else None):
+                raise board.lost({rank: records[rank] for rank in gone}, records)
+            found = ((rank, _does_instead(record, what, now - begun, board.timeout_s)) for rank, record in records.items())
             rank, does = next(((rank, does) for rank, does in found if does), (-1, ""))
             if does and board.add(key, 0) < board.world:  # it may have come and gone meanwhile
                 raise Alone(f"rank {board.rank} is alone in {what}: rank {rank} is {does} and does not take part",
