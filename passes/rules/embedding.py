@@ -133,8 +133,8 @@ def index_select(call: Call) -> Rule:
 def gather(call: Call) -> Rule:
     """In the dims beside the indexed one the index may be smaller than the table: these stay whole."""
     table, index = call.operands[0].shape, call.operands[1].shape
-    if not table:
-        return make_rule(call, [[], [None] * len(index)], [[None] * len(index)], linear=[[0]])
+    if not table or len(table) != len(index):  # one without elements may have any dims
+        return make_rule(call, [[None] * len(table), [None] * len(index)], [[None] * len(index)], linear=[[0]])
     dim = call.args[1] % len(table)
     letters: list = [d if table[d] == index[d] else None for d in range(len(table))]
     a, b = list(letters), list(letters)

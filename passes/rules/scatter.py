@@ -80,8 +80,8 @@ def _scatter(call: Call, adds: bool, linear: bool) -> Rule:
     """
     table, index = call.operands[0].shape, call.operands[1].shape
     source = call.operands[2].shape if len(call.operands) > 2 else None
-    if not table:
-        return make_rule(call, [[], *([None] * len(o.shape) for o in call.operands[1:])], [[]])
+    if not table or len(table) != len(index):  # one without elements may have any dims
+        return make_rule(call, [[None] * len(o.shape) for o in call.operands], [[None] * len(table)])
     dim = call.args[1] % len(table)
     shapes = [table, index] + ([] if source is None else [source])
     letters: list = [d if len({s[d] for s in shapes}) == 1 else None for d in range(len(table))]

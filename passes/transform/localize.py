@@ -58,6 +58,10 @@ def _last_stride_is_one(value: torch.Tensor) -> bool:
     return value.dim() == 0 or value.stride(-1) == 1
 
 
+def _strictly_packed(value: torch.Tensor) -> bool:
+    return value.is_contiguous() and _last_stride_is_one(value)
+
+
 def _matrices_packed(value: torch.Tensor) -> bool:
     """Rows or columns one after another, each from a multiple of 16 bytes on."""
     if value.dim() < 2:
@@ -82,6 +86,8 @@ PACKED: dict[str, Callable[[torch.Tensor], bool]] = {
     "aten::adaptive_max_pool3d_backward": torch.Tensor.is_contiguous,
     "aten::_grouped_mm": _matrices_packed,
     "aten::linalg_matrix_exp": torch.Tensor.is_contiguous,
+    # Which of its results are filled depends on the order in memory.
+    **dict.fromkeys(("aten::_embedding_bag", "aten::_embedding_bag_forward_only"), _strictly_packed),
 }
 """Operator by name -> what its kernel takes for granted of its operands' order in memory, in part without checking."""
 
@@ -221,6 +227,17 @@ def _reads_memory(call: Local, insert: Inserter) -> Node:
     return insert(call.target, x, *call.args[1:], **call.kwargs)
 
 
+def _scaled_mm(call: Local, insert: Inserter) -> Node:
+    """The kernel wants rows of the first operand and columns of the second packed."""
+    a, b, *rest = call.args
+    if a.meta["val"].stride(1) != 1:
+        a = insert(aten.clone.default, a, memory_format=torch.contiguous_format)
+    if b.meta["val"].stride(0) != 1:
+        b = insert(aten.clone.default, insert(aten.permute.default, b, [1, 0]), memory_format=torch.contiguous_format)
+        b = insert(aten.permute.default, b, [1, 0])
+    return insert(call.target, a, b, *rest, **call.kwargs)
+
+
 SPECIAL: dict[Any, Callable[[Local, Inserter], Node]] = {
     aten.slice.Tensor: lambda c, i: _window(c, i, 1),
     aten.slice_scatter.default: lambda c, i: _window(c, i, 2),
@@ -233,6 +250,7 @@ SPECIAL: dict[Any, Callable[[Local, Inserter], Node]] = {
     aten.new_empty_strided.default: lambda c, i: _empty_strided(c, i, 1),
     aten.as_strided.default: _reads_memory,
     aten.as_strided_scatter.default: _reads_memory,
+    aten._scaled_mm.default: _scaled_mm,
     prims.iota.default: _iota,
     aten.arange.default: _arange,
     aten.arange.start: _arange,

@@ -14,7 +14,7 @@ from tests.operators import database
 from tests.operators.calls import calls, key_of, trace
 from tests.passes.rules.harness import Run, Sample
 
-ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-7, torch.complex64: 1e-3,
+ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-7, torch.complex64: 1e-3, torch.complex32: 0.02,
             torch.complex128: 1e-7}
 LIMITS = {"first": 16, "others": 4}
 PAIRS = 3

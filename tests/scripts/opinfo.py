@@ -60,6 +60,8 @@ def _rows(result: torch.Tensor) -> torch.Tensor:
 def choose(name: str) -> Any:
     """A sample on which a model can be trained, rather one of several dims; None if there is none."""
     entry = database.entries()[name]
+    if "empty" in name:
+        return None  # values that nobody has set
     for dtype in database.dtypes(entry)[:1]:
         found = database.samples(entry, dtype, 24)
         ranked = sorted(found, key=lambda s: -min(3, max((t.ndim for t in database.tensors_of(s)[:1]), default=0)))

@@ -159,10 +159,14 @@ def cut(x: torch.Tensor, placement: Placement, factors: Factors, n: int) -> list
     return [part.reshape(local) for part in _apart(x, dim, row).chunk(n, dim + factor)]
 
 
+def _rounds(x: torch.Tensor) -> bool:
+    return x.dtype.is_complex or x.dtype.is_floating_point and x.dtype.itemsize > 1
+
+
 def join(parts: Sequence[torch.Tensor], placement: Placement, factors: Factors, rounding: float = 0.0) -> torch.Tensor:
     """Inverse of `cut`."""
     if placement == REPLICATE:
-        tolerance = {"rtol": rounding, "atol": rounding} if rounding and parts[0].dtype.is_floating_point else {}
+        tolerance = {"rtol": rounding, "atol": rounding} if rounding and _rounds(parts[0]) else {}
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], equal_nan=True, msg=lambda m: f"ranks differ: {m}", **tolerance)
         return parts[0]
@@ -283,15 +287,17 @@ class Run:
 
     def _close(self, parts: Sequence[torch.Tensor], joined: torch.Tensor, whole: torch.Tensor, chosen: Sequence[Strategy]
                ) -> None:
-        if not any(PARTIAL in s.inputs or PARTIAL in s.outputs for s in chosen) or not (
-                whole.dtype.is_floating_point or whole.dtype.is_complex):
-            torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False)
+        if not _rounds(whole):
+            torch.testing.assert_close(joined, whole, check_stride=False)
             return
-        # What is not finite is no sum: infinite summands of either sign are not a number. Summands may be greater than their
-        # sum, and so is what is rounded off them.
-        finite = whole.isfinite()
+        # Summands may be greater than their sum, and so is what is rounded off them.
         greatest = max((float(x[x.isfinite()].abs().max()) for x in parts if x[x.isfinite()].numel()), default=0.0)
         tolerance = {"rtol": self.rounding, "atol": self.rounding * max(1.0, greatest)} if self.rounding else {}
+        if not any(PARTIAL in s.inputs or PARTIAL in s.outputs for s in chosen):
+            torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False, **tolerance)
+            return
+        # What is not finite is no sum: infinite summands of either sign are not a number.
+        finite = whole.isfinite()
         torch.testing.assert_close(joined[finite], whole[finite], equal_nan=True, check_stride=False, **tolerance)
 
     def _locals(self, operands: list[list[torch.Tensor]], chosen: Sequence[Strategy], sizes: Sequence[int]
