@@ -186,7 +186,8 @@ def of_backward(graph: str, gm: GraphModule, in_parts: Collection[str] = ()) -> 
     watched = []
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
-        if node.name.startswith("tangents") and isinstance(value, torch.Tensor) and node.name not in in_parts:
+        # Not the tokens that keep effects of backward in order (`tangents_token`), in whose place None is given.
+        if re.fullmatch(r"tangents_\d+", node.name) and isinstance(value, torch.Tensor) and node.name not in in_parts:
             watched.append(Watched(i, _gradient(node.name.removeprefix("tangents_")), value.dtype))
     return Comparison(graph, "backward", watched, draws=False) if watched else None
 

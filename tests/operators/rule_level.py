@@ -14,7 +14,8 @@ from tests.operators import database
 from tests.operators.calls import calls, key_of, trace
 from tests.passes.rules.harness import Run, Sample
 
-ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-7, torch.complex64: 1e-3, torch.complex32: 0.02,
+ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-7, torch.complex64: 1e-3,
+            torch.complex32: 0.02,
             torch.complex128: 1e-7}
 LIMITS = {"first": 16, "others": 4}
 PAIRS = 3
@@ -38,7 +39,9 @@ class Verdict:
 _known: dict[tuple, tuple[str, int, str]] = {}
 """Of every call that was judged: whether it splits, how many runs were compared, and what was wrong."""
 ENOUGH = 12
-"""Calls of one pointwise operator on operands of the same types that are judged: all have one rule."""
+"""Calls of one pointwise operator on operands of the same types that are judged: all have one rule. Of others it is ten times
+as many, and one of those with more elements than are LARGE."""
+LARGE = 10_000
 _counts: Counter[tuple] = Counter()
 
 
@@ -71,7 +74,8 @@ def _judged(call: Sample) -> tuple[str, int, str]:
     if key not in _known:
         alike = (key[0], tuple(x[-1] for x in key[1] if isinstance(x, tuple)))
         _counts[alike] += 1
-        if is_pointwise(call.target) and _counts[alike] > ENOUGH:
+        large = sum(x.numel() for x in call.args if isinstance(x, torch.Tensor)) > LARGE
+        if _counts[alike] > (1 if large else ENOUGH if is_pointwise(call.target) else 10 * ENOUGH):
             return "split", 0, ""
         _known[key] = _judge_call(call)
         return _known[key]
@@ -89,7 +93,7 @@ def _judge_call(call: Sample) -> tuple[str, int, str]:
         run = Run(call, max((ROUNDING.get(x, 0.0) for x in types), default=0.0) or 1e-7)
         if run.rule is None:
             return "replicated", 0, ""
-        seen = run.check(PAIRS)
+        seen = run.check(0 if sum(x.numel() for x in run.tensors) > LARGE else PAIRS)
     except Exception as error:
         return "wrong", 0, f"{type(error).__name__}: {error}"
     splits = any("S(" in s for s in seen)
