@@ -110,7 +110,9 @@ def dynamo_tried_in_vain() -> bool:
 def dynamos_reasons() -> Counter[str]:
     """Why Dynamo ended graphs or made none so far in this process, in its own words, each in one line, and how often."""
     utils, found = sys.modules.get("torch._dynamo.utils"), Counter[str]()
-    for kind in ("graph_break", "unimplemented") if utils is not None else ():
+    if utils is None:
+        return found
+    for kind in ("graph_break", "unimplemented"):
         for text, times in utils.counters[kind].items():
             found[_in_one_line(text)] += times
     return found

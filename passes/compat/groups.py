@@ -96,7 +96,7 @@ def stores_on_loopback() -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            module.TCPStore = torch.distributed.TCPStore
+            module.TCPStore = cast("Any", dist).TCPStore
         if before is not None:
             handler._create_tcp_store_server = before
 
@@ -104,7 +104,7 @@ def stores_on_loopback() -> Iterator[None]:
 def _store_on_loopback(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *args: Any,
                        **kwargs: Any) -> Any:
     if not is_master or host_name not in _LOOPBACK:
-        return torch.distributed.TCPStore(host_name, port, world_size, is_master, *args, **kwargs)
+        return cast("Any", dist).TCPStore(host_name, port, world_size, is_master, *args, **kwargs)
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -114,7 +114,7 @@ def _store_on_loopback(host_name: str, port: int, world_size: int | None = None,
         listening.close()
         raise RuntimeError(f"the store cannot listen on 127.0.0.1:{port}: {error}") from error
     port = listening.getsockname()[1]
-    return torch.distributed.TCPStore(host_name, port, world_size, True, *args, **kwargs, master_listen_fd=listening.detach())
+    return cast("Any", dist).TCPStore(host_name, port, world_size, True, *args, **kwargs, master_listen_fd=listening.detach())
 
 
 _FUNCTIONAL_COLLECTIVES = (

@@ -73,7 +73,7 @@ def called(op: str, target: Any, constants: Container[str]) -> Any:
         return _operator(target.name)
     if isinstance(target, Function) and op == "call_function" and target.name in _FUNCTIONS:
         return _FUNCTIONS[target.name]
-    if op == "output" or op == "placeholder" or (op == "get_attr" and target in constants):
+    if op == "output" or op == "placeholder" or (op == "get_attr" and isinstance(target, str) and target in constants):
         return own_name(target)
     raise NotPlain(f"{op} of {target!r}")
 

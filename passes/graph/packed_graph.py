@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,8 +159,8 @@ def _calls(stored: _Packed) -> Iterator[tuple[str, str, Any, Any, dict[str, Any]
 def _graph(memory: _Memory, stored: _Packed) -> GraphModule:
     graph, nodes = Graph(), list[Node]()
     for (op, name, target, args, kwargs), (*_, value, meta) in zip(_calls(stored), stored.nodes, strict=True):
-        args, kwargs = (map_aggregate(given, lambda x: nodes[x.number] if type(x) is _Reads else x) for given in (args, kwargs))
-        node = graph.create_node(op, target, args, kwargs, name)
+        given: Any = map_aggregate((args, kwargs), lambda x: nodes[x.number] if type(x) is _Reads else x)
+        node = graph.create_node(op, target, given[0], given[1], name)
         if node.name != name:
             raise CannotPack(f"node {name} cannot have this name again")
         node.meta.update(meta)
@@ -240,14 +240,17 @@ def _argument(x: Any, numbers: Mapping[Node, int]) -> Any:
 
 def _plain(x: Any) -> Any:
     """An argument, if it is one that `_argument` makes."""
+    inner: Iterable[Any] = ()
     if isinstance(x, list | tuple):
-        [*map(_plain, x)]
+        inner = x
     elif isinstance(x, slice):
-        [*map(_plain, (x.start, x.stop, x.step))]
+        inner = x.start, x.stop, x.step
     elif isinstance(x, dict):
-        [_plain(each) for key, each in x.items() if own_name(key)]
+        inner = (each for key, each in x.items() if own_name(key))
     elif not isinstance(x, _CONSTANTS) and type(x) is not _Reads:
         raise NotPlain(f"an argument that is {type(x).__name__}")
+    for each in inner:
+        _plain(each)
     return x
 
 

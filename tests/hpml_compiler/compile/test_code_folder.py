@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 import time
 
@@ -108,3 +109,40 @@ def test_what_has_another_cause_is_left_as_it_is(other):
     with pytest.raises(type(other)) as error, code_can_be_written():
         raise other
     assert error.value is other
+
+
+def test_the_folder_is_made_for_this_user_alone(folder, monkeypatch):
+    """Where torch has not made it before, which it does when Dynamo is imported."""
+    monkeypatch.setattr(compat, "inductor_folder", lambda: str(folder))
+    with code_can_be_written():
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_default_folder_that_others_may_have_written_is_left_for_one_of_ones_own(monkeypatch, tmp_path, caplog):
+    """inductor runs what it finds there."""
+    theirs = tmp_path / "torchinductor_user"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compat, "inductor_folder", lambda: os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(theirs)))
+    for _ in range(2):
+        with code_can_be_written():
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
+    assert stat.S_IMODE((tmp_path / "cache" / "inductor").stat().st_mode) == 0o700 and not any(theirs.iterdir())
+    (said,) = caplog.messages
+    assert "others may write" in said and str(theirs) in said
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(BadInput, match="no folder for compiled code is this user's alone"), code_can_be_written():
+        pass
+
+
+def test_a_folder_that_the_user_names_is_taken_with_a_warning(folder, caplog):
+    folder.mkdir()
+    folder.chmod(0o777)
+    for _ in range(2):
+        with code_can_be_written():
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    (said,) = caplog.messages
+    assert "another user may have written it" in said and str(folder) in said
