@@ -9,12 +9,27 @@ from torch.distributed.tensor import DTensor
 
 from passes import compat
 
+IN_EAGER_GRAPH = "in_eager_graph"
+"""Attribute of a leaf that an eager operation has put into an autograd graph: scripts reach the node that accumulates its
+gradient so (`p.expand_as(p).grad_fn.next_functions`, `get_gradient_edge`), and torch does not tell whether it has hooks."""
+
+
+def note_eager_use(leaf: DTensor) -> None:
+    leaf.__dict__[IN_EAGER_GRAPH] = True
+
 
 def may_accumulate(ctx: Any, leaves: Sequence[DTensor]) -> bool:
-    """Whether the engine would only add the gradients to `.grad`: no hooks, and nobody else asked for them."""
-    if any(t._backward_hooks or t._post_accumulate_grad_hooks or not t.is_leaf for t in leaves):
+    """Whether the engine would only add dense gradients to `.grad`: no hooks, and nobody else asked for them."""
+    if any(t._backward_hooks or t._post_accumulate_grad_hooks or not t.is_leaf or IN_EAGER_GRAPH in t.__dict__ or (
+            t.grad is not None and not is_plain(t)) for t in leaves):
         return False
     return compat.will_accumulate([node for node, _ in ctx.next_functions])
+
+
+def is_plain(leaf: DTensor) -> bool:
+    """Whether adding to its gradient in place is what the engine does: dense, without a graph, of the leaf's own dtype."""
+    grad: Any = leaf.grad
+    return grad.layout is torch.strided and not grad.requires_grad and grad.dtype == leaf.dtype
 
 
 def accumulate(leaves: Sequence[DTensor], gradients: Sequence[torch.Tensor | None], kind: type) -> None:
@@ -22,7 +37,7 @@ def accumulate(leaves: Sequence[DTensor], gradients: Sequence[torch.Tensor | Non
     are other tensors share no memory: `passes.transform.own_gradients`.) gradients: this rank's parts."""
     seen: set[int] = set()
     for tensor, gradient in zip(leaves, gradients, strict=True):
-        if gradient is None:
+        if gradient is None or not tensor.requires_grad:  # frozen since forward
             continue
         old: Any = tensor.grad
         if old is None:

@@ -1,6 +1,9 @@
 """The state of a model that is split, whole, for one file that a script on one device can load."""
 from __future__ import annotations
 
+import itertools
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hpml_compiler.runtime.compared import RanksDiffer
 from hpml_compiler.runtime.together import together
 from hpml_compiler.runtime.whole import whole
+from hpml_compiler.runtime.world import from_all_ranks
 from passes.graph.nodes import memory_of
 
 CALLED_BY_ONE = "all ranks call it, outside of `if rank == 0:`; rank 0 alone gets the state, and saves it"
@@ -25,21 +30,59 @@ def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
     """
     together("hpml_compiler.full_state_dict", CALLED_BY_ONE, every=0)
     model = getattr(model, "_orig_mod", model)
+    parts: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        parts["optimizer"] = optimizer.state_dict()
+    _check_alike(parts)
     keeps = not dist.is_initialized() or dist.get_rank() == 0
-    copies = _Copies(keeps)
     with torch.no_grad():
-        state = copies.of(model.state_dict())
-        if optimizer is not None:
-            state = {"model": state, "optimizer": copies.of(optimizer.state_dict())}
-    return state if keeps else {}
+        state = _Copies(keeps).of(parts)
+    if not keeps:
+        return {}
+    return state if optimizer is not None else state["model"]
+
+
+def _check_alike(state: Any) -> None:
+    """Raises on all ranks if these do not have the same placed tensors under the same names: each would wait for the others
+    in a gather that they never make, or take what they send for another tensor."""
+    if not dist.is_initialized():
+        return
+    mine = [f"{name} {tuple(value.shape)} {value.dtype} {value.placements}"
+            for name, value in _named(state) if isinstance(value, DTensor)]
+    hashes = from_all_ranks(zlib.crc32("\n".join(mine).encode()))
+    if len(set(hashes)) == 1:
+        return
+    found = from_all_ranks(mine)
+    rank = next(rank for rank, other in enumerate(found) if hashes[rank] != hashes[0])
+    pairs = itertools.zip_longest(found[0], found[rank], fillvalue="nothing more")
+    differs = next(pair for pair in pairs if len(set(pair)) > 1)
+    raise RanksDiffer("ranks have the model's tensors under other names, or others of them",
+                      f"hpml_compiler.full_state_dict: rank 0 has {differs[0]} where rank {rank} has {differs[1]}",
+                      "give the model the same parameters, buffers and optimizer state on all ranks")
+
+
+def _named(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _named(item, f"{name}.{index}")
+    else:
+        yield name, value
 
 
 class _Copies:
-    """Whole CPU copies. What shares memory in the model, as tied weights do, shares it in the copies."""
+    """Whole CPU copies. What shares memory in the model, as tied weights do, shares it in the copies.
+
+    Every rank gathers every placed tensor, also one that rank 0 has a copy of: how often ranks gather must not follow from
+    what one of them knows alone, such as its copies, or which of its parts share memory (those without rows).
+    """
 
     def __init__(self, keeps: bool) -> None:
         self._keeps = keeps
-        self._made: dict[tuple, torch.Tensor] = {}
+        self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By what lies in the same memory: the tensor, so that no other comes to lie there meanwhile, and its copy."""
 
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -53,13 +96,13 @@ class _Copies:
         return value
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        key = (memory_of(local), local.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, local.device)
-        has_memory = local.numel() or isinstance(tensor, DTensor)  # also where another rank has the rows
-        if local.layout == torch.strided and has_memory and key in self._made:
-            return self._made[key]
         gathered = whole(tensor)
         if not self._keeps:
             return None
-        copy = self._made[key] = gathered.to("cpu", copy=True)
-        return copy
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if local.layout != torch.strided:
+            return gathered.to("cpu", copy=True)
+        key = (memory_of(local), local.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in self._made:
+            self._made[key] = local, gathered.to("cpu", copy=True)
+        return self._made[key][1]

@@ -84,9 +84,11 @@ class Messages:
         dist.all_gather_object(said, own, group)
         _, first, text, stage, microbatch, error = min((each for each in said if each is not None), key=lambda each: each[:2])
         here = failed is not None and first == rank
-        raise stage_error(failed.error if here else error, first, stage, microbatch, f"rank {first}: {text}",
-                          f"rank {rank}, in a pipeline", "see the error that this one was raised from" if here
-                          else f"look at rank {first}") from (None if failed is None else failed.error)
+        raise stage_error(
+            failed.error if failed is not None and here else error, first, stage, microbatch, f"rank {first}: {text}",
+            f"rank {rank}, in a pipeline",
+            "see the error that this one was raised from" if here else f"look at rank {first}",
+        ) from (None if failed is None else failed.error)
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""

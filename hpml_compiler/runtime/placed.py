@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hpml_compiler.runtime import foreach
+from hpml_compiler.runtime.accumulating import note_eager_use
 from hpml_compiler.runtime.doing import doing
 from hpml_compiler.runtime.eager import (
     VIEW_STEP,
@@ -100,6 +101,10 @@ class PlacedTensor(DTensor):
         placed = [operand for operand in operands if isinstance(operand, DTensor)]
         if not placed or module == "torch.autograd":
             return func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for operand in placed:
+                if operand.requires_grad and operand.is_leaf:
+                    note_eager_use(operand)
         if compat.is_fake(placed[0]._local_tensor):
             return on_fakes(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -297,6 +302,18 @@ def gathered_view(source: DTensor, value: torch.Tensor, replay: Callable[[torch.
     return view
 
 
+class _Alias(torch.autograd.Function):
+    """A view of all of a tensor whose placement DTensor does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Any:
+        return compat.make_dtensor(PlacedTensor, tensor._local_tensor.detach(), tensor._spec)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return gradients[0]
+
+
 def _to_write(tensor: DTensor) -> DTensor:
     """What this rank has of a tensor, as a DTensor with placements of DTensor's own. The part is the same storage."""
     with compat.plain_torch_functions():
@@ -354,6 +371,9 @@ def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, An
     source = args[0]
     if unknown_to_dtensor(source.placements) and name == "__get__" and func.__self__.__name__ == "data":
         return compat.make_dtensor(PlacedTensor, source._local_tensor.data, source._spec)
+    if name in ("view_as", "expand_as") and unknown_to_dtensor(source.placements) and _tracked([source]) and (
+            source.shape == args[1].shape):
+        return _Alias.apply(source)  # how scripts and torch reach the node that accumulates a leaf's gradient
     if name == "__getitem__" and _copies(args[1]):
         return on_whole(func, args, kwargs)
     several = name in SEVERAL_VIEWS and _tracked([source])  # DTensor's backward mixes in plain zeros
@@ -394,6 +414,9 @@ def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:
     if isinstance(tensor, PlacedTensor) and isinstance(value, torch.Tensor) and name in ("grad", "data"):
         if value.shape != tensor.shape:
             raise ValueError(f"a placed tensor keeps its shape: {tuple(tensor.shape)}, not {tuple(value.shape)}")
+        if value.layout is not torch.strided:
+            raise HpmlError(f"a placed tensor cannot be given a {value.layout} tensor", f"{name} of a parameter of shape "
+                            f"{tuple(tensor.shape)}", "assign value.to_dense()")
         if name == "data":
             note_change([tensor])
             _set_data(func, tensor, whole(value.detach()))

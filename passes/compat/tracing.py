@@ -25,7 +25,7 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
     is given a graph all of whose calls are tagged (`passes.compat.phases`)."""
     from torch._dynamo.backends.common import aot_autograd as make_backend
 
-    partition = kwargs.get("partition_fn")
+    partition: Any = kwargs.get("partition_fn")
 
     def with_phases(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any) -> Any:
         mark_phases(joint, num_fwd_outputs)
