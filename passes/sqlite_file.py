@@ -156,7 +156,8 @@ class SqliteFile:
         why = next((why for each in (self.path.parent, *self._files()) if (why := is_written_by_others(each))), None)
         if why is not None:
             raise OthersWrite(f"the {self.name} is not read: {why}", f"{self.name} {self.path}",
-                           "delete it if it is not yours, or set HPML_CACHE_DIR to a folder that you alone can write")
+                           "if it is yours, `chmod go-w` it; else delete it, or set HPML_CACHE_DIR to a folder that you "
+                              "alone can write")
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         """Makes the table in a new file; raises BadInput on a file of another version."""
