@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import compat
 
@@ -21,12 +22,21 @@ class _Seen:
 
     graphs = 0
     why = ""
+    hook: Any = None
+
+
+def report_at_first_step() -> None:
+    """From now on until an optimizer steps after Dynamo gave up: for functions and `module.compile()`, of which nobody sees the
+    end of the first call."""
+    if _Seen.hook is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _Seen.hook = register_optimizer_step_pre_hook(lambda *_: _report_once())
 
 
 def graph_came() -> None:
     """To be called by the backend."""
     _Seen.graphs += 1
     atexit.unregister(_at_exit)
+    _listen_no_more()
 
 
 def why_nothing_is_compiled() -> str:
@@ -66,11 +76,21 @@ def _said(what: str, reasons: Counter[str]) -> str:
     return f"{what} is not compiled, and every rank does all of its work: Dynamo made no graph of it. {because}"
 
 
+def _report_once() -> None:
+    if not _Seen.why and (why := why_nothing_is_compiled()):
+        _report(why)
+    if _Seen.why:
+        _listen_no_more()
+
+
+def _listen_no_more() -> None:
+    if _Seen.hook is not None:
+        _Seen.hook.remove()
+        _Seen.hook = None
+
+
 @atexit.register
 def _at_exit() -> None:
-    """For functions and `module.compile()`, whose first call nobody sees the end of."""
-    if hasattr(sys, "last_value") or _Seen.why or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return
-    if why := why_nothing_is_compiled():
-        _report(why)
-
+    """Of scripts without an optimizer."""
+    if not hasattr(sys, "last_value") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _report_once()

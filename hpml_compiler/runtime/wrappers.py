@@ -31,6 +31,7 @@ def watch(backend: Callable[..., Any]) -> None:
     _backends.append(backend)
     watch_ddp()
     watch_compiled_modules()
+    uncompiled.report_at_first_step()
 
 
 @functools.cache

@@ -102,6 +102,32 @@ def test_it_is_said_after_the_first_call_with_dynamos_own_reason(model, because,
     torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.parametrize("how", ["function", "module.compile()"])
+def test_of_functions_it_is_said_at_the_first_step(how, monkeypatch, caplog):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(uncompiled._Seen, "graphs", 0)
+    monkeypatch.setattr(uncompiled._Seen, "why", "")
+    monkeypatch.setattr(uncompiled._Seen, "hook", None)
+    uncompiled.report_at_first_step()
+    optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters())
+    optimizer.step()  # of something else, before anything was called
+    assert uncompiled._Seen.hook is not None
+    model = OnSparse()
+    if how == "function":
+        call = torch.compile(model.forward, backend="hpml")
+    else:
+        model.compile(backend="hpml")
+        call = model
+    for _ in range(3):
+        call(torch.eye(4))
+        optimizer.step()
+    (said,) = (each.getMessage() for each in caplog.records if each.name == "hpml")
+    assert "is not compiled, and every rank does all of its work" in said and "sparse" in said
+    assert uncompiled._Seen.hook is None
+
+
 def test_public_names_are_listed():
     assert set(hpml_compiler.__all__) <= set(dir(hpml_compiler))
     assert all(getattr(hpml_compiler, name) is not None for name in hpml_compiler.__all__)
