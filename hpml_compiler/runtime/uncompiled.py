@@ -22,21 +22,21 @@ class _Seen:
 
     graphs = 0
     why = ""
-    hook: Any = None
+    listens = False
 
 
 def report_at_first_step() -> None:
     """From now on until an optimizer steps after Dynamo gave up: for functions and `module.compile()`, of which nobody sees the
     end of the first call."""
-    if _Seen.hook is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _Seen.hook = register_optimizer_step_pre_hook(lambda *_: _report_once())
+    if not _Seen.listens and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _Seen.listens = True
+        register_optimizer_step_pre_hook(lambda *_: _report_once())  # which stays: none can be removed while they are called
 
 
 def graph_came() -> None:
     """To be called by the backend."""
     _Seen.graphs += 1
     atexit.unregister(_at_exit)
-    _listen_no_more()
 
 
 def why_nothing_is_compiled() -> str:
@@ -77,16 +77,8 @@ def _said(what: str, reasons: Counter[str]) -> str:
 
 
 def _report_once() -> None:
-    if not _Seen.why and (why := why_nothing_is_compiled()):
+    if not _Seen.graphs and not _Seen.why and (why := why_nothing_is_compiled()):
         _report(why)
-    if _Seen.why:
-        _listen_no_more()
-
-
-def _listen_no_more() -> None:
-    if _Seen.hook is not None:
-        _Seen.hook.remove()
-        _Seen.hook = None
 
 
 @atexit.register
