@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hpml_compiler.runtime.eager import tensors_in
+from hpml_compiler.runtime.placed import place_like
 from passes import compat
 from passes.errors import HpmlError
 
@@ -60,15 +61,36 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
     work.run()
     out_of_reach = []
     while olds:
-        old, name = olds.pop(), names[len(olds)]
-        if _references([old], 0) > _NOBODY + 1:  # the variable
-            old.grad = None
-            old.data = old.data.new_empty(0)
-            old.requires_grad_(False)
+        old, name, new = olds.pop(), names[len(olds)], news[len(olds)]  # pop comes first
+        held = _references([old], 0) > _NOBODY + 1  # the variable
+        in_graph = old.requires_grad and compat.use_count(old) > 1
+        if in_graph:  # an eager operation read it before the first compiled graph did
+            _hand_gradients_on(old, new)
+        if held:
+            if not in_graph:
+                old.grad = None
+                old.data = old.data.new_empty(0)
+                old.requires_grad_(False)
             old.replaced_name = name  # pyright: ignore[reportAttributeAccessIssue]
             old.__class__ = ReplacedParameter
             out_of_reach.append(name)
     return out_of_reach[::-1]
+
+
+def _hand_gradients_on(old: nn.Parameter, new: nn.Parameter) -> None:
+    """What backward adds to the gradient of an old parameter is added to that of the new one."""
+    old.grad = None  # the new one has what was there
+
+    def hand_on(*_: object) -> None:
+        with compat.plain_torch_functions():
+            gradient, old.grad = old.grad, None
+        if gradient is None or not new.requires_grad:
+            return
+        with torch.no_grad():
+            placed = place_like(gradient, new)  # type: ignore[arg-type]
+            new.grad = placed if new.grad is None else new.grad.add_(placed)
+
+    torch.autograd.graph.get_gradient_edge(old).node.register_hook(hand_on)
 
 
 def rebind_attributes(modules: Iterable[nn.Module], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:

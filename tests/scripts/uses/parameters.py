@@ -57,6 +57,46 @@ def embedding_tied_to_the_head(hp):
     return _language(hp, Language())
 
 
+class EagerFirst(Language):
+    """The weight is read by code that Dynamo leaves alone, before the first graph that reads it is compiled."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    @torch._dynamo.disable
+    def first(self, ids):
+        weight = self.embedding.weight
+        if self.how == "sliced":
+            return weight[:, 2:6][ids].repeat(1, 1, 2)
+        if self.how == "saved":  # for backward
+            return F.one_hot(ids, 16).to(weight.dtype) @ (weight * weight)
+        return F.embedding(ids, weight)
+
+    def forward(self, ids):
+        return self.head(self.body(self.first(ids)).tanh())
+
+
+@use
+def tied_weight_is_read_in_eager_code_first(hp):
+    return [_language(hp, EagerFirst(how)) for how in ("looked up", "sliced", "saved")]
+
+
+@use
+def tied_weight_that_eager_code_reads_first_with_hooks_and_accumulation(hp):
+    model = EagerFirst("looked up")
+    seen, call, optimizer = [], hp.compile(model), adamw(model)
+    model.head.weight.register_hook(lambda g: g * 0.5)
+    for _ in range(2):
+        for number in range(2):
+            out = call(tokens().roll(number, 0))
+            F.cross_entropy(out.flatten(0, 1), tokens().flatten()).backward()
+        seen.append(model.head.weight.grad.sum().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, model, optimizer
+
+
 @use
 def padding_and_sparse_gradients(hp):
     class Padded(nn.Module):
