@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from passes.compat.decompositions import right_kernels
 from passes.compat.graphs import lazy_graph_modules
+from passes.compat.module_paths import straighten
 from passes.compat.phases import mark_phases
 
 
@@ -34,6 +35,7 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
     backend = make_backend(**(kwargs if partition is None else {**kwargs, "partition_fn": with_phases}))
 
     def traced(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        straighten(gm)
         with lazy_graph_modules(), right_kernels():
             return backend(gm, inputs)
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from passes.graph.nodes import BACKWARD_ON_PURPOSE
 
 _INDEXED = re.compile(r"(?:\.|\[)(\d+)\]?$")
-_PREFIX = re.compile(r"^L\['(\w+)'\]\.?")
+_PREFIX = re.compile(r"^[LG]\['(\w+)'\]\.?")
 CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
 
 
