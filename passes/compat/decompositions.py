@@ -18,6 +18,8 @@ WRONG_OF_BYTES = tuple(f"{name}.{overload}" for overload in ("default", "vec") f
     "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
     "_upsample_bicubic2d_aa"))
 """Not used for images of uint8, which the operators round otherwise."""
+SCALED = ("addmm.default", "baddbmm.default", "addmv.default", "addbmm.default", "addr.default")
+"""Not used for integers with factors that are fractions, which the operators truncate first."""
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -32,6 +34,10 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     for op in _operators(WRONG_OF_BYTES):
         if op in table:
             table[op] = _unless_bytes(table[op])
+            _falls_back(op, lowering)
+    for op in _operators(SCALED):
+        if op in table:
+            table[op] = _unless_truncated(table[op])
             _falls_back(op, lowering)
     return table
 
@@ -83,6 +89,15 @@ def _unless_bytes(decomposed: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(decomposed)
     def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented if x.dtype == torch.uint8 else decomposed(x, *args, **kwargs)
+
+    return call
+
+
+def _unless_truncated(decomposed: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decomposed)
+    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        whole = all(int(kwargs.get(k, 1)) == kwargs.get(k, 1) for k in ("alpha", "beta"))
+        return decomposed(x, *args, **kwargs) if whole or x.is_floating_point() or x.is_complex() else NotImplemented
 
     return call
 

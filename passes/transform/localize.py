@@ -18,6 +18,7 @@ from passes.rules.table import name_of
 from passes.transform.collectives import reshape
 from passes.transform.coordinate import times
 from passes.transform.indexed import INDEXED
+from passes.transform.in_memory import FACTORS, factorization, scaled_mm
 from passes.transform.insert import Inserter
 from passes.transform.local import Local, Range
 
@@ -227,17 +228,6 @@ def _reads_memory(call: Local, insert: Inserter) -> Node:
     return insert(call.target, x, *call.args[1:], **call.kwargs)
 
 
-def _scaled_mm(call: Local, insert: Inserter) -> Node:
-    """The kernel wants rows of the first operand and columns of the second packed."""
-    a, b, *rest = call.args
-    if a.meta["val"].stride(1) != 1:
-        a = insert(aten.clone.default, a, memory_format=torch.contiguous_format)
-    if b.meta["val"].stride(0) != 1:
-        b = insert(aten.clone.default, insert(aten.permute.default, b, [1, 0]), memory_format=torch.contiguous_format)
-        b = insert(aten.permute.default, b, [1, 0])
-    return insert(call.target, a, b, *rest, **call.kwargs)
-
-
 SPECIAL: dict[Any, Callable[[Local, Inserter], Node]] = {
     aten.slice.Tensor: lambda c, i: _window(c, i, 1),
     aten.slice_scatter.default: lambda c, i: _window(c, i, 2),
@@ -250,7 +240,8 @@ SPECIAL: dict[Any, Callable[[Local, Inserter], Node]] = {
     aten.new_empty_strided.default: lambda c, i: _empty_strided(c, i, 1),
     aten.as_strided.default: _reads_memory,
     aten.as_strided_scatter.default: _reads_memory,
-    aten._scaled_mm.default: _scaled_mm,
+    aten._scaled_mm.default: scaled_mm,
+    **{op: factorization for op in FACTORS},
     prims.iota.default: _iota,
     aten.arange.default: _arange,
     aten.arange.start: _arange,

@@ -118,6 +118,8 @@ def _fused_bias(product):
     def rewrite(node: Node, insert: Inserter) -> bool:
         bias, a, b = node.args
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+        if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex()):
+            beta, alpha = int(beta), int(alpha)  # as the operator takes them
         result = insert(product, a, b)
         if alpha != 1:
             result = insert(aten.mul.Tensor, result, alpha)

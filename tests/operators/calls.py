@@ -52,9 +52,11 @@ def trace(function: Callable[..., Any], tensors: Sequence[torch.Tensor], compile
         pass
     (gm,) = found
     values: list[Any] = [t.detach().clone() if t.is_contiguous() else t.detach() for t in tensors]
-    for node in gm.graph.find_nodes(op="placeholder")[len(values):]:
-        fake = node.meta["val"]
-        values.append(torch.randn(tuple(fake.shape), dtype=fake.dtype))
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    tangents = [node for node in placeholders if node.name.startswith("tangents")]
+    # Before the tensors come tokens, which keep assertions and other effects in order.
+    values = [torch.empty(0)] * (len(placeholders) - len(tangents) - len(values)) + values
+    values += [torch.randn(tuple(node.meta["val"].shape), dtype=node.meta["val"].dtype) for node in tangents]
     normalize(gm, compat.fake_mode_of(gm))
     return Traced(gm, values)
 

@@ -20,14 +20,15 @@ STEPS = 2
 class Between(nn.Module):
     """A layer, an operator of what it gives and of the sample's other tensors, and a layer."""
 
-    def __init__(self, entry: Any, sample: Any):
+    def __init__(self, entry: Any, sample: Any, apart: bool = False):
+        """apart: the operator gets the sample as it is, where it has no gradient."""
         super().__init__()
         self.function, self.given = database.function_of(entry, sample), []
         for number, tensor in enumerate(database.tensors_of(sample)):
             self.register_buffer(f"given{number}", tensor.detach().clone())
             self.given.append(f"given{number}")
         own = getattr(self, self.given[0]) if self.given else torch.zeros(1)
-        self.shape, self.floats = own.shape, bool(self.given) and own.is_floating_point()
+        self.shape, self.floats = own.shape, bool(self.given) and own.is_floating_point() and not apart
         self.before = nn.Linear(WIDTH, math.prod(own.shape[1:]) if own.ndim else 1)
         widths = [_rows(x).shape[1] for x in self._results(own)]
         self.after = nn.Linear(widths[0] if widths else WIDTH, 3)
@@ -58,32 +59,33 @@ def _rows(result: torch.Tensor) -> torch.Tensor:
 
 
 def choose(name: str) -> Any:
-    """A sample on which a model can be trained, rather one of several dims; None if there is none."""
+    """A sample on which a model can be trained, rather one of several dims, and whether apart from the operator; None if there
+    is none."""
     entry = database.entries()[name]
     if "empty" in name:
         return None  # values that nobody has set
     for dtype in database.dtypes(entry)[:1]:
         found = database.samples(entry, dtype, 24)
-        ranked = sorted(found, key=lambda s: -min(3, max((t.ndim for t in database.tensors_of(s)[:1]), default=0)))
-        for sample in ranked[:6]:
+        ranked = sorted(found, key=lambda s: -max((min(3, t.ndim) for t in database.tensors_of(s)[:1] if t.numel()), default=0))
+        for apart, sample in [(apart, sample) for apart in (False, True) for sample in ranked[:12]]:
             with contextlib.suppress(Exception):
-                if all(math.isfinite(loss) for loss in _train(entry, sample, lambda model: model)[0]):
-                    return sample
+                if all(math.isfinite(loss) for loss in _train(entry, sample, apart, lambda model: model)[0]):
+                    return sample, apart
     return None
 
 
-def _train(entry: Any, sample: Any, compiled: Callable[[nn.Module], Any]) -> tuple[list[float], nn.Module]:
+def _train(entry: Any, sample: Any, apart: bool, compiled: Callable[[nn.Module], Any]) -> tuple[list[float], nn.Module]:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = Between(entry, sample)
+            model = Between(entry, sample, apart)
             call, optimizer = compiled(model), torch.optim.SGD(model.parameters(), 0.01)
             losses = []
             for step in range(STEPS):
-                x = torch.arange(max(1, *model.shape[:1]) * WIDTH).view(-1, WIDTH).double().sin() + step
+                x = torch.arange(max([1, *model.shape[:1]]) * WIDTH).view(-1, WIDTH).double().sin() + step
                 loss = call(x)
                 loss.backward()
                 optimizer.step()
@@ -96,9 +98,9 @@ def _train(entry: Any, sample: Any, compiled: Callable[[nn.Module], Any]) -> tup
 
 def _use(name: str) -> Any:
     def run(hp: Script) -> Any:
-        sample = choose(name)
+        sample, apart = choose(name)
         torch.manual_seed(0)
-        return _train(database.entries()[name], sample, hp.compile)
+        return _train(database.entries()[name], sample, apart, hp.compile)
 
     run.__module__, run.use = __name__, Use(f"opinfo.{name}", run, tolerance=1e-7, limit_s=60)  # type: ignore[attr-defined]
     return run
