@@ -17,8 +17,8 @@ from passes.rules.base import Rule
 from passes.rules.table import name_of
 from passes.transform.collectives import reshape
 from passes.transform.coordinate import times
-from passes.transform.indexed import INDEXED
 from passes.transform.in_memory import FACTORS, factorization, scaled_mm
+from passes.transform.indexed import INDEXED
 from passes.transform.insert import Inserter
 from passes.transform.local import Local, Range
 
