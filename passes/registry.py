@@ -47,6 +47,12 @@ def register(cls: P) -> P:
     return cls
 
 
+def outside() -> dict[str, type[Any]]:
+    """By name, the passes that are not of this package."""
+    _discover()
+    return {name: cls for name, cls in _passes.items() if not cls.__module__.startswith("passes.")}
+
+
 def names() -> tuple[str, ...]:
     """The names of all passes that can be found, sorted."""
     _discover()

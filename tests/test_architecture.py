@@ -14,7 +14,7 @@ LAYERS = (
     ("errors", "files", "private_files", "sqlite_file", "records"),
     ("annotations", "base", "compat", "frozen", "manager", "registry", "result"),
     ("machine", "rules", "solve"),
-    ("graph", "keeping"),
+    ("graph", "keeping", "outside"),
     ("costs", "tracing"),
     ("schedule", "shares"),
     ("analysis", "partition", "transform"),

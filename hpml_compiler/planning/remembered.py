@@ -25,11 +25,13 @@ from hpml_compiler.plans.cache_warnings import warn_of_cache
 from hpml_compiler.plans.fields import Mesh, Record
 from hpml_compiler.plans.kept import KeptPlan
 from hpml_compiler.plans.schema import DecisionRecord, MeshAttempt, SolverReport
+from passes import compat
 from passes.costs.prices import Measured
 from passes.errors import BadInput, Infeasible
 from passes.graph.annotated import Annotated as AnnotatedGraph
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
+from passes.outside import fingerprint, source_of
 
 log = logging.getLogger("hpml")
 
@@ -133,8 +135,19 @@ def memory_of(annotated: AnnotatedGraph, options: Options, cluster: Cluster, loo
     roles = [dict(interface.kinds), dict(interface.trainable), dict(interface.stored), interface.outputs,
              interface.forward_outputs, interface.training]
     given = json.dumps(options.to_json(), sort_keys=True)
-    parts = [digest, roles, given, cluster, prices, torch.__version__, plan_file.planners_code(), *others]
+    parts = [digest, roles, given, cluster, prices, torch.__version__, plan_file.planners_code(), _rules(annotated),
+             fingerprint(), _operators(annotated), *others]
     return Memory(plan_file.digest_of(parts), {} if look is None else _prices(look, cluster), options)
+
+
+def _rules(annotated: AnnotatedGraph) -> list[tuple[object, ...]]:
+    """What the rules said of each operation."""
+    return [(op.strategies, op.heavy, op.linear) for op in annotated.graph.operations]
+
+
+def _operators(annotated: AnnotatedGraph) -> dict[str, str]:
+    """Source of the custom operators that are called, by name."""
+    return {name: source_of(function) for name, function in compat.custom_op_functions(annotated.gm).items()}
 
 
 def _prices(look: Measured, cluster: Cluster) -> dict[str, float]:

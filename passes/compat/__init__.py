@@ -7,6 +7,7 @@ from torch.utils import _pytree as pytree  # arguments and results of ops are ne
 
 from passes.compat.around import *
 from passes.compat.cpp_compiler import *
+from passes.compat.custom_ops import *
 from passes.compat.decompositions import *
 from passes.compat.dtensor import *
 from passes.compat.dynamo import *

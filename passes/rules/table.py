@@ -68,10 +68,10 @@ def targets() -> tuple[str, ...]:
     return tuple(_table)
 
 
-def are_all_ours() -> bool:
-    """Whether every rule is of this package, and none of a user's."""
+def outside() -> dict[str, RuleFunction]:
+    """By operator, the rules that are not of this package."""
     load()
-    return all(function.__module__.startswith("passes.rules.") for function in _table.values())
+    return {name: function for name, function in _table.items() if not function.__module__.startswith("passes.rules.")}
 
 
 def is_random(target: Any) -> bool:
