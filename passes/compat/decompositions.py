@@ -18,6 +18,8 @@ WRONG_OF_BYTES = tuple(f"{name}.{overload}" for overload in ("default", "vec") f
     "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
     "_upsample_bicubic2d_aa"))
 """Not used for images of uint8, which the operators round otherwise."""
+WRONG_OF_HALVES = ("grid_sampler_2d.default",)
+"""Not used for bfloat16 and float16, in which they round coordinates: the operators compute these in float32."""
 SCALED = ("addmm.default", "baddbmm.default", "addmv.default", "addbmm.default", "addr.default")
 """Not used for integers with factors that are fractions, which the operators truncate first."""
 
@@ -33,7 +35,11 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
         _falls_back(op, lowering)
     for op in _operators(WRONG_OF_BYTES):
         if op in table:
-            table[op] = _unless_bytes(table[op])
+            table[op] = _unless(table[op], torch.uint8)
+            _falls_back(op, lowering)
+    for op in _operators(WRONG_OF_HALVES):
+        if op in table:
+            table[op] = _unless(table[op], torch.bfloat16, torch.float16)
             _falls_back(op, lowering)
     for op in _operators(SCALED):
         if op in table:
@@ -85,10 +91,10 @@ def _put(op: OpOverload, old: Mapping[DispatchKey, Any], new: Mapping[DispatchKe
     op._dispatch_cache.clear()
 
 
-def _unless_bytes(decomposed: Callable[..., Any]) -> Callable[..., Any]:
+def _unless(decomposed: Callable[..., Any], *dtypes: torch.dtype) -> Callable[..., Any]:
     @functools.wraps(decomposed)
     def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return NotImplemented if x.dtype == torch.uint8 else decomposed(x, *args, **kwargs)
+        return NotImplemented if x.dtype in dtypes else decomposed(x, *args, **kwargs)
 
     return call
 

@@ -20,7 +20,7 @@ RESIZES = [dict(mode=mode, antialias=antialias, **size) for mode in ("bilinear",
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("name", ["nn.functional.multi_margin_loss", "baddbmm"])
+@pytest.mark.parametrize("name", ["nn.functional.multi_margin_loss", "baddbmm", "grid_sampler_2d"])
 def test_what_operators_are_taken_apart_into_is_what_they_do(name, compiler):
     assert differences(name, 1, 1, compilers=[compiler]) == []
 
