@@ -11,6 +11,7 @@ from hpml_compiler.simulate.prices import AsPlanned, Repriced
 from hpml_compiler.simulate.step_graph import step_graph
 from hpml_compiler.visualize.text import format_bytes
 from passes.costs.prices import MeshPrices
+from passes.errors import Infeasible
 from passes.graph.placement_graph import PlacementGraph
 from passes.machine.mesh import Mesh
 from passes.partition.in_time import AFTER, InTime
@@ -33,6 +34,14 @@ def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: InTime, l
     step = step_graph(record, prices)
     return record.model_copy(update={
         "predicted": _predicted(record, step, said.count), "memory": _memory(record, step)})
+
+
+def check_fits(record: GraphPlan, device_bytes: float) -> None:
+    """Raises Infeasible where a step in microbatches holds more than a device has."""
+    if record.microbatches is not None and record.memory.peak > device_bytes:
+        raise Infeasible(
+            f"in {record.microbatches.count} microbatches a device holds {format_bytes(record.memory.peak)} at its peak, and "
+            f"it has {format_bytes(device_bytes)}", record.name, "take more microbatches, or split the model further")
 
 
 def say_if_too_much(record: GraphPlan, device_bytes: float) -> None:

@@ -116,14 +116,15 @@ def plan_folded(folded: Folded, annotated: Annotated, forward_outputs: int, opti
 
 
 def _that_fits(record: GraphPlan, cluster: Cluster) -> GraphPlan:
-    """Says where it does not."""
+    """The same plan; raises Infeasible where a rank holds more than its device has."""
     memory, pipe = record.memory, record.pipeline
     if memory.peak > cluster.device.memory_bytes and pipe is not None:
-        log.warning(
-            "%s: the fullest rank holds %s for parameters, gradients and optimizer, and %s of saved values, and a device has "
-            "%s: take more stages, split them further, or more microbatches than %d", record.name,
-            format_bytes(memory.parameters + memory.gradients + memory.optimizer), format_bytes(memory.activations),
-            format_bytes(cluster.device.memory_bytes), pipe.microbatches)
+        state = memory.parameters + memory.gradients + memory.optimizer
+        raise Infeasible(
+            f"the fullest rank of {len(pipe.stages)} stages holds {format_bytes(memory.peak)} at the peak, and its device has "
+            f"{format_bytes(cluster.device.memory_bytes)}: {format_bytes(state)} for parameters, gradients and optimizer, "
+            f"{format_bytes(memory.activations)} of saved values", record.name,
+            f"take more stages, split them further, or more microbatches than {pipe.microbatches}")
     return record
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning.budgeted import Budgeted
-from hpml_compiler.planning.in_microbatches import say_if_too_much, with_microbatches
+from hpml_compiler.planning.in_microbatches import check_fits, with_microbatches
 from hpml_compiler.planning.in_stages import plan_folded, plan_in_stages
 from hpml_compiler.planning.in_trials import remembered
 from hpml_compiler.planning.microbatches import fitting_rows, lifetimes_in_time, loss_alone, loss_of, times_of
@@ -192,7 +192,7 @@ def _in_microbatches(planned: Planned, annotated: Annotated, times: InTime | Non
         return planned
     record = with_microbatches(planned.record, annotated.graph, times, loss_of(annotated.gm) is not None,
                                mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
-    say_if_too_much(record, cluster.device.memory_bytes)
+    check_fits(record, cluster.device.memory_bytes)
     return replace(planned, record=record)
 
 
