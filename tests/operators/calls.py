@@ -51,7 +51,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[torch.Tensor], compile
     except _Stop:
         pass
     (gm,) = found
-    values: list[Any] = [t.detach().clone() if t.is_contiguous() else t.detach() for t in tensors]
+    values: list[Any] = [t.detach().clone() if _alone(t) else t.detach() for t in tensors]
     placeholders = gm.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if node.name.startswith("tangents")]
     # Before the tensors come tokens, which keep assertions and other effects in order.
@@ -59,6 +59,11 @@ def trace(function: Callable[..., Any], tensors: Sequence[torch.Tensor], compile
     values += [torch.randn(tuple(node.meta["val"].shape), dtype=node.meta["val"].dtype) for node in tangents]
     normalize(gm, compat.fake_mode_of(gm))
     return Traced(gm, values)
+
+
+def _alone(t: torch.Tensor) -> bool:
+    """Whether nothing else lies in a tensor's memory, which `as_strided` could read."""
+    return t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.itemsize
 
 
 class _Recorder(fx.Interpreter):
