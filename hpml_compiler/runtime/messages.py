@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hpml_compiler.runtime.stage_errors import carried, stage_error
 from hpml_compiler.runtime.stage_times import note_sent
+from hpml_compiler.runtime.whole import in_memory_as
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Messages:
                     note_sent(flat.nbytes * (len(self.ranks) - 1))
                 if rank != owner:
                     for k, part in zip(places, flat.split(sizes)):
-                        x = _like(part.view(tuple(map(int, like[k].shape))), like[k])()
+                        x = _like(part.view(tuple(map(int, like[k].shape))), like[k], int(like[k].storage_offset()))()
                         # No view for autograd, which lets nobody write to a view that it has not made.
                         found[k] = x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
         return [_there(x) for x in found]
@@ -114,9 +115,9 @@ def _there(value: torch.Tensor | None) -> torch.Tensor:
     return value
 
 
-def _like(buffer: torch.Tensor, fake: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _like(buffer: torch.Tensor, fake: torch.Tensor, offset: int = 0) -> Callable[[], torch.Tensor]:
     """A received tensor in the order of dims in memory that the stage's graph knows."""
-    if tuple(buffer.stride()) == tuple(fake.stride()):
+    if tuple(buffer.stride()) == tuple(fake.stride()) and not offset:
         return lambda: buffer
     shape, stride = tuple(map(int, fake.shape)), tuple(map(int, fake.stride()))
-    return lambda: torch.empty_strided(shape, stride, dtype=buffer.dtype, device=buffer.device).copy_(buffer)
+    return lambda: in_memory_as(buffer, shape, stride, offset)

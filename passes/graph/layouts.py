@@ -85,3 +85,13 @@ def local_bytes(value: Value, layout: Layout, axes: Axes) -> float:
         if isinstance(p, tuple):
             share *= axis.size
     return value.bytes / share
+
+
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of a tensor share memory; dims of one element do not count."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape) if size > 1):
+        if step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False

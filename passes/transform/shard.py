@@ -39,6 +39,7 @@ from passes.transform.collectives import MeshGroups, Redistributor
 from passes.transform.fake_results import FakeResults
 from passes.transform.local import Local, Range
 from passes.transform.localize import localize, ordered_ranges, shifted_ranges
+from passes.transform.strides import in_memory_as
 
 
 class Sharder:
@@ -116,7 +117,7 @@ class Sharder:
                 part = insert(operator.getitem, part, position)
             self.made[v] = (part, layout)
             for route in self.returned.get(v, ()):
-                self._arrive(route, node)
+                self._give(route, node)
 
     def _input(self, node: Node) -> None:
         new = self._copy(node)
@@ -150,6 +151,18 @@ class Sharder:
                 self.moved[key] = self.redistributor.hop(insert, node, value, layout, hop.layout)
             node, layout = self.moved[key], hop.layout
         return node
+
+    def _give(self, route: Route, node: Node) -> Node:
+        """What the graph returns. What forward returns is in memory as it was traced."""
+        arrived = self._arrive(route, node)
+        key = (route.value, route.hops, "given")
+        if key not in self.moved:
+            value = node.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                value = [x for _, x in leaves_of(value)][self.graph.values[route.value].port]
+            late = node.op == "placeholder" or node.meta.get("partitioner_tag") == "is_backward"
+            self.moved[key] = arrived if late else in_memory_as(arrived, value, Appender(self.new, node, self.fakes))
+        return self.moved[key]
 
     def _call(self, node: Node) -> None:
         op = self.by_name[node.name]
@@ -197,7 +210,7 @@ class Sharder:
             self.made[value.index] = (part, layout)
             # Not at the end of the graph: what comes before the last forward output counts as forward.
             for route in self.returned.get(value.index, ()):
-                self._arrive(route, node)
+                self._give(route, node)
 
     def _range(self, op, layouts: OperationLayouts, is_input: bool, tensor: int, dim: int) -> Range | None:
         """This rank's part of a split dim."""
@@ -230,7 +243,7 @@ class Sharder:
             if not isinstance(x, Node):
                 return x
             if isinstance(x.meta.get("val"), torch.Tensor):
-                return self._arrive(next(remaining), x)
+                return self._give(next(remaining), x)
             return self.env[x]
 
         args = pytree.tree_map(swap, node.args, is_leaf=lambda x: isinstance(x, Node))
