@@ -66,7 +66,8 @@ def unscale(func: Callable[..., Any], gradients: list[torch.Tensor], found_inf: 
     DTensor's own rule looks at the first gradient alone to tell whether ranks hold different parts.
     """
     func([t._local_tensor if isinstance(t, DTensor) else t for t in gradients], found_inf, inverse_scale)
-    for mesh in {t.device_mesh for t in gradients if isinstance(t, DTensor)}:
+    # In the order of the gradients: that of a set differs between ranks.
+    for mesh in dict.fromkeys(t.device_mesh for t in gradients if isinstance(t, DTensor)):
         for axis in range(mesh.ndim):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
