@@ -8,16 +8,17 @@ from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.eager import VIEW_STEP, keep
 from hpml_compiler.runtime.whole import whole
+from passes.graph.nodes import memory_of
 
 
 class ViewStep:
     """How a gathered view was made: `replay` makes it of the whole `source`."""
 
-    __slots__ = ("_address", "_version", "replay", "source")
+    __slots__ = ("_memory", "_version", "replay", "source")
 
     def __init__(self, source: DTensor, replay: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.source, self.replay = source, replay
-        self._address = self._root().untyped_storage().data_ptr()
+        self._memory = self._root().untyped_storage()  # held, so that no other memory is taken for it
         self.note_version()
 
     def _root(self) -> torch.Tensor:
@@ -33,8 +34,9 @@ class ViewStep:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the source was given other memory (`p.data = ...`), which leaves its views alone."""
-        return self._root().untyped_storage().data_ptr() != self._address
+        """Whether the source was given other memory (`p.data = ...`), which leaves its views alone. Told by the storage itself:
+        all ranks must get the same answer, and parts without rows have no address."""
+        return memory_of(self._root()) != self._memory._cdata
 
     @property
     def is_current(self) -> bool:

@@ -29,6 +29,7 @@ EDITS = {
     "data": "v.data.clamp_(-0.1, 0.1)",
     "new data": "w.data = w.data * 2",
     "plain data": "w.data = torch.ones(8, 6)",
+    "new data under a view": "r = w[0]; w.data = w.data * 2; r.add_(1)",
     "a row of data": "w.data[3].zero_()",
     "a column of data": "w.data[:, 2].zero_()",
     "a slice": "w.data[2:5].mul_(3)",
