@@ -15,7 +15,7 @@ gradient so (`p.expand_as(p).grad_fn.next_functions`, `get_gradient_edge`), and 
 
 
 def note_eager_use(leaf: DTensor) -> None:
-    leaf.__dict__[IN_EAGER_GRAPH] = True
+    setattr(leaf, IN_EAGER_GRAPH, True)
 
 
 def may_accumulate(ctx: Any, leaves: Sequence[DTensor]) -> bool:

@@ -189,13 +189,13 @@ class PlacedTensor(DTensor):
         return DTensor.full_tensor(self, grad_placements=grad_placements)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        target = kwargs.get("placements", args[1] if len(args) > 1 else None)
-        if not unknown_to_dtensor([*self.placements, *(target or ())]):
+        target: Sequence[Placement] = kwargs.get("placements", args[1] if len(args) > 1 else None) or ()
+        if not unknown_to_dtensor([*self.placements, *target]):
             return DTensor.redistribute(self, *args, **kwargs)
         if self.requires_grad and torch.is_grad_enabled():
             raise HpmlError(f"a tensor placed as {self.placements} cannot be redistributed with gradients",
                             f"a tensor of shape {tuple(self.shape)}", "use torch.no_grad(), or tensor.full_tensor()")
-        if unknown_to_dtensor(target or ()):
+        if unknown_to_dtensor(target):
             return place(whole(self), self.device_mesh, target)
         with compat.plain_torch_functions():
             return compat.make_dtensor(PlacedTensor, *as_dtensor_knows(self._local_tensor, self._spec)).redistribute(
@@ -205,6 +205,7 @@ class PlacedTensor(DTensor):
         """For torch.distributed.checkpoint: whoever has a part writes it, at its place in the whole."""
         if not is_owner(self.device_mesh, self.placements):
             return []
+        written: Any
         (written,) = _to_write(self).__create_write_items__(fqn, _to_write(item))
         return [replace(written, index=replace(written.index, offset=chunk.offsets),
                         tensor_data=replace(written.tensor_data, chunk=chunk)) for chunk, _ in _chunks(self)]

@@ -11,7 +11,7 @@ from passes.machine.axis import Axes
 from passes.partition.axes import axis_rule
 from passes.partition.choices import AxisRule, GroupChoice
 from passes.partition.edges import Edges
-from passes.partition.entities import Entities, Pin
+from passes.partition.entities import Entities, Pin, named_apart
 from passes.partition.folding import classes_of
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.offers import Offers
@@ -36,7 +36,8 @@ class PlacementProblem:
     `rules`: what each axis allows (None: what its name says); `stored`: parameter name -> layout that it has already; `rows`:
     graph inputs handed in split by rows on all axes; `memo`: choices and arcs by what they follow from, to share between
     problems of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says); `lifetimes`: when
-    bytes are counted; `zero`: how parameters may be stored and gathered.
+    bytes are counted; `zero`: how parameters may be stored and gathered; `pinned`: the choice that will be pinned, by entity,
+    so that it is offered; `like`: a problem whose classes of groups correspond to these, and are pinned alike.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class PlacementProblem:
         bucket_bytes: float | None = None,
         lifetimes: Lifetimes = THROUGHOUT,
         zero: Zero | None = None,
+        pinned: Mapping[str, Pin] | None = None,
+        like: PlacementProblem | None = None,
     ):
         self.graph, self.axes, self.prices, self.state = graph, axes, prices, state or StateModel()
         self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
@@ -68,9 +71,12 @@ class PlacementProblem:
         self.held_inside = [wiring.held_inside(group, self.saved) for group in self.groups]
         marks = [(held, offers.allowed(group)) for group, held in zip(self.groups, self.held_inside)]
         classes, names = classes_of(self.groups, graph, fold, marks)
+        pins = [(pinned or {}).get(name) for name in named_apart(names)]
+        self.pins = pins if like is None or len(like.pins) != len(names) else like.pins
         self.lifetimes = lifetimes
         self.entities = Entities(wiring, axes, prices, self.lifetimes, zero)
-        self.entities.add_groups(names, classes, offers.choices, self.held_inside)
+        self.entities.add_groups(
+            names, classes, lambda group, number: offers.choices(group, self.pins[number]), self.held_inside)
         self.entities.add_inputs(self.state, stored or {}, rows)
         bound = weights_of(graph, {
             v.index for v in graph.values if v.kind == "parameter"

@@ -1,20 +1,35 @@
-"""Choices of a group on a whole mesh: one joint strategy per axis, whether they fit, what they cost together."""
+"""Choices of a group on a whole mesh: one joint strategy per axis, whether they fit, what they cost together.
+
+Axes are composed one after another. Where that makes more combinations than `MOST_COMBINED`, what `passes.partition.prune`
+finds to be of no use goes before the next axis comes in. A solver's bound is that of the choices which are offered to it.
+"""
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from passes.costs.terms import Prices, copy, price
+from passes.costs.terms import Prices, copy
 from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.axis import Axes
-from passes.partition.charges import LocalSizes, group_terms
+from passes.partition.combined import Combination, Combined, layouts_of
 from passes.partition.groups import Group
 from passes.partition.joint import Joint, join
+from passes.partition.prune import PartOfMesh, most_useful
 from passes.partition.redistribution import after_hop
-from passes.rules.base import REPLICATE, Strategy
+from passes.rules.base import REPLICATE, Strategy, format_placement
+
+MOST_COMBINED = 1000
+"""Combinations of joint strategies that are priced; of more, those are dropped that others can replace."""
+MOST_OFFERED = 400
+"""Choices of a group where there were more than `MOST_COMBINED` combinations: the cheapest."""
+
+
+Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
+"""Labels that a choice reads and makes."""
 
 
 @dataclass(frozen=True)
@@ -29,48 +44,53 @@ AxisRule = Callable[[Operation, Strategy], bool]
 
 
 def group_choices(
-    group: Group, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule]
+    group: Group, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule],
+    wanted: Pin | None = None,
 ) -> list[GroupChoice]:
-    """All choices on these axes, the cheapest for each boundary, in a fixed order."""
+    """Choices on these axes, the cheapest for each boundary, in a fixed order. wanted: labels that the group is to read and
+    make; other choices may be left out."""
     cost_per_byte = copy(1e9, prices) / 1e9
     cost_per_flop = prices.kernel(1e12, 0.0, "float32", "matmul") / 1e12
     joints: list[list[Joint]] = []
     for k, axis in enumerate(axes):
-        joints.append(join(
+        found = join(
             group, graph, axis.size, lambda b, k=k: prices.collective("all_reduce", k, b),
             cost_per_byte, cost_per_flop, rules[k],
-        ))
+        )
+        joints.append(_fitting(found, wanted, k) if wanted is not None else found)
+    whole = PartOfMesh(axes, prices)
+    combinations = _composed(group, graph, whole, joints)
+    found = Combined(group, graph, axes, prices)
+    best: dict[tuple, tuple[float, Combination]] = {}
+    for combination in combinations:
+        if not found.fits(combination):
+            continue
+        key, cost = found.ports(combination), found.cost(combination)
+        if key not in best or best[key][0] > cost:
+            best[key] = cost, combination
     operations = [graph.operations[i] for i in group.operations]
-    local = LocalSizes(axes)
-    best: dict[tuple, GroupChoice] = {}
-    for combination in itertools.product(*joints):
-        layouts = _layouts(operations, combination)
-        if not _fits(operations, layouts, graph, axes):
-            continue
-        inputs = tuple(tuple(j.inputs[k] for j in combination) for k in range(len(group.inputs)))
-        outputs = tuple(tuple(j.outputs[k] for j in combination) for k in range(len(group.outputs)))
-        boundary = ((graph.values[v], p) for v, p in zip((*group.inputs, *group.outputs), inputs + outputs))
-        rows = dict(zip(group.operations, layouts))
-        cost = sum(price(t, prices) for t in group_terms(graph, operations, rows, boundary, local, prices.keyed))
-        key = (inputs, outputs)
-        if key not in best or best[key].cost > cost:
-            best[key] = GroupChoice(inputs, outputs, layouts, cost)
-    return list(best.values())
+    return [GroupChoice(inputs, outputs, layouts_of(operations, combination), cost)
+            for (inputs, outputs), (cost, combination) in best.items()]
 
 
-def _layouts(operations: Sequence[Operation], combination: Sequence[Joint]) -> tuple[OperationLayouts, ...]:
-    rows = []
-    for k, op in enumerate(operations):
-        taken = [j.operations[k] for j in combination]
-        if not taken:  # one device, no axes
-            rows.append(OperationLayouts(((),) * len(op.inputs), ((),) * len(op.outputs), ((),) * len(op.outputs)))
-            continue
-        made = tuple(zip(*(s.strategy.outputs for s in taken)))
-        rows.append(OperationLayouts(
-            tuple(zip(*(s.strategy.inputs for s in taken))), made,
-            tuple(zip(*(s.placed() for s in taken))) if any(any(s.reduced) for s in taken) else made,
-        ))
-    return tuple(rows)
+def _fitting(joints: list[Joint], wanted: Pin, axis: int) -> list[Joint]:
+    """Those that read and make what is wanted on an axis; all of them where there is none."""
+    ports = [[(label or "").split(",")[axis:axis + 1] for label in side] for side in wanted]
+    return [joint for joint in joints
+            if [[[format_placement(p)] for p in side] for side in (joint.inputs, joint.outputs)] == ports] or joints
+
+
+def _composed(group: Group, graph: PlacementGraph, mesh: PartOfMesh, joints: Sequence[Sequence[Joint]]) -> list[Combination]:
+    """One joint strategy per axis; of more than are priced, the most useful."""
+    if prod(map(len, joints)) <= MOST_COMBINED:
+        return [*itertools.product(*joints)]
+    combined: list[Combination] = [()]
+    for k, found in enumerate(joints):
+        alone = most_useful([(joint,) for joint in found], group, graph, mesh.part(k, k + 1), MOST_COMBINED)
+        combined = [(*taken, *joint) for taken in combined for joint in alone]
+        if k > 0:
+            combined = most_useful(combined, group, graph, mesh.part(0, k + 1), MOST_OFFERED)
+    return combined
 
 
 def slices(value: Value, source: Layout, target: Layout, axes: Axes) -> list[Layout] | None:
@@ -84,32 +104,3 @@ def slices(value: Value, source: Layout, target: Layout, axes: Axes) -> list[Lay
             layout = after
             way.append(layout)
     return way
-
-
-def _fits(operations, layouts, graph, axes) -> bool:
-    if len(axes) < 2:
-        return True
-    known: dict[int, Layout] = {}
-    for op, row in zip(operations, layouts):
-        for v, wanted in zip(op.inputs, row.inputs):
-            if not _divisible(graph.values[v], wanted, axes):
-                return False
-            have = known.setdefault(v, wanted)
-            if have != wanted and slices(graph.values[v], have, wanted, axes) is None:
-                return False
-        for v, made, after in zip(op.outputs, row.made, row.outputs):
-            if not _divisible(graph.values[v], made, axes):
-                return False
-            known[v] = after
-    return True
-
-
-def _divisible(value, layout: Layout, axes: Axes) -> bool:
-    first = layout[0]
-    if not isinstance(first, tuple) or first not in layout[1:]:
-        return True  # one axis alone was checked when joining
-    total = 1
-    for p, axis in zip(layout, axes):
-        if p == first:
-            total *= axis.size
-    return value.factors[first[0]][first[1]] % total == 0

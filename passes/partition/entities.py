@@ -14,7 +14,7 @@ from passes.graph.layouts import Layout, format_layout, local_bytes, may_be_left
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes
 from passes.partition.charges import LocalSizes, update
-from passes.partition.choices import GroupChoice
+from passes.partition.choices import GroupChoice, Pin
 from passes.partition.folding import value_signature
 from passes.partition.groups import Group
 from passes.partition.lifetimes import Held, Lifetimes
@@ -25,8 +25,6 @@ from passes.partition.zero import Zero
 from passes.rules.base import REPLICATE
 from passes.solve.problem import Choice, Entity
 
-Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
-"""Labels that a choice reads and makes."""
 Port = tuple[int, int]
 """Number of an entity and of one of its ports."""
 
@@ -60,6 +58,16 @@ class Draft:
 
     def finished(self) -> Entity:
         return Entity(self.name, self.kind, self.multiplicity, tuple(o.choice for o in self.options))
+
+
+def named_apart(names: Sequence[str]) -> list[str]:
+    """The same names, with numbers where they repeat."""
+    used: dict[str, int] = {}
+    found = []
+    for name in names:
+        count = used[name] = used.get(name, 0) + 1
+        found.append(name if count == 1 else f"{name}#{count}")
+    return found
 
 
 @dataclass
@@ -99,25 +107,26 @@ class Entities:
         self.drafts[number].multiplicity += 1
         return number
 
-    def add_groups(self, names: Sequence[str], classes: Sequence[int], choices: Callable[[Group], list[GroupChoice]],
+    def add_groups(self, names: Sequence[str], classes: Sequence[int], choices: Callable[[Group, int], list[GroupChoice]],
                    held_inside: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """An entity per class. held_inside: by group, (position of the operation, port) of values that it holds itself."""
+        """An entity per class. choices: of a group and the number of its class. held_inside: by group, (position of the
+        operation, port) of values that it holds itself."""
         graph = self.wiring.graph
 
-        def make(group: Group, name: str) -> Draft:
+        def make(group: Group, number: int) -> Draft:
             operations = [graph.operations[i] for i in group.operations]
             made = [(k, port, graph.values[operations[k].outputs[port]]) for k, port in held_inside[group.index]]
-            return Draft(name, "operations", [
+            return Draft(names[number], "operations", [
                 option(
                     c.cost,
                     self.lifetimes.saved(sum(
                         local_bytes(value, c.operations[k].outputs[port], self.axes) for k, port, value in made)),
                     c.inputs, c.outputs, c.operations,
-                ) for c in choices(group)
+                ) for c in choices(group, number)
             ])
 
         for group, number in zip(self.wiring.groups, classes, strict=True):
-            self.of_group.append(self._count(("group", number), lambda g=group, n=number: make(g, names[n])))
+            self.of_group.append(self._count(("group", number), lambda g=group, n=number: make(g, n)))
 
     def add_inputs(self, state: StateModel, stored: Mapping[str, Layout], rows: frozenset[str]) -> None:
         """stored: parameter -> the layout that it has already. rows: inputs that come split by rows on all axes."""
@@ -201,10 +210,8 @@ class Entities:
 
     def name_apart(self) -> None:
         """Entities of one name get numbers."""
-        used: dict[str, int] = {}
-        for draft in self.drafts:
-            count = used[draft.name] = used.get(draft.name, 0) + 1
-            draft.name = draft.name if count == 1 else f"{draft.name}#{count}"
+        for draft, name in zip(self.drafts, named_apart([draft.name for draft in self.drafts])):
+            draft.name = name
 
     def pin(self, pinned: Mapping[str, Pin]) -> None:
         """Keep only the choices that a plan names, by entity."""

@@ -3,7 +3,8 @@
 Found by a dynamic program over the operations in order. A state is the placement of every value still needed; states
 that agree on those are merged, the cheaper one stays. Three things are free of the rule that a value has one placement:
 
-- what an operation that cannot be split makes inside (a random mask) may be used split: a slice costs nothing;
+- what comes from outside, or is made inside by an operation that cannot be split (a random mask), may be read whole by one
+  operation and split by another, or split in several ways: it is there whole then, and a slice costs nothing;
 - a small partial result may be reduced where it is made (the statistics of a norm over a split dim), at its price;
 - a value that is not used again is forgotten.
 
@@ -78,7 +79,7 @@ def join(
     operations = [graph.operations[i] for i in group.operations]
     largest = max((graph.values[v].bytes for op in operations for v in (*op.inputs, *op.outputs)), default=0)
     last_use = {v: k for k, op in enumerate(operations) for v in op.inputs}
-    boundary = {*group.inputs, *group.outputs}
+    outside, boundary = {*group.inputs}, {*group.inputs, *group.outputs}
     unsplittable = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
     # state: frozenset of (value, placement) -> (cost, what the operations so far do)
     states: dict[frozenset, tuple[float, tuple[OperationStrategy, ...]]] = {frozenset(): (0.0, ())}
@@ -88,7 +89,7 @@ def join(
         for state, (cost, done) in states.items():
             known = dict(state)
             for taken in options:
-                new = _read(op, taken.strategy.inputs, known, unsplittable)
+                new = _read(op, taken.strategy.inputs, known, outside, unsplittable)
                 if new is None:
                     continue
                 price = cost + _price(op, taken, graph, size, reduce_cost, cost_per_byte, cost_per_flop)
@@ -130,14 +131,20 @@ def _dominates(old: Joint, new: Joint) -> bool:
     )
 
 
-def _read(op: Operation, wanted: Sequence[Placement], known: dict[int, Placement], unsplittable: set[int]):
-    """Placements that reading adds, or None if a value is not placed as wanted."""
+def _read(op: Operation, wanted: Sequence[Placement], known: dict[int, Placement], outside: set[int],
+          unsplittable: set[int]) -> dict[int, Placement] | None:
+    """Placements that reading adds or changes, or None if a value is not placed as wanted. What comes from `outside` is whole
+    as soon as two readers want other parts of it, or one of them the whole."""
     new: dict[int, Placement] = {}
     for v, p in zip(op.inputs, wanted):
-        have = known.get(v, new.get(v))
+        have = new.get(v, known.get(v))
         if have is None:
             new[v] = p
-        elif have != p and not (have == REPLICATE and isinstance(p, tuple) and v in unsplittable):
+        elif have == p or (have == REPLICATE and isinstance(p, tuple) and v in outside | unsplittable):
+            continue
+        elif v in outside and isinstance(have, tuple) and (p == REPLICATE or isinstance(p, tuple)):
+            new[v] = REPLICATE
+        else:
             return None
     return new
 

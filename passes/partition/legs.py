@@ -17,6 +17,7 @@ counted here, except where two readers go the same way from their copy: the rewr
 """
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,13 +66,13 @@ class Legs:
 
     def _group(self, group: Group) -> None:
         """What the group brings in; its operations may only slice that, and what others of them make."""
-        arrived: dict[int, Route] = {}
         own = {v for i in group.operations for v in self.graph.operations[i].outputs}
+        arrived = arrivals(self.graph, group, self.decision)
         for i in group.operations:
             for position, (v, wanted) in enumerate(zip(self.graph.operations[i].inputs, self.decision.operations[i].inputs)):
                 route = self.decision.routes[i, position]
                 self._check(route, v, wanted)
-                first = Route(v, route.source) if v in own else arrived.setdefault(v, route)
+                first = Route(v, route.source) if v in own else arrived[v]
                 done = len(first.hops)
                 if route.hops[:done] != first.hops or not all(
                     _is_slice(route.layout(k), route.layout(k + 1)) for k in range(done, len(route.hops))
@@ -145,6 +146,19 @@ class Legs:
 
     def _name(self, v: int) -> str:
         return self.graph.values[v].name
+
+
+def arrivals(graph: PlacementGraph, group: Group, decision: Decision) -> dict[int, Route]:
+    """How far each value that a group brings in goes on one way to all its readers there; from where it then is, they slice."""
+    found: dict[int, Route] = {}
+    for i in group.operations:
+        for position, v in enumerate(graph.operations[i].inputs):
+            if v in group.inputs:
+                route = decision.routes[i, position]
+                shared = found.get(v, route)
+                pairs = zip(shared.hops, route.hops)
+                found[v] = _part(shared, sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return found
 
 
 def _part(route: Route, stop: int) -> Route:

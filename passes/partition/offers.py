@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from passes.costs.terms import Prices
 from passes.graph.placement_graph import PlacementGraph
 from passes.machine.axis import Axes
-from passes.partition.choices import AxisRule, GroupChoice, group_choices
+from passes.partition.choices import AxisRule, GroupChoice, Pin, group_choices
 from passes.partition.folding import group_signature
 from passes.partition.groups import Group, groups_of
 from passes.rules.base import PARTIAL, PARTIAL_MAX
@@ -34,10 +34,11 @@ class Offers:
         apart = {i for group in groups if stuck(group) for i in group.operations}
         return groups_of(self.graph, merge, apart) if apart else groups
 
-    def choices(self, group: Group) -> list[GroupChoice]:
-        key = (group_signature(group, self.graph), self.allowed(group))
+    def choices(self, group: Group, wanted: Pin | None = None) -> list[GroupChoice]:
+        """wanted: what the group is to read and make; other choices may be left out."""
+        key = (group_signature(group, self.graph), self.allowed(group), wanted)
         if key not in self._memo:
-            self._memo[key] = group_choices(group, self.graph, self.axes, self.prices, self.rules)
+            self._memo[key] = group_choices(group, self.graph, self.axes, self.prices, self.rules, wanted)
         return self._memo[key]
 
     def allowed(self, group: Group) -> tuple[bool, ...]:

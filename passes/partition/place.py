@@ -71,17 +71,17 @@ def place(
     state = state or StateModel()
     bucket_bytes, memo = bucket_bytes_of(graph), memo or Memo()
 
-    def build(which: PlacementGraph) -> PlacementProblem:
+    def build(which: PlacementGraph, like: PlacementProblem | None = None) -> PlacementProblem:
         return PlacementProblem(
             which, axes, prices, state=state, budget_bytes=budget_bytes, stored=stored, rows=rows,
-            memo=memo, fold=fold, bucket_bytes=bucket_bytes, lifetimes=lifetimes, zero=zero,
+            memo=memo, fold=fold, bucket_bytes=bucket_bytes, lifetimes=lifetimes, zero=zero, pinned=pinned, like=like,
         )
 
     def cost_of(problem: PlacementProblem, decision: Decision, prices: Prices) -> Cost:
         return reprice(problem.graph, problem.groups, problem.saved, decision, prices, state, bucket_bytes)
 
     problem = build(graph)
-    short = build(shorter) if shorter is not None else None
+    short = build(shorter, problem) if shorter is not None else None
     if pinned:
         _pin(problem, short, pinned)
     solved = extrapolate(problem, short, further) if short is not None else problem.problem

@@ -17,7 +17,7 @@ from passes.graph.layouts import Layout, local_bytes
 from passes.graph.operation_key import operation_key
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.groups import Group
-from passes.partition.legs import Legs
+from passes.partition.legs import Legs, arrivals
 from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.state import StateModel
 from passes.rules.base import Placement
@@ -47,15 +47,10 @@ class Cost:
 
 
 def boundary(graph: PlacementGraph, c: Group, decision: Decision) -> list[tuple[int, Layout]]:
-    """What a group reads, as its first reader in it does, and what it makes: values with their layouts."""
-    read: dict[int, Layout] = {}
-    made: dict[int, Layout] = {}
-    for i in c.operations:
-        op, rows = graph.operations[i], decision.operations[i]
-        for v, layout in zip(op.inputs, rows.inputs):
-            read.setdefault(v, layout)
-        made.update(zip(op.outputs, rows.outputs))
-    return [*((v, read[v]) for v in c.inputs), *((v, made[v]) for v in c.outputs)]
+    """What a group reads, as it arrives there, and what it makes: values with their layouts."""
+    read = arrivals(graph, c, decision)
+    made = {v: layout for i in c.operations for v, layout in zip(graph.operations[i].outputs, decision.operations[i].outputs)}
+    return [*((v, read[v].target) for v in c.inputs), *((v, made[v]) for v in c.outputs)]
 
 
 class _Walk:

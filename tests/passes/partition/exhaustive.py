@@ -3,7 +3,8 @@
 What is taken from there: the price of one hop of a redistribution (`priced_hop`), and which operations form a group.
 
 - Every operation takes a strategy per axis, and may reduce a small partial result at once.
-- Inside a group a value has one layout, but what cannot be split where it is made may be read in part.
+- Inside a group a value has one layout, but what cannot be split where it is made may be read in part; and so may be what comes
+  from outside, which on each axis is whole where its readers do not agree on a dim.
 - Values between groups go the cheapest way, over shared copies: forward readers share one if there are several or if
   backward reads the value too, and backward readers share one if there are several.
 - A parameter is stored whole or in parts along the outermost factor of a dim; its optimizer costs time by its elements. With
@@ -77,8 +78,11 @@ class Game:
         stuck = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
         found: dict[Ports, float] = {}
 
-        def visit(k: int, known: dict[int, Layout], cost: float) -> None:
+        def visit(k: int, known: dict[int, Layout], reads: tuple[tuple[int, Layout], ...], cost: float) -> None:
             if k == len(operations):
+                if not all(possible(self.graph.values[v], known[v], self.sizes) and self.sliced(v, known[v], p)
+                           for v, p in reads):
+                    return
                 ports = (tuple(known[v] for v in group.inputs), tuple(known[v] for v in group.outputs))
                 if not any(op.heavy for op in operations) and any(op.kind != "view" for op in operations):
                     pairs = [*zip(group.inputs, ports[0]), *zip(group.outputs, ports[1])]
@@ -88,13 +92,23 @@ class Game:
                 return
             op = operations[k]
             for read, made, after in self.operation_ways(op, largest // SMALL_FRACTION):
-                now = dict(known)
-                if all(self._reads(v, p, now, stuck) for v, p in zip(op.inputs, read)):
+                now, pairs = dict(known), list(zip(op.inputs, read))
+                if all(self._arrives(v, p, now) if v in group.inputs else self._reads(v, p, now, stuck) for v, p in pairs):
                     now.update(zip(op.outputs, after))
-                    visit(k + 1, now, cost + self.operation_us(op, read, made, after))
+                    from_outside = tuple(pair for pair in pairs if pair[0] in group.inputs)
+                    visit(k + 1, now, reads + from_outside, cost + self.operation_us(op, read, made, after))
 
-        visit(0, {}, 0.0)
+        visit(0, {}, (), 0.0)
         return found
+
+    @staticmethod
+    def _arrives(v: int, wanted: Layout, known: dict[int, Layout]) -> bool:
+        """What comes from outside comes as all its readers want it, or whole."""
+        have = known.get(v, wanted)
+        if any(p != q and not all(x == REPLICATE or isinstance(x, tuple) for x in (p, q)) for p, q in zip(have, wanted)):
+            return False
+        known[v] = tuple(p if p == q else REPLICATE for p, q in zip(have, wanted))
+        return True
 
     def _reads(self, v: int, wanted: Layout, known: dict[int, Layout], stuck: set[int]) -> bool:
         have = known.setdefault(v, wanted)
