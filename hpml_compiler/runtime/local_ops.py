@@ -31,6 +31,8 @@ def try_local(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str
     if name.startswith("_f"):
         return _try_lists(func, name, args, kwargs)
     if name == "to":
+        if not isinstance(args[0], DTensor):  # a plain tensor, made like a placed one
+            return NotImplemented
         local = func(args[0]._local_tensor, *args[1:], **kwargs)
         return args[0] if local is args[0]._local_tensor else NotImplemented
     operands = _Operands(torch.is_grad_enabled())

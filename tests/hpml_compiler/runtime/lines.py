@@ -108,7 +108,8 @@ VALUES = _lines("""
     w.sqrt() | w.sigmoid() | w.tanh() | w.relu() | w.sign() | w.neg() | w.square() | w.isnan() | w.isfinite() | w.floor()
     | w.erf() | w.sinh() | w.reciprocal() | w.logit() | w.nan_to_num() | w.flatten() | w.ravel() | w.t() | w.float() |
     w.half() | w.long() | w.bool() | w.tolist() | w.unique() | w.nonzero() | w.isinf() | w.logical_not() | w.frac() |
-    w.trunc() | w.expm1() | w.contiguous() | w.clone() | w.cpu() | w.type() | w.T | w.mT | w.detach().numpy() |
+    w.trunc() | w.expm1() | w.contiguous() | w.clone() | w.cpu() | c.float().to(w) |
+    c.float().type_as(w) | w.to(c.float()) | w.type() | w.T | w.mT | w.detach().numpy() |
     torch.cat([w, u]) | torch.cat([w, r], 1) | torch.cat([r, w]) | torch.stack([w, u]) | torch.stack([b, c]) |
     torch.stack([s, n]) | torch.stack([s, s]) | torch.hstack([w, r]) | torch.vstack([w, b]) | torch.where(w > 0, w, r) |
     torch.where(r > 0, w, 0.) | torch.einsum('ij,kj->ik', w, r) | torch.einsum('ij,ij->', w, u) | torch.einsum('ij,j->i',
