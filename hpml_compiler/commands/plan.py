@@ -10,7 +10,7 @@ import typer
 from hpml_compiler.commands._at_work import at_work
 from hpml_compiler.targets import load_target
 from hpml_compiler.visualize.pictures import check_picture
-from passes.errors import BadInput
+from passes.errors import BadInput, Infeasible
 from passes.files import check_writable
 
 
@@ -31,6 +31,9 @@ def plan(
     solver: Annotated[str | None, typer.Option(help="A solver, by PuLP's name for it.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds the solver may take.")] = None,
     gap: Annotated[float | None, typer.Option(help="Relative gap to the bound at which the solver may stop.")] = None,
+    run_breaks: Annotated[bool, typer.Option(
+        "--run-breaks", help="Run Python code between the graphs of a model that breaks, on its real weights.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Exit with 0 if a part of the step could not be planned.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file (.svg, .png, .pdf).")] = None,
@@ -41,7 +44,7 @@ def plan(
     check_writable(save, "the plan")
     check_picture(svg, "the plan")
     with at_work() as tell:
-        found = _make(target, options, tell)
+        found = _make(target, {**options, "run_breaks": True} if run_breaks else options, tell)
     if save is not None:
         found.save(save)
     if as_json:
@@ -50,6 +53,10 @@ def plan(
         _print_table(found)
     if svg is not None:  # last: without the program dot all else has been done
         found.render(svg)
+    if not partial and (unplanned := getattr(found, "unplanned", ())):
+        count = sum(len(part.parameters) for part in unplanned)
+        raise Infeasible(f"{count} parameters of the model are not in the plan: {unplanned[0].reason}",
+                         unplanned[0].where or target, "give --run-breaks, if the weights are real, or --partial")
 
 
 def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:

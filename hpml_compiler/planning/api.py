@@ -15,13 +15,15 @@ from passes.errors import BadInput
 from passes.machine.cluster import Cluster
 
 
-def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster | None = None, **options: Any,
-         ) -> Plan | MixedPlan:
+def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster | None = None, *,
+         run_breaks: bool = False, **options: Any) -> Plan | MixedPlan:
     """Plan one training step of `model` on the global `batch`.
 
     batch: arguments of the model, a mapping or a tuple. cluster: `8x8:h100-80g`, a JSON file, a `Cluster`, or None for
     one device of this machine; one with several groups of devices gives a `MixedPlan`, in which each group takes a share
-    of the rows. options: those of `Options`. Tensors may be on the meta device. Raises BadInput and Infeasible.
+    of the rows. run_breaks: Python code between the graphs of a model that breaks runs on the real weights and batch; else on
+    fake ones, and what that does not reach is in the plan's `unplanned`. options: those of `Options`. Tensors may be on the
+    meta device. Raises BadInput and Infeasible.
     """
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -44,4 +46,4 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
         return plan_mixed(model, batch, cluster, parsed)
     parsed = parsed.with_plan(cluster.world_size)
     alone = cluster.world_size == 1 and parsed.memory_budget is not None
-    return plan_traces(Traces(model, batch, parsed, alone), cluster)
+    return plan_traces(Traces(model, batch, parsed, alone, run_breaks), cluster)

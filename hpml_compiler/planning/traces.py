@@ -19,7 +19,7 @@ from hpml_compiler.planning.plan_graph import Planned, plan_graph, solver_option
 from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.shorten import LONG, SHORT, Folded, depth, neighbors, repeated_paths, shortened
 from hpml_compiler.plans.plan import Plan
-from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.plans.schema import GraphPlan, UnplannedPart
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.interface import input_position
@@ -32,6 +32,7 @@ from passes.partition.lifetimes import Lifetimes
 from passes.partition.splice import without
 from passes.presets import annotate
 from passes.tracing.trace import Traced, trace
+from passes.tracing.unplanned import Unplanned
 
 log = logging.getLogger("hpml")
 
@@ -40,13 +41,15 @@ class Traces:
     """A model traced on one batch: made when first needed, and then planned on one cluster after another. alone: as one device
     runs it, of which that matters."""
 
-    def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False):
-        self.model, self.batch, self.options, self.alone = model, batch, options, alone
+    def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False, run_breaks: bool = False):
+        self.model, self.batch, self.options, self.alone, self.run_breaks = model, batch, options, alone, run_breaks
+        self.unplanned: list[Unplanned] = []
+        """Filled when the whole model is traced."""
 
     @cached_property
     def traced(self) -> list[Traced]:
         """All graphs of the whole model, under a budget before any pass."""
-        return trace(self.model, self.batch, self.options.compiler, self.alone)
+        return trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks, self.unplanned)
 
     @cached_property
     def whole(self) -> list[Annotated]:
@@ -83,7 +86,7 @@ class Traces:
         """The model with so many layers, under a budget also before any pass; None if that is no single graph."""
         with shortened(self.model, layers):
             found = trace(self.model, self.batch, self.options.compiler)
-        return (found[0], self._annotated(found[0])) if len(found) == 1 else None
+        return (found[0], self._annotated(found[0])) if len(found) == 1 and not found[0].breaks else None
 
     def _annotated(self, traced: Traced) -> Annotated:
         budget = self.options.memory_budget is not None
@@ -95,12 +98,20 @@ def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
     options = traces.options
     options.check_mesh(cluster.world_size)
     if options.stage_ranks > 1:
-        return as_plan(_plan_stages(traces, options, cluster), [], options, str(cluster))
+        return _with_unplanned(as_plan(_plan_stages(traces, options, cluster), [], options, str(cluster)), traces)
     given = options.load_plan()
     results = _plan_shortened(traces, options, cluster)
     if results is None:
         results = _plan_whole(traces, options, cluster, given)
-    return as_plan([r.record for r in results], [a for r in results for a in r.rejected], options, str(cluster))
+    rejected = [attempt for result in results for attempt in result.rejected]
+    return _with_unplanned(as_plan([result.record for result in results], rejected, options, str(cluster)), traces)
+
+
+def _with_unplanned(plan: Plan, traces: Traces) -> Plan:
+    sizes = {name: p.numel() for name, p in traces.model.named_parameters()}
+    return plan.model_copy(update={"unplanned": tuple(
+        UnplannedPart(reason=each.reason, where=each.where, parameters=each.parameters,
+                      elements=sum(sizes[name] for name in each.parameters)) for each in traces.unplanned)})
 
 
 def _plan_stages(traces: Traces, options: Options, cluster: Cluster) -> list[GraphPlan]:

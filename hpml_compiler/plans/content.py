@@ -18,6 +18,7 @@ from hpml_compiler.plans.schema import (
     MemoryBytes,
     MeshAttempt,
     PredictedCost,
+    UnplannedPart,
     collective_totals,
 )
 from passes.machine.mesh import links_of_axes
@@ -36,6 +37,7 @@ class PlanContent(PlanFile):
     options: dict[str, JsonValue]
     graphs: Annotated[tuple[GraphPlan, ...], Field(strict=False)]
     rejected: Annotated[tuple[MeshAttempt, ...], Field(strict=False)] = ()
+    unplanned: Annotated[tuple[UnplannedPart, ...], Field(strict=False)] = ()
 
     @model_validator(mode="after")
     def _one_mesh(self) -> PlanContent:
@@ -130,6 +132,7 @@ class PlanContent(PlanFile):
             "ilp": {"variables": sum(s.variables for s in solvers), "binaries": sum(s.binaries for s in solvers),
                     "constraints": sum(s.constraints for s in solvers)},
             "seconds": dict.fromkeys(PHASES[:4], 0.0) | self.seconds,
+            "unplanned": [part.model_dump(mode="json") for part in self.unplanned],
             "rejected": [attempt.model_dump(mode="json") for attempt in self.rejected],
         }
 

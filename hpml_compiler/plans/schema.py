@@ -164,6 +164,16 @@ class SolverReport(Record):
     objective: Objective = "time"
 
 
+class UnplannedPart(Record):
+    """A part of the step behind a graph break that the plan does not count. where: file and line. parameters: names of the
+    trained ones in it, with so many elements."""
+
+    reason: str
+    where: str
+    parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    elements: Count = 0
+
+
 class MeshAttempt(Record):
     """A mesh that was tried and not taken; `objective` as in `SolverReport`."""
 

@@ -46,6 +46,9 @@ def renderable(plan: PlanContent) -> RenderableType:
         parts.append(labelled("links", "; ".join(f"{axis} {links}" for axis, links in plan.links.items())))
     for graph in plan.graphs:
         parts += [Text(""), *_graph(graph)]
+    for part in plan.unplanned:
+        parts.append(labelled("not planned", f"{len(part.parameters)} parameters, {part.elements:,} elements: {part.reason}"
+                              + f" ({part.where})" * bool(part.where)))
     for attempt in plan.rejected[:MOST_NAMES]:
         cost = "" if attempt.cost is None else f"{format_objective(attempt.cost, attempt.objective)}, "
         parts.append(labelled("not taken", f"mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))

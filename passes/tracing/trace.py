@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from passes import compat
 from passes.errors import BadInput
 from passes.graph.interface import GraphInput, graph_inputs
 from passes.tracing.errors import check_batch, check_products, not_traceable
+from passes.tracing.unplanned import Calls, Unplanned
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,13 @@ def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
 
 
 def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
-                 compiler: str = "inductor", dynamic: bool | None = False, alone: bool = False) -> list[Traced]:
+                 compiler: str = "inductor", dynamic: bool | None = False, alone: bool = False,
+                 calls: Calls | None = None) -> list[Traced]:
     """The joint graphs of one call, one per graph that Dynamo makes: AOTAutograd is stopped where it would cut them in two.
 
     dynamic: as in torch.compile. alone: on one device, which runs without a compiler what "eager" does not take apart.
+    calls: takes what is called behind graph breaks, and the error that ends the call there; without it, the first graph with
+    gradients is the last.
     """
     start = time.perf_counter()
     found: list[Traced] = []
@@ -67,10 +71,24 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
             found.append(Traced(joint, inputs, num_fwd_outputs, time.perf_counter() - start, leaves, breaks))
             raise _Stop
 
-        return compat.aot_autograd(
-            fw_compiler=lambda graph, _: graph, partition_fn=partition,
-            decompositions=None if alone and compiler == "eager" else decompositions(compiler),
-        )(gm, examples)
+        try:
+            return compat.aot_autograd(
+                fw_compiler=lambda graph, _: graph, partition_fn=partition,
+                decompositions=None if alone and compiler == "eager" else decompositions(compiler),
+            )(gm, examples)
+        except _Stop:
+            if calls is None or not (breaks or calls.counts):
+                raise
+        number = len(found)
+
+        def run(*arguments: Any) -> Any:
+            assert calls is not None, "else the call has ended"
+            if calls.note(number, arguments):
+                for k, value in enumerate(arguments):  # Dynamo's name of it is that in the module where the graph begins
+                    inputs[k] = replace(inputs[k], name=calls.trained.get(id(value), inputs[k].name))
+            return gm.forward(*arguments)
+
+        return run
 
     torch.compiler.reset()
     try:
@@ -78,25 +96,35 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
             torch.compile(function, backend=backend, dynamic=dynamic)(*args, **(kwargs or {}))
     except _Stop:
         pass
+    except Exception as error:
+        if calls is None or not calls.counts:
+            raise
+        calls.stopped = error
     finally:
         torch.compiler.reset()
     return found
 
 
-def trace(model: nn.Module, batch: Any, compiler: str = "inductor", alone: bool = False) -> list[Traced]:
+def trace(model: nn.Module, batch: Any, compiler: str = "inductor", alone: bool = False, run_breaks: bool = False,
+          unplanned: list[Unplanned] | None = None) -> list[Traced]:
     """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler;
     alone: on one device.
 
     Real, fake and meta tensors are taken alike: weights and batch are replaced by fake ones on the device that they are
-    on (meta: cpu, since on meta the loss has no gradient). Raises BadInput if nothing is differentiable.
+    on (meta: cpu, since on meta the loss has no gradient). Behind a graph break, Python code runs on these; with
+    `run_breaks` on the real ones, buffers and random numbers left as they were. unplanned: takes what was not reached.
+    Raises BadInput if nothing is differentiable.
     """
     check_batch(batch)
-    with _fake_weights(model):
-        args, kwargs = call_arguments(_fake(batch))
+    with (_left_as_it_was(model, batch) if run_breaks else _fake_weights(model)):
+        args, kwargs = call_arguments(batch if run_breaks else _fake(batch))
+        calls = Calls.of(model)
         try:
-            found = joint_graphs(model, args, kwargs, compiler=compiler, alone=alone)
+            found = joint_graphs(model, args, kwargs, compiler=compiler, alone=alone, calls=calls)
         except Exception as error:
             raise not_traceable(model, batch, error) from error
+        if unplanned is not None:
+            unplanned += calls.unplanned()
     if not found:
         raise BadInput(_why_no_gradient(model), where=type(model).__name__,
                        next_step="give a model whose output, such as a loss, depends on a parameter that is trained")
@@ -125,6 +153,24 @@ def _fake(value: Any) -> Any:
             return torch.zeros(x.shape, dtype=x.dtype, device=device).requires_grad_(x.requires_grad)
 
     return compat.pytree.tree_map(convert, value)
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module, batch: Any) -> Iterator[None]:
+    """For a step of the real model: its buffers and the generators of random numbers come back at the end."""
+    leaves = compat.pytree.tree_leaves(batch)
+    tensors = [*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, torch.Tensor))]
+    if any(x.device.type == "meta" or compat.is_fake(x) for x in tensors):
+        raise BadInput("code between the graphs of a model runs on real weights only, and some are on the meta device or fake",
+                       type(model).__name__, "leave --run-breaks out, or load the weights")
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 @contextlib.contextmanager
