@@ -89,6 +89,8 @@ class Output(PlacedTensor):
                 kept = output.kept(func, name, args[1:], kwargs)
                 if kept is not None:
                     return kept
+            if output is not None and name == "detach" and "shared" in vars(output):
+                return output.detached(func)
             used = [(operand, operand.used()) for operand in operands if isinstance(operand, Output)]
         values = {id(output): value for output, value in used}
         result = func(*map_tensors(lambda t: values.get(id(t), t), args), **map_tensors(lambda t: values.get(id(t), t), kwargs))
@@ -115,6 +117,13 @@ class Output(PlacedTensor):
         shared: _Gathered = vars(self)["shared"]
         shared = shared if name == "detach" else _Gathered(shared.what, shared.gradient)
         return leave(made, _spec_like(self._spec, made), shared)
+
+    def detached(self, func: Callable[..., Any]) -> Output:
+        """The same of one that is whole: an output still, as the one that is detached in parts."""
+        value = func(self.used())
+        result: Any = compat.make_dtensor(Output, self._local_tensor, self._spec)
+        vars(result).update(shared=vars(self)["shared"], spec=vars(self)["spec"], value=value)
+        return result
 
     def used(self) -> torch.Tensor:
         """The whole tensor: always the same one, with a gradient if the part has one, whether or not one is recorded now."""
