@@ -98,7 +98,7 @@ def _not_own(step: _Step) -> str | None:
 
 
 def _replaceable(step: _Step) -> str | None:
-    """Whether others could put something else in the place of what is in this folder, or of this link."""
+    """True if others could put something else in the place of what is in this folder, or of this link."""
     if step.owner not in (_ROOT, os.geteuid()):
         return f"{step.path} belongs to user {step.owner}"
     if stat.S_ISDIR(step.mode) and step.mode & _OTHERS_WRITE and not step.mode & stat.S_ISVTX:

@@ -88,7 +88,7 @@ def default_ranks() -> int:
 
 
 def _is_alone(nnodes: str, endpoint: str | None) -> bool:
-    """Whether all ranks are on this node, and nobody asked for them to be reached from others."""
+    """True if all ranks are on this node, and nobody asked for them to be reached from others."""
     return nnodes in ("1", "1:1") and (endpoint is None or endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1"))
 
 

@@ -47,7 +47,7 @@ def code_can_be_written() -> Iterator[None]:
 
 
 def _trusted(folder: str) -> str:
-    """Where inductor is to write: it loads and runs what it finds there. A folder that another user may have written is left
+    """Folder for inductor's cache: it loads and runs what it finds there. A folder that another user may have written is left
     for one in hpml's own cache folder, unless the environment names it: a team may share one."""
     if folder in _writable or (why := is_written_by_others(folder)) is None:
         return folder

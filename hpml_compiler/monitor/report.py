@@ -63,7 +63,7 @@ class Report:
 
     @property
     def could_be_another_plan(self) -> bool:
-        """Whether correct prices could have led to another plan: they would move the two plans that were compared by more than
+        """True if correct prices could have led to another plan: they would move the two plans that were compared by more than
         lies between them. A factor that all prices have in common, as on a busy machine, moves them alike; where the classes of
         work are not known, it cannot be told apart."""
         if self.rival_us is None:
@@ -96,7 +96,7 @@ class Report:
                 f"(ratio {memory.ratio:.2f}; {self.memory_source})")
 
     def time_warning(self) -> str | None:
-        """What to warn of, if the step time is off and another plan may be better: the class of work that is most so, then all
+        """Warning that the step time is off and another plan may be better: names the class of work that is most so, then all
         of them. Else the figures are in the line of `text` and in `last_report()` alone."""
         time = self.step_time
         if not time.is_off or time.measured < SHORT_US or not self.could_be_another_plan:

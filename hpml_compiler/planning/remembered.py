@@ -141,7 +141,7 @@ def memory_of(annotated: AnnotatedGraph, options: Options, cluster: Cluster, loo
 
 
 def _rules(annotated: AnnotatedGraph) -> list[tuple[object, ...]]:
-    """What the rules said of each operation."""
+    """Strategies that the rules allow each operation."""
     return [(op.strategies, op.heavy, op.linear) for op in annotated.graph.operations]
 
 

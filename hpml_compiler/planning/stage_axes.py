@@ -21,7 +21,7 @@ WHOLE = format_placement(REPLICATE)
 
 
 def same_mesh(one: Mapping[str, int], other: Mapping[str, int] | None) -> bool:
-    """Whether two meshes have the same axes in the same order."""
+    """True if two meshes have the same axes in the same order."""
     return other is not None and [*one.items()] == [*other.items()]
 
 

@@ -75,7 +75,7 @@ class PlanContent(PlanFile):
 
     @property
     def links(self) -> dict[str, str]:
-        """Of each axis of the mesh, which links its groups use; nothing where the plan does not name the cluster."""
+        """Links that the groups of each mesh axis use; empty where the plan does not name the cluster."""
         found = re.fullmatch(r"(\d+)x(\d+):[^+]*", self.cluster or "")
         return links_of_axes(self.mesh, int(found[2])) if found and int(found[1]) * int(found[2]) == self.world_size else {}
 

@@ -44,7 +44,7 @@ def _name(place: Sequence[Any]) -> str:
 
 
 def _either(said: Sequence[str]) -> str:
-    """What each type of a union said: all that would do, with what was given."""
+    """Errors of each type of a union: all that would do, with what was given."""
     wanted = [each.removeprefix("expected ").partition(", got ") for each in said if each.startswith("expected ")]
     if len(said) > 1 and len(wanted) == len(said):
         return f"expected {' or '.join(dict.fromkeys(want for want, *_ in wanted))}, got {wanted[0][2]}"

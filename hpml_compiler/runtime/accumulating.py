@@ -19,7 +19,7 @@ def note_eager_use(leaf: DTensor) -> None:
 
 
 def may_accumulate(ctx: Any, leaves: Sequence[DTensor]) -> bool:
-    """Whether the engine would only add dense gradients to `.grad`: no hooks, and nobody else asked for them."""
+    """True if the engine would only add dense gradients to `.grad`: no hooks, and nobody else asked for them."""
     if any(t._backward_hooks or t._post_accumulate_grad_hooks or not t.is_leaf or IN_EAGER_GRAPH in t.__dict__ or (
             t.grad is not None and not is_plain(t)) for t in leaves):
         return False
@@ -27,7 +27,7 @@ def may_accumulate(ctx: Any, leaves: Sequence[DTensor]) -> bool:
 
 
 def is_plain(leaf: DTensor) -> bool:
-    """Whether adding to its gradient in place is what the engine does: dense, without a graph, of the leaf's own dtype."""
+    """True if adding to its gradient in place is what the engine does: dense, without a graph, of the leaf's own dtype."""
     grad: Any = leaf.grad
     return grad.layout is torch.strided and not grad.requires_grad and grad.dtype == leaf.dtype
 

@@ -107,7 +107,7 @@ class _Liveness:
                 return
 
     def _look_at_neighbor(self, silence: Silence) -> RankLost | None:
-        """What to raise in the next call, if it is gone or has failed."""
+        """Error to raise in the next call, if it is gone or has failed."""
         neighbor = (self.board.rank + 1) % self.board.world
         with self.lock:
             records = self.board.records([neighbor])
@@ -117,7 +117,7 @@ class _Liveness:
         return self.lost_of(failures, records, records)
 
     def lost_of(self, failures: Sequence[Failure], gone: dict[int, SignOfLife], records: dict[int, SignOfLife]) -> RankLost:
-        """What to raise where some have posted nothing new for long."""
+        """Error to raise where some have posted nothing new for long."""
         what, next_step = culprits(self.board.rank, self.board.world, failures, gone, records, doing.place())
         return RankLost(what, f"rank {self.board.rank}, {doing.place()}", next_step)
 

@@ -16,7 +16,7 @@ from hpml_compiler.runtime.whole import in_memory_as
 
 @dataclass(frozen=True)
 class Failed:
-    """What this rank could not do, and when. stage, microbatch: None before the first microbatch."""
+    """A failure of this rank, and its time. stage, microbatch: None before the first microbatch."""
 
     what: str
     error: Exception

@@ -47,7 +47,7 @@ def is_owned(placements: Sequence[Placement]) -> bool:
 
 
 def unknown_to_dtensor(placements: Sequence[Placement]) -> bool:
-    """Whether there is one that DTensor has no rules for: it may answer wrongly, and must not be asked."""
+    """True if there is one that DTensor has no rules for: it may answer wrongly, and must not be asked."""
     return any(type(placement) in (Owned, InnerShard) for placement in placements)
 
 

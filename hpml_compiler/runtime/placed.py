@@ -316,7 +316,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _to_write(tensor: DTensor) -> DTensor:
-    """What this rank has of a tensor, as a DTensor with placements of DTensor's own. The part is the same storage."""
+    """This rank's part of a tensor, as a DTensor with placements of DTensor's own. The part is the same storage."""
     with compat.plain_torch_functions():
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return compat.make_dtensor(DTensor, tensor._local_tensor, compat.dtensor_spec(

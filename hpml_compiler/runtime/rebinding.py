@@ -78,7 +78,7 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
 
 
 def _hand_gradients_on(old: nn.Parameter, new: nn.Parameter) -> None:
-    """What backward adds to the gradient of an old parameter is added to that of the new one."""
+    """Add to the gradient of the new parameter what backward adds to that of the old one."""
     old.grad = None  # the new one has what was there
 
     def hand_on(*_: object) -> None:

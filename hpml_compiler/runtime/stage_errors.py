@@ -16,7 +16,7 @@ from typing import Any
 from passes.errors import HpmlError
 
 MOST_BYTES = 1 << 20
-"""Of what an error carries: what is larger stays on the rank where it was raised."""
+"""Limit of each part of an error: what is larger stays on the rank where it was raised."""
 
 
 class StageError(HpmlError):
@@ -35,7 +35,7 @@ class StageError(HpmlError):
 
 @dataclass(frozen=True)
 class Carried:
-    """What other ranks are sent of an error: each part pickled, as far as that is possible."""
+    """Parts of an error that other ranks are sent: each pickled, as far as that is possible."""
 
     classes: tuple[bytes, ...]
     args: bytes | None
@@ -90,7 +90,7 @@ def _class_of(original: type[Exception]) -> type[StageError]:
 
 
 def _members(error: Exception) -> dict[str, Any]:
-    """What classes of C keep outside of the object's dictionary, as OSError does its number."""
+    """Members that classes of C keep outside of the object's dictionary, as OSError does its number."""
     found: dict[str, Any] = {}
     for base in type(error).__mro__:
         for name, what in vars(base).items():

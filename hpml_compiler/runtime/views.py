@@ -34,7 +34,7 @@ class ViewStep:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the source was given other memory (`p.data = ...`), which leaves its views alone. Told by the storage itself:
+        """True if the source was given other memory (`p.data = ...`), which leaves its views alone. Told by the storage itself:
         all ranks must get the same answer, and parts without rows have no address."""
         return memory_of(self._root()) != self._memory._cdata
 

@@ -63,7 +63,7 @@ def _number(calls: Sequence[Node], interpreted: set[Node]) -> None:
 
 
 def _counts(node: Node) -> bool:
-    """Whether the engine called it for the forward call of its number; sums of gradients have that of the last one."""
+    """True if the engine called it for the forward call of its number; sums of gradients have that of the last one."""
     return node.meta[TAG] == "is_backward" and not node.meta.get("is_gradient_acc") and node.meta.get(NUMBER) is not None
 
 

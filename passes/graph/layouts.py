@@ -88,7 +88,7 @@ def local_bytes(value: Value, layout: Layout, axes: Axes) -> float:
 
 
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of a tensor share memory; dims of one element do not count."""
+    """True if elements of a tensor share memory; dims of one element do not count."""
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(stride, shape) if size > 1):
         if step <= reach:

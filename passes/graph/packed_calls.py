@@ -27,7 +27,7 @@ _FUNCTIONS: dict[str, Any] = {
     **{f"torch.{name}": getattr(torch, name) for name in (
         "sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum", "sym_sqrt") if hasattr(torch, name)},
 }
-"""What a graph may call besides torch's operators: arithmetic."""
+"""Functions that a graph may call besides torch's operators: arithmetic."""
 _NAMES = {id(function): name for name, function in _FUNCTIONS.items()}
 _OF_FILES = ("aten::from_file",)
 """Operators that do something else than to compute: they are not taken from a file."""
@@ -68,7 +68,7 @@ def packed_target(node: Node) -> Any:
 
 
 def called(op: str, target: Any, constants: Container[str]) -> Any:
-    """What a node calls or reads. FX makes Python code of a graph, in which names stand as they are."""
+    """Target of a node. FX makes Python code of a graph, in which names stand as they are."""
     if isinstance(target, Operator) and op == "call_function":
         return _operator(target.name)
     if isinstance(target, Function) and op == "call_function" and target.name in _FUNCTIONS:

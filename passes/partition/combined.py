@@ -38,7 +38,7 @@ def _layouts(op: Operation, taken: Sequence[OperationStrategy]) -> OperationLayo
 
 
 class Combined:
-    """Of one group, on these axes."""
+    """Combinations of one group on these axes, with their prices."""
 
     def __init__(self, group: Group, graph: PlacementGraph, axes: Axes, prices: Prices):
         self.group, self.graph, self.axes, self.prices = group, graph, axes, prices
@@ -64,7 +64,7 @@ class Combined:
         return self._bytes[key]
 
     def cost(self, combination: Combination) -> float:
-        """Of its kernels, and of what it reduces inside."""
+        """Cost of its kernels, and of reductions inside."""
         total = 0.0
         if self.fused:
             inputs, outputs = self.ports(combination)
@@ -86,13 +86,13 @@ class Combined:
         return self._prices[key]
 
     def saved_bytes(self, combination: Combination) -> float:
-        """Of what it makes that is held for backward, at most."""
+        """Bytes of its results that are held for backward, at most."""
         return sum(
             self.bytes(v, tuple(joint.operations[k].placed()[port] for joint in combination))
             for k, op in enumerate(self.operations) for port, v in enumerate(op.outputs) if v in self.graph.saved)
 
     def fits(self, combination: Combination) -> bool:
-        """Whether all factors divide by the axes that split them, and parts can be sliced out of what is there."""
+        """True if all factors divide by the axes that split them, and parts can be sliced out of what is there."""
         if len(combination) < 2:
             return True
         return self._divides(combination) and self._slices(combination)

@@ -26,7 +26,7 @@ from passes.solve.paths import Paths
 from passes.solve.problem import Arc
 
 MOST_COMPARED = 2000
-"""Of more combinations, the dearest are not looked at: comparing takes a number for every two."""
+"""Combinations that are compared: of more, the dearest are not looked at: comparing takes a number for every two."""
 _ROUNDING = 1e-9
 
 

@@ -47,7 +47,7 @@ class Cost:
 
 
 def boundary(graph: PlacementGraph, c: Group, decision: Decision) -> list[tuple[int, Layout]]:
-    """What a group reads, as it arrives there, and what it makes: values with their layouts."""
+    """Boundary of a group: what it reads, as it arrives there, and makes: values with their layouts."""
     read = arrivals(graph, c, decision)
     made = {v: layout for i in c.operations for v, layout in zip(graph.operations[i].outputs, decision.operations[i].outputs)}
     return [*((v, read[v].target) for v in c.inputs), *((v, made[v]) for v in c.outputs)]

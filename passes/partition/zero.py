@@ -71,7 +71,7 @@ def _splits(value: Value, axis: Axis) -> list[tuple[int, int]]:
 
 
 def _one_factor_a_dim(layout: Layout) -> bool:
-    """Whether no dim is split along two of its factors: the runtime has no placement for that."""
+    """True if no dim is split along two of its factors: the runtime has no placement for that."""
     split = {p for p in layout if isinstance(p, tuple)}
     return len(split) == len({dim for dim, _ in split})
 

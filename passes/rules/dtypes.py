@@ -8,7 +8,7 @@ ROUNDED = frozenset(("float16", "bfloat16", "float32", "float64", "complex32", "
 
 
 def keeps_sums(source: str, target: str) -> bool:
-    """Whether converting from one dtype to another commutes with a sum, to rounding.
+    """True if converting from one dtype to another commutes with a sum, to rounding.
 
     Truncation to integers does not. Integers wrap: a sum of int8 is one modulo 256, which no wider type and no float knows
     of. A sum of bools is their disjunction, which no other type has. Types of 8 bits saturate.

@@ -144,7 +144,7 @@ def call_of(node: Node) -> Call:
 
 
 def apply_rule(call: Call) -> Rule | None:
-    """What the table says about a call; None if its operator has no rule, or if the rule cannot describe the call.
+    """The rule of a call; None if its operator has no rule, or if the rule cannot describe the call.
 
     Raises whatever the rule raises, and ValueError where its letters do not fit the call.
     """

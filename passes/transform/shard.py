@@ -153,7 +153,7 @@ class Sharder:
         return node
 
     def _give(self, route: Route, node: Node) -> Node:
-        """What the graph returns. What forward returns is in memory as it was traced."""
+        """Results of the graph. What forward returns is in memory as it was traced."""
         arrived = self._arrive(route, node)
         key = (route.value, route.hops, "given")
         if key not in self.moved:

@@ -132,7 +132,7 @@ def _apart(insert: Inserter, x: Node, reading: Reading) -> Node:
 
 
 def _narrowed(insert: Inserter, x: Node, reading: Reading) -> list[Node]:
-    """Of every digit what the result runs through, one digit after another."""
+    """For every digit what the result runs through, one digit after another."""
     steps = [x]
     for d, digit in enumerate(reading.digits):
         length = digit.length or 1
