@@ -20,7 +20,7 @@ def note_eager_use(leaf: DTensor) -> None:
 
 def may_accumulate(ctx: Any, leaves: Sequence[DTensor]) -> bool:
     """True if the engine would only add dense gradients to `.grad`: no hooks, and nobody else asked for them."""
-    if any(t._backward_hooks or t._post_accumulate_grad_hooks or not t.is_leaf or IN_EAGER_GRAPH in t.__dict__ or (
+    if any(t._backward_hooks or t._post_accumulate_grad_hooks or not t.is_leaf or getattr(t, IN_EAGER_GRAPH, False) or (
             t.grad is not None and not is_plain(t)) for t in leaves):
         return False
     return compat.will_accumulate([node for node, _ in ctx.next_functions])

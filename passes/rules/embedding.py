@@ -41,7 +41,7 @@ def embedding_bag(call: Call) -> Rule | None:
     args: weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, ...
     """
     others = [[None] * len(o.shape) for o in call.operands[1:]]
-    results = [[None] * len(r.shape) for r in call.results[1:]]
+    results: list[list[str | None]] = [[None] * len(r.shape) for r in call.results[1:]]
     greatest = call.argument(4, "mode", 0) == MAX and len(call.results) == 4 and len(results[2]) == 2
     if greatest:
         results[2] = [None, "h"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -116,7 +117,7 @@ def as_views(node: Node, insert: Inserter) -> bool:
 def _reading(node: Node, x: Node, size: Sequence[int], stride: Sequence[int], at: int) -> Reading | None:
     """`at`: position of the offset among the arguments, which counts from the start of the memory, as the operand's does."""
     value = x.meta["val"]
-    offset = node.args[at] if len(node.args) > at else node.kwargs.get("storage_offset")
+    offset: Any = node.args[at] if len(node.args) > at else node.kwargs.get("storage_offset")
     known = [*value.shape, *value.stride(), *size, *stride, value.storage_offset(), 0 if offset is None else offset]
     if not all(type(number) is int for number in known):
         return None
@@ -163,13 +164,14 @@ def _back(insert: Inserter, x: Node, reading: Reading, size: list[int]) -> Node:
 
 def scattered(node: Node, insert: Inserter) -> bool:
     """as_strided_scatter. args: self, source, size, stride, storage offset"""
+    x: Any
     x, source, size, stride = node.args[:4]
     value = x.meta["val"]
     reading = _reading(node, x, size, stride, 4)
     if reading is None or None in reading.dims or any(digit.window for digit in reading.digits):
         return False  # several elements of the source may go to one place
     steps = _narrowed(insert, _apart(insert, x, reading), reading)
-    wanted = [d for own in reading.dims for d, _ in own]
+    wanted = [d for own in reading.dims for d, _ in own or ()]
     order = [*wanted, *(d for d in range(len(reading.digits)) if d not in wanted)]
     part = insert(aten.reshape.default, source, [reading.digits[d].length or 1 for d in order])
     if order != sorted(order):
