@@ -9,8 +9,8 @@ CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "a parametrization is taken off a placed parameter": {"parameters.parametrized": ALL},
     "safetensors asks placed tensors for their storage": {"ranks.safetensors_of_a_trained_model": ALL},
-    "strides by inductor: a gradient of a convolution in a loop over microbatches, and offsets of what stages share":
-        {"strides.of_most_by_inductor": ("parts", "stages")},
+    "strides by inductor: a gradient of a convolution in a loop over microbatches, offsets of slices":
+        {"strides.of_most_by_inductor": ("unpinned", "parts", "stages")},
     "as a test of what tells when something works again": {"wrong_uses.works_again": ALL},
 }
 KNOWN = {(name, mesh): why for why, uses in CLASSES.items() for name, meshes in uses.items() for mesh in meshes}
