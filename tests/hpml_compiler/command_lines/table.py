@@ -95,7 +95,8 @@ CLUSTERS = [
     ("plan models.py:tiny --cluster 1x0:cpu", 2, "at least one node", "no device"),
     ("plan models.py:tiny --cluster -1x8:cpu", 2, "cannot read", "a negative number"),
     ("plan models.py:tiny --cluster 1.5x8:cpu", 2, "cannot read", "half a node"),
-    ("plan models.py:tiny --cluster 8:cpu", 2, "NODESxDEVICES", "the nodes are missing"),
+    ("plan models.py:tiny --cluster 8:cpu", 0, "1x8:cpu", "one node"),
+    ("plan models.py:tiny --cluster x8:cpu", 2, "cannot read", "the nodes are missing"),
     ("plan models.py:tiny --cluster 1x8:", 2, "cannot read", "the device is missing"),
     ("plan models.py:tiny --cluster 1x8:h1000", 2, "built-in devices", "a device that nobody knows"),
     ("plan models.py:tiny --cluster 1x8:H100-80G", 2, "h100-80g", "a device in capitals"),
@@ -248,7 +249,7 @@ PLANS = [
         ("surprise", "surprise", "a field too many"), ("no_graphs", "graph", "a plan without graphs"),
         ("other_ranks", "world_size", "edited: other ranks"), ("other_mesh", "mesh", "edited: another mesh"),
         ("mixed", "different devices", "a plan of groups"), ("negative", "step_time_us", "a negative time"),
-        ("nan", "NaN", "a time that is no number"), ("bad_placement", "graphs.0", "a placement that there is not"),
+        ("nan", "NaN", "a time that is no number"), ("bad_placement", "graphs[0]", "a placement that there is not"),
         ("cluster", "no plan", "a cluster for a plan"))],
 ]
 
