@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hpml_compiler.runtime.owned import gradient_kind
 from passes import compat
 
 IN_EAGER_GRAPH = "in_eager_graph"
@@ -45,7 +46,7 @@ def accumulate(leaves: Sequence[DTensor], gradients: Sequence[torch.Tensor | Non
             seen.add(id(gradient))
             if held or gradient.stride() != tensor._local_tensor.stride():
                 gradient = torch.empty_like(tensor._local_tensor).copy_(gradient)
-            tensor.grad = wrapped(gradient, tensor, kind)
+            tensor.grad = compat.make_dtensor(kind, gradient, tensor._spec)
         elif type(old) is kind and (old._spec is tensor._spec or (
                 old.placements == tensor.placements and old.device_mesh == tensor.device_mesh)):
             old._local_tensor.add_(gradient)
@@ -54,4 +55,4 @@ def accumulate(leaves: Sequence[DTensor], gradients: Sequence[torch.Tensor | Non
 
 
 def wrapped(gradient: torch.Tensor, tensor: DTensor, kind: type) -> Any:
-    return compat.make_dtensor(kind, gradient, tensor._spec)
+    return compat.make_dtensor(gradient_kind(kind, tensor._spec), gradient, tensor._spec)

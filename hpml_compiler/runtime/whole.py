@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from hpml_compiler.runtime.accumulating import accumulate, may_accumulate
 from hpml_compiler.runtime.inner_shard import inner_part, local_shape
-from hpml_compiler.runtime.owned import as_at_owner, as_dtensor_knows, is_owner, no_rows, unknown_to_dtensor
+from hpml_compiler.runtime.owned import as_at_owner, as_dtensor_knows, gradient_kind, is_owner, no_rows, unknown_to_dtensor
 from hpml_compiler.runtime.together import together
 from passes import compat
 from passes.graph.layouts import overlaps
@@ -141,4 +141,4 @@ def _part(gradient: torch.Tensor, kind: type, spec: Any) -> Any:
     spec = reduced(spec, gradient)
     part = local_part(gradient, spec.mesh, spec.placements)
     # What arrives may be expanded, or be held by somebody else, who would see it being clipped in place.
-    return compat.make_dtensor(kind, part.clone() if part is gradient else part, spec)
+    return compat.make_dtensor(gradient_kind(kind, spec), part.clone() if part is gradient else part, spec)
