@@ -23,6 +23,7 @@ from hpml_compiler.runtime.owned import at_owner, brought
 from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
 from hpml_compiler.runtime.rebinding import rebind, rebind_attributes
 from hpml_compiler.runtime.rows import Rows, take_in
+from hpml_compiler.runtime.script_collectives import watch_collectives
 from hpml_compiler.runtime.transforms import watch_transforms
 from hpml_compiler.runtime.whole import whole
 from passes import compat
@@ -153,6 +154,7 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     watch_optimizers()
     watch_transforms()
     watch_torchscript()
+    watch_collectives(PlacedTensor)
     compat.trace_as(PlacedTensor)
     return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered), written,
                      [i for i in before if isinstance(example_inputs[i], Rows)], holding,

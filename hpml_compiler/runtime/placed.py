@@ -43,6 +43,7 @@ from hpml_compiler.runtime.routes import (
     VIEWS,
     in_place,
 )
+from hpml_compiler.runtime.script_collectives import MODULE, on_replicas
 from hpml_compiler.runtime.together import all_failed_or_none, together
 from hpml_compiler.runtime.views import ViewStep, refresh, strided_replay
 from hpml_compiler.runtime.whole import local_part, reduced, whole
@@ -107,6 +108,8 @@ class PlacedTensor(DTensor):
                     note_eager_use(operand)
         if compat.is_fake(placed[0]._local_tensor):
             return on_fakes(func, args, kwargs)
+        if module == MODULE:
+            return on_replicas(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return foreach.unscale(func, *args, **kwargs)
         if name in ("share_memory_", "is_shared"):  # each rank's part, with the processes that the rank starts

@@ -60,6 +60,29 @@ other random numbers than one device would, or notices after it has written that
 WRITES_UNSEEN = _words("batch_norm instance_norm native_batch_norm _native_batch_norm_legit fused_moving_avg_obs_fake_quant")
 """Ops that write running statistics without counting it as a change of the tensor."""
 
+OF_SOME_RANKS = _words("send recv isend irecv recv_anysource scatter")
+"""Collectives that not all ranks call, or for which one rank alone gives what is sent."""
+
+REDUCTIONS = _words("all_reduce allreduce all_reduce_coalesced allreduce_coalesced reduce")
+
+UNLIKE_RESULTS = _words(
+    """gather scatter reduce_scatter reduce_scatter_single reduce_scatter_tensor _reduce_scatter_base all_to_all
+    all_to_all_single alltoall alltoall_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced"""
+)
+"""Collectives of which each rank, or one rank alone, gets another result. (What `reduce` gives may be known to all ranks: torch
+promises it to one and says nothing of the others.)"""
+
+COALESCED = _words("""all_gather_single_coalesced allgather_into_tensor_coalesced reduce_scatter_single_coalesced
+    reduce_scatter_tensor_coalesced""")
+"""Methods of a process group that only the end of torch's `_coalescing_manager` calls."""
+
+GROUP_METHODS = COALESCED | _words(
+    """allreduce allreduce_coalesced broadcast reduce allgather _allgather_base all_gather_single allgather_coalesced gather
+    scatter reduce_scatter _reduce_scatter_base reduce_scatter_single alltoall alltoall_base all_to_all_single send recv
+    recv_anysource"""
+)
+"""Methods of a process group that take tensors."""
+
 KEEPS_ROWS = _words(
     """to cpu cuda xpu type float double half bfloat16 long int short bool contiguous clone detach pin_memory"""
 )

@@ -23,6 +23,7 @@ from hpml_compiler.runtime.local_ops import wrap
 from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.placed import PlacedTensor, name_slots
 from hpml_compiler.runtime.routes import KEEPS_ROWS, METADATA
+from hpml_compiler.runtime.script_collectives import MODULE, on_replicas
 from hpml_compiler.runtime.whole import local_part, whole
 from passes import compat
 
@@ -63,6 +64,8 @@ class Rows(PlacedTensor):
         first = args[0] if args else None
         if any(isinstance(t, DTensor) and compat.is_fake(t._local_tensor) for t in tensors_in((args, kwargs))):
             return on_fakes(func, args, kwargs)
+        if getattr(func, "__module__", None) == MODULE:
+            return on_replicas(func, args, kwargs, _whole_of)
         changed = changed_tensors(name, args, kwargs)
         if changed and isinstance(changed[0], DTensor) and not isinstance(changed[0], Rows):
             # a parameter, changed by a value that happens to be rows

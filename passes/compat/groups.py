@@ -30,6 +30,12 @@ def collectives_begun(name: str) -> int:
     return group._get_sequence_number_for_group()
 
 
+def is_coalescing(group: Any) -> bool:
+    """Whether collectives of a process group are being collected by a `_coalescing_manager`; None is the group of all ranks."""
+    world: Any = cast("Any", distributed_c10d)._world
+    return (dist.group.WORLD if group is None else group) in world.pg_coalesce_state
+
+
 def coordinate_in(name: str) -> int:
     """This rank's number in the process group of this name."""
     return int(cast("Any", distributed_c10d)._resolve_process_group(name).rank())
