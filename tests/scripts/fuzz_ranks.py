@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,25 +20,29 @@ from tests.scripts.use import Use
 
 TOLERANCE = 1e-7  # what a few ill-conditioned steps make of rounding; a mistake is far larger
 LIMIT_S = 45
+LAUNCH_S = 3600
 
 
 class Ranks:
-    """`judge(text, mesh)`: the outcome of a script's text. Ranks that die or hang are launched anew for the next one."""
+    """`judge(*asked)` on every rank, by default of a script's text and a mesh. Ranks that die or hang are launched anew for
+    the next one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.launches = folder, 0
+    def __init__(self, folder: Path, judged: Callable[..., Outcome] | None = None, world_size: int = RANKS,
+                 limit_s: float = LIMIT_S) -> None:
+        self.folder, self.judged, self.world_size, self.limit_s = folder, judged or judged_text, world_size, limit_s
         self.thread: threading.Thread | None = None
-        self.log = ""
+        self.log, self.number = "", 0
 
-    def judge(self, text: str, mesh: str) -> Outcome:
+    def judge(self, *asked: str) -> Outcome:
         if self.thread is None or not self.thread.is_alive():
             self._launch()
         number = self.number = self.number + 1
         assert self.thread is not None
-        _write(self.here / f"{number}.ask", (text, mesh))
-        while self.thread.is_alive() and not all((self.here / f"{number}.{rank}").exists() for rank in range(RANKS)):
+        _write(self.here / f"{number}.ask", asked)
+        ranks = range(self.world_size)
+        while self.thread.is_alive() and not all((self.here / f"{number}.{rank}").exists() for rank in ranks):
             time.sleep(0.02)
-        parts = [read(self.here / f"{number}.{rank}") for rank in range(RANKS)]
+        parts = [read(self.here / f"{number}.{rank}") for rank in ranks]
         if any(part is None or part.verdict == "crashed" for part in parts):
             self.stop()
         return together(parts, self.log)
@@ -49,17 +54,17 @@ class Ranks:
 
     def _run(self) -> None:
         try:
-            run_ranks(self.folder, serve, RANKS, args=(str(self.here),), timeout_s=3600)
+            run_ranks(self.folder, serve, self.world_size, args=(str(self.here), self.judged, self.limit_s), timeout_s=LAUNCH_S)
         except RanksFailed as failure:
             self.log = str(failure)
 
     def stop(self) -> None:
         if self.thread is not None and self.thread.is_alive():
             _write(self.here / f"{self.number + 1}.ask", None)
-            self.thread.join(LIMIT_S + 15)
+            self.thread.join(self.limit_s + 15)
 
 
-def serve(rank: int, folder: str) -> None:
+def serve(rank: int, folder: str, judged: Callable[..., Outcome], limit_s: float) -> None:
     number = 1
     while True:
         path = Path(folder, f"{number}.ask")
@@ -68,8 +73,8 @@ def serve(rank: int, folder: str) -> None:
         asked = pickle.loads(path.read_bytes())
         if asked is None:
             return
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-        outcome = _judged(*asked, rank, Path(folder))
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        outcome = judged(*asked, rank, Path(folder))
         faulthandler.cancel_dump_traceback_later()
         _write(Path(folder, f"{number}.{rank}"), outcome)
         if outcome.verdict == "crashed":
@@ -79,7 +84,7 @@ def serve(rank: int, folder: str) -> None:
         number += 1
 
 
-def _judged(text: str, mesh: str, rank: int, folder: Path) -> Outcome:
+def judged_text(text: str, mesh: str, rank: int, folder: Path) -> Outcome:
     names: dict = {}
     path = folder / f"script_{zlib.crc32(text.encode())}.py"  # the same name on all ranks, and a source that can be read
     partial = path.with_suffix(f".{rank}")
