@@ -69,8 +69,8 @@ def run(cases: list[tuple[str, str]], results: Path, workers: int) -> None:
         line = {"architecture": name, "mesh": mesh, **asdict(outcome)}
         with lock, results.open("a") as file:
             file.write(json.dumps(line) + "\n")
-            print(f"{mesh:9} {name:30} {outcome.verdict:9} {outcome.seconds:5.1f} s  {in_short(outcome.detail)}", file=sys.stderr,
-                  flush=True)
+            print(f"{mesh:9} {name:30} {outcome.verdict:9} {outcome.seconds:5.1f} s  {in_short(outcome.detail)}",
+                  file=sys.stderr, flush=True)
 
     threads = [threading.Thread(target=_work, args=(queue, keep)) for _ in range(workers)]
     for thread in threads:

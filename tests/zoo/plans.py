@@ -1,4 +1,4 @@
-"""Judge `hpml plan` of one architecture: whether it plans, or names, every parameter that a step trains."""
+"""Judge `hpml plan` of one architecture: it plans, or lists as unplanned, every parameter that a step trains."""
 from __future__ import annotations
 
 import time
@@ -24,15 +24,23 @@ def planned(architecture: Architecture, dtype: torch.dtype, expected: tuple[Leaf
     start, cpu = time.perf_counter(), time.process_time()
     torch._dynamo.reset()
     model, batch = architecture.make(dtype)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}  # a tied parameter has several
+    gradients = {name: value for name, value in expected if name.endswith(".grad")}
+    trained = {names[name] for name in names if gradients[f"seen.returned[1].{name}.grad"] is not None}
     try:
         plan = hpml_compiler.plan(model, batch, cluster=CLUSTER)
     except HpmlError as error:
         return Result("refused", str(error), time.perf_counter() - start)
     except Exception as error:
         return Result("crashed", "".join(traceback.format_exception(error)), time.perf_counter() - start)
-    in_plan = {name for graph in plan.graphs for name in graph.parameters}
+    in_plan = {names[name] for graph in plan.graphs for name in graph.parameters}
+    listed = {names[name] for part in plan.unplanned for name in part.parameters}
     figures = {"parameters": len(trained), "planned": len(in_plan & trained), "cpu_s": time.process_time() - cpu}
-    missing = sorted(trained - in_plan)
-    detail = f"{len(missing)} of {len(trained)} parameters are not in the plan: {', '.join(missing[:3])}" if missing else ""
-    return Result("different" if missing else "same", detail, time.perf_counter() - start, len(plan.graphs), figures=figures)
+    seconds, graphs = time.perf_counter() - start, len(plan.graphs)
+    if missing := [name for name in names if names[name] in trained - in_plan - listed]:
+        detail = f"{len(missing)} names of parameters are neither in the plan nor unplanned: {', '.join(missing[:3])}"
+        return Result("different", detail, seconds, graphs, figures=figures)
+    if unplanned := trained - in_plan:
+        detail = f"{len(unplanned)} of {len(trained)} parameters are unplanned: {plan.unplanned[0].reason}"
+        return Result("refused", detail, seconds, graphs, figures=figures)
+    return Result("same", "", seconds, graphs, figures=figures)
