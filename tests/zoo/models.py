@@ -41,6 +41,9 @@ class Architecture:
         for each in (config, getattr(config, "text_config", None)):
             if each is not None and getattr(each, "pad_token_id", 0) is None:
                 each.pad_token_id = 0
+        decodes = self.task in ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
+        if decodes and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0  # else set by whoever trains, as T5's is
         if "CLASSIFICATION" in self.task:
             config.num_labels = LABELS
         with torch.device("meta"):
