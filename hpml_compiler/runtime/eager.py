@@ -17,6 +17,8 @@ from passes import compat
 
 log = logging.getLogger(__name__)
 
+AsView = Callable[[DTensor, torch.Tensor, torch.Tensor], Any]
+
 
 def on_fakes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """The op on whole plain tensors without data, as Dynamo asks for it."""
@@ -24,12 +26,12 @@ def on_fakes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> A
 
 
 def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
-             as_view: Callable[[DTensor, torch.Tensor], Any] | None = None, wholes: Wholes | None = None) -> Any:
+             as_view: AsView | None = None, wholes: Wholes | None = None) -> Any:
     """The op on whole plain tensors, as one device does it, once.
 
     Whatever the op has written to one of them, by its name (`add_`), an option (`inplace=True`, `out=`) or in passing
     (running statistics, renormalized embeddings), is kept: each rank takes its part. A placed tensor that the op
-    returns is returned itself. `as_view(source, view)` makes of a result that shares the source's memory what is
+    returns is returned itself. `as_view(source, whole, view)` makes of a result that shares the source's memory what is
     returned; without it, such a result is plain. `wholes`: where the caller can see afterwards what stood for what.
     """
     wholes, name = wholes or Wholes(), getattr(func, "__name__", str(func))
@@ -79,12 +81,12 @@ class Wholes:
             with torch.no_grad():
                 keep(tensor, value)
 
-    def original(self, value: torch.Tensor, as_view: Callable[[DTensor, torch.Tensor], Any] | None) -> Any:
+    def original(self, value: torch.Tensor, as_view: AsView | None) -> Any:
         for tensor, known, _, _ in self._found.values():
             if value is known:
                 return tensor
             if as_view is not None and shares_memory(value, known):
-                return as_view(tensor, value)
+                return as_view(tensor, known, value)
         return value
 
 

@@ -18,7 +18,7 @@ from hpml_compiler.runtime.compared import Comparison, of_gradient
 from hpml_compiler.runtime.eager import map_tensors, tensors_in
 from hpml_compiler.runtime.local_ops import wrap
 from hpml_compiler.runtime.placed import PlacedTensor, name_slots
-from hpml_compiler.runtime.routes import COMPUTED_ATTRIBUTES, KEEPS_ROWS, METADATA
+from hpml_compiler.runtime.routes import COMPUTED_ATTRIBUTES, KEEPS_ROWS, MEMORY, METADATA
 from hpml_compiler.runtime.together import together
 from hpml_compiler.runtime.whole import joined, local_part, whole
 from passes import compat
@@ -83,7 +83,7 @@ class Output(PlacedTensor):
             attribute = name == "__get__" and func.__self__.__name__ not in COMPUTED_ATTRIBUTES
             if in_parts and (attribute or name in OF_THE_WRAPPER):
                 return func(*args, **kwargs)
-            if output is not None and (attribute or name in METADATA) and compat.is_tracing():
+            if output is not None and (attribute or name in METADATA | MEMORY) and compat.is_tracing():
                 return func(*args, **kwargs)  # for a fake of the wrapper, whose memory is not that of what it holds
             if output is not None and in_parts and name in KEEPS_ROWS and len(operands) == 1:
                 kept = output.kept(func, name, args[1:], kwargs)

@@ -30,11 +30,13 @@ from hpml_compiler.runtime.exporting import cannot_export
 from hpml_compiler.runtime.gathered import in_memory, note_change
 from hpml_compiler.runtime.inner_shard import chunk_offsets, inner_axes, without_inner
 from hpml_compiler.runtime.local_ops import try_local
+from hpml_compiler.runtime.memory import of_memory, refused
 from hpml_compiler.runtime.owned import as_at_owner, as_dtensor_knows, is_owner, unknown_to_dtensor
 from hpml_compiler.runtime.routes import (
     CASTS,
     COMPUTED_ATTRIBUTES,
     DIFFERENTIABLE,
+    MEMORY,
     METADATA,
     NORMS,
     ON_DTENSORS,
@@ -81,7 +83,7 @@ class PlacedTensor(DTensor):
             if name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES:
                 return adopt(func(*args), PlacedTensor)  # the engine itself makes `.grad` a DTensor
             kwargs = kwargs or {}
-            if doing.failed and name not in METADATA and name != "__set__":
+            if doing.failed and name not in METADATA | MEMORY and name != "__set__":
                 all_failed_or_none()
             if name in ON_LOCALS:  # optimizers call thousands of these, so nothing else is looked at before
                 if in_memory and in_place(name):
@@ -91,6 +93,8 @@ class PlacedTensor(DTensor):
                     return result
             elif name in METADATA:
                 return func(*args, **kwargs)
+            elif name in MEMORY:
+                return of_memory(func, name, args)
             elif name == "__set__":
                 return _set_attribute(func, *args)
             return cls._route(func, name, args, kwargs)
@@ -191,6 +195,24 @@ class PlacedTensor(DTensor):
             return whole(self)
         return DTensor.full_tensor(self, grad_placements=grad_placements)
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Each rank takes its part of the source, a whole tensor. (torch asks no `__torch_function__` about this.)"""
+        if compat.is_tracing():  # Dynamo makes a fake of the wrapper so
+            return DTensor.set_(self, source, *args, **kwargs)
+        with compat.plain_torch_functions():
+            if torch.is_grad_enabled():
+                _check_may_change("set_", [self])
+            if (args or kwargs or not isinstance(source, torch.Tensor) or source.shape != self.shape
+                    or source.stride() != self.stride() or source.dtype != self.dtype):
+                raise refused("it can only be given the memory of a tensor of its own shape, strides and dtype", self)
+            if type(self) not in (PlacedTensor, GatheredView):
+                raise refused("rows of a batch, and what a model returns, cannot be given other memory", self)
+            note_change([self])
+            if hasattr(self, VIEW_STEP):  # a view no longer
+                delattr(self, VIEW_STEP)
+            _set_data(None, self, whole(source.detach()))
+        return self
+
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         target: Sequence[Placement] = kwargs.get("placements", args[1] if len(args) > 1 else None) or ()
         if not unknown_to_dtensor([*self.placements, *target]):
@@ -276,7 +298,8 @@ class GatheredView(PlacedTensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in METADATA or (name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES):
+        attribute = name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES
+        if attribute or name in METADATA | MEMORY:
             return super().__torch_function__(func, types, args, kwargs)
         kwargs = kwargs or {}
         with compat.plain_torch_functions():
@@ -293,16 +316,15 @@ class GatheredView(PlacedTensor):
 name_slots(GatheredView)
 
 
-def gathered_view(source: DTensor, value: torch.Tensor, replay: Callable[[torch.Tensor], torch.Tensor] | None = None,
-                  ) -> PlacedTensor:
-    """A view of the whole value of `source` as a placed tensor that stays one."""
+def gathered_view(source: DTensor, whole_value: torch.Tensor, value: torch.Tensor) -> PlacedTensor:
+    """A view of the whole value of `source` as a placed tensor that stays a view."""
     mesh, replicate = source.device_mesh, [Replicate()] * source.device_mesh.ndim
     view: Any = (DTensor.from_local(value, mesh, replicate, run_check=False) if value.requires_grad
                  else place(value, mesh, replicate))
     view.__class__ = PlacedTensor
     if not all(placement.is_replicate() for placement in source.placements) or hasattr(source, VIEW_STEP):
         view.__class__ = GatheredView
-        setattr(view, VIEW_STEP, ViewStep(source, replay or strided_replay(value, source)))
+        setattr(view, VIEW_STEP, ViewStep(source, strided_replay(value, whole_value)))
     return view
 
 
@@ -381,7 +403,8 @@ def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, An
     if name == "__getitem__" and _copies(args[1]):
         return on_whole(func, args, kwargs)
     several = name in SEVERAL_VIEWS and _tracked([source])  # DTensor's backward mixes in plain zeros
-    if not several and not hasattr(source, VIEW_STEP) and not unknown_to_dtensor(source.placements):
+    as_dtype = name == "view" and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+    if not several and not as_dtype and not hasattr(source, VIEW_STEP) and not unknown_to_dtensor(source.placements):
         result = _try_view(func, args, kwargs)
         address = source._local_tensor.untyped_storage().data_ptr()
         if result is not None and all(_is_view_at(address, view) for view in tensors_in(result)):

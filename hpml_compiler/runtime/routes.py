@@ -10,12 +10,16 @@ def _words(text: str) -> frozenset[str]:
 METADATA = _words(
     """dim ndimension size stride numel nelement element_size storage_offset get_device data_ptr is_contiguous
     is_floating_point is_complex is_signed is_inference is_same_size is_pinned is_conj is_neg
-    is_coalesced has_names untyped_storage storage _typed_storage _is_view _is_zerotensor _nnz dense_dim sparse_dim
+    is_coalesced has_names _is_view _is_zerotensor _nnz dense_dim sparse_dim
     requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook backward __len__ __hash__ __dir__
-    __delete__ detach_ is_set_to
+    __delete__ detach_
     """
 )
 """Asked of the wrapper itself: shapes are those of the whole."""
+
+MEMORY = _words("untyped_storage storage _typed_storage is_set_to")
+"""About the memory of a tensor, see `memory`. Not `data_ptr`: that it is 0 tells torch (its stager of asynchronous checkpoints)
+that a tensor only wraps others."""
 
 COMPUTED_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
 """Attributes that are ops. All others are metadata."""
@@ -57,9 +61,6 @@ ON_DTENSORS = DIFFERENTIABLE | NORMS | _words("_foreach_norm stack new_empty")
 against plain tensors. All others are done on whole tensors, since DTensor answers some of them for one rank only, draws
 other random numbers than one device would, or notices after it has written that it cannot do them."""
 
-WRITES_UNSEEN = _words("batch_norm instance_norm native_batch_norm _native_batch_norm_legit fused_moving_avg_obs_fake_quant")
-"""Ops that write running statistics without counting it as a change of the tensor."""
-
 OF_SOME_RANKS = _words("send recv isend irecv recv_anysource scatter")
 """Collectives that not all ranks call, or for which one rank alone gives what is sent."""
 
@@ -82,6 +83,9 @@ GROUP_METHODS = COALESCED | _words(
     recv_anysource"""
 )
 """Methods of a process group that take tensors."""
+
+WRITES_UNSEEN = _words("batch_norm instance_norm native_batch_norm _native_batch_norm_legit fused_moving_avg_obs_fake_quant")
+"""Ops that write running statistics without counting it as a change of the tensor."""
 
 KEEPS_ROWS = _words(
     """to cpu cuda xpu type float double half bfloat16 long int short bool contiguous clone detach pin_memory"""

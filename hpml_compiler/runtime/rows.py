@@ -22,7 +22,7 @@ from hpml_compiler.runtime.eager import (
 from hpml_compiler.runtime.local_ops import wrap
 from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.placed import PlacedTensor, name_slots
-from hpml_compiler.runtime.routes import KEEPS_ROWS, METADATA
+from hpml_compiler.runtime.routes import KEEPS_ROWS, MEMORY, METADATA
 from hpml_compiler.runtime.script_collectives import MODULE, on_replicas
 from hpml_compiler.runtime.whole import local_part, whole
 from passes import compat
@@ -44,7 +44,7 @@ class Rows(PlacedTensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "data":
             func, name = torch.Tensor.detach, "detach"  # which counts what is written to it
-        elif name == "__get__" or name in METADATA:
+        elif name == "__get__" or name in METADATA | MEMORY:
             return super().__torch_function__(func, types, args, kwargs)
         if any(issubclass(kind, Output) for kind in types):
             return Output.__torch_function__(func, types, args, kwargs)

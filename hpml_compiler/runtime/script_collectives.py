@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hpml_compiler.runtime.eager import VIEW_STEP, Wholes, keep, map_tensors, tensors_in, value_of
+from hpml_compiler.runtime.eager import Wholes, keep, map_tensors, tensors_in, value_of
+from hpml_compiler.runtime.memory import is_everywhere
 from hpml_compiler.runtime.routes import COALESCED, GROUP_METHODS, OF_SOME_RANKS, REDUCTIONS, UNLIKE_RESULTS
 from passes import compat
 from passes.errors import HpmlError
@@ -97,7 +98,7 @@ def _on_wholes(name: str, call: Callable[..., Any], args: tuple, kwargs: dict[st
 
 
 def _check(name: str, placed: Iterable[DTensor], written: list[DTensor], group: Any) -> None:
-    parts = next((tensor for tensor in placed if not _is_everywhere(tensor)), None)
+    parts = next((tensor for tensor in placed if not is_everywhere(tensor)), None)
     if written and name in UNLIKE_RESULTS:
         raise HpmlError(f"{name} gives each rank another result, and a tensor of a model that is split has one value on all "
                         "ranks", _described(written[0]), "give it a plain tensor to write to, such as torch.empty(shape)")
@@ -111,11 +112,6 @@ def _check(name: str, placed: Iterable[DTensor], written: list[DTensor], group: 
         raise HpmlError(f"{name} is not called with this tensor by all ranks, and it is stored in parts on all of them: "
                         "gathering it would wait for the others", _described(parts), "on all ranks, make it whole first: "
                         "whole = tensor.full_tensor(); and receive into a plain tensor, which all copy: tensor.copy_(received)")
-
-
-def _is_everywhere(tensor: DTensor) -> bool:
-    """True if this rank's part is the whole tensor, in its own memory."""
-    return all(placement.is_replicate() for placement in tensor.placements) and not hasattr(tensor, VIEW_STEP)
 
 
 def _described(tensor: DTensor) -> str:

@@ -65,7 +65,12 @@ def refresh(view: DTensor) -> None:
         step.note_version()
 
 
-def strided_replay(view: torch.Tensor, source: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How to make `view`, which lies in the memory of the whole `source`, of another whole value of it."""
-    shape, stride, offset = view.shape, view.stride(), view.storage_offset() - source.storage_offset()
-    return lambda other: other.as_strided(shape, stride, other.storage_offset() + offset)
+def strided_replay(view: torch.Tensor, whole_value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How to make `view`, which lies in the memory of a whole value, of another."""
+    shape, stride, offset = view.shape, view.stride(), view.storage_offset() - whole_value.storage_offset()
+    if view.dtype is whole_value.dtype:
+        return lambda other: other.as_strided(shape, stride, other.storage_offset() + offset)
+    dtype, item = view.dtype, view.element_size()  # of `view_as_real` or `view(dtype)`
+    first = view.storage_offset() * item - whole_value.storage_offset() * whole_value.element_size()
+    return lambda other: other.new_empty(0, dtype=dtype).set_(
+        other.untyped_storage(), (other.storage_offset() * other.element_size() + first) // item, shape, stride)

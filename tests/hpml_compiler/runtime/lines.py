@@ -11,6 +11,8 @@ def _lines(text: str) -> list[str]:
 
 
 CHANGES = _lines("""
+    w.set_(r * 2); w.add_(1) | w.data.set_(r * 2) | w.data.set_(u) | b.set_(c * 2) | w.view(torch.int64).bitwise_and_(-4) |
+    w.view(torch.int32)[2, ::2].zero_() | w[1].view(torch.int32).zero_() | w[1][2:4].zero_() |
     w.add_(u) | w.add_(r) | w.add_(b) | w.add_(c) | w.add_(s) | w.add_(n) | w.add_(w) | w.sub_(u) | w.sub_(r) | w.sub_(b)
     | w.sub_(c) | w.sub_(s) | w.sub_(n) | w.sub_(w) | w.mul_(u) | w.mul_(r) | w.mul_(b) | w.mul_(c) | w.mul_(s) |
     w.mul_(n) | w.mul_(w) | w.div_(u) | w.div_(r) | w.div_(b) | w.div_(c) | w.div_(s) | w.div_(n) | w.div_(w) | w.copy_(u)
@@ -108,7 +110,9 @@ VALUES = _lines("""
     w.sqrt() | w.sigmoid() | w.tanh() | w.relu() | w.sign() | w.neg() | w.square() | w.isnan() | w.isfinite() | w.floor()
     | w.erf() | w.sinh() | w.reciprocal() | w.logit() | w.nan_to_num() | w.flatten() | w.ravel() | w.t() | w.float() |
     w.half() | w.long() | w.bool() | w.tolist() | w.unique() | w.nonzero() | w.isinf() | w.logical_not() | w.frac() |
-    w.trunc() | w.expm1() | w.contiguous() | w.clone() | w.cpu() | c.float().to(w) |
+    w.trunc() | w.expm1() | w.contiguous() | w.clone() | w.cpu() | c.float().to(w) | b.is_set_to(b.detach()) |
+    w.is_set_to(u) | w.untyped_storage().data_ptr() == u.untyped_storage().data_ptr() | w.untyped_storage().nbytes() |
+    b.untyped_storage().data_ptr() == b.detach().untyped_storage().data_ptr() | w.view(torch.int32).shape | w[1][2:4] |
     c.float().type_as(w) | w.to(c.float()) | w.type() | w.T | w.mT | w.detach().numpy() |
     torch.cat([w, u]) | torch.cat([w, r], 1) | torch.cat([r, w]) | torch.stack([w, u]) | torch.stack([b, c]) |
     torch.stack([s, n]) | torch.stack([s, s]) | torch.hstack([w, r]) | torch.vstack([w, b]) | torch.where(w > 0, w, r) |

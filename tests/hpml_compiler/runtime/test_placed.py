@@ -16,6 +16,7 @@ from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.placed import GatheredView, PlacedTensor, place
 from hpml_compiler.runtime.whole import whole
 from passes import compat
+from passes.errors import HpmlError
 from tests.hpml_compiler.runtime.common import assert_close, full
 
 PLACEMENTS = (Shard(0), Replicate(), Owned(1))
@@ -181,6 +182,13 @@ def check_copies(ours, placement):
         ours["w"][0] = 1
     with pytest.raises(ValueError, match="keeps its shape"):
         ours["w"].data = torch.ones(2)
+    storage = ours["w"].untyped_storage()
+    assert storage.nbytes() == theirs["w"].untyped_storage().nbytes()
+    for line in ("storage.resize_(0)", "storage.fill_(0)", "storage.tolist()", "w.storage()", "w.set_()", "w.set_(x[:2])",
+                 "w.set_(x.untyped_storage())", "x.set_(w)"):
+        with pytest.raises(HpmlError if line != "x.set_(w)" else RuntimeError), torch.no_grad():
+            eval(line, {"storage": storage, "w": ours["w"], "x": torch.ones(8, 6)})
+    assert_close(ours["w"], theirs["w"])
     with pytest.raises(RuntimeError):  # an error of the script's own is what one device says
         ours["w"] @ torch.ones(5, 5)
     row = ours["w"].data[7]
