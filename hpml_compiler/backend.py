@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from hpml_compiler.runtime import uncompiled, wrappers
-from passes.compat import changes_of_scalars_stay
+from passes.compat import as_given, changes_of_scalars_stay
 from passes.errors import BadInput
 
 
@@ -28,7 +28,7 @@ def hpml(
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not known", where="torch.compile",
                        next_step="leave it out; what the modes of inductor tune is not exposed here")
-    return compile_graph(gm, example_inputs, Options.parse({**defaults, **(options or {})}))
+    return compile_graph(gm, as_given(example_inputs), Options.parse({**defaults, **(options or {})}))
 
 
 # Torch loads this module inside of torch.compile, before it makes the compiled module.

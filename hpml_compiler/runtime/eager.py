@@ -43,11 +43,13 @@ def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
 
 
 class Wholes:
-    """The whole tensors that stand for the placed operands of one op. make: how to get one, `value_of` if not said."""
+    """The whole tensors that stand for the placed operands of one op. make: how to get one, `value_of` if not said.
+    changed: what the op has written to."""
 
     def __init__(self, make: Callable[[DTensor], torch.Tensor] | None = None) -> None:
         self._make = make or value_of
         self._found: dict[int, tuple[DTensor, torch.Tensor, int, Any]] = {}
+        self.changed: list[tuple[DTensor, torch.Tensor]] = []
 
     def __iter__(self) -> Iterator[tuple[DTensor, torch.Tensor]]:
         return iter([(tensor, value) for tensor, value, _, _ in self._found.values()])
@@ -80,6 +82,7 @@ class Wholes:
                                    "use torch.no_grad(), or write it without the change in place (x = x + y)")
             with torch.no_grad():
                 keep(tensor, value)
+            self.changed.append((tensor, value))
 
     def original(self, value: torch.Tensor, as_view: AsView | None) -> Any:
         for tensor, known, _, _ in self._found.values():

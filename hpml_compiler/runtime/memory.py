@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from hpml_compiler.runtime.eager import VIEW_STEP
 from passes import compat
 from passes.errors import HpmlError
-from passes.graph.nodes import memory_of
 
 _NOT_TO_BE_READ = 1 << 55
 """In an address: whoever reads there gets a fault of the processor (x86-64, ARM) or the GPU, not another tensor's memory."""
@@ -32,7 +31,7 @@ class StoredInParts(torch.UntypedStorage):
     part: torch.Tensor
 
     def data_ptr(self) -> int:
-        return _NOT_TO_BE_READ | (self.part.untyped_storage().data_ptr() or memory_of(self.part))
+        return _NOT_TO_BE_READ | (self.part.untyped_storage().data_ptr() or self.part.untyped_storage()._cdata)
 
     def _refused(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refused("its storage cannot be read, written or resized")

@@ -18,6 +18,7 @@ from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.inner_shard import blocks_along
 from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.optimizer_step import watch_optimizers
+from hpml_compiler.runtime.other_backends import watch_backends
 from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.owned import at_owner, brought
 from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
@@ -155,6 +156,7 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     watch_transforms()
     watch_torchscript()
     watch_collectives(PlacedTensor)
+    watch_backends()
     compat.trace_as(PlacedTensor)
     return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered), written,
                      [i for i in before if isinstance(example_inputs[i], Rows)], holding,

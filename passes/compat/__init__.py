@@ -6,6 +6,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree  # arguments and results of ops are nested; torch has no public name for this
 
 from passes.compat.around import *
+from passes.compat.backends import *
 from passes.compat.cpp_compiler import *
 from passes.compat.custom_ops import *
 from passes.compat.decompositions import *

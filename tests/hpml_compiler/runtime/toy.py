@@ -52,6 +52,7 @@ class Toy:
         self.mesh = self.mesh or init_device_mesh("cpu", (dist.get_world_size(),))
         self.compiles += 1
         self.graphs.append(gm)
+        example_inputs = compat.as_given(example_inputs)
         gm, examples, placed = take_out_markers(gm, example_inputs, compat.fake_mode())
         self.placed.append(placed)
         placements = {i: self.choose(example_inputs[i]) for i in placeable(gm, example_inputs)}
