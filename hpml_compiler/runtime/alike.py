@@ -90,8 +90,8 @@ def _same_values(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     common = [name for name in found[0] if all(name in other and other[name][:2] == found[0][name][:2] for other in found)]
     different = [name for name in common if any(other[name] != found[0][name] for other in found)]
     for name in different:
-        value = fresh[name].detach().contiguous().clone()
-        dist.broadcast(value, src=0)
+        value = fresh[name].detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(compat.as_moved(value), src=0)
         fresh[name].detach().copy_(value)
     if not different:
         return []

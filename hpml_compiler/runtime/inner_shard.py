@@ -97,9 +97,8 @@ def gathered_inner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
 def all_gathered(local: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     """Parts of all ranks of an axis along a new first dim."""
     part = local.contiguous()
-    moved = part.view(torch.uint8) if part.dtype == torch.bool else part  # gloo moves no bools
-    begun = c10d.all_gather_into_tensor.default(moved, mesh.size(axis), mesh.get_group(axis).group_name)
-    return c10d.wait_tensor.default(begun).view(part.dtype).unflatten(0, (mesh.size(axis), -1))
+    begun = c10d.all_gather_into_tensor.default(compat.as_moved(part), mesh.size(axis), mesh.get_group(axis).group_name)
+    return c10d.wait_tensor.default(begun).view(part.dtype).view(mesh.size(axis), *part.shape)
 
 
 def put_together(parts: torch.Tensor, placement: InnerShard) -> torch.Tensor:

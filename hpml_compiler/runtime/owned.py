@@ -92,7 +92,7 @@ def _brought(local: torch.Tensor, spec: Any) -> torch.Tensor:
         part.copy_(local.detach().permute(order))
     for axis, placement in enumerate(placements):
         if isinstance(placement, Owned):
-            dist.broadcast(part, group=mesh.get_group(axis), group_src=placement.rank)
+            dist.broadcast(compat.as_moved(part), group=mesh.get_group(axis), group_src=placement.rank)
     return part.permute(inverse(order))
 
 

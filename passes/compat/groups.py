@@ -186,6 +186,16 @@ def gathers_named_shortly(dispatch_key: str = "CPU") -> None:
 def gather_alone(tensor: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
     """What `_c10d_functional.all_gather_into_tensor` returns: to be waited for."""
     out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
-    real, real_out = (torch.view_as_real(x) if x.is_complex() else x for x in (tensor, out))
+    real, real_out = (torch.view_as_real(x) if x.is_complex() else as_moved(x) for x in (tensor, out))
     torch.ops._c10d_functional.all_gather_into_tensor_out.default(real, group_size, group_name, out=real_out)
     return out  # the work is found by the memory
+
+
+_KNOWN_TO_GLOO = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+                            torch.float64, torch.complex64, torch.complex128))
+
+
+def as_moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A packed tensor as what moves between ranks without being computed with: its bytes where gloo does not know the dtype, as
+    float8 and int16 ("Invalid scalar type"), or does not in all releases, as bool. The same memory."""
+    return tensor if tensor.dtype in _KNOWN_TO_GLOO else tensor.view(-1).view(torch.uint8)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from passes.errors import HpmlError
 from passes.graph.layouts import Layout, local_shape
 from passes.graph.nodes import BY_COORDINATE
 from passes.graph.offset import Offset
@@ -29,6 +31,14 @@ from passes.transform.insert import Inserter
 from passes.transform.markers import ADD_UP, PUT_TOGETHER, TAKE
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+_MOVED_AS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
+    torch.bool: (torch.ops.prims.convert_element_type.default, torch.uint8),
+    torch.int16: (torch.ops.prims.convert_element_type.default, torch.int32),
+    **{dtype: (aten.view.dtype, torch.uint8) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+       if (dtype := getattr(torch, f"float8_{name}", None)) is not None},
+}
+"""dtypes that gloo does not move: how, and as what they are moved."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +100,14 @@ class Redistributor:
             return self._in_time(insert, x, value, source, target, axis)
         if p == REPLICATE:
             return self._slice(insert, x, value, source, target, axis)
-        if x.meta["val"].dtype == torch.bool:  # gloo moves no bools
-            wide = insert(torch.ops.prims.convert_element_type.default, x, torch.uint8)
-            moved = self._move(insert, wide, value, source, target, axis, p, q)
-            return insert(torch.ops.prims.convert_element_type.default, moved, torch.bool)
+        dtype = x.meta["val"].dtype
+        if dtype in _MOVED_AS:
+            op, moved_as = _MOVED_AS[dtype]
+            if op is aten.view.dtype and not isinstance(p, tuple):
+                raise HpmlError(f"values of {dtype} cannot be added up between ranks", f"node {x.name}",
+                                "compute in a wider dtype")
+            moved = self._move(insert, insert(op, x, moved_as), value, source, target, axis, p, q)
+            return insert(op, moved, dtype)
         return self._move(insert, x, value, source, target, axis, p, q)
 
     def _in_time(self, insert: Inserter, x: Node, value: Value, source: Layout, target: Layout, axis: int) -> Node:

@@ -202,6 +202,7 @@ def test_copies_pickles_and_errors(launch):
 
 def run_whole(rank):
     mesh = init_device_mesh("cpu", (2, 2))
+    compat.gathers_named_shortly()  # as `ensure_process_group` does
     value = torch.arange(64.0).view(8, 8)
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)], [Replicate(), Replicate()],
                        [Owned(1), Shard(1)], [Shard(0), Owned(0)], [Owned(0), Owned(1)]):
@@ -213,6 +214,9 @@ def run_whole(rank):
         assert placed.grad.placements == tuple(placements)
         assert_close(placed.grad, value)
         assert placed.grad.to_local().untyped_storage().nbytes() == placed.to_local().numel() * 4
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool):  # of which gloo knows none
+            low = (value % 4).to(dtype)
+            assert torch.equal(whole(place(low, mesh, placements)).double(), low.double())
     part = DTensor.from_local(value.clone(), mesh, [Partial(), Replicate()]).requires_grad_()
     whole(part).sum().backward()
     assert_close(whole(part), 2 * value)

@@ -23,7 +23,7 @@ from tests.passes.transform.ranks import cut
 
 SHAPES: list[Factors] = [((4, 2), (2, 4)), ((2, 2), (), (6,), (4, 2)), ((8,),), ((2, 2, 4),)]
 """Factors of values: a dim of size 1, dims of one, two and three factors."""
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.int16)
 Step = tuple[Factors, torch.dtype, Layout, Layout]
 
 
@@ -42,6 +42,8 @@ def steps(sizes: tuple[int, ...]) -> Iterator[Step]:
                 continue  # a maximum of sums is nothing that an operator makes
             for axis, target in itertools.product(range(len(sizes)), [REPLICATE, *places]):
                 dtype = next(turn)
+                if dtype == torch.float8_e4m3fn and source[axis] in (PARTIAL, PARTIAL_MAX):
+                    continue  # which no operator adds up
                 step = priced_hop(value_of(factors, dtype), source, axis, target, axes_of(*sizes), Free())
                 if step is not None:
                     yield factors, dtype, source, step.target
@@ -113,7 +115,8 @@ def test_a_step_leaves_every_rank_with_its_piece(launch, sizes):
     assert all(other == counts for other in others)
     if len(sizes) == 2:  # enough steps for every kind to meet every type
         kinds = ("R->S", "S->R", "S->S", "P->R", "P->S", "M->R")
-        assert set(counts) == {f"{kind} {dtype}" for dtype in DTYPES for kind in kinds}
+        assert set(counts) == {f"{kind} {dtype}" for dtype in DTYPES for kind in kinds
+                               if dtype != torch.float8_e4m3fn or kind[0] not in "PM"}
 
 
 def test_a_step_that_needs_no_copy_emits_none():
