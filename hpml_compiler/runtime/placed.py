@@ -199,6 +199,8 @@ class PlacedTensor(DTensor):
         """Each rank takes its part of the source, a whole tensor. (torch asks no `__torch_function__` about this.)"""
         if compat.is_tracing():  # Dynamo makes a fake of the wrapper so
             return DTensor.set_(self, source, *args, **kwargs)
+        if compat.is_fake(self._local_tensor):  # torch.export makes fakes with it of what shares memory
+            raise cannot_export("torch.export, or another tracer that works on fake tensors")
         with compat.plain_torch_functions():
             if torch.is_grad_enabled():
                 _check_may_change("set_", [self])
