@@ -93,7 +93,7 @@ def _say(found: Any, name: str | None, memory: bool) -> None:
     if name is None and not memory and (staged := [graph for graph in found.graphs if graph.pipeline is not None]):
         print("\n".join(map(stages_text, staged)))
         return
-    print(memory_text(found, *peak_of(found)) if memory else found.explain(_required(name), columns()))
+    print(memory_text(found, peak_of(found)) if memory else found.explain(_required(name), columns()))
 
 
 def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | None, fixes: list[str],

@@ -83,13 +83,12 @@ def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
     return api.plan(model, batch, cluster=rest.pop("cluster", None), **rest)
 
 
-def peak_of(found: Any) -> tuple[Any, bool]:
-    """What a device holds when it holds most, and whether that was counted along what it runs, or simulated."""
-    from hpml_compiler.simulate import simulate
+def peak_of(found: Any) -> Any:
+    """The moment at which a device holds most; simulated where the plan, written by hand, does not say it."""
     from hpml_compiler.simulate.peak import simulated_peak
+    from hpml_compiler.simulate.run import steady
 
-    counted = found.peak
-    return (simulated_peak(found, simulate(found)), False) if counted is None else (counted, True)
+    return found.peak or simulated_peak(found, steady(found))
 
 
 def _memory(found: Any) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def _memory(found: Any) -> dict[str, Any]:
     from hpml_compiler.plans.plan import Plan
     from hpml_compiler.visualize.memory import memory_json
 
-    return {"memory": memory_json(found, *peak_of(found))} if isinstance(found, Plan) and found.graphs else {}
+    return {"memory": memory_json(found, peak_of(found))} if isinstance(found, Plan) and found.graphs else {}
 
 
 def _print_table(found: Any) -> None:

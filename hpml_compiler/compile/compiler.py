@@ -28,7 +28,8 @@ from hpml_compiler.compile.running import running
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
-from hpml_compiler.planning.in_microbatches import say_if_too_much, with_microbatches
+from hpml_compiler.planning.fits import check_fits
+from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.kept import with_kept
 from hpml_compiler.planning.microbatches import lifetimes_in_time, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
@@ -169,8 +170,7 @@ class Compilation:
         planned = self._plan(annotated, forward_outputs, lifetimes_in_time(times, loss_inside))
         record = with_microbatches(planned.record, annotated.graph, times, loss_inside, mesh_from_pin(planned.mesh, cluster),
                                    self.options.optimizer_states)
-        if dist.get_rank() == 0:
-            say_if_too_much(record, cluster.device.memory_bytes)
+        record = check_fits(record, self.options, cluster)
         self.planned = planned = replace(planned, record=record)
         self.record = self.session.graphs[-1] = record
         with self._doing("rewrite", "rewriting"):

@@ -8,6 +8,7 @@ from hpml_compiler.monitor.energy import PowerMeter
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.monitor.stages import StagesReport, StagesWatch, gathered, say
 from hpml_compiler.options import Options
+from hpml_compiler.planning.assembled import with_peak
 from hpml_compiler.runtime.clock import clock_for
 from hpml_compiler.runtime.devices import device_type
 from hpml_compiler.runtime.world import control_group
@@ -21,7 +22,8 @@ def monitor_of(options: Options) -> Monitor:
     if current.monitor is None:
         speaks, kind = dist.get_rank() == 0, device_type()
         current.monitor = Monitor(kind, speaks=speaks, folder=options.tensorboard,
-                                  power=PowerMeter.here(kind) if speaks else None, rival_us=lambda: rival_us(current))
+                                  power=PowerMeter.here(kind) if speaks else None, rival_us=lambda: rival_us(current),
+                                  complete=lambda plan: with_peak(plan, current.options, current.cluster))
     return current.monitor
 
 

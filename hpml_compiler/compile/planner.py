@@ -13,7 +13,8 @@ from hpml_compiler.compile.agreement import from_rank_0
 from hpml_compiler.compile.graph_inputs import GraphInputs
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
-from hpml_compiler.planning.in_trials import plan_in_trials, remembered
+from hpml_compiler.planning.fits import fitting
+from hpml_compiler.planning.in_trials import plan_in_trials, remembered, remembered_within
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.reuse import structure
@@ -38,6 +39,7 @@ class Planner:
         self.annotated, self.inputs, self.options, self.sharing = annotated, inputs, options, sharing
         self.forward_outputs, self.lifetimes = forward_outputs, lifetimes
         self.structure = ""
+        self.whole = cluster is None and lifetimes == THROUGHOUT  # neither in stages nor in microbatches
         self.session, self.cluster = session.current(), cluster or local_cluster(options, dist.get_world_size())
 
     def agreed(self) -> Planned:
@@ -79,7 +81,12 @@ class Planner:
         if given is not None or like is not None:
             planned = plan() if trial is None else plan_in_trials(plan, trial, options.time_limit, pinned)
         else:
-            planned = remembered(memory_of(annotated, options, self.cluster, quick, mesh, sorted(rows)), plan, trial)
+            memory = memory_of(annotated, options, self.cluster, quick, mesh, sorted(rows))
+            if trial is None and self.whole:
+                search = functools.partial(remembered_within, memory, plan)
+                planned = fitting(search, lambda found: found, options, self.cluster, hurried=True)
+            else:
+                planned = remembered(memory, plan, trial)
         self.session.decided.setdefault(key, planned.record)
         return planned
 

@@ -16,7 +16,7 @@ from hpml_compiler.compile.sharing import Step
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.monitor.stages import StagesReport
 from hpml_compiler.options import Options
-from hpml_compiler.planning.traces import as_plan
+from hpml_compiler.planning.assembled import as_plan, with_peak
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.devices import device_type, forget
@@ -170,6 +170,7 @@ def last_plan() -> Plan:
     if not made.graphs:
         raise BadInput("nothing was compiled for several ranks yet, nor under a byte budget or in microbatches", "last_plan",
                        "call the compiled model first")
+    made.graphs = [with_peak(graph, made.options, made.cluster) for graph in made.graphs]
     trainings_first = sorted(made.graphs, key=lambda graph: not graph.training)
     return as_plan(trainings_first, made.rejected, made.options, made.cluster)
 

@@ -29,7 +29,8 @@ LONGEST_WAIT = 10
 
 class Monitor:
     """Compares what a run takes with what the plans of its graphs predict. Only one that `speaks` (rank 0's) logs, and
-    writes TensorBoard scalars into `folder`, if given.
+    writes TensorBoard scalars into `folder`, if given. `complete`: puts the predicted peak into a graph's plan,
+    which is nothing to wait for before the first step.
 
     Nothing in here communicates, and nothing waits for a device but a report. What fails in here is logged once, and
     then nothing is monitored any more: the run goes on.
@@ -37,13 +38,15 @@ class Monitor:
 
     def __init__(self, device_type: str, *, speaks: bool = True, folder: str | None = None, clock: Clock | None = None,
                  window: Window | None = None, make_profile: Callable[[], StepProfile] | None = None,
-                 power: PowerMeter | None = None, rival_us: Callable[[], float | None] = lambda: None) -> None:
+                 power: PowerMeter | None = None, rival_us: Callable[[], float | None] = lambda: None,
+                 complete: Callable[[GraphPlan], GraphPlan] = lambda plan: plan) -> None:
         self.device_type, self.speaks, self.folder = device_type, speaks, folder
         self.clock = clock or clock_for(device_type)
         self.recorder = StepRecorder(self.clock, self._step_ended)
         self.window = window or Window()
         self.profiling = Profiling(make_profile or self._start_profile)
         self.power, self.rival_us = power or PowerMeter(None), rival_us
+        self.complete = complete
         self.plans: list[GraphPlan] = []
         self.costs: list[GraphCost] = []
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -199,6 +202,7 @@ class Monitor:
         steps = self.window.chosen()
         times = _median([step.times(self.clock) for step in steps])
         runs = steps[0].runs
+        self.plans = [self.complete(plan) for plan in self.plans]
         prediction = expected(self.plans, self.costs, runs)
         seen = self.profiling.result_for(runs)
         classes = compared(prediction.classes_us, seen.of_step(times)) if seen else ()

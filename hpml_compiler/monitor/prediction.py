@@ -3,13 +3,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 from hpml_compiler.monitor.classes import CLASSES, class_of_kind
-from hpml_compiler.plans.peak import counted_peak
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, Redistribution
-from hpml_compiler.simulate import simulated_peak_bytes
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -38,14 +35,6 @@ class GraphCost:
     graph_us: float
     optimizer_us: Mapping[str, float]
     energy_j: float | None
-    plan: GraphPlan = field(repr=False, compare=False)
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """Of a step of this graph alone, as simulated or, where a budget decided what is kept, as counted. Not before somebody
-        asks: that a step is simulated is nothing to wait for before the first one."""
-        counted = counted_peak([self.plan])
-        return simulated_peak_bytes(self.plan) if counted is None else counted.bytes
 
     def calls_us(self, runs: Runs) -> float:
         """Predicted time of so many calls."""
@@ -86,7 +75,7 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
         name=plan.name, training=plan.training, forward_us=dict(forward), backward_us=dict(backward),
         graph_us=max(plan.predicted.step_time_us - plan.predicted.optimizer_us, 0.0),
         optimizer_us={name: plan.predicted.optimizer_us * size / total for name, size in trained.items()},
-        energy_j=plan.predicted.energy_j, plan=plan,
+        energy_j=plan.predicted.energy_j,
     )
 
 
@@ -116,9 +105,10 @@ def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Seque
     classes["optimizer"] = sum(optimizer.values())
     trained = [run for run in runs if run.backward] or list(runs)
     parts = expected_parts([plans[run.graph] for run in trained])
-    if len(trained) == 1 and trained[0].forward == 1:
-        held = sum(size for part, size in parts.items() if part != "activations")
-        parts["activations"] = max(costs[trained[0].graph].peak_bytes - held, 0)
+    if len(trained) == 1 and trained[0].forward > 1:
+        # From the second call on, all gradients are there.
+        plan = plans[trained[0].graph]
+        parts["activations"] += plan.memory.gradients - (plan.at_peak.parts.get("gradients", 0) if plan.at_peak else 0)
     joules = [_joules(costs[run.graph], run) for run in runs]
     known = [each for each in joules if each is not None]
     return Expected(step_us + classes["optimizer"], classes, sum(parts.values()), parts,
@@ -132,8 +122,8 @@ def _joules(cost: GraphCost, runs: Runs) -> float | None:
 def expected_parts(plans: Sequence[GraphPlan]) -> dict[str, int]:
     """Predicted bytes by part of graphs that run in one step; a parameter that several of them use counts once.
 
-    `activations`: of all graphs, held at the same time as where a model is broken into several graphs, and the largest
-    transient. The parts of one graph add up to its predicted peak.
+    `activations`: of all graphs, held at the same time as where a model is broken into several graphs, and what comes and goes.
+    The parts of one graph add up to its predicted peak.
     """
     parts: dict[str, float] = dict.fromkeys(MEMORY_PARTS, 0.0)
     seen: set[str] = set()

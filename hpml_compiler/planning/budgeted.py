@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hpml_compiler.options import Options
+from hpml_compiler.planning.fits import limit_of
 from hpml_compiler.planning.in_trials import plan_in_trials, remembered
 from hpml_compiler.planning.kept import with_kept
 from hpml_compiler.planning.making import making
@@ -75,8 +76,7 @@ class Budgeted:
                      frozenset(compat.inputs_written(traced.gm)), sharing, self.cluster.device.kind, folded)
 
     def sharing(self, name: str, traced: Traced, annotated: Annotated, folded: Folded | None = None) -> Sharing:
-        memory_bytes = self.cluster.device.memory_bytes
-        options = self.options.model_copy(update={"memory_budget": self.options.budget_bytes(memory_bytes)})
+        options = self.options.model_copy(update={"memory_budget": limit_of(self.options, self.cluster)})
         own = {annotated.interface.names[value.name]: value for value in annotated.graph.values if value.kind == "parameter"}
         new = [value for parameter, value in own.items() if parameter not in self.met]
         self.met.update(own)

@@ -1,27 +1,19 @@
 """What a plan says of a step that goes through its batch in microbatches, and what such a step takes and holds."""
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hpml_compiler.plans.in_time import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, PredictedCost
 from hpml_compiler.simulate.prices import AsPlanned, Repriced
 from hpml_compiler.simulate.step_graph import step_graph
-from hpml_compiler.visualize.text import format_bytes
 from passes.costs.prices import MeshPrices
-from passes.errors import Infeasible
 from passes.graph.placement_graph import PlacementGraph
 from passes.machine.mesh import Mesh
 from passes.partition.in_time import AFTER, InTime
 from passes.rules.base import REPLICATE, format_placement
-from passes.schedule.lanes import one_lane, peak_bytes
 from passes.schedule.step_graph import StepGraph
 
-log = logging.getLogger("hpml")
-STEADY = 3
-"""Microbatches of which forward and backward follow each other, after which nothing new is held."""
 WHOLE, SUM = format_placement(REPLICATE), "P"
 
 
@@ -33,23 +25,8 @@ def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: InTime, l
     prices = AsPlanned(record, Repriced(record, MeshPrices(mesh, states)))
     step = step_graph(record, prices)
     return record.model_copy(update={
-        "predicted": _predicted(record, step, said.count), "memory": _memory(record, step)})
-
-
-def check_fits(record: GraphPlan, device_bytes: float) -> None:
-    """Raises Infeasible where a step in microbatches holds more than a device has."""
-    if record.microbatches is not None and record.memory.peak > device_bytes:
-        raise Infeasible(
-            f"in {record.microbatches.count} microbatches a device holds {format_bytes(record.memory.peak)} at its peak, and "
-            f"it has {format_bytes(device_bytes)}", record.name, "take more microbatches, or split the model further")
-
-
-def say_if_too_much(record: GraphPlan, device_bytes: float) -> None:
-    """What is saved outside of the loop, of the whole batch, may be more than its placement was given for it."""
-    if record.microbatches is not None and record.memory.peak > device_bytes:
-        log.warning("%s: in %d microbatches a device holds %s at the peak, and it has %s: take more microbatches, or split the "
-                    "model further", record.name, record.microbatches.count, format_bytes(record.memory.peak),
-                    format_bytes(device_bytes))
+        "solver": record.solver.without_bound(), "predicted": _predicted(record, step, said.count),
+        "memory": _memory(record, step)})
 
 
 def microbatch_plan(record: GraphPlan, graph: PlacementGraph, times: InTime, loss_inside: bool) -> MicrobatchPlan:
@@ -83,8 +60,7 @@ def _predicted(record: GraphPlan, step: StepGraph, count: int) -> PredictedCost:
 def _memory(record: GraphPlan, step: StepGraph) -> MemoryBytes:
     """Activations are what is saved at a time."""
     held = sum(_saved(step, 1 if step.at_once else step.microbatches))
-    few = replace(step, microbatches=min(step.microbatches, STEADY)) if step.at_once else step
-    return record.memory.model_copy(update={"activations": round(held), "peak": peak_bytes(one_lane([few]))})
+    return record.memory.model_copy(update={"activations": round(held)})
 
 
 def _saved(step: StepGraph, times: int) -> Iterator[float]:

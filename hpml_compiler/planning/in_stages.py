@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from hpml_compiler.options import Options
+from hpml_compiler.planning.fits import check_fits
 from hpml_compiler.planning.folded_stages import folded_parts, lists_in_order
 from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.in_trials import remembered
@@ -72,7 +73,7 @@ def plan_in_stages(traced: Traced, options: Options, cluster: Cluster, microbatc
         log.warning("%s goes through no stages, and each rank does all of it: %s", name, error.what)
         return _all_of_it(traced, options, cluster, table, name)
     plan = StagedPlan(traced.gm, traced.inputs, outputs, options, cluster, times, planned)
-    return _that_fits(plan.plan(name, gm, staged, table), cluster)
+    return check_fits(plan.plan(name, gm, staged, table), options, cluster)
 
 
 def plan_as_cut(traced: Traced, options: Options, cluster: Cluster, times: InTime | None, planned: Planned | None,
@@ -112,20 +113,7 @@ def plan_folded(folded: Folded, annotated: Annotated, forward_outputs: int, opti
     cut = LayersCut(staged, len(lists), options.compiler, table)
     parts = folded_parts(record, step_graph(record, AsPlanned(record, Repriced(record, prices))), lists, cut, table)
     mesh = mesh if is_split(mesh) else {STAGES_AXIS: options.stage_ranks}
-    return _that_fits(with_pipeline(record, parts, table, mesh, cluster, states), cluster)
-
-
-def _that_fits(record: GraphPlan, cluster: Cluster) -> GraphPlan:
-    """The same plan; raises Infeasible where a rank holds more than its device has."""
-    memory, pipe = record.memory, record.pipeline
-    if memory.peak > cluster.device.memory_bytes and pipe is not None:
-        state = memory.parameters + memory.gradients + memory.optimizer
-        raise Infeasible(
-            f"the fullest rank of {len(pipe.stages)} stages holds {format_bytes(memory.peak)} at the peak, and its device has "
-            f"{format_bytes(cluster.device.memory_bytes)}: {format_bytes(state)} for parameters, gradients and optimizer, "
-            f"{format_bytes(memory.activations)} of saved values", record.name,
-            f"take more stages, split them further, or more microbatches than {pipe.microbatches}")
-    return record
+    return check_fits(with_pipeline(record, parts, table, mesh, cluster, states), options, cluster)
 
 
 def _mark(annotated: Annotated, planned: Planned | None, times: InTime | None, forward_outputs: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from hpml_compiler.planning.bound import proven
 from hpml_compiler.planning.plan_graph import Planned
@@ -42,6 +43,11 @@ def remembered(memory: Memory, plan: Callable[..., Planned], trial: Trial | None
     return budgeted.plan(
         lambda found: plan_as_pinned(partial(plan, as_in=found), trial, seconds, found.kept) if found.kept else None,
         lambda: plan_in_trials(plan, trial, seconds))
+
+
+def remembered_within(memory: Memory, plan: Callable[..., Planned], **limits: Any) -> Planned:
+    """The same without a budget, by these limits in place of those of the plan: see `hpml_compiler.planning.fits`."""
+    return remembered(memory.about(*limits.items()) if limits else memory, partial(plan, **limits))
 
 
 def plan_as_pinned(plan: Callable[..., Planned], trial: Trial, seconds: float, pinned: KeptPlan) -> Planned | None:

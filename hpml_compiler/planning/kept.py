@@ -119,7 +119,7 @@ def with_kept(record: GraphPlan, kept: KeptNodes, options: Options) -> GraphPlan
     peak = counted_peak([record])
     assert peak is not None, "it says what is kept"
     memory = record.memory.model_copy(update={"activations": kept.saved_bytes, "peak": peak.bytes})
-    return record.model_copy(update={"memory": memory})
+    return record.model_copy(update={"memory": memory, "at_peak": peak})
 
 
 def kept_plan(kept: KeptNodes, options: Options) -> KeptPlan:

@@ -35,6 +35,8 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Schedule
                   states: int) -> GraphPlan:
     """record: what the ranks of one stage would do of all. mesh: of all ranks of the cluster. states: of the optimizer."""
     record = over_all_axes(record, mesh)
+    # What was solved is where the ranks of one stage would place all of it.
+    record = record.model_copy(update={"solver": record.solver.without_bound()})
     held = [sum(_held(record, {name for k in own for name in parts[k].reads})) for own in _stages_of_ranks(table)]
     most = max(range(len(held)), key=held.__getitem__)
     fullest = _held(record, {name for k in _stages_of_ranks(table)[most] for name in parts[k].reads})

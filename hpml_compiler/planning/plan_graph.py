@@ -11,7 +11,6 @@ from hpml_compiler.planning.reuse import Decided, Pins, obeying, pins_of
 from hpml_compiler.plans.graph_plan import graph_plan
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
-from hpml_compiler.visualize.text import format_bytes
 from passes.annotations import drop, read
 from passes.costs.energy import capped_cluster
 from passes.costs.prices import Measured
@@ -127,13 +126,6 @@ def _told(annotated: Annotated, conditions: Conditions, name: str) -> Planned:
         annotated, answer.mesh, answer.placed, name=name, seconds={**annotated.seconds, "solve": answer.seconds},
         shortened=conditions.shorter is not None, objective=conditions.objective, energy_j=answer.energy_j,
         prices=conditions.prices(answer.mesh))
-    if record.memory.peak > conditions.budget and conditions.lifetimes == THROUGHOUT:
-        over = record.memory.peak - conditions.budget
-        log.warning(
-            "%s: what is held through the step fits %s per device, but the largest call takes %s more for a moment; if "
-            "that runs out of memory, give memory_budget %s", name, format_bytes(conditions.budget), format_bytes(over),
-            format_bytes(max(conditions.budget - over, 0)),
-        )
     rejected = tuple(
         MeshAttempt(mesh=dict(zip(each.mesh.names, each.mesh.shape)), cost=each.cost, bound=each.bound,
                     reason=each.reason, objective=conditions.objective)

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from hpml_compiler.options import Options
+from hpml_compiler.planning.assembled import as_plan
 from hpml_compiler.planning.budgeted import Budgeted
-from hpml_compiler.planning.in_microbatches import check_fits, with_microbatches
+from hpml_compiler.planning.fits import check_fits, fitting
+from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.in_stages import plan_folded, plan_in_stages
-from hpml_compiler.planning.in_trials import remembered
+from hpml_compiler.planning.in_trials import remembered_within
 from hpml_compiler.planning.microbatches import fitting_rows, lifetimes_in_time, loss_alone, loss_of, times_of
 from hpml_compiler.planning.plan_graph import Planned, plan_graph, solver_options
 from hpml_compiler.planning.remembered import memory_of
@@ -160,9 +162,14 @@ def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan 
                 given.check(annotated.hash(), torch.__version__, cluster.world_size)
             times, lifetimes = _in_time(annotated, options)
             plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh, lifetimes=lifetimes)
-            planned = plan(given=given) if given is not None else remembered(
-                memory_of(annotated, options, cluster, None, mesh), plan)
-            results.append(_in_microbatches(planned, annotated, times, options, cluster))
+            finish = partial(_in_microbatches, annotated=annotated, times=times, options=options, cluster=cluster)
+            if given is not None:
+                planned = finish(plan(given=given))
+                planned = replace(planned, record=check_fits(planned.record, options, cluster))
+            else:
+                search = partial(remembered_within, memory_of(annotated, options, cluster, None, mesh), plan)
+                planned = fitting(search, finish, options, cluster, lifetimes)
+            results.append(planned)
     return results
 
 
@@ -181,13 +188,17 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
                          folded.layers, LONG)
         memory = memory_of(annotated, options, cluster, None, folded.further)
         times, lifetimes = _in_time(annotated, options)
-        planned = remembered(memory, partial(plan_graph, annotated, options, cluster, name="graph_0", shorter=folded.shorter,
-                                             further=folded.further, lifetimes=lifetimes))
+        plan = partial(plan_graph, annotated, options, cluster, name="graph_0", shorter=folded.shorter,
+                       further=folded.further, lifetimes=lifetimes)
+
+        def finish(planned: Planned) -> Planned:
+            whole = replace(planned, record=folded.of_all_layers(planned.record))
+            return _in_microbatches(whole, annotated, times, options, cluster)
+
+        return [fitting(partial(remembered_within, memory, plan), finish, options, cluster, lifetimes)]
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None
-    whole = replace(planned, record=folded.of_all_layers(planned.record))
-    return [_in_microbatches(whole, annotated, times, options, cluster)]
 
 
 def _in_time(annotated: Annotated, options: Options) -> tuple[InTime | None, Lifetimes]:
@@ -203,22 +214,9 @@ def _in_microbatches(planned: Planned, annotated: Annotated, times: InTime | Non
         return planned
     record = with_microbatches(planned.record, annotated.graph, times, loss_of(annotated.gm) is not None,
                                mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
-    check_fits(record, cluster.device.memory_bytes)
     return replace(planned, record=record)
 
 
 def _microbatches(annotated: Annotated) -> int:
     """As many as it was analyzed for."""
     return next((value.factors[dim][factor] for value in annotated.graph.values for dim, factor in value.microbatch), 1)
-
-
-def as_plan(graphs: list, rejected: list, options: Options, cluster: str) -> Plan:
-    """A plan of graphs that share one mesh."""
-    mesh = dict(graphs[0].mesh) if graphs else {}
-    size = 1
-    for n in mesh.values():
-        size *= n
-    return Plan(
-        torch_version=torch.__version__, world_size=size, cluster=cluster, mesh=mesh, options=options.to_json(),
-        graphs=tuple(g for g in graphs if dict(g.mesh) == mesh), rejected=tuple(rejected),
-    )

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, model_validator
 
+from hpml_compiler.plans.at_peak import Peak
 from hpml_compiler.plans.fields import Mesh, Record
 from hpml_compiler.plans.files import FORMAT_VERSION, PlanFile
-from hpml_compiler.plans.peak import Peak, counted_peak
+from hpml_compiler.plans.peak import counted_peak
 from hpml_compiler.plans.schema import (
     CollectiveTotal,
     GraphPlan,
@@ -27,7 +28,8 @@ PHASES = ("trace", "annotate", "solve", "rewrite", "compile forward", "compile b
 
 
 class PlanContent(PlanFile):
-    """What a plan holds, and what follows from that alone. `options` are those it was made with."""
+    """What a plan holds, and what follows from that alone. `options` are those it was made with. `at_peak`: the moment at
+    which a device holds most, where a step runs several graphs."""
 
     format_version: int = FORMAT_VERSION
     torch_version: str
@@ -38,6 +40,7 @@ class PlanContent(PlanFile):
     graphs: Annotated[tuple[GraphPlan, ...], Field(strict=False)]
     rejected: Annotated[tuple[MeshAttempt, ...], Field(strict=False)] = ()
     unplanned: Annotated[tuple[UnplannedPart, ...], Field(strict=False)] = ()
+    at_peak: Peak | None = None
 
     @model_validator(mode="after")
     def _one_mesh(self) -> PlanContent:
@@ -81,14 +84,17 @@ class PlanContent(PlanFile):
 
     @property
     def memory(self) -> MemoryBytes:
-        """Sum over the graphs of a step: an upper bound where several graphs share parameters."""
-        return MemoryBytes(**_sums((graph.memory for graph in self.step_graphs), MemoryBytes))
+        """Sum over the graphs of a step: an upper bound where several graphs share parameters. The peak is that of the step."""
+        found = MemoryBytes(**_sums((graph.memory for graph in self.step_graphs), MemoryBytes))
+        return found if self.peak is None else found.model_copy(update={"peak": self.peak.bytes})
 
     @property
     def peak(self) -> Peak | None:
-        """What a device holds when it holds most, counted along what it runs; None where no byte budget decided what is kept
-        for backward. (`hpml_compiler.simulate` says what follows from the plan alone.)"""
-        return counted_peak([graph for graph in self.step_graphs if graph.training])
+        """The moment of a step at which a device holds most; None of a plan that is written by hand."""
+        graphs = self.step_graphs
+        if self.at_peak is not None or len(graphs) != 1:
+            return self.at_peak
+        return graphs[0].at_peak or counted_peak([graph for graph in graphs if graph.training])
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -2,28 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+from hpml_compiler.plans.at_peak import PARTS, Peak
 from hpml_compiler.plans.kept import FullestMoment, KeptPlan
 from hpml_compiler.plans.schema import GraphPlan, ParameterPlan
-
-PARTS = ("parameters", "optimizer", "gradients", "saved", "recomputed", "gathered", "transient")
-"""In the order in which they are shown. gathered: parameters whole that are stored in parts."""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """parts: bytes on the fullest device by part (`PARTS`). graph, node, block, phase: where in the step that is."""
-
-    parts: Mapping[str, int]
-    graph: str
-    node: str
-    block: str
-    phase: str
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.parts.values())
 
 
 def counted_peak(graphs: Sequence[GraphPlan]) -> Peak | None:
@@ -43,7 +25,7 @@ def _optimizer(state: Mapping[str, int], kept: Sequence[KeptPlan]) -> Peak:
     rest = max(kept[-1].step_bytes - sum(state.values()), 0)
     gradients = min(rest, sum(each.gradient_bytes for each in kept))
     parts = {**state, "gradients": gradients, "transient": rest - gradients}
-    return Peak({part: parts[part] for part in PARTS if parts.get(part)}, "", "optimizer", "", "optimizer")
+    return Peak(parts=_shown(parts), node="optimizer", phase="optimizer")
 
 
 def _moment(graph: GraphPlan, kept: KeptPlan, state: Mapping[str, int], of_step: Sequence[KeptPlan], number: int,
@@ -55,7 +37,11 @@ def _moment(graph: GraphPlan, kept: KeptPlan, state: Mapping[str, int], of_step:
     if backward:
         parts["gradients"] = parts.get("gradients", 0) + sum(other.gradient_bytes for other in of_step[number + 1:])
     phase = "recompute" if at.again else "backward" if backward else "forward"
-    return Peak({part: parts[part] for part in PARTS if parts.get(part)}, graph.name, at.node, at.block, phase)
+    return Peak(parts=_shown(parts), graph=graph.name, node=at.node, block=at.block, phase=phase)
+
+
+def _shown(parts: Mapping[str, int]) -> dict[str, int]:
+    return {part: parts[part] for part in PARTS if parts.get(part)}
 
 
 def _state(graphs: Sequence[GraphPlan]) -> dict[str, int]:

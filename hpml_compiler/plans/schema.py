@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from hpml_compiler.plans.at_peak import MemoryBytes, Peak
 from hpml_compiler.plans.fields import (
     ClassId,
     Count,
@@ -137,16 +138,6 @@ class PredictedCost(Record):
     energy_label: Literal["estimated", "measured"] | None = None
 
 
-class MemoryBytes(Record):
-    """Predicted bytes on the fullest device; `peak` includes the largest transient."""
-
-    parameters: Count
-    gradients: Count
-    optimizer: Count
-    activations: Count
-    peak: Count
-
-
 class SolverReport(Record):
     """What the solver said: status ("optimal", "feasible", ...), objective and proven bound, relative gap, sizes.
 
@@ -162,6 +153,10 @@ class SolverReport(Record):
     seconds: Annotated[float, Field(ge=0.0)]
     solver: str
     objective: Objective = "time"
+
+    def without_bound(self) -> SolverReport:
+        """Of an answer that is taken for another problem than the one that was solved, whose bound says nothing of it."""
+        return self.model_copy(update={"status": "feasible", "bound": None, "gap": None})
 
 
 class UnplannedPart(Record):
@@ -227,6 +222,9 @@ class GraphPlan(Record):
 
     `pipeline`: the stages that it goes through, where there are any.
 
+    `at_peak`: the moment at which a device holds most in a step of this graph alone, whose bytes are `memory.peak`; None before
+    anybody has asked, and in plans that are written by hand.
+
     `blocks`: of the halves of it that are compiled in blocks: what of them is. In microbatches, halves are those of one; in
     stages, they are named after these: "stage 0 forward", "stage 0 backward" and, where that is cut in two, "stage 0 weights".
     """
@@ -251,6 +249,7 @@ class GraphPlan(Record):
     kept: KeptPlan | None = None
     microbatches: MicrobatchPlan | None = None
     pipeline: PipelinePlan | None = None
+    at_peak: Peak | None = None
     blocks: dict[str, BlocksReport] = Field(default_factory=dict)
 
     def runs(self, operation: OperationPlan) -> int:

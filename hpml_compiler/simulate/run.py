@@ -7,8 +7,8 @@ from typing import Literal
 
 from hpml_compiler.mixed.plan import MixedPlan
 from hpml_compiler.options import Options
+from hpml_compiler.planning.making import making
 from hpml_compiler.plans.plan import Plan
-from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import AsPlanned, PlanPrices, Repriced
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
 from hpml_compiler.simulate.stages import held_by_part, sends_us, stages_of, times_of_stages
@@ -22,11 +22,13 @@ from passes.machine.cluster import Cluster
 from passes.machine.mesh import Mesh, mesh_from_pin
 from passes.schedule.assembly import breakdown, events
 from passes.schedule.events import Spans
-from passes.schedule.lanes import CONTENTION, Lanes, one_lane, peak_bytes, side_by_side
+from passes.schedule.lanes import CONTENTION, Lanes, one_lane, side_by_side
 from passes.schedule.orders import ScheduleName
 from passes.schedule.pipeline import Stage, pipeline
 
 MOST_MICROBATCHES = 4096
+STEADY = 3
+"""Microbatches of which forward and backward follow each other, after which nothing new is held."""
 
 
 def simulate(
@@ -76,7 +78,21 @@ def simulate(
                                   contention)
     else:
         built = _plan(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", microbatches, overlap)
-    return _simulation(built, built.run(contention))
+    found = _simulation(built, built.run(contention))
+    if isinstance(plan, Plan) and stages is None and recompute == "none" and microbatches == 1 and (
+            plan.peak is not None and plan.peak.counted):
+        return replace(found, peak_bytes=plan.peak.bytes)
+    return found
+
+
+def steady(plan: Plan) -> Simulation:
+    """As `simulate` of the plan as it is, with no more microbatches than it takes until nothing new is held."""
+    mesh = _mesh(plan, None)
+    if any(graph.pipeline for graph in plan.step_graphs):
+        built = _planned_pipeline(plan, mesh, None, False, False, True, None)
+    else:
+        built = _plan(plan, mesh, None, False, False, 1, True, STEADY)
+    return _simulation(built, built.run())
 
 
 def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
@@ -98,11 +114,6 @@ def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
     if count > MOST_MICROBATCHES:
         raise BadInput(f"{count} microbatches are more than the {MOST_MICROBATCHES:,} that a simulation takes", "simulate",
                        "a steady step repeats itself: simulate fewer")
-
-
-def simulated_peak_bytes(graph: GraphPlan) -> int:
-    """Peak of a device in a step of one graph, at the plan's own times."""
-    return peak_bytes(one_lane([step_graph(graph, AsPlanned(graph))]))
 
 
 def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, microbatches: int, overlap: bool) -> Lanes:
@@ -142,22 +153,34 @@ def _parsed(cluster: str | None) -> Cluster | None:
 
 
 def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, microbatches: int,
-          overlap: bool) -> Lanes:
+          overlap: bool, most: int = MOST_MICROBATCHES) -> Lanes:
+    """most: microbatches of a graph that has its own."""
     graphs = plan.step_graphs
     if cost is not None and mesh is None:
         raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
-    states = _optimizer_states(plan)
+    states = _options(plan).optimizer_states
     prices: list[PlanPrices] = []
     for graph in graphs:
         model = Repriced(graph, MeshPrices(mesh, states, cost=cost)) if mesh else None
         prices.append(model if model and (anew or cost is not None) else AsPlanned(graph, model))
-    return one_lane([step_graph(graph, each, 1.0 / microbatches, not recompute) for graph, each in zip(graphs, prices)],
+    steps = [step_graph(graph, each, 1.0 / microbatches, not recompute) for graph, each in zip(graphs, prices)]
+    return one_lane([replace(step, microbatches=min(step.microbatches, most)) if step.at_once else step for step in steps],
                     ranks=plan.world_size, device=mesh.device if mesh else None, microbatches=microbatches,
-                    recompute=recompute, overlap=overlap)
+                    recompute=recompute, overlap=overlap, update_bytes=_update_bytes(plan, mesh))
 
 
-def _optimizer_states(plan: Plan) -> int:
-    return Options.parse({name: plan.options[name] for name in ("optimizer",) if name in plan.options}).optimizer_states
+def _options(plan: Plan) -> Options:
+    """Those that say which optimizer steps, and where its state is."""
+    known = {name: plan.options[name] for name in ("optimizer", "offload") if name in plan.options}
+    return Options.parse({name: value for name, value in known.items() if value != "saved"})  # which needs a budget
+
+
+def _update_bytes(plan: Plan, mesh: Mesh | None) -> float:
+    """What the optimizer makes while it steps."""
+    trained = {name: each.bytes_per_device for graph in plan.step_graphs if graph.training
+               for name, each in graph.parameters.items() if each.trainable}
+    made = making(_options(plan), mesh.device.kind if mesh else "cpu")
+    return made.bytes_of(sum(trained.values()), max(trained.values(), default=0))
 
 
 def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, overlap: bool,
@@ -171,7 +194,7 @@ def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, ane
         raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
     pipe, memory = graph.pipeline, graph.memory
     assert pipe is not None, "the caller has looked"
-    own = MeshPrices(mesh, _optimizer_states(plan), cost=cost) if mesh else None
+    own = MeshPrices(mesh, _options(plan).optimizer_states, cost=cost) if mesh else None
     model = Repriced(graph, own) if own else None
     prices = model if model and (anew or cost is not None) else AsPlanned(graph, model)
     slower = contention if contention is not None else CONTENTION[mesh.device.kind if mesh else "cpu"]

@@ -48,7 +48,7 @@ def digraph(
         opened = {each.name for each in classes if expanded or _is_named(each, names)}
         found = sketch(graph, classes, opened, max(1, max_nodes // len(plan.graphs)))
         title = (f"{graph.name}: {format_us(graph.predicted.step_time_us)} a step ({describe_solver(graph.solver)})\n"
-                 f"{describe_memory(graph.memory)}")
+                 f"{describe_memory(graph.memory, graph.at_peak)}")
         inner = graphviz.Digraph(f"cluster_g{position}")
         # a frame tells several graphs apart; around one it would only cut through the labels of edges that lead around
         inner.attr(pencolor="gray" if len(plan.graphs) > 1 else "transparent")

@@ -4,9 +4,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hpml_compiler.plans.at_peak import Peak
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.kept import KeptPlan
-from hpml_compiler.plans.peak import Peak
 from hpml_compiler.plans.schema import ROOT, GraphPlan
 from hpml_compiler.visualize.text import format_bytes, format_us
 
@@ -15,9 +15,8 @@ COUNTED = "counted along what a rank runs"
 SIMULATED = "simulated, with what torch's partitioner would save"
 
 
-def memory_text(plan: PlanContent, peak: Peak, counted: bool) -> str:
-    """peak: counted where a byte budget decided what is kept, else simulated."""
-    lines = [f"a device holds {format_bytes(peak.bytes)} when it holds most ({COUNTED if counted else SIMULATED})"]
+def memory_text(plan: PlanContent, peak: Peak) -> str:
+    lines = [f"a device holds {format_bytes(peak.bytes)} when it holds most ({COUNTED if peak.counted else SIMULATED})"]
     lines += [f"  {part:<12} {format_bytes(nbytes):>9}" for part, nbytes in peak.parts.items()]
     lines.append(f"  then runs {describe_moment(peak)}")
     if budget := budget_of(plan):
@@ -29,10 +28,10 @@ def memory_text(plan: PlanContent, peak: Peak, counted: bool) -> str:
     return "\n".join(lines)
 
 
-def memory_json(plan: PlanContent, peak: Peak, counted: bool) -> dict[str, Any]:
+def memory_json(plan: PlanContent, peak: Peak) -> dict[str, Any]:
     """The same as plain JSON values, with every name."""
     return {
-        "peak_bytes": peak.bytes, "parts": dict(peak.parts), "counted": counted, "budget_bytes": budget_of(plan),
+        "peak_bytes": peak.bytes, "parts": dict(peak.parts), "counted": peak.counted, "budget_bytes": budget_of(plan),
         "at": {"graph": peak.graph, "node": peak.node, "block": peak.block, "phase": peak.phase},
         "graphs": {graph.name: {
             "saved": {name: nbytes for name, (_, nbytes) in saved_values(graph).items()},

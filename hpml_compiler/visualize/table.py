@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpml_compiler.plans.at_peak import Peak
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.in_time import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, SolverReport
@@ -49,6 +50,8 @@ def renderable(plan: PlanContent) -> RenderableType:
     for part in plan.unplanned:
         parts.append(labelled("not planned", f"{len(part.parameters)} parameters, {part.elements:,} elements: {part.reason}"
                               + f" ({part.where})" * bool(part.where)))
+    if len(plan.step_graphs) > 1:
+        parts.append(labelled("per device", describe_memory(plan.memory, plan.peak)))
     for attempt in plan.rejected[:MOST_NAMES]:
         cost = "" if attempt.cost is None else f"{format_objective(attempt.cost, attempt.objective)}, "
         parts.append(labelled("not taken", f"mesh {format_mesh(attempt.mesh)}: {cost}{attempt.reason}"))
@@ -78,7 +81,7 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
         yield labelled("microbatches", describe_microbatches(graph.microbatches))
     if graph.pipeline is not None:
         yield stage_table(graph.pipeline)
-    yield labelled("per device", describe_memory(graph.memory))
+    yield labelled("per device", describe_memory(graph.memory, graph.at_peak))
     yield labelled("collectives", format_collectives(graph.collectives) or "none")
     if why := why_not_split(graph):
         yield labelled("not split", why.partition("; ")[2])
@@ -122,10 +125,10 @@ def describe_energy(energy_j: float, step_time_us: float, devices: int, label: s
     return f"energy {format_joules(energy_j)} a step on {devices} devices{power} ({label})"
 
 
-def describe_memory(memory: MemoryBytes) -> str:
-    """The parts of the bytes on a device, the peak first."""
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.model_dump().items() if name != "peak")
-    return f"peak {format_bytes(memory.peak)}: {parts}"
+def describe_memory(memory: MemoryBytes, at_peak: Peak | None) -> str:
+    """The peak of a device and, where they are known, the parts that add up to it."""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in (at_peak.parts if at_peak else {}).items())
+    return f"peak {format_bytes(memory.peak)}{': ' * bool(parts)}{parts}"
 
 
 def _table(graph: GraphPlan, classes: list[BlockClass]) -> Table:

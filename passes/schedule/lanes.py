@@ -58,9 +58,9 @@ class Lanes:
 
 
 def one_lane(graphs: Sequence[StepGraph], *, ranks: int = 1, device: Device | None = None, microbatches: int = 1,
-             recompute: bool = False, overlap: bool = True) -> Lanes:
+             recompute: bool = False, overlap: bool = True, update_bytes: float = 0.0) -> Lanes:
     """The lane of `ranks` like devices that run these graphs, one after the other, in every step; see `walk.program`."""
-    made = program(graphs, microbatches, recompute, _update_bytes(graphs, device))
+    made = program(graphs, microbatches, recompute, update_bytes)
     entries = made.entries
     # Gradients that no listed call is seen to make count all the time.
     unseen = max(0.0, sum(graph.gradient_bytes for graph in graphs) - made.ledger.gradient_bytes)
@@ -74,15 +74,6 @@ def one_lane(graphs: Sequence[StepGraph], *, ranks: int = 1, device: Device | No
 def peak_bytes(lanes: Lanes, contention: float | None = None) -> int:
     """The most that a rank holds at a time."""
     return max(nbytes for curve in lanes.memory(lanes.run(contention)) for _, nbytes in curve)
-
-
-def _update_bytes(graphs: Sequence[StepGraph], device: Device | None) -> float:
-    """What torch's Adam makes besides while it runs: two tensors like the parameter, one parameter after the other; on CUDA
-    one for each of all parameters at once (`foreach`)."""
-    if not sum(graph.optimizer_bytes for graph in graphs):
-        return 0.0
-    sizes = [nbytes for graph in graphs for nbytes in graph.trained_bytes]
-    return float(sum(sizes) if device is not None and device.kind == "cuda" else 2 * max(sizes, default=0))
 
 
 def side_by_side(parts: Sequence[Lanes], summing: Sequence[int], sum_us: float, sum_j: float) -> Lanes:

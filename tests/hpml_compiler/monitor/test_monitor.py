@@ -14,7 +14,7 @@ from tests.helpers.plans import gpt_graph
 from tests.hpml_compiler.monitor.fakes import FakeClock, FakeProfile, Script
 
 PLAN = gpt_graph()  # 166 us, of which 15 in the optimizer
-PEAK = graph_cost(PLAN).peak_bytes
+PEAK = PLAN.memory.peak
 COST = graph_cost(PLAN)
 
 

@@ -55,8 +55,11 @@ def test_with_the_loss_outside_all_of_them_count():
         planned(SAVED // 4, 8, inside=False)
 
 
-def test_what_does_not_fit_after_all_is_refused():
-    least = planned(SAVED, 8).graphs[0].memory.peak
-    planned(least, 8)
-    with pytest.raises(Infeasible, match="in 8 microbatches a device holds"):
-        planned(least - 1, 8)
+@pytest.mark.parametrize("microbatches", [1, 8])
+def test_the_peak_that_is_told_is_enough_and_what_is_refused_tells_another(microbatches):
+    told = planned(2 * SAVED, microbatches).memory.peak
+    assert planned(told, microbatches).memory.peak <= told
+    with pytest.raises(Infeasible, match="a device holds .* at the peak, and it has") as refusal:
+        planned(told // 50, microbatches)
+    least = round(refusal.value.smallest_budget_bytes)
+    assert told // 50 < planned(least, microbatches).memory.peak <= least

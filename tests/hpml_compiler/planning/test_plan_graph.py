@@ -1,7 +1,6 @@
 """Models before -> what planning says besides the plan."""
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ from torch import nn
 
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
+from passes.errors import Infeasible
 from passes.machine.cluster import Cluster
 
 
@@ -18,18 +18,20 @@ def wide_batch() -> tuple[nn.Module, tuple[torch.Tensor]]:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), (torch.zeros(4096, 8),)
 
 
-@pytest.mark.parametrize(("share", "warned"), [(1.0, True), (10.0, False)])
-def test_a_call_that_takes_more_than_the_memory_leaves_is_warned_of(caplog, share, warned):
+def test_a_call_that_takes_more_than_the_memory_leaves_is_refused():
     (graph,) = hpml_compiler.plan(*wide_batch(), cluster="1x2:cpu").graphs
     memory = graph.memory
     held = memory.parameters + memory.gradients + memory.optimizer + memory.activations
     assert held < memory.peak
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "hpml"):
-        (group,) = Cluster.parse("1x2:cpu").groups
-        small = replace(group, device=replace(group.device, memory_bytes=int(held * share)))
-        hpml_compiler.plan(*wide_batch(), cluster=Cluster((small,)))
-    assert any("the largest call takes" in r.message for r in caplog.records) == warned
+    (group,) = Cluster.parse("1x2:cpu").groups
+
+    def of_memory(nbytes: int) -> Cluster:
+        return Cluster((replace(group, device=replace(group.device, memory_bytes=nbytes)),))
+
+    assert hpml_compiler.plan(*wide_batch(), cluster=of_memory(memory.peak)).memory.peak == memory.peak
+    with pytest.raises(Infeasible, match="a device holds .* of these bytes, .*transient") as refusal:
+        hpml_compiler.plan(*wide_batch(), cluster=of_memory(held))
+    assert held < refusal.value.smallest_budget_bytes <= memory.peak
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all layers traced", "shortened"])

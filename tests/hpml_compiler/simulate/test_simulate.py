@@ -183,9 +183,9 @@ def test_what_is_not_saved_is_dropped_and_made_again():
     assert kept - dropped >= 5 * ACTIVATION_BYTES
 
 
-@pytest.mark.parametrize(("cluster", "parameters"), [("1x2:h100-80g", 4), ("1x2:cpu", 2)])
+@pytest.mark.parametrize(("cluster", "parameters"), [("1x2:h100-80g", 4), ("1x2:cpu", 3)])
 def test_the_optimizer_makes_tensors_of_its_own(cluster, parameters):
-    """Like all four parameters at once on CUDA, two like one parameter elsewhere; on top of what is there at that time."""
+    """Like all four parameters at once on CUDA, three like one parameter elsewhere; on top of what is there at that time."""
     found = simulate(chain_plan(4, sharded=False), cluster)
     assert found.peak_bytes == (4 * 4 + parameters) * WEIGHT_BYTES
 

@@ -1,0 +1,135 @@
+"""Plans that fit the memory of their devices, or a refusal that says by how much they do not, and what would make them fit.
+
+The placement problem adds bytes up at a moment or two. Whether a step fits is decided by the one count that its plan reports
+(`hpml_compiler.planning.assembled`): where that is more than a device has, placements are sought that leave as much more room.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from hpml_compiler.options import Options
+from hpml_compiler.planning.assembled import with_peak
+from hpml_compiler.planning.plan_graph import Planned
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.visualize.text import format_bytes
+from passes.errors import Infeasible
+from passes.machine.cluster import Cluster
+from passes.partition.lifetimes import THROUGHOUT, Lifetimes
+
+log = logging.getLogger("hpml")
+MOST_SEARCHES = 4
+FAR_BELOW = 0.5
+"""Part of a device's memory up to which what the placement problem adds up needs no closer look before a first step."""
+
+
+class Search(Protocol):
+    """Placements by these limits in place of those of the options: see `plan_graph`. Without any, by the options'."""
+
+    def __call__(self, **limits: Any) -> Planned: ...
+
+
+def fitting(search: Search, finish: Callable[[Planned], Planned], options: Options, cluster: Cluster,
+            lifetimes: Lifetimes = THROUGHOUT, hurried: bool = False) -> Planned:
+    """The first answer of the search that fits. finish: makes the record whole, but for its peak. lifetimes: when the search
+    counts bytes; where it finds nothing so, and in further searches, saved values and gradients count when they are there.
+    hurried: what is far below a device's memory is taken as it is, and its peak is counted when somebody asks.
+
+    Raises Infeasible with the least that was found to work."""
+    limit = limit_of(options, cluster)
+    two_moments = Lifetimes(lifetimes.in_flight)
+    try:
+        latest = finish(search())
+    except Infeasible as refusal:
+        log.info("saved values and gradients do not fit as if all were there at once: %s", refusal.what)
+        try:
+            latest = finish(search(lifetimes=two_moments))
+        except Infeasible as least:
+            if least.smallest_budget_bytes is None:
+                raise
+            found = finish(search(lifetimes=two_moments, budget_bytes=least.smallest_budget_bytes))
+            raise too_much(_counted(found, options, cluster).record, limit, options) from None
+    if hurried and latest.record.memory.peak <= FAR_BELOW * limit:
+        return latest
+    tried: list[Planned] = []
+    budget = float(limit)
+    while True:
+        latest = _counted(latest, options, cluster)
+        tried.append(latest)
+        excess = latest.record.memory.peak - limit
+        if excess <= 0:
+            return latest
+        budget = min(budget, _held(latest.record, lifetimes.in_flight)) - excess
+        if len(tried) == MOST_SEARCHES or budget <= 0:
+            break
+        log.info("%s: a device would hold %s and has %s; searching for placements that hold less", latest.record.name,
+                 format_bytes(latest.record.memory.peak), format_bytes(limit))
+        try:
+            latest = _without_bound(finish(search(lifetimes=two_moments, budget_bytes=budget)))
+        except Infeasible:
+            break
+    raise too_much(min((each.record for each in tried), key=lambda record: record.memory.peak), limit, options)
+
+
+def check_fits(record: GraphPlan, options: Options, cluster: Cluster) -> GraphPlan:
+    """The plan with its peak; raises Infeasible where that is more than a device may hold."""
+    record = with_peak(record, options, str(cluster))
+    limit = limit_of(options, cluster)
+    if record.memory.peak > limit:
+        raise too_much(record, limit, options)
+    return record
+
+
+def limit_of(options: Options, cluster: Cluster) -> int:
+    """Bytes that a device may hold: its memory, or a budget that is less."""
+    memory_bytes = cluster.device.memory_bytes
+    budget = options.budget_bytes(memory_bytes)
+    return memory_bytes if budget is None else min(budget, memory_bytes)
+
+
+def too_much(record: GraphPlan, limit: int, options: Options) -> Infeasible:
+    """The error that says whose bytes they are, and what would make them fewer."""
+    parts = "" if record.at_peak is None else "; of these bytes, " + ", ".join(
+        f"{part} {format_bytes(nbytes)}" for part, nbytes in record.at_peak.parts.items())
+    pipe, times = record.pipeline, record.microbatches
+    who = f"the fullest rank of {len(pipe.stages)} stages" if pipe is not None else (
+        f"in {times.count} microbatches a device" if times is not None else "a device")
+    may = f"the budget is {format_bytes(limit)}" if options.memory_budget is not None else f"it has {format_bytes(limit)}"
+    error = Infeasible(f"{who} holds {format_bytes(record.memory.peak)} at the peak, and {may}{parts}", record.name,
+                       ", or ".join(_remedies(record, options)))
+    error.smallest_budget_bytes = record.memory.peak
+    return error
+
+
+def _remedies(record: GraphPlan, options: Options) -> list[str]:
+    found = [f"devices of {record.memory.peak} bytes or more"]
+    if record.pipeline is not None:
+        found += ["more stages", "a stage on more devices", f"more microbatches than {record.pipeline.microbatches}"]
+    elif record.microbatches is not None:
+        found += [f"more microbatches than {record.microbatches.count}", "more devices, which store parameters in parts"]
+    else:
+        found += ["more devices", "fewer rows", "microbatches"]
+        if options.memory_budget is None:
+            found.append('memory_budget="100%", by which saved values may be computed once more')
+        elif not options.trace_all_layers:
+            found.append("trace_all_layers=True, by which it is decided which values are computed once more")
+    return ["take " + found[0], *found[1:]]
+
+
+def _counted(planned: Planned, options: Options, cluster: Cluster) -> Planned:
+    return replace(planned, record=with_peak(planned.record, options, str(cluster)))
+
+
+def _without_bound(planned: Planned) -> Planned:
+    """What fits in fewer bytes than there are may be slower than what fits in all of them."""
+    return replace(planned, record=planned.record.model_copy(update={"solver": planned.record.solver.without_bound()}))
+
+
+def _held(record: GraphPlan, in_flight: float) -> float:
+    """What the placement problem counts at the fuller of two moments: see `Lifetimes`."""
+    memory = record.memory
+    state = memory.parameters + memory.optimizer
+    saved = memory.activations if record.microbatches is not None else in_flight * memory.activations
+    return float(state + max(saved, memory.gradients))
