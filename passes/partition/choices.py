@@ -15,7 +15,7 @@ from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.axis import Axes
-from passes.partition.combined import Combination, Combined, layouts_of
+from passes.partition.combined import Combination, Combined
 from passes.partition.groups import Group
 from passes.partition.joint import Joint, join
 from passes.partition.prune import PartOfMesh, most_useful
@@ -68,8 +68,7 @@ def group_choices(
         key, cost = found.ports(combination), found.cost(combination)
         if key not in best or best[key][0] > cost:
             best[key] = cost, combination
-    operations = [graph.operations[i] for i in group.operations]
-    return [GroupChoice(inputs, outputs, layouts_of(operations, combination), cost)
+    return [GroupChoice(inputs, outputs, found.layouts(combination), cost)
             for (inputs, outputs), (cost, combination) in best.items()]
 
 

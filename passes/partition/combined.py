@@ -22,11 +22,6 @@ Combination = tuple[Joint, ...]
 Ports = tuple[tuple[Layout, ...], tuple[Layout, ...]]
 
 
-def layouts_of(operations: Sequence[Operation], combination: Combination) -> tuple[OperationLayouts, ...]:
-    """Layouts of all operations of a group."""
-    return tuple(_layouts(op, [joint.operations[k] for joint in combination]) for k, op in enumerate(operations))
-
-
 def _layouts(op: Operation, taken: Sequence[OperationStrategy]) -> OperationLayouts:
     if not taken:  # one device, no axes
         return OperationLayouts(((),) * len(op.inputs), ((),) * len(op.outputs), ((),) * len(op.outputs))
@@ -44,8 +39,11 @@ class Combined:
         self.group, self.graph, self.axes, self.prices = group, graph, axes, prices
         self.operations = [graph.operations[i] for i in group.operations]
         self.sizes, self.fused = LocalSizes(axes), is_fused_kernel(self.operations)
+        self.heavy = frozenset(k for k, op in enumerate(self.operations) if op.heavy)
         self._bytes: dict[tuple[int, Layout], float] = {}
         self._prices: dict[tuple[int, ...], float] = {}
+        self._rows: dict[tuple[int, ...], OperationLayouts] = {}
+        self._reduces: dict[int, frozenset[int]] = {}
         self._splits: dict[int, dict[tuple[int, Placement], None]] = {}
         self._sliced: dict[int, dict[tuple[int, int], Placement]] = {}
         self._kept: list[Joint] = []
@@ -71,15 +69,32 @@ class Combined:
             values = self.graph.values
             boundary = [(values[v], p) for v, p in zip((*self.group.inputs, *self.group.outputs), inputs + outputs)]
             total += price(fused_kernel(boundary, _Remembered(self)), self.prices)
-        for k, op in enumerate(self.operations):
-            if op.heavy or any(any(joint.operations[k].reduced) for joint in combination):
-                total += self._operation(k, op, [joint.operations[k] for joint in combination])
+        for k in sorted(self.heavy.union(*(self._reduces_of(joint) for joint in combination))):
+            total += self._operation(k, self.operations[k], [joint.operations[k] for joint in combination])
         return total
+
+    def layouts(self, combination: Combination) -> tuple[OperationLayouts, ...]:
+        """Of all its operations."""
+        return tuple([self._layouts(k, op, [joint.operations[k] for joint in combination])
+                      for k, op in enumerate(self.operations)])
+
+    def _layouts(self, k: int, op: Operation, taken: Sequence[OperationStrategy]) -> OperationLayouts:
+        key = (k, *map(id, taken))
+        if key not in self._rows:
+            self._rows[key] = _layouts(op, taken)
+        return self._rows[key]
+
+    def _reduces_of(self, joint: Joint) -> frozenset[int]:
+        """Numbers of the operations that reduce a result at once."""
+        if id(joint) not in self._reduces:
+            self._kept.append(joint)
+            self._reduces[id(joint)] = frozenset(k for k, taken in enumerate(joint.operations) if any(taken.reduced))
+        return self._reduces[id(joint)]
 
     def _operation(self, k: int, op: Operation, taken: Sequence[OperationStrategy]) -> float:
         key = (k, *map(id, taken))
         if key not in self._prices:
-            rows = {op.index: _layouts(op, taken)}
+            rows = {op.index: self._layouts(k, op, taken)}
             kernels = group_kernels(self.graph, [op], rows, (), self.sizes, self.prices.keyed) if op.heavy else {}
             messages = (message for _, message in reduction_messages(self.graph, op, rows[op.index], self.sizes))
             self._prices[key] = sum(price(term, self.prices) for term in (*kernels.values(), *messages))

@@ -13,7 +13,7 @@ factor that does not divide by both.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
@@ -34,6 +34,12 @@ class OperationStrategy:
     def placed(self) -> tuple[Placement, ...]:
         """Placements of the results after that reduction."""
         return tuple(REPLICATE if r else p for p, r in zip(self.strategy.outputs, self.reduced))
+
+
+_Done = tuple["_Done", OperationStrategy] | None
+"""What operations do, the last one first: it is shared by all that goes on from there."""
+_Step = tuple[dict[int, Placement], tuple[Placement, ...], float, OperationStrategy]
+"""Placements that change, by their number among the live values; those of values that come in; the price; what is done."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +87,37 @@ def join(
     last_use = {v: k for k, op in enumerate(operations) for v in op.inputs}
     outside, boundary = {*group.inputs}, {*group.inputs, *group.outputs}
     unsplittable = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
-    # state: frozenset of (value, placement) -> (cost, what the operations so far do)
-    states: dict[frozenset, tuple[float, tuple[OperationStrategy, ...]]] = {frozenset(): (0.0, ())}
+    live: list[int] = []
+    # state: placement of every live value -> (cost, what the operations so far do, the latest first)
+    states: dict[tuple[Placement, ...], tuple[float, _Done]] = {(): (0.0, None)}
     for k, op in enumerate(operations):
-        options = _options(op, graph, size, largest // SMALL_FRACTION, allowed)
-        following: dict[frozenset, tuple[float, tuple[OperationStrategy, ...]]] = {}
+        options = [(taken, _price(op, taken, graph, size, reduce_cost, cost_per_byte, cost_per_flop))
+                   for taken in _options(op, graph, size, largest // SMALL_FRACTION, allowed)]
+        read = [live.index(v) if v in live else None for v in op.inputs]
+        known = [*live, *dict.fromkeys(v for v, slot in zip(op.inputs, read) if slot is None), *op.outputs]
+        kept = [slot for slot, v in enumerate(known) if v in boundary or last_use.get(v, -1) > k]
+        steps: dict[tuple[Placement | None, ...], list[_Step]] = {}
+        following: dict[tuple[Placement, ...], tuple[float, _Done]] = {}
         for state, (cost, done) in states.items():
-            known = dict(state)
-            for taken in options:
-                new = _read(op, taken.strategy.inputs, known, outside, unsplittable)
-                if new is None:
-                    continue
-                price = cost + _price(op, taken, graph, size, reduce_cost, cost_per_byte, cost_per_flop)
-                env = {**known, **new, **dict(zip(op.outputs, taken.placed()))}
-                key = frozenset((v, p) for v, p in env.items() if v in boundary or last_use.get(v, -1) > k)
+            have = tuple(None if slot is None else state[slot] for slot in read)
+            if have not in steps:
+                steps[have] = [*_steps(op, have, options, known[:len(live)], outside, unsplittable)]
+            for changes, added, price, taken in steps[have]:
+                env = (*state, *added)
+                if changes:
+                    env = tuple(changes.get(slot, p) for slot, p in enumerate(env))
+                key, price = tuple([env[slot] for slot in kept]), cost + price
                 if key not in following or following[key][0] > price:
-                    following[key] = (price, (*done, taken))
+                    following[key] = price, (done, taken)
         if len(following) > MAX_STATES:
             following = dict(sorted(following.items(), key=lambda kv: kv[1][0])[:MAX_STATES])
-        states = following
+        states, live = following, [known[slot] for slot in kept]
     found = []
     for state, (cost, done) in sorted(states.items(), key=lambda kv: kv[1][0]):
-        env = dict(state)
-        new = Joint(tuple(env[v] for v in group.inputs), tuple(env[v] for v in group.outputs), done)
-        if not any(_dominates(old, new) for old, _ in found):
-            found.append((new, cost))
+        env = dict(zip(live, state))
+        inputs, outputs = tuple(env[v] for v in group.inputs), tuple(env[v] for v in group.outputs)
+        if not any(_dominates(old, inputs, outputs) for old, _ in found):
+            found.append((Joint(inputs, outputs, _in_order(done)), cost))
     joints = [new for new, _ in found]
     whole = _whole(group, operations, allowed)
     return joints if whole is None or whole in joints else [*joints, whole]
@@ -123,12 +135,32 @@ def _whole(group: Group, operations: Sequence[Operation], allowed: Callable) -> 
     return Joint((REPLICATE,) * len(group.inputs), (REPLICATE,) * len(group.outputs), tuple(taken))
 
 
-def _dominates(old: Joint, new: Joint) -> bool:
-    """Whether `old`, not the dearer one, can stand in for `new` wherever that is used: a slice costs nothing, so what
-    reads a part may be given the whole, and a whole result serves who wants a part."""
-    return all(a == b or (isinstance(a, tuple) and b == REPLICATE) for a, b in zip(old.inputs, new.inputs)) and all(
-        a == b or (a == REPLICATE and isinstance(b, tuple)) for a, b in zip(old.outputs, new.outputs)
+def _dominates(old: Joint, inputs: Sequence[Placement], outputs: Sequence[Placement]) -> bool:
+    """Whether `old`, not the dearer one, can stand in for one with these ends wherever that is used: a slice costs nothing, so
+    what reads a part may be given the whole, and a whole result serves who wants a part."""
+    return all(a == b or (isinstance(a, tuple) and b == REPLICATE) for a, b in zip(old.inputs, inputs)) and all(
+        a == b or (a == REPLICATE and isinstance(b, tuple)) for a, b in zip(old.outputs, outputs)
     )
+
+
+def _in_order(done: _Done) -> tuple[OperationStrategy, ...]:
+    found = []
+    while done is not None:
+        done, taken = done
+        found.append(taken)
+    return tuple(reversed(found))
+
+
+def _steps(op: Operation, have: Sequence[Placement | None], options: Sequence[tuple[OperationStrategy, float]],
+           live: Sequence[int], outside: set[int], unsplittable: set[int]) -> Iterator[_Step]:
+    """What the operation may do where its operands are placed so (None: not yet)."""
+    there = {v: p for v, p in zip(op.inputs, have) if p is not None}
+    missing = [*dict.fromkeys(v for v in op.inputs if v not in there)]
+    for taken, price in options:
+        new = _read(op, taken.strategy.inputs, there, outside, unsplittable)
+        if new is not None:
+            changes = {live.index(v): p for v, p in new.items() if v in there}
+            yield changes, (*(new[v] for v in missing), *taken.placed()), price, taken
 
 
 def _read(op: Operation, wanted: Sequence[Placement], known: dict[int, Placement], outside: set[int],
