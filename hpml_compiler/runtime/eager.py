@@ -1,6 +1,7 @@
 """The ways to run one op on placed tensors, outside compiled graphs. None runs an op again that may have written."""
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,7 +40,15 @@ def on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
     wholes.keep_changes(name)
     if name in ("numpy", "__array__") and not wholes.are_live:
         result.setflags(write=False)  # an array of a copy: what is written to it would not reach the tensor
+    if name == "__dlpack__" and not wholes.are_live:
+        _say_that_dlpack_copies()
     return _map_results(lambda value: wholes.original(value, as_view), result)
+
+
+@functools.cache
+def _say_that_dlpack_copies() -> None:
+    log.warning("DLPack was given a copy of a tensor that is stored in parts on the ranks: what is written to the copy does "
+                "not reach the tensor. tensor.copy_(values) writes to it")
 
 
 class Wholes:

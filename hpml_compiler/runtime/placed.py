@@ -308,6 +308,8 @@ class GatheredView(PlacedTensor):
             for operand in tensors_in((args, kwargs)):
                 if isinstance(operand, GatheredView):
                     refresh(operand)
+            if name == "detach":
+                return on_whole(func, args, kwargs, gathered_view)
             if any(isinstance(operand, GatheredView) for operand in changed_tensors(name, args, kwargs)):
                 if torch.is_grad_enabled():
                     _check_may_change(name, changed_tensors(name, args, kwargs))

@@ -98,11 +98,18 @@ class _Viewed:
 
 
 def take_in(rows: Any) -> None:
-    """Give rows what the script has written to views of them (`x[:, 0].sub_(mean)`): each rank its part."""
+    """Give rows what the script has written to views of them (`x[:, 0].sub_(mean)`): each rank its part.
+
+    Collectives, `.data` and numpy write without counting it as a change. Such writes do not invalidate what autograd has
+    saved of the rows either.
+    """
     viewed = vars(rows).get(VIEWED)
-    if viewed is not None and viewed.value is not None and viewed.value._version != viewed.version:
-        rows._local_tensor.copy_(local_part(viewed.value.detach(), rows.device_mesh, rows.placements))
-        viewed.version = viewed.value._version
+    if viewed is None or viewed.value is None:
+        return
+    counted = viewed.value._version != viewed.version
+    local = rows._local_tensor if counted else rows._local_tensor.data
+    local.copy_(local_part(viewed.value.detach(), rows.device_mesh, rows.placements))
+    viewed.version = viewed.value._version
 
 
 def _share_views(made: Rows, source: Rows) -> None:

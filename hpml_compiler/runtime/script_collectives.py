@@ -80,7 +80,7 @@ def _on_wholes(name: str, call: Callable[..., Any], args: tuple, kwargs: dict[st
     _check(name, placed, written, group)
     if name in REDUCTIONS:
         _say_that_gradients_are_global()
-    wholes = Wholes(make)
+    wholes = Wholes(lambda tensor: make(tensor).contiguous())  # gloo writes to the wrong elements of others
     with torch.no_grad():
         result = call(*map_tensors(wholes.of, args), **map_tensors(wholes.of, kwargs))
     targets = {id(tensor) for tensor in written}

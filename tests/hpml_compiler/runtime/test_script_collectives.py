@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from hpml_compiler.runtime.inner_shard import InnerShard
+from hpml_compiler.runtime.outputs import LeftOutput, Outputs
 from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.placed import PlacedTensor, place
 from hpml_compiler.runtime.rows import take_rows
@@ -94,6 +97,55 @@ REFUSED = _lines("""
 """)
 
 
+VIEWS = _lines("""
+    w[0]
+    w[1:3]
+    w[:, 1]
+    w.T
+    w.t()[0]
+    w.reshape(-1)
+    w.view(-1)[2:9]
+    w.detach()[0]
+    w[0].detach()
+    w.data[0]
+    w[0].data
+    w.unbind(0)[1]
+    w.chunk(2)[1]
+    next(iter(w))[2]
+    w.diagonal()
+    w.view(torch.int64).view(torch.float64)[0]
+    w.as_strided((3,), (1,), 2)
+    w.unflatten(1, (2, 3))[:, 0]
+    w[0].to(torch.float64).cpu().contiguous()
+""")
+TO_VIEWS = _lines("""
+    all_reduce(v.data, async_op=True).wait(); v.div_(4)
+    parts = [v, v.clone()]; dist.all_gather(parts, torch.full(v.shape, rank + 2.0, dtype=v.dtype))
+""")
+
+
+class Contiguously:
+    """Collectives on plain tensors, also on those that are not contiguous in memory: there, gloo writes to other elements."""
+
+    @staticmethod
+    def all_reduce(tensor, async_op=False):
+        value = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(value)
+        tensor.copy_(value)
+        return Contiguously
+
+    @staticmethod
+    def all_gather(parts, tensor):
+        values = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+        dist.all_gather(values, tensor)
+        for part, value in zip(parts, values):
+            part.copy_(value)
+
+    @staticmethod
+    def wait():
+        pass
+
+
 def environment(rank, mine, mesh=None, placement=None):
     torch.manual_seed(0)
     names = {name: torch.randn(8, 6, dtype=torch.float64) for name in "wur"}
@@ -163,6 +215,21 @@ def run_all(rank):
             else:
                 if refused:
                     wrong.append(f"{placement} {line}: is not refused")
+    kinds = {str(placement): partial(placed, mesh=mesh, placement=placement) for placement in PLACEMENTS}
+    kinds["row of a placed tensor"] = lambda value: placed(torch.stack([value, value]), mesh, Shard(0))[0]
+    kinds["rows of a batch"] = lambda value: take_rows(value, mesh)
+    kinds["result"] = lambda value: Outputs("graph_0", mesh, [LeftOutput(0, (Shard(0),), value, "logits")]).given(
+        [value.chunk(2)[rank].clone()])[0]
+    for (kind, make), view, line in product(kinds.items(), VIEWS, TO_VIEWS):
+        value = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        theirs = {**NAMES, "rank": rank, "w": value.clone(), "dist": Contiguously, "all_reduce": Contiguously.all_reduce}
+        ours = {**NAMES, "rank": rank, "w": make(value.clone())}
+        plain_view = kind in ("rows of a batch", "result") and not eval(view, dict(theirs)).is_contiguous()
+        for space in () if plain_view else (ours, theirs):
+            exec(f"v = {view}; {line}; x = w * 1", space)
+        for name in () if plain_view else "wvx":
+            if not torch.allclose(whole(ours[name]), theirs[name], rtol=1e-12, atol=1e-12):
+                wrong.append(f"{kind}: v = {view}; {line}: {name} is another")
     assert not wrong, "\n".join(wrong)
     return said
 
