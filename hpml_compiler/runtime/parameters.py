@@ -22,7 +22,7 @@ from hpml_compiler.runtime.other_backends import watch_backends
 from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.owned import at_owner, brought
 from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
-from hpml_compiler.runtime.rebinding import rebind, rebind_attributes
+from hpml_compiler.runtime.rebinding import holder_on_the_way, rebind, rebind_attributes, rebind_in
 from hpml_compiler.runtime.rows import Rows, take_in
 from hpml_compiler.runtime.script_collectives import watch_collectives
 from hpml_compiler.runtime.transforms import watch_transforms
@@ -105,16 +105,27 @@ class Installed:
 
 
 def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
-    """Positions of the graph inputs that `install` can place: plain parameters that Dynamo found in modules.
+    """Positions of the graph inputs that `install` can place: plain parameters of modules, which can be replaced wherever
+    Dynamo found them. It looks there again at the end of the compilation, and a variable of a running function, such as the
+    argument of a compiled function, or a tuple in one, cannot be changed before."""
+    ways = _ways_to(gm)
+    found = {i: ways[source] for i, (value, source) in enumerate(zip(example_inputs, compat.input_sources(gm), strict=True))
+             if type(value) is nn.Parameter and source is not None}
+    reached = [i for i, names in found.items() if all(
+        _is_of_module(each) or holder_on_the_way(example_inputs[i], compat.objects_to(each)) is not None for each in names)]
+    elsewhere = [i for i in reached if not any(map(_is_of_module, found[i]))]
+    sites = find_sites([example_inputs[i] for i in elsewhere]) if elsewhere else {}
+    return [i for i in reached if i not in elsewhere or id(example_inputs[i]) in sites]
 
-    Not those that it found elsewhere too, such as in a dict given to `functional_call`: it will look there again at the
-    end of the compilation, before anything can be replaced in a variable of a running function.
-    """
-    elsewhere = {source for source, others in compat.duplicated_inputs(gm).items()
-                 if not all("._parameters[" in name or "._modules[" in name or name.startswith("L['self']")
-                            for name in map(compat.source_name, others))}
-    return [i for i, (value, source) in enumerate(zip(example_inputs, compat.input_sources(gm), strict=True))
-            if type(value) is nn.Parameter and "._parameters[" in compat.source_name(source) and source not in elsewhere]
+
+def _ways_to(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
+    """Source of a graph input -> all sources at which Dynamo found the same tensor, the input's own first."""
+    return {source: [source, *others] for source, others in compat.duplicated_inputs(gm).items()}
+
+
+def _is_of_module(source: Any) -> bool:
+    """Whether a module's table of parameters is where Dynamo found something."""
+    return "._parameters[" in compat.source_name(source)
 
 
 def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any],
@@ -138,9 +149,13 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
                            "leave it out of the placements (see `placeable`)")
         _check_divides(names[i], old, mesh, placements[i])
     news = [place_parameter(old, mesh, placements[i]) for i, old in zip(placements, olds, strict=True)]
+    ways = _ways_to(gm) if olds else {}
+    holders = [holder_on_the_way(old, compat.objects_to(each)) for i, old in zip(placements, olds, strict=True)
+               for each in ways[sources[i]] if not _is_of_module(each)]
     for old, new in zip(olds, news, strict=True):
         for module, name in sites[id(old)]:
             module._parameters[name] = new
+    rebind_in([holder for holder in holders if holder is not None], olds, news)
     # Other attributes of these modules, too, which Dynamo may have guarded on: recurrent layers have lists of their own.
     rebind_attributes(dict.fromkeys(module for found in sites.values() for module, _ in found), olds, news)
     before = [i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)]

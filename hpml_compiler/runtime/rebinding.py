@@ -32,19 +32,30 @@ _NOBODY = _references([object()], 0)
 class ReplacedParameter(nn.Parameter):
     """What is left of a parameter that was replaced, where the script holds it out of reach.
 
-    Local variables of running functions are out of reach. Any use raises an error that says which parameter it was.
+    Local variables of running functions are out of reach. Any use raises an error that says which parameter it was, except in
+    the backward of a graph that saved it, for as long as the placed parameter has not changed.
     """
 
     @classmethod
     @compat.untraced
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         operands = tensors_in((args, kwargs or {}))
+        if compat.inside_backward() and all(operand.is_current for operand in operands if isinstance(operand, cls)):
+            with compat.plain_torch_functions():
+                return func(*args, **(kwargs or {}))
         name = next(operand.__dict__["replaced_name"] for operand in operands if isinstance(operand, cls))
         raise HpmlError(
             f"parameter {name} was replaced by its placed form when the model was compiled; this is the old object",
             f"call of {getattr(func, '__name__', func)}",
             f"read it from the model again (model.get_parameter({name!r})) after the first call of the compiled model",
         )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it still has its values, and they are those of the parameter in its place."""
+        new, version = self.__dict__.get("replaced_by", (None, 0))
+        current = new and new()
+        return current is not None and current._local_tensor._version == version
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"<replaced parameter {self.__dict__.get('replaced_name')}>"
@@ -71,7 +82,9 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
                 old.grad = None
                 old.data = old.data.new_empty(0)
                 old.requires_grad_(False)
-            old.replaced_name = name  # pyright: ignore[reportAttributeAccessIssue]
+            old.__dict__["replaced_name"] = name
+            if in_graph:
+                old.__dict__["replaced_by"] = weakref.ref(new), new._local_tensor._version  # type: ignore[attr-defined]
             old.__class__ = ReplacedParameter
             out_of_reach.append(name)
     return out_of_reach[::-1]
@@ -98,6 +111,38 @@ def rebind_attributes(modules: Iterable[nn.Module], olds: list[nn.Parameter], ne
     work = _Rebinding(olds, news)
     for module in modules:
         work.replace_in([module.__dict__, *(x for x in module.__dict__.values() if isinstance(x, (list, dict)))])
+
+
+def holder_on_the_way(value: Any, way: Iterable[Any]) -> Any:
+    """The object that has to be changed so that another value is found on this way (`compat.objects_to`): the nearest one, or
+    what holds the tuples around the value. None if there is none that can be changed."""
+    for holder in way:
+        if isinstance(holder, tuple):
+            if any(item is value for item in holder):
+                value = holder
+        elif any(item is value for item in _changeable(holder)):
+            return holder
+    return None
+
+
+def _changeable(holder: Any) -> Iterable[Any]:
+    """What `_Rebinding.replace_in` can replace in a holder that is no tuple."""
+    if isinstance(holder, dict):
+        return list(holder.values())
+    if isinstance(holder, (list, deque)):
+        return holder
+    if isinstance(holder, types.CellType):
+        return [holder.cell_contents]
+    if isinstance(holder, (type, torch.Tensor, *_FRAMES)):
+        return []
+    own = getattr(holder, "__dict__", None)
+    return [*(own.values() if isinstance(own, dict) else ()),
+            *(getattr(holder, slot, None) for kind in type(holder).__mro__ for slot in _slots(kind))]
+
+
+def rebind_in(holders: list[Any], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
+    """Replace old parameters in these holders."""
+    _Rebinding(olds, news).replace_in(holders)
 
 
 class _Rebinding:

@@ -18,4 +18,5 @@ from passes.compat.groups import *
 from passes.compat.inductor import *
 from passes.compat.kernels import *
 from passes.compat.sizes import *
+from passes.compat.sources import *
 from passes.compat.tracing import *

@@ -212,29 +212,6 @@ def _let_inner_graphs_read(kind: type) -> None:
     inner_graphs._collect_fake_inputs = collect_local_parts
 
 
-def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
-    """Where Dynamo found the value of each graph input, in order; None for one that it made itself."""
-    arguments = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
-    return [None if argument is None else argument.source for argument in arguments]
-
-
-def source_name(source: Any) -> str:
-    """A source as a Python expression, such as L['self']._modules['head']._parameters['weight']."""
-    return str(source.name() if callable(source.name) else source.name)
-
-
-def duplicated_inputs(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
-    """Source of a graph input -> the other sources at which Dynamo found the same tensor."""
-    found: dict[Any, list[Any]] = {source: [] for source in input_sources(gm) if source is not None}
-    for guard in TracingContext.get().guards_context.dynamo_guards:
-        other = getattr(guard.create_fn, "keywords", {}).get("source_b")
-        if other is not None:
-            for one, two in ((guard.originating_source, other), (other, guard.originating_source)):
-                if one in found:
-                    found[one].append(two)
-    return found
-
-
 def guard_on_placement(sources: Any) -> None:
     """Guard the placed tensors at these sources by class, `requires_grad` and spec, each by one comparison in C++.
 

@@ -1,6 +1,8 @@
 """Old parameters in the script's own objects -> new ones."""
 from __future__ import annotations
 
+import functools
+import types
 import weakref
 from collections import OrderedDict, deque, namedtuple
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.runtime.rebinding import ReplacedParameter, rebind, rebind_attributes
+from hpml_compiler.runtime.rebinding import ReplacedParameter, holder_on_the_way, rebind, rebind_attributes, rebind_in
 from passes.errors import HpmlError
 
 Pair = namedtuple("Pair", "name value")
@@ -113,3 +115,23 @@ def test_attributes_of_a_module_that_hold_its_parameters_follow():
     rebind_attributes([module], [old], [new])
     assert module.kept[0] is module.by_name["w"] is module.twice[0] is module.refs[0]() is new
     assert module.kept[1] is module.refs[1]() is other and module.refs[2] is None
+
+
+@pytest.mark.parametrize("make", [
+    lambda p: ({"a": [0, (p, 1)]}, lambda kept: kept["a"][1][0], lambda kept: [kept["a"][1], kept["a"], kept]),
+    lambda p: (types.SimpleNamespace(a=(1, (p,))), lambda kept: kept.a[1][0], lambda kept: [kept.a[1], kept.a, kept]),
+    lambda p: (deque([p]), lambda kept: kept[0], lambda kept: [kept]),
+    lambda p: ((lambda: p).__closure__[0], lambda kept: kept.cell_contents, lambda kept: [kept]),
+])
+def test_the_nearest_holder_that_can_be_changed(make):
+    (old,), new = pair()
+    kept, read, way = make(old)
+    rebind_in([holder_on_the_way(old, way(kept))], [old], [new])
+    assert read(kept) is new
+
+
+@pytest.mark.parametrize("make", [lambda p: [(p,)], lambda p: [((p, 1), 2)], lambda p: [functools.partial(print, p).args],
+                                  lambda p: [types.MappingProxyType({"a": p})], lambda p: []])
+def test_nothing_on_the_way_can_be_changed(make):
+    (old,), _ = pair()
+    assert holder_on_the_way(old, make(old)) is None

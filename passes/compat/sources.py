@@ -1,0 +1,53 @@
+"""Where Dynamo found the inputs of a graph, and what holds them there."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+
+def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
+    """Where Dynamo found the value of each graph input, in order; None for one that it made itself."""
+    arguments = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
+    return [None if argument is None else argument.source for argument in arguments]
+
+
+def source_name(source: Any) -> str:
+    """A source as a Python expression, such as L['self']._modules['head']._parameters['weight']."""
+    return str(source.name() if callable(source.name) else source.name)
+
+
+def duplicated_inputs(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
+    """Source of a graph input -> the other sources at which Dynamo found the same tensor."""
+    found: dict[Any, list[Any]] = {source: [] for source in input_sources(gm) if source is not None}
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        other = getattr(guard.create_fn, "keywords", {}).get("source_b")
+        if other is not None:
+            for one, two in ((guard.originating_source, other), (other, guard.originating_source)):
+                if one in found:
+                    found[one].append(two)
+    return found
+
+
+def objects_to(source: Any) -> list[Any]:
+    """The objects through which the code being compiled reaches what is at a source, the nearest first. To be called inside a
+    backend. Ends before one that is made anew whenever it is asked for, such as `list(some.values())`."""
+    from torch._dynamo import guards
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output: Any = InstructionTranslator.current_tx().output
+    helpers = guards._get_closure_vars() if hasattr(guards, "_get_closure_vars") else guards.CLOSURE_VARS
+    scope = {**helpers, "L": output.local_scope, "G": output.global_scope}
+    found: list[Any] = []
+    while (base := getattr(source, "base", None)) is not None:
+        source = base
+        try:
+            value = eval(source_name(source), scope)
+        except Exception:  # an expression of Dynamo's for its own use
+            continue
+        if value is eval(source_name(source), scope):
+            found.append(value)
+    if type(source).__name__ == "GlobalSource":
+        found.append(output.global_scope)
+    return found
