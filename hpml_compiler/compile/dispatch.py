@@ -18,6 +18,7 @@ from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.devices import settle
 from hpml_compiler.runtime.garbage import collected_seldom
+from hpml_compiler.runtime.missing_gradients import without_missing
 from hpml_compiler.runtime.world import ensure_process_group
 from hpml_compiler.runtime.wrappers import refuse_other_wrappers, watch_compiled_modules
 from passes import compat
@@ -34,7 +35,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         compat.warm_cpp_compiler()
     options = options.with_plan(world)
     if world == 1:
-        return one_device(gm, example_inputs, options)
+        return without_missing(gm, example_inputs)(one_device(gm, example_inputs, options))
     stages = options.stage_ranks > 1
     refuse_other_wrappers(example_inputs)
     lost_ranks.start()

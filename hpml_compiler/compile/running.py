@@ -18,6 +18,7 @@ from hpml_compiler.runtime.calls import forward_call
 from hpml_compiler.runtime.compared import of_forward
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Holding
+from hpml_compiler.runtime.missing_gradients import without_missing
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
 from hpml_compiler.runtime.outputs import Outputs
 from hpml_compiler.runtime.parameters import install
@@ -33,6 +34,7 @@ def running(function: Callable[..., Any], gm: GraphModule, given: Sequence[Any],
         offload_state((value for value in given if isinstance(value, torch.nn.Parameter)), options.offload_folder or "")
     mesh = session.current().device_mesh(record.mesh)
     placements = {position: session.to_dtensor(layout) for position, layout in rewritten.placements.items()}
+    function = without_missing(gm, given)(function)
     installed = install(placements, gm, given, mesh, rewritten.gathered, rewritten.written, holding)
     outputs = Outputs(record.name, mesh, rewritten.left)
 

@@ -16,6 +16,7 @@ from hpml_compiler.runtime.calls import forward_call
 from hpml_compiler.runtime.compared import of_forward
 from hpml_compiler.runtime.doing import Spot
 from hpml_compiler.runtime.gathered import Held, Holding
+from hpml_compiler.runtime.missing_gradients import without_missing
 from hpml_compiler.runtime.owned import owner_of
 from hpml_compiler.runtime.parameters import install
 from passes.graph.stages import Stages
@@ -50,6 +51,7 @@ def running_in_stages(name: str, function: Callable[..., Any], gm: GraphModule, 
                       ) -> Callable[..., Any]:
     """function: the compiled graph, which takes local parts. Places its parameters, all ranks together."""
     same_values(own_values(inputs.described, given))
+    function = without_missing(gm, given)(function)
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = install(dict(takes.placements), gm, given, devices, takes.gathered, takes.written, holding, borrowed)
 

@@ -53,6 +53,11 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def running_node() -> Any:
+    """The autograd node that this thread's backward has come to."""
+    return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def will_accumulate(nodes: Any) -> bool:
     """Whether the backward that is running will call all these nodes (`AccumulateGrad`s) to add to `.grad`.
 
