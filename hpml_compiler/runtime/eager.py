@@ -80,7 +80,11 @@ class Wholes:
 
     def keep_changes(self, name: str) -> None:
         for tensor, value, version, grad_fn in self._found.values():
-            if name not in WRITES_UNSEEN and (not in_place(name) if version < 0 else value._version == version):
+            if name in WRITES_UNSEEN:  # statistics; autograd would see the others being written
+                changed = not tensor.requires_grad
+            else:
+                changed = in_place(name) if version < 0 else value._version != version
+            if not changed:
                 continue
             try:
                 recorded = value.grad_fn is not grad_fn or (value.requires_grad and not tensor.requires_grad)

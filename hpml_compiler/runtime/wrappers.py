@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpml_compiler.runtime import uncompiled
+from hpml_compiler.runtime.batch_norm import use_global_batch
 from passes import compat
 from passes.errors import BadInput
 
@@ -121,6 +122,8 @@ def _before_compiling(module: nn.Module) -> None:
 
             if not isinstance(inner, SplitDDP):
                 SplitDDP.adopt(inner)
+        if isinstance(inner, nn.SyncBatchNorm):
+            use_global_batch(name, inner)
 
 
 def is_split(module: nn.Module) -> bool:

@@ -1,14 +1,16 @@
 """Where batches come from: loaders, plain or distributed, of all shapes."""
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.scripts.models import adamw, classes, inputs, mlp, sgd, step, targets, tokens
+from tests.scripts.models import adamw, classes, inputs, mlp, sgd, step, targets, tokens, train
 from tests.scripts.use import use
 
 
@@ -49,6 +51,26 @@ def distributed_with_a_smaller_last_batch(hp):
 def distributed_with_batch_norm(hp):
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
     return _epochs(hp, hp.distribute(DataLoader(_pairs(), batch_size=8)), model)
+
+
+def _synchronized(hp, model, group=None):
+    """torch's own layer asks for a GPU where there are several ranks; on one device it is BatchNorm."""
+    return model if hp.mesh is None else nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+
+
+@use
+def distributed_with_synchronized_batch_norm(hp):
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.BatchNorm1d(16, momentum=None), nn.Linear(16, 4))
+    model = _synchronized(hp, model)
+    seen = _epochs(hp, hp.distribute(DataLoader(_pairs(), batch_size=8)), model)
+    return *seen, model.eval()(inputs()), hp.compile(copy.deepcopy(model))(inputs())
+
+
+@use(refused="(?s)process group that has not all ranks.*leave process_group out")
+def batch_norm_synchronized_among_some_ranks(hp):
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    group = None if hp.mesh is None else dist.new_subgroups(1)[0]
+    return train(hp, _synchronized(hp, model, group))
 
 
 @use
@@ -230,3 +252,16 @@ def pseudo_labels(hp):
         optimizer.step()
         losses.append(loss.item())
     return losses, model
+
+
+class Averaged(nn.BatchNorm1d):
+    """Dynamo compiles it by itself: its number of batches is read, which breaks the graph of a loop over layers."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+@use
+def batch_norm_with_a_cumulative_average(hp):
+    model = nn.Sequential(nn.Linear(16, 16), Averaged(16), nn.Tanh(), Averaged(16, momentum=None), nn.Linear(16, 4))
+    return *train(hp, model), model.eval()(inputs())
