@@ -1,6 +1,6 @@
 """Hugging Face architectures, split and on one device: `python -m tests.zoo` prints what came of each and the counts.
 
-Arguments are names of architectures or patterns (`llama 'qwen*'`); without any, all of them. `--mesh dp` runs on one mesh
+Arguments are names of architectures or patterns (`llama 'qwen*'`), judged in this order; without any, all of them. `--mesh dp` runs on one mesh
 only, "plan" is `hpml plan`. `--results FILE` keeps each outcome as a line of JSON, and what stands there already is not run
 again; `--again different,crashed` runs those once more. `--report` only prints what the file holds.
 """
@@ -39,8 +39,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="launches side by side")
     parser.add_argument("--report", action="store_true")
     asked = parser.parse_args()
-    names = [name for name in architectures()
-             if not asked.names or any(fnmatch.fnmatch(name, pattern) for pattern in asked.names)]
+    names = list(dict.fromkeys(name for pattern in asked.names or ["*"]
+                               for name in fnmatch.filter(architectures(), pattern)))
     known = read(asked.results)
     cases = [(name, mesh) for name in names for mesh in asked.mesh or MESHES
              if (name, mesh) not in known or known[name, mesh]["verdict"] in asked.again.split(",")]
