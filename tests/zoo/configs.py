@@ -36,6 +36,9 @@ SIZES: list[tuple[str, Any]] = [
 ]
 """(names, value): a number, or a function of the default. The first that matches a name in full decides."""
 
+SWITCHED_OFF = ("use_cache", "apply_spec_augment")
+"""Caches are for generation; masks of SpecAugment are longer than a small input."""
+
 
 def tiny(config_class: type, **given: Any) -> Any:
     """A small config of `config_class`; `given` are arguments that it is made with whatever their size."""
@@ -55,8 +58,10 @@ def small_arguments(config_class: Any) -> dict[str, Any]:
             arguments[field.name] = small_arguments(subconfigs[field.name])
         elif (small := _small(field.name, default)) is not None and small != default:
             arguments[field.name] = small
-    if "use_cache" in {field.name for field in dataclasses.fields(config_class)}:
-        arguments["use_cache"] = False
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    arguments.update({name: False for name in SWITCHED_OFF if name in defaults})
+    if defaults.get("num_key_value_heads") == defaults.get("num_attention_heads", 0):
+        arguments["num_key_value_heads"] = HEADS  # attention that does not group its queries, such as DeepSeek's
     return arguments
 
 
@@ -82,6 +87,8 @@ def _small_numbers(name: str, default: Any) -> Any:
         return type(default)(min(each, 1) if len(default) > 2 else min(each, LAYERS) for each in default)
     if re.fullmatch(r"(hidden_sizes|embed_dims?|encoder_hidden_sizes|dims?|.*_channels|.*hidden_sizes|embedding_dims?)", name):
         return type(default)(max(8, 8 * round(16 * each / max(default) / 4)) for each in default)
+    if re.fullmatch(r"(encoder_)?(num_heads|num_attention_heads)", name):
+        return type(default)(min(each, 2) for each in default)
     if re.fullmatch(r"image_size", name):
         return type(default)(IMAGE for _ in default)
     if re.fullmatch(r"conv_dim", name):
