@@ -1,8 +1,8 @@
 """Hugging Face architectures, split and on one device: `python -m tests.zoo` prints what came of each and the counts.
 
-Arguments are names of architectures or patterns (`llama 'qwen*'`), judged in this order; without any, all of them. `--mesh dp` runs on one mesh
-only, "plan" is `hpml plan`. `--results FILE` keeps each outcome as a line of JSON, and what stands there already is not run
-again; `--again different,crashed` runs those once more. `--report` only prints what the file holds.
+Arguments are names of architectures or patterns (`llama 'qwen*'`), judged in this order; without any, all of them. `--mesh dp`
+runs on one mesh only, "plan" is `hpml plan`. `--results FILE` keeps each outcome as a line of JSON, and what stands there
+already is not run again; `--again different,crashed` runs those once more. `--report` only prints what the file holds.
 """
 from __future__ import annotations
 
