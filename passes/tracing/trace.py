@@ -57,7 +57,7 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
 
     dynamic: as in torch.compile. alone: on one device, which runs without a compiler what "eager" does not take apart.
     calls: takes what is called behind graph breaks, and the error that ends the call there; without it, the first graph with
-    gradients is the last.
+    gradients is the last. Where Dynamo leaves a function to Python, its first graph is one of a function that this calls.
     """
     start = time.perf_counter()
     found: list[Traced] = []
@@ -77,7 +77,7 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
                 decompositions=None if alone and compiler == "eager" else decompositions(compiler),
             )(gm, examples)
         except _Stop:
-            if calls is None or not (breaks or calls.counts):
+            if calls is None or not (breaks or calls.counts or compat.frame_being_compiled() not in ("", "0")):
                 raise
         number = len(found)
 
@@ -93,7 +93,9 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
     torch.compiler.reset()
     try:
         with compat.quiet_dynamo():
-            torch.compile(function, backend=backend, dynamic=dynamic)(*args, **(kwargs or {}))
+            result = torch.compile(function, backend=backend, dynamic=dynamic)(*args, **(kwargs or {}))
+        if calls is not None:
+            calls.note_result(result)
     except _Stop:
         pass
     except Exception as error:

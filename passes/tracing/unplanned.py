@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import passes
+from passes import compat
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Calls:
     first: set[int] = field(default_factory=set)
     """Ids of parameters that the first call of a graph took."""
     again: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    """Ids of parameters that the result has a gradient for."""
     stopped: Exception | None = None
 
     @staticmethod
@@ -43,6 +46,17 @@ class Calls:
         (self.first if self.counts[graph] == 1 else self.again).update(map(id, arguments))
         return self.counts[graph] == 1
 
+    def note_result(self, result: object) -> None:
+        """Note what the step returned, which Python code may have computed from parameters that no graph takes."""
+        nodes = [leaf.grad_fn for leaf in compat.pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        seen: set[object] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                self.reached.add(id(getattr(node, "variable", None)))
+                nodes += [parent for parent, _ in node.next_functions]
+
     def unplanned(self) -> list[Unplanned]:
         found = []
         again = self.again - self.first
@@ -50,6 +64,8 @@ class Calls:
             most = max(self.counts.values())
             found.append(Unplanned(
                 f"a graph behind a graph break is called {most} times, and one call of it is planned", "", names))
+        if names := tuple(name for key, name in self.trained.items() if key in self.reached - self.first - self.again):
+            found.append(Unplanned("Python code that Dynamo does not trace computes with them", "", names))
         if self.stopped is not None:
             names = tuple(name for key, name in self.trained.items() if key not in self.first | self.again)
             found.append(Unplanned(

@@ -99,3 +99,27 @@ def test_further_calls_of_one_graph_are_told():
     told = [name for each in unplanned for name in each.parameters]
     assert sorted(planned + told) == sorted(name for name, _ in Deep().named_parameters())
     assert told and all("is called 3 times" in each.reason for each in unplanned)
+
+
+class LeftToPython(nn.Module):
+    """Breaks in a loop, for which Dynamo leaves `forward` to Python and compiles what it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.scale = nn.ModuleList(Layer() for _ in range(2)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x * self.scale)
+        return x.square().mean()
+
+
+def test_all_parameters_of_a_function_that_is_left_to_python_are_planned_or_told():
+    unplanned = []
+    graphs = trace(LeftToPython(), torch.ones(3, 4), unplanned=unplanned)
+    planned = {each.name for graph in graphs for each in graph.inputs if each.kind == "parameter"}
+    assert planned == {"layers.0.up.weight", "layers.0.up.bias", "layers.0.down.weight", "layers.0.down.bias"}
+    assert {each.reason.split(",")[0]: set(each.parameters) for each in unplanned} == {
+        "a graph behind a graph break is called 2 times": {name.replace("0", "1") for name in planned},
+        "Python code that Dynamo does not trace computes with them": {"scale"}}
