@@ -25,7 +25,7 @@ def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: InTime, l
     prices = AsPlanned(record, Repriced(record, MeshPrices(mesh, states)))
     step = step_graph(record, prices)
     return record.model_copy(update={
-        "solver": record.solver.without_bound(), "predicted": _predicted(record, step, said.count),
+        "solver": record.solver.of_another(), "predicted": _predicted(record, step, said.count),
         "memory": _memory(record, step)})
 
 

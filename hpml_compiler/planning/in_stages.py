@@ -30,7 +30,7 @@ from hpml_compiler.planning.stage_axes import (
     over_all_axes,
     schedule_of,
 )
-from hpml_compiler.planning.staged_body import stage_body
+from hpml_compiler.planning.staged_body import WITHOUT_STAGES, stage_body, why_all_is_held
 from hpml_compiler.planning.staged_plan import StagedPlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import AsPlanned, Repriced
@@ -42,6 +42,7 @@ from passes.errors import BadInput, Infeasible
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.nodes import returned_nodes
+from passes.graph.stages import Stages
 from passes.machine.axis import device_axes
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
@@ -70,8 +71,9 @@ def plan_in_stages(traced: Traced, options: Options, cluster: Cluster, microbatc
     try:
         staged = stage_body(gm, annotated.interface.kinds, cut_loop(gm), table.stages, cluster.device, lambda find: find())
     except TooFewParts as error:
-        log.warning("%s goes through no stages, and each rank does all of it: %s", name, error.what)
+        log.warning("%s goes through no stages, and each rank does all of it: %s; %s", name, error.what, WITHOUT_STAGES)
         return _all_of_it(traced, options, cluster, table, name)
+    _say_what_is_held(name, staged.stages)
     plan = StagedPlan(traced.gm, traced.inputs, outputs, options, cluster, times, planned)
     return check_fits(plan.plan(name, gm, staged, table), options, cluster)
 
@@ -110,10 +112,16 @@ def plan_folded(folded: Folded, annotated: Annotated, forward_outputs: int, opti
                             lambda find: find(), starts)
     except BadInput as error:
         raise NotLinear(f"its layers do not follow each other: {error.what}") from error
+    _say_what_is_held(name, staged.stages)
     cut = LayersCut(staged, len(lists), options.compiler, table)
     parts = folded_parts(record, step_graph(record, AsPlanned(record, Repriced(record, prices))), lists, cut, table)
     mesh = mesh if is_split(mesh) else {STAGES_AXIS: options.stage_ranks}
     return check_fits(with_pipeline(record, parts, table, mesh, cluster, states), options, cluster)
+
+
+def _say_what_is_held(name: str, stages: Stages) -> None:
+    if (why := why_all_is_held(stages)) is not None:
+        log.warning("%s: %s", name, why)
 
 
 def _mark(annotated: Annotated, planned: Planned | None, times: InTime | None, forward_outputs: int) -> None:

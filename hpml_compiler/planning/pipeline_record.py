@@ -13,8 +13,9 @@ from passes.costs.prices import MeshPrices
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.schedule.actions import Schedule
+from passes.schedule.assembly import breakdown
 from passes.schedule.events import run
-from passes.schedule.pipeline import pipeline, play
+from passes.schedule.pipeline import Stage, pipeline, play
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Schedule
     """record: what the ranks of one stage would do of all. mesh: of all ranks of the cluster. states: of the optimizer."""
     record = over_all_axes(record, mesh)
     # What was solved is where the ranks of one stage would place all of it.
-    record = record.model_copy(update={"solver": record.solver.without_bound()})
+    record = record.model_copy(update={"solver": record.solver.of_another()})
     held = [sum(_held(record, {name for k in own for name in parts[k].reads})) for own in _stages_of_ranks(table)]
     most = max(range(len(held)), key=held.__getitem__)
     fullest = _held(record, {name for k in _stages_of_ranks(table)[most] for name in parts[k].reads})
@@ -54,8 +55,7 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Schedule
     known = stages_of(pipe, times, None, prices.optimizer_us(), prices.accumulate_us())
     played = play(table, known)
     pipe = pipe.model_copy(update={"step_us": played.step_us, "bubble": played.bubble})
-    whole = run(pipeline(known, pipe.microbatches, pipe.schedule, pipe.ranks).tasks, [1.0] * pipe.ranks).end_us
-    return _with_times(record.model_copy(update={"pipeline": pipe}), times, whole)
+    return _with_times(record.model_copy(update={"pipeline": pipe}), known)
 
 
 def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: Schedule, times: StageTimes,
@@ -97,13 +97,13 @@ def _with_memory(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, in
             "peak": sum(held) + activations})})
 
 
-def _with_times(record: GraphPlan, times: Sequence[StageTimes], step_us: float) -> GraphPlan:
+def _with_times(record: GraphPlan, stages: Sequence[Stage]) -> GraphPlan:
     """Compute and communication are those of a rank, on average."""
     pipe = record.pipeline
     assert pipe is not None, "it was put there"
-    m, p = pipe.microbatches, pipe.ranks
-    compute = sum(m * (each.forward_us + each.backward_us) + each.around_us for each in times) / p
-    sent = sum(m * (stage.send_us + stage.return_us) + each.reduce_us for stage, each in zip(pipe.stages, times)) / p
+    built = pipeline(stages, pipe.microbatches, pipe.schedule, pipe.ranks)
+    spans = run(built.tasks, [1.0] * pipe.ranks)
+    parts = breakdown(built.tasks, built.labels, spans, [1] * pipe.ranks)
     return record.model_copy(update={"predicted": record.predicted.model_copy(update={
-        "step_time_us": step_us, "compute_us": compute, "communication_us": sent, "overhead_us": 0.0, "energy_j": None,
-        "energy_label": None})})
+        "step_time_us": spans.end_us, "compute_us": parts.compute_us, "communication_us": parts.communication_us,
+        "overhead_us": 0.0, "energy_j": None, "energy_label": None})})

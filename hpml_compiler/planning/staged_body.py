@@ -25,6 +25,9 @@ from passes.transform.microbatches import Loop, Read
 from passes.transform.split_backward import split_backward
 from passes.transform.split_stages import StageGraph, makers_of_gradients, split_stages
 
+WITHOUT_STAGES = "give pp fewer ranks or leave it out of options['mesh'], and split the model by dp, tp or zero instead"
+"""What to do about a graph that stages do not suit."""
+
 
 @dataclass(frozen=True)
 class StagedBody:
@@ -70,6 +73,17 @@ def _check_sizes(graphs: Sequence[StageGraph]) -> None:
             if any(not isinstance(size, int) for size in fake.shape):
                 raise BadInput(f"stage {graph.index} of a pipeline would receive or send something whose size depends on data: "
                                f"{tuple(fake.shape)}", name, "leave pp out of options['mesh'], or make its size a fixed one")
+
+
+def why_all_is_held(stages: Stages) -> str | None:
+    """A warning of stages that save no memory, with what to do; None where each stage has parameters of its own."""
+    empty = stages.without_parameters()
+    if not empty:
+        return None
+    which = ", ".join(f"stage {stage} ({' to '.join(dict.fromkeys((own[0], own[-1])))})"
+                      for stage in empty if (own := stages.blocks[stage]))
+    return (f"of {stages.count} stages, {which} makes no parameter's gradient whole, so that its rank holds only what other "
+            f"ranks hold, too; {WITHOUT_STAGES}")
 
 
 def structure_of(body: GraphModule) -> str:

@@ -155,8 +155,12 @@ class SolverReport(Record):
     objective: Objective = "time"
 
     def without_bound(self) -> SolverReport:
-        """Of an answer that is taken for another problem than the one that was solved, whose bound says nothing of it."""
+        """The report on an answer to a narrower problem than the one that was asked, about which its bound says nothing."""
         return self.model_copy(update={"status": "feasible", "bound": None, "gap": None})
+
+    def of_another(self) -> SolverReport:
+        """The report on an answer that is used in another problem than the one that was solved, with costs of its own."""
+        return self.without_bound().model_copy(update={"cost": None})
 
 
 class UnplannedPart(Record):

@@ -257,9 +257,12 @@ def _energy_j(built: Lanes, spans: Spans) -> float | None:
     if len(powers) < len(built.devices):
         return None
     micro_j = sum(power.idle_w * spans.end_us * len(ranks) for power, ranks in zip(powers, built.ranks))
-    for task, kernel in zip(built.tasks, built.kernels):
+    for task, kernel, label in zip(built.tasks, built.kernels, built.labels):
         for lane in task.lanes:
             power = powers[lane]
-            watts = power.kernel_w(kernel) if kernel else power.communication_w
-            micro_j += (watts - power.idle_w) * task.us * len(built.ranks[lane])
+            moving_us = label.inside.exposed_us if kernel else task.us
+            watt_us = (power.communication_w - power.idle_w) * moving_us
+            if kernel:
+                watt_us += (power.kernel_w(kernel) - power.idle_w) * (task.us - moving_us)
+            micro_j += watt_us * len(built.ranks[lane])
     return micro_j * 1e-6 + built.link_j

@@ -14,8 +14,10 @@ from hpml_compiler.simulate.prices import PlanPrices
 from hpml_compiler.simulate.step_graph import step_graph
 from passes.costs.prices import MeshPrices
 from passes.graph.phase import FORWARD
+from passes.schedule.assembly import Inside
 from passes.schedule.events import run
 from passes.schedule.pipeline import Stage
+from passes.schedule.program import Entry
 from passes.schedule.step_graph import Leg, StepGraph
 from passes.schedule.walk import program
 
@@ -24,13 +26,15 @@ STAGES_AXIS = "pp"
 
 @dataclass(frozen=True)
 class StageTimes:
-    """µs of one stage: forward and backward of one microbatch, without what adds its gradients up. around_us, reduce_us:
-    computed and moved once in a step, before the loop over microbatches or after it."""
+    """µs of one stage: forward and backward of one microbatch, without what adds its gradients up, and the communication inside
+    these. around_us, reduce_us: computed and moved once in a step, before the loop over microbatches or after it."""
 
     forward_us: float
     backward_us: float
     around_us: float
     reduce_us: float
+    forward_inside: Inside
+    backward_inside: Inside
 
 
 def times_of_stages(graph: GraphPlan, operations: Sequence[Mapping[str, int]], prices: PlanPrices, *, recompute: bool = False,
@@ -59,7 +63,15 @@ def _times(step: StepGraph, own: Mapping[str, int], stages: int, recompute: bool
     made = program([alone], recompute=recompute)
     spans = run(made.tasks(overlap), [contention])
     forward_us = max((stop for stop, each in zip(spans.stop_us, made.entries) if each.kind == FORWARD), default=0.0)
-    return StageTimes(forward_us, spans.end_us - forward_us, around_us, once_us)
+    within = [_inside(us, [each for stop, each in zip(spans.stop_us, made.entries) if (stop <= forward_us) == forward])
+              for us, forward in ((forward_us, True), (spans.end_us - forward_us, False))]
+    return StageTimes(forward_us, spans.end_us - forward_us, around_us, once_us, *within)
+
+
+def _inside(us: float, entries: Sequence[Entry]) -> Inside:
+    """Of a turn that takes so long."""
+    work_us = sum(each.us for each in entries if each.is_work)
+    return Inside(sum(each.us for each in entries if not each.is_work), max(0.0, us - work_us))
 
 
 def sends_us(pipe: PipelinePlan, prices: MeshPrices) -> list[tuple[float, float]]:
@@ -86,7 +98,8 @@ def stages_of(pipe: PipelinePlan, times: Sequence[StageTimes], sends: Sequence[t
         found.append(Stage(
             own.forward_us, backward_us, send_us, return_us, reduce_us=own.reduce_us, around_us=own.around_us,
             optimizer_us=optimizer_us * share, activation_bytes=stage.saved_bytes, held_bytes=held[k],
-            weight_us=None if stage.weight_us is None else backward_us * _share(stage.weight_us, stage.backward_us)))
+            weight_us=None if stage.weight_us is None else backward_us * _share(stage.weight_us, stage.backward_us),
+            forward_inside=own.forward_inside, backward_inside=own.backward_inside))
     return found
 
 

@@ -54,6 +54,11 @@ class Stages:
     time_us: tuple[float, ...]
     forward_us: tuple[float, ...]
 
+    def without_parameters(self) -> tuple[int, ...]:
+        """Stages that have no parameter of their own: what they read, another stage has, too."""
+        owners = {first for first, *_ in self.parameters.values()}
+        return tuple(stage for stage in range(self.count) if stage not in owners)
+
     def over(self, border: int, phase: Phase) -> tuple[Sent, ...]:
         """What goes over the border after stage `border`, in the order in which it is made."""
         return tuple(each for each in self.sent if each.phase == phase and each.crosses(border))

@@ -16,12 +16,28 @@ SHORTEST_US = 2e-3
 
 
 @dataclass(frozen=True)
+class Inside:
+    """Communication that is a part of a task. communication_us: all of it; exposed_us: what it adds to the task's time."""
+
+    communication_us: float = 0.0
+    exposed_us: float = 0.0
+
+    def part(self, share: float) -> Inside:
+        return Inside(self.communication_us * share, self.exposed_us * share)
+
+
+NOTHING = Inside()
+
+
+@dataclass(frozen=True)
 class Label:
-    """What a task is called; `work`: the model's arithmetic or the optimizer's."""
+    """What a task is called; `work`: the model's arithmetic or the optimizer's. inside: the communication of a task that is
+    both, such as a microbatch's turn in a stage of several ranks."""
 
     name: str
     kind: str
     work: bool
+    inside: Inside = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +73,9 @@ def breakdown(tasks: Sequence[Task], labels: Sequence[Label], spans: Spans, rank
     busy: list[list[tuple[float, float]]] = [[] for _ in lanes]
     for index, (task, label) in enumerate(zip(tasks, labels)):
         for lane in task.lanes:
-            (communication if not label.work else optimizer if label.kind == OPTIMIZER else compute)[lane].append(task.us)
+            own = communication if not label.work else optimizer if label.kind == OPTIMIZER else compute
+            own[lane].append(task.us - label.inside.exposed_us)
+            communication[lane].append(label.inside.communication_us)
             busy[lane].append((spans.start_us[index], spans.stop_us[index]))
     total = sum(ranks)
     shares = [count / total for count in ranks]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from passes.errors import BadInput
 from passes.schedule.actions import Action, Schedule, schedule
-from passes.schedule.assembly import Label
+from passes.schedule.assembly import NOTHING, Inside, Label
 from passes.schedule.events import COMMUNICATION, Task, run
 from passes.schedule.liveness import SAVED, Interval
 from passes.schedule.orders import ScheduleName, stages_of
@@ -26,7 +26,7 @@ class Stage:
     takes to send). weight_us: the part of backward_us for gradients of weights, where a schedule computes them apart (None:
     half). around_us: computed once, before the first microbatch or after the last; reduce_us: its gradients' reduction after
     the last microbatch; activation_bytes: saved for backward per microbatch in flight; held_bytes: parameters, gradients,
-    optimizer state.
+    optimizer state. forward_inside, backward_inside: communication between the ranks of the stage, a part of these times.
     """
 
     forward_us: float
@@ -39,6 +39,13 @@ class Stage:
     held_bytes: float = 0.0
     weight_us: float | None = None
     around_us: float = 0.0
+    forward_inside: Inside = NOTHING
+    backward_inside: Inside = NOTHING
+
+    def inside(self, action: Action) -> Inside:
+        if action.kind == "forward":
+            return self.forward_inside
+        return self.backward_inside.part(self.us(action) / self.backward_us) if self.backward_us else NOTHING
 
     def us(self, action: Action) -> float:
         if action.kind == "forward":
@@ -116,7 +123,8 @@ def tasks_of(table: Schedule, stages: Sequence[Stage]) -> Pipeline:
             elif needed is not None:
                 after.append(number[needed])
             built.tasks.append(Task(stages[action.stage].us(action), after=tuple(after), lanes=(rank,)))
-            built.labels.append(Label(name_of(action), "forward" if action.kind == "forward" else "backward", True))
+            built.labels.append(Label(name_of(action), "forward" if action.kind == "forward" else "backward", True,
+                                      stages[action.stage].inside(action)))
     for action in messages:
         made = _made(table, action)
         built.tasks.append(Task(_send_us(stages, action), COMMUNICATION, (number[made],), (table.ranks[action.stage],),

@@ -35,10 +35,20 @@ def _times(plan: Plan, found, summary, table: str) -> None:
     if solver.bound is None:
         assert solver.status == "feasible" and solver.gap is None and "bound" not in table
     else:
+        again_us = 0.0 if graph.kept is None else graph.kept.again_us + sum(
+            value.predicted_us * value.layers for value in graph.kept.offloaded.values())
+        assert solver.cost == pytest.approx(cost.step_time_us + again_us, rel=1e-6)
         assert solver.bound <= solver.cost * (1 + 1e-9) and summary["bound_s"] <= summary["step_time_s"] * (1 + 1e-9)
     parts = cost.compute_us + cost.communication_us + cost.optimizer_us + cost.overhead_us
     if graph.pipeline is None:
         assert parts == pytest.approx(cost.step_time_us, rel=1e-9)
         assert simulate(plan, overlap=False).step_us == pytest.approx(cost.step_time_us, rel=0.02)
+    else:
+        alone = simulate(plan, overlap=False, contention=1.0)
+        assert alone.step_us == pytest.approx(cost.step_time_us, rel=1e-9)
+        assert alone.compute_us == pytest.approx(cost.compute_us, rel=1e-9)
+        assert alone.communication_us == pytest.approx(cost.communication_us, rel=1e-9)
+        moved = sum(hop.predicted_us * move.multiplicity for move in graph.redistributions for hop in move.hops if hop.bytes)
+        assert cost.communication_us * graph.pipeline.ranks >= moved, "microbatches take no less than a whole batch"
     assert found.step_us == pytest.approx(
         found.compute_us + found.exposed_communication_us + found.bubble_us + found.optimizer_us, rel=1e-9)

@@ -1,6 +1,8 @@
 """Models before -> what planning says besides the plan."""
 from __future__ import annotations
 
+import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -43,3 +45,22 @@ def test_one_device_has_a_plan_too(whole):
     assert plan.table() and plan.graphviz().source
     parameters = sum(p.bytes_whole for p in plan.graphs[0].parameters.values())
     assert plan.memory.parameters == parameters == plan.memory.gradients
+
+
+class WithLoss(nn.Module):
+    def __init__(self, layers: int):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize(("layers", "stages", "said"), [
+    (1, 2, "of 2 stages, stage 1 .* makes no parameter's gradient whole, .*leave it out of options"),
+    (1, 8, "goes through no stages, and each rank does all of it: .*leave it out of options"), (4, 2, None)])
+def test_stages_that_save_no_memory_are_reported_with_a_remedy(caplog, layers, stages, said):
+    with caplog.at_level(logging.WARNING, "hpml"):
+        hpml_compiler.plan(WithLoss(layers), (torch.zeros(64, 64),), cluster=f"1x{stages}:cpu", mesh={"pp": stages})
+    warnings = [record.getMessage() for record in caplog.records if "stage" in record.getMessage()]
+    assert len(warnings) == (said is not None) and all(re.search(said, each) for each in warnings)

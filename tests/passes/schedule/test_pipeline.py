@@ -5,7 +5,7 @@ import pytest
 
 from passes.errors import BadInput
 from passes.schedule.actions import schedule as table_of
-from passes.schedule.assembly import breakdown, memory_over_time
+from passes.schedule.assembly import Inside, breakdown, memory_over_time
 from passes.schedule.events import run
 from passes.schedule.pipeline import Stage, pipeline, play
 
@@ -76,6 +76,17 @@ def test_one_microbatch_through_two_stages_by_hand():
     assert parts.bubble_us == pytest.approx(((3 + 7 + 2) + (3 + 1 + 7 + 4 + 5)) / 2)
     assert parts.exposed_communication_us == pytest.approx(((1 + 4) + 2) / 2)
     assert parts.optimizer_us == 5 / 2
+
+
+def test_communication_inside_a_stage_is_no_computation():
+    """Half of 3 forward, and 2 of 7 backward of which 1 is hidden, for each of four microbatches."""
+    plain, split = Stage(3, 7), Stage(3, 7, forward_inside=Inside(1.5, 1.5), backward_inside=Inside(2, 1))
+    alone, whole = ([breakdown(built.tasks, built.labels, spans, [1, 1]), spans.end_us]
+                    for built, spans in (end([stage] * 2, 4, "1f1b") for stage in (plain, split)))
+    assert alone[1] == whole[1] and alone[0].bubble_us == whole[0].bubble_us
+    assert alone[0].compute_us - whole[0].compute_us == pytest.approx(4 * 2.5)
+    assert whole[0].communication_us == pytest.approx(4 * 3.5)
+    assert whole[0].exposed_communication_us == pytest.approx(4 * 2.5)
 
 
 def test_the_slowest_stage_sets_the_pace():
