@@ -51,8 +51,18 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def eager_decompositions() -> dict[Any, Callable[..., Any]]:
     """The same table without the operators that draw random numbers themselves: inductor's stand-ins for them, made for
     its own generator, draw others from torch's than the operators do. What consists of other operators is kept."""
-    return {op: decomposed for op, decomposed in inductor_decompositions().items()
-            if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or op._can_decompose()}
+    table = {op: decomposed for op, decomposed in inductor_decompositions().items()
+             if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or op._can_decompose()}
+    return table | dict.fromkeys(_operators(("eye.default", "eye.m")), _eye)
+
+
+def _eye(n: int, m: int | None = None, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
+         device: Any = None, pin_memory: bool | None = None) -> Any:
+    """torch's own counts from 256 rows on in uint16, of which only inductor can make a range."""
+    if layout not in (None, torch.strided) or pin_memory:
+        return NotImplemented
+    rows, columns = torch.arange(n, device=device), torch.arange(n if m is None else m, device=device)
+    return (rows.unsqueeze(-1) == columns).to(dtype or torch.get_default_dtype())
 
 
 @contextlib.contextmanager

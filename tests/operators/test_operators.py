@@ -63,3 +63,13 @@ def test_the_backend_traces_without_wrong_decompositions_and_leaves_torch_as_it_
         (graph,) = joint_graphs(F.multilabel_margin_loss, (x, TARGETS), compiler=compiler, alone=compiler == "eager")
         assert len(graph.gm.graph.find_nodes(op="call_function", target=op)) == 1
     assert kernels == op.py_kernels
+
+
+@pytest.mark.parametrize("size", [(3,), (300,), (300, 2), (2, 300)], ids=str)
+def test_ones_on_the_diagonal_of_many_rows_are_counted_in_numbers_that_eager_has(size):
+    def scaled(x):
+        return [torch.eye(*size, dtype=torch.float64) * x + torch.eye(*size)]
+
+    x = torch.tensor(3.0)
+    traced = trace(scaled, [x], "eager")
+    assert torch.equal(fx.Interpreter(traced.gm).run(x)[0], scaled(x)[0])
