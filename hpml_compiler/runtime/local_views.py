@@ -8,9 +8,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.accumulating import accumulate, may_accumulate, wrapped
-from hpml_compiler.runtime.owned import brought, is_owner
+from hpml_compiler.runtime.owned import brought, is_owner, unknown_to_dtensor
 from hpml_compiler.runtime.placed import PlacedTensor
 from passes import compat
+from passes.errors import HpmlError
 
 
 class LocalViews(torch.autograd.Function):
@@ -36,8 +37,40 @@ class LocalViews(torch.autograd.Function):
             if not torch.is_grad_enabled() and may_accumulate(ctx, ctx.placed):
                 accumulate(ctx.placed, gradients, PlacedTensor)
                 return (None,) * (1 + len(gradients))
-            return (None, *[None if gradient is None else wrapped(gradient, tensor, PlacedTensor)
+            if torch.is_grad_enabled():
+                _check_keeps_no_graph(ctx)
+            return (None, *[None if gradient is None else _with_graph(gradient, tensor)
                           for tensor, gradient in zip(ctx.placed, gradients, strict=True)])
+
+
+def _check_keeps_no_graph(ctx: Any) -> None:
+    """Raises HpmlError where autograd cannot add gradients that keep a graph to `.grad`."""
+    owned = any(unknown_to_dtensor(tensor.placements) for tensor in ctx.placed)
+    if owned and compat.will_accumulate([node for node, _ in ctx.next_functions]):
+        raise HpmlError("backward(create_graph=True) would keep a graph of gradients that single stages own, and no compiled "
+                        "graph has second derivatives (nor with torch's own compilers)", "backward of a compiled graph",
+                        "call backward() without create_graph, or compute the term that needs second derivatives without a "
+                        "compiler (torch.compiler.disable)")
+
+
+def _with_graph(gradient: torch.Tensor, tensor: DTensor) -> Any:
+    """The gradient, placed. With create_graph=True it keeps its graph, so that a second derivative raises AOTAutograd's error
+    and is not left out."""
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        return _Wrapped.apply(gradient, tensor)
+    return wrapped(gradient, tensor, PlacedTensor)
+
+
+class _Wrapped(torch.autograd.Function):
+    """From a part of a gradient to the placed gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, tensor: DTensor) -> Any:
+        return wrapped(gradient.detach(), tensor, PlacedTensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]._local_tensor if isinstance(gradients[0], DTensor) else gradients[0], None
 
 
 def _owners(gradient: torch.Tensor | None, tensor: DTensor) -> torch.Tensor | None:

@@ -198,7 +198,7 @@ def place_parameter(old: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Pl
     new.__dict__.update(old.__dict__)
     new._is_param = True  # what nn.Parameter's isinstance asks for; calling it would make another object
     if old.grad is not None:
-        new.grad = place_like(old.grad, new)
+        new.grad = place_like(old.grad if old.grad.layout is torch.strided else old.grad.to_dense(), new)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, hooks) is not None:  # the dict itself, so that the handles that the script holds remove from it
             setattr(new, hooks, getattr(old, hooks))

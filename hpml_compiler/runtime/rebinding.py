@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpml_compiler.runtime.accumulating import note_eager_use
 from hpml_compiler.runtime.eager import tensors_in
 from hpml_compiler.runtime.placed import place_like
 from passes import compat
@@ -76,6 +77,7 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
         held = _references([old], 0) > _NOBODY + 1  # the variable
         in_graph = old.requires_grad and compat.use_count(old) > 1
         if in_graph:  # an eager operation read it before the first compiled graph did
+            _hand_hooks_on(old, new)
             _hand_gradients_on(old, new)
         if held:
             if not in_graph:
@@ -88,6 +90,40 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
             old.__class__ = ReplacedParameter
             out_of_reach.append(name)
     return out_of_reach[::-1]
+
+
+def _hand_hooks_on(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Let the node that accumulates the gradient of the new parameter call the hooks of the old one's, for as long as those are
+    registered and the script holds the old node (as with a plain parameter)."""
+    node, placed_node = (torch.autograd.graph.get_gradient_edge(each).node for each in (old, new))
+    before, after = _hooks_with(node.register_prehook), _hooks_with(node.register_hook)
+    if not before and not after:
+        return
+
+    def call_before(gradients: Any) -> Any:
+        for hook in list(before.values()):
+            gradients = gradients if (given := hook(gradients)) is None else given
+        return gradients
+
+    def call_after(*gradients: Any) -> None:
+        for hook in list(after.values()):
+            hook(*gradients)
+
+    placed_node.register_prehook(call_before)
+    placed_node.register_hook(call_after)
+    node.metadata[_PLACED_NODE] = placed_node
+    note_eager_use(new)  # type: ignore[arg-type]
+
+
+_PLACED_NODE = "hpml: the node of the placed parameter"
+
+
+def _hooks_with(register: Any) -> Any:
+    """The table of hooks that this method adds to."""
+    handle = register(print)
+    table = handle.hooks_dict_ref()
+    handle.remove()
+    return table
 
 
 def _hand_gradients_on(old: nn.Parameter, new: nn.Parameter) -> None:

@@ -14,6 +14,7 @@ from hpml_compiler.runtime.local_views import LocalViews
 from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.parameters import place_parameter
 from hpml_compiler.runtime.placed import PlacedTensor
+from hpml_compiler.runtime.rebinding import rebind
 from passes import compat
 
 
@@ -34,12 +35,15 @@ class World:
         self.placement, self.seen = placement, []
         self.p, self.q = [self._leaf(torch.arange(8, dtype=dtype).view(4, 2) + k) for k in (1, 3)]
 
-    def _leaf(self, value):
-        leaf = nn.Parameter(value)
+    def _leaf(self, value, before=lambda leaf: None):
+        """before: what the script does to the plain leaf, before it is placed."""
+        olds = [nn.Parameter(value)]
+        before(olds[0])
         if self.placement is None:
-            return leaf
-        leaf = place_parameter(leaf, init_device_mesh("cpu", (1,)), [self.placement])
+            return olds[0]
+        leaf = place_parameter(olds[0], init_device_mesh("cpu", (1,)), [self.placement])
         leaf._spec = compat.interned_spec(leaf._spec)
+        rebind(["p"], olds, [leaf])
         return leaf
 
     def use(self, scale=1.0, only_p=False):
@@ -297,6 +301,35 @@ def two_graphs_in_any_order(w):
 
 def views_in_eager(w):
     (w.use() + w.p[1].sum() + w.q.view(8)[::2].sum() + w.p.T.sum() * 2 + w.p.detach().sum()).backward()
+
+
+def hooks_from_before_it_was_placed(w):
+    kept = []
+
+    def add_hooks(leaf):
+        node = leaf.expand_as(leaf).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: w.see("after", w.p.grad))
+        kept.extend([node, node.register_prehook(lambda g: (g[0] * 2,)), node.register_prehook(lambda g: w.see("before", g))])
+
+    w.p = w._leaf(w.p.detach().to_local() if w.placement else w.p.detach(), add_hooks)
+    w.use().backward()
+    kept[1].remove()
+    w.use().backward()
+    kept.clear()
+    gc.collect()
+    w.use().backward()
+
+
+def sparse_grad_from_before_it_was_placed(w):
+    w.p = w._leaf(w.p.detach().to_local() if w.placement else w.p.detach(),
+                  lambda leaf: setattr(leaf, "grad", torch.eye(4, 2, dtype=leaf.dtype).to_sparse()))
+    twice(w)
+
+
+def second_derivative(w):
+    loss = w.use()
+    grads = torch.autograd.grad(loss, [w.p, w.q], create_graph=True)
+    (loss + sum(g.pow(2).sum() for g in grads)).backward()
 
 
 def accumulator_of_a_profile(w):
