@@ -27,6 +27,7 @@ from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
+from passes.solve.allowance import Allowance
 
 
 class Planner:
@@ -79,7 +80,7 @@ class Planner:
         if self.sharing is not None and self.forward_outputs is not None:
             trial = self.trial(self.sharing)
         if given is not None or like is not None:
-            planned = plan() if trial is None else plan_in_trials(plan, trial, options.time_limit, pinned)
+            planned = plan() if trial is None else plan_in_trials(plan, trial, Allowance(options.time_limit), pinned)
         else:
             memory = memory_of(annotated, options, self.cluster, quick, mesh, sorted(rows))
             if trial is None and self.whole:

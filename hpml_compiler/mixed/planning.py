@@ -28,9 +28,12 @@ from passes.machine.cluster import Cluster
 from passes.shares.estimates import TimeEstimate
 from passes.shares.search import search
 from passes.shares.shares import step_us
+from passes.solve.allowance import Allowance
 
 log = logging.getLogger("hpml")
 
+ONE = 1 / 3
+"""Part of the time that is left for one group with one number of rows."""
 TOLERANCE = 0.01
 """Planning goes on until no other shares promise to take so much less."""
 
@@ -72,7 +75,7 @@ class _GroupPlanner:
     """Plans of each group for each number of rows that was asked about; a number of rows is traced once for all."""
 
     def __init__(self, model: nn.Module, batch: Any, cluster: Cluster, options: Options):
-        self.began = time.perf_counter()
+        self.began, self.allowance = time.perf_counter(), Allowance(options.time_limit)
         self.model, self.batch, self.cluster, self.options = model, batch, cluster, options
         self.total = batch_rows(batch)
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
@@ -96,7 +99,8 @@ class _GroupPlanner:
             self.traces[rows] = Traces(self.model, first_rows(self.batch, rows), options)
         began = time.perf_counter()
         try:
-            plan = plan_traces(self.traces[rows], self.alone[group])
+            plan = plan_traces(self.traces[rows], self.alone[group], self.allowance.part(
+                ONE * max(self.allowance.left_s, 0.0)))
         except Infeasible as error:
             self.attempts.append(ShareAttempt(group=group, rows=rows, step_time_us=None, peak_bytes=None, reason=error.what))
             return None

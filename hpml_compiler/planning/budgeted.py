@@ -23,6 +23,7 @@ from passes import compat
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.machine.cluster import Cluster
+from passes.solve.allowance import Allowance
 from passes.tracing.trace import Traced
 
 
@@ -36,6 +37,8 @@ class Budgeted:
     trained: Mapping[str, float]
     given: Plan | None = None
     graphs: dict[str, Held] = field(default_factory=dict)
+    allowance: Allowance | None = None
+    """For all graphs that are still to be planned; None: the options' time limit for each."""
     met: set[str] = field(default_factory=set)
     """Names of the parameters that the graphs so far had."""
 
@@ -47,6 +50,7 @@ class Budgeted:
         sharing = self.sharing(name, traced, annotated, folded)
         pinned = None if self.given is None else self.given.check(
             annotated.hash(), torch.__version__, self.cluster.world_size).kept
+        within = self.allowance or Allowance(self.options.time_limit)
         if self.cluster.world_size == 1:
             held = sharing.whole
             kept = keep_on_one_device(copied(traced.gm), traced.forward_outputs, sharing, self.cluster, pinned, folded)
@@ -58,10 +62,10 @@ class Budgeted:
             if folded is not None:
                 plan = functools.partial(plan, shorter=folded.shorter, further=folded.further)
             if self.given is not None or folded is not None:
-                planned = plan_in_trials(plan, trial, self.options.time_limit, pinned)
+                planned = plan_in_trials(plan, trial, within, pinned)
             else:
                 memory = memory_of(annotated, sharing.options, self.cluster, None, fixed_mesh)
-                planned = remembered(memory, plan, trial)
+                planned = remembered(memory, plan, trial, within)
             assert planned.kept is not None, "it was tried out"
             kept, held = planned.kept, trial.held(planned)
             record = planned.record if folded is None else folded.of_all_layers(planned.record)

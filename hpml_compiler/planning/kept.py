@@ -23,15 +23,19 @@ from passes.keeping.walk import Walk
 from passes.partition.keep import Keep
 from passes.partition.obey_kept import ObeyKept
 from passes.presets import keeping, obeying
+from passes.solve.allowance import Allowance
 
 log = logging.getLogger("hpml")
 WHERE = "options['memory_budget']"
 
 
-def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: Options, name: str, strict: bool) -> KeptNodes:
+def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: Options, name: str, strict: bool,
+                allowance: Allowance | None = None) -> KeptNodes:
     """Of a graph that has its tape. strict: raise Infeasible where the budget cannot be met; else the answer is what holds
-    least."""
-    kept = remembered_kept(joint, room, options, strict, lambda: _decided(joint, forward_outputs, room, options, strict))
+    least. allowance: in place of the options' time limit."""
+    within = allowance or Allowance(options.time_limit)
+    kept = remembered_kept(
+        joint, room, options, strict, lambda: _decided(joint, forward_outputs, room, options, strict, within))
     log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
              "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
              format_bytes(room.state))
@@ -41,8 +45,9 @@ def decide_kept(joint: GraphModule, forward_outputs: int, room: Room, options: O
     return kept
 
 
-def _decided(joint: GraphModule, forward_outputs: int, room: Room, options: Options, strict: bool) -> KeptNodes:
-    keep = Keep(room.left, solver_options(options), strict, after_bytes=round(room.after))
+def _decided(joint: GraphModule, forward_outputs: int, room: Room, options: Options, strict: bool, allowance: Allowance,
+             ) -> KeptNodes:
+    keep = Keep(room.left, solver_options(options), strict, after_bytes=round(room.after), allowance=allowance)
     try:
         try:  # without graphs after it there is nothing to leave, and what follows would find the same
             between = round(room.between)

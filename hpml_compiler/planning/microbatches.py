@@ -14,6 +14,7 @@ from passes.graph.copied import copied
 from passes.graph.placement_graph import PlacementGraph
 from passes.partition.in_time import InTime, place_in_time
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
+from passes.solve.allowance import Allowance
 from passes.solve.solvers import SolverOptions
 from passes.transform.no_gradient import NoGradient
 
@@ -22,15 +23,17 @@ LEAST_SHARE = 0.5
 """Of the work on rows: with less of it in the loop, microbatches save little and cost much."""
 
 
-def times_of(graph: PlacementGraph, microbatches: int, solver: SolverOptions) -> InTime | None:
-    """Where everything is on the axis of time; None, with a warning, where rows of the batch depend on each other."""
+def times_of(graph: PlacementGraph, microbatches: int, solver: SolverOptions, allowance: Allowance | None = None,
+             ) -> InTime | None:
+    """Where everything is on the axis of time; None, with a warning, where rows of the batch depend on each other. allowance:
+    in place of the solver's time limit."""
     if not any(value.microbatch for value in graph.values):
         log.warning("no microbatches: no input of this graph has rows that could be split into %d", microbatches)
         return None
     if mixed := mixing_operations(graph):
         log.warning("no microbatches: rows of the batch depend on each other at %s", _named(mixed))
         return None
-    times = place_in_time(graph, microbatches, solver)
+    times = place_in_time(graph, microbatches, solver, allowance)
     if times.share < LEAST_SHARE:
         log.warning("no microbatches: %.0f %% of the work on rows would be outside of their loop, most at %s",
                     100 * (1 - times.share), _named(times.whole))

@@ -26,6 +26,7 @@ from passes.partition.meshes import Conditions, Memos
 from passes.partition.zero import Zero
 from passes.presets import deciding
 from passes.records import FrozenMap
+from passes.solve.allowance import Allowance
 from passes.solve.solvers import SolverOptions
 
 log = logging.getLogger("hpml")
@@ -44,8 +45,8 @@ class Planned:
     """Where there is a budget: what this rank's graph keeps for backward (`hpml_compiler.planning.within_budget`)."""
 
 
-def solver_options(options: Options, time_limit: float | None = None) -> SolverOptions:
-    return SolverOptions(options.solver, time_limit or options.time_limit, options.gap, extra=FrozenMap(options.solver_options))
+def solver_options(options: Options) -> SolverOptions:
+    return SolverOptions(options.solver, options.time_limit, options.gap, extra=FrozenMap(options.solver_options))
 
 
 def zero_of(options: Options, obeys: bool) -> Zero:
@@ -62,16 +63,16 @@ def plan_graph(
     name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
     shorter: PlacementGraph | None = None, further: int = 0, like: Decided | None = None, as_in: Decided | None = None,
     quick: Measured | None = None, lifetimes: Lifetimes = THROUGHOUT, budget_bytes: float | None = None,
-    time_limit: float | None = None, memos: Memos | None = None,
+    allowance: Allowance | None = None, memos: Memos | None = None,
 ) -> Planned:
     """Try every candidate mesh and keep the cheapest answer.
 
     A mesh whose bound is above the best answer so far is dropped without an answer. `like`: the plan of a graph of the
     same structure (`hpml_compiler.planning.reuse`), whose decisions are taken where they fit; `as_in`: of the graph itself,
     whose decisions are taken, or what they do not fit is raised. `quick`: what prices are scaled by where no profile has
-    anything. `lifetimes`: when bytes are counted; `budget_bytes`, `time_limit`: in place of the options'; `memos`: of
-    earlier calls that differ in these three alone. Raises Infeasible if no mesh meets the budget, with the smallest budget that
-    any meets.
+    anything. `lifetimes`: when bytes are counted; `budget_bytes`, `allowance`: in place of the options' budget and time limit;
+    `memos`: of earlier calls that differ in these three alone. Raises Infeasible if no mesh meets the budget, with the smallest
+    budget that any meets.
     """
     capped = capped_cluster(cluster, options.power_cap)
     if budget_bytes is None:
@@ -79,9 +80,9 @@ def plan_graph(
     conditions = Conditions(
         capped, options.objective, budget_bytes, options.optimizer_states,
         measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
-        solver=solver_options(options, time_limit), zero=zero_of(options, given is not None or options.plan is not None),
+        solver=solver_options(options), zero=zero_of(options, given is not None or options.plan is not None),
         rows=rows, shorter=shorter, further=further, lifetimes=lifetimes, resident_states=options.resident_states,
-        memos=memos,
+        memos=memos, allowance=allowance or Allowance(options.time_limit),
     )
 
     def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> Planned:

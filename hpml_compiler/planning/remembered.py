@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -32,6 +31,7 @@ from passes.graph.annotated import Annotated as AnnotatedGraph
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.outside import fingerprint, source_of
+from passes.solve.allowance import Allowance
 
 log = logging.getLogger("hpml")
 
@@ -68,9 +68,10 @@ class Memory:
         """Of a plan that depends on these besides, told apart by their `repr`."""
         return replace(self, key=plan_file.digest_of([self.key, *others]))
 
-    def plan(self, obey: Callable[[RememberedPlan], Planned | None], search: Callable[[], Planned]) -> Planned:
+    def plan(self, obey: Callable[[RememberedPlan], Planned | None], search: Callable[[], Planned], allowance: Allowance,
+             ) -> Planned:
         """obey: plans the graph as it was planned then; None, BadInput or Infeasible where that does not fit. search: plans it
-        anew."""
+        anew, within this allowance."""
         if not plan_file.is_on():
             return search()
         found = self._found()
@@ -79,9 +80,8 @@ class Memory:
                 log.info("%s: planned as in an earlier launch; HPML_CACHE=0 searches anew", planned.record.name)
                 return planned
             log.info("what an earlier launch decided does not fit any more: it is searched anew")
-        start = time.perf_counter()
         planned = search()
-        if time.perf_counter() - start < self.options.time_limit:  # else it was cut short, and with more time may be better
+        if not allowance.was_over:  # else it was cut short, and with more of the time that others share may be better
             self._remember(planned)
         return planned
 

@@ -33,6 +33,7 @@ from passes.partition.in_time import InTime
 from passes.partition.lifetimes import Lifetimes
 from passes.partition.splice import without
 from passes.presets import annotate
+from passes.solve.allowance import Allowance
 from passes.tracing.trace import Traced, trace
 from passes.tracing.unplanned import Unplanned
 
@@ -95,16 +96,18 @@ class Traces:
         return _annotate(replace(traced, gm=copied(traced.gm)) if budget else traced, self.options)
 
 
-def plan_traces(traces: Traces, cluster: Cluster) -> Plan:
-    """Plan what was traced on a cluster of like devices. Raises BadInput and Infeasible."""
+def plan_traces(traces: Traces, cluster: Cluster, allowance: Allowance | None = None) -> Plan:
+    """Plan what was traced on a cluster of like devices. allowance: in place of the options' time limit. Raises BadInput and
+    Infeasible."""
     options = traces.options
+    allowance = allowance or Allowance(options.time_limit)
     options.check_mesh(cluster.world_size)
     if options.stage_ranks > 1:
         return _with_unplanned(as_plan(_plan_stages(traces, options, cluster), [], options, str(cluster)), traces)
     given = options.load_plan()
-    results = _plan_shortened(traces, options, cluster)
+    results = _plan_shortened(traces, options, cluster, allowance)
     if results is None:
-        results = _plan_whole(traces, options, cluster, given)
+        results = _plan_whole(traces, options, cluster, given, allowance)
     rejected = [attempt for result in results for attempt in result.rejected]
     return _with_unplanned(as_plan([result.record for result in results], rejected, options, str(cluster)), traces)
 
@@ -150,30 +153,32 @@ def _shapes_of_batch(traced: Traced) -> list[torch.Size]:
             and traced.inputs[input_position(node, order)].kind == "batch"]
 
 
-def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan | None) -> list[Planned]:
+def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan | None, allowance: Allowance) -> list[Planned]:
     results: list[Planned] = []
     budgeted = Budgeted(options, cluster, traces.trained, given) if options.memory_budget is not None else None
     for number, annotated in enumerate(traces.whole):
         name, mesh = f"graph_{number}", results[0].mesh if results else None
+        part = allowance.part(max(allowance.left_s, 0.0) / (len(traces.whole) - number))
         if budgeted is not None:
+            budgeted.allowance = part
             results.append(budgeted.plan(name, traces.traced[number], annotated, mesh))
         else:
             if given is not None:
                 given.check(annotated.hash(), torch.__version__, cluster.world_size)
-            times, lifetimes = _in_time(annotated, options)
+            times, lifetimes = _in_time(annotated, options, part)
             plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh, lifetimes=lifetimes)
             finish = partial(_in_microbatches, annotated=annotated, times=times, options=options, cluster=cluster)
             if given is not None:
                 planned = finish(plan(given=given))
                 planned = replace(planned, record=check_fits(planned.record, options, cluster))
             else:
-                search = partial(remembered_within, memory_of(annotated, options, cluster, None, mesh), plan)
+                search = partial(remembered_within, memory_of(annotated, options, cluster, None, mesh), plan, part)
                 planned = fitting(search, finish, options, cluster, lifetimes)
             results.append(planned)
     return results
 
 
-def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[Planned] | None:
+def _plan_shortened(traces: Traces, options: Options, cluster: Cluster, allowance: Allowance) -> list[Planned] | None:
     """Plan a deep model from traces of three and four of its layers; None if that is not sound or not worth it."""
     if traces.shortened is None:
         return None
@@ -181,13 +186,14 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
     try:
         if options.memory_budget is not None:
             try:
-                return [Budgeted(options, cluster, traces.trained).plan("graph_0", traces.few, annotated, None, folded)]
+                budgeted = Budgeted(options, cluster, traces.trained, allowance=allowance)
+                return [budgeted.plan("graph_0", traces.few, annotated, None, folded)]
             except NotAlike:
                 log.info("of %d equal layers, %d were traced, which a rank does not run alike: all saved values are counted as "
                          "if none could be computed once more; with trace_all_layers=True it is decided what is kept",
                          folded.layers, LONG)
         memory = memory_of(annotated, options, cluster, None, folded.further)
-        times, lifetimes = _in_time(annotated, options)
+        times, lifetimes = _in_time(annotated, options, allowance)
         plan = partial(plan_graph, annotated, options, cluster, name="graph_0", shorter=folded.shorter,
                        further=folded.further, lifetimes=lifetimes)
 
@@ -195,16 +201,16 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster) -> list[
             whole = replace(planned, record=folded.of_all_layers(planned.record))
             return _in_microbatches(whole, annotated, times, options, cluster)
 
-        return [fitting(partial(remembered_within, memory, plan), finish, options, cluster, lifetimes)]
+        return [fitting(partial(remembered_within, memory, plan, allowance), finish, options, cluster, lifetimes)]
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None
 
 
-def _in_time(annotated: Annotated, options: Options) -> tuple[InTime | None, Lifetimes]:
+def _in_time(annotated: Annotated, options: Options, allowance: Allowance) -> tuple[InTime | None, Lifetimes]:
     """In microbatches, where they are asked for and its rows allow them."""
     count = _microbatches(annotated)
-    times = None if count == 1 else times_of(annotated.graph, count, solver_options(options))
+    times = None if count == 1 else times_of(annotated.graph, count, solver_options(options), allowance)
     return times, lifetimes_in_time(times, loss_of(annotated.gm) is not None)
 
 

@@ -22,11 +22,12 @@ from passes.machine.axis import device_axes
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
 from passes.presets import after_planning, taping
+from passes.solve.allowance import Allowance
 from passes.transform.collectives import MeshGroups
 from passes.transform.gather_ahead import starts_ahead
 
 MOST_OF_THE_TIME = 0.5
-"""Of the time limit, that one may take. What it looks at is counted (`passes.keeping.keep`); few come near this."""
+"""Of the time limit, that one may take. Few come near this."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,19 @@ class Trial:
     device: str = ""
     folded: Folded | None = None
 
-    def __call__(self, planned: Planned) -> KeptNodes:
-        """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used."""
-        gm = self.rewritten(planned)
-        kept = self._kept(gm, planned)
+    def __call__(self, planned: Planned, allowance: Allowance | None = None) -> KeptNodes:
+        """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used.
+        allowance: for deciding it; a part of the options' time limit if None."""
+        gm, within = self.rewritten(planned), allowance or Allowance(MOST_OF_THE_TIME * self.options.time_limit)
+        kept = self._kept(gm, planned, within)
         if kept.fits or not starts_ahead(gm.graph):
             return kept
-        at_once = replace(self._kept(self.rewritten(planned, ahead=False), planned), ahead=False)
+        at_once = replace(self._kept(self.rewritten(planned, ahead=False), planned, within), ahead=False)
         return at_once if at_once.peak_bytes < kept.peak_bytes else kept
 
-    def _kept(self, gm: GraphModule, planned: Planned) -> KeptNodes:
-        options = self.options.model_copy(update={"time_limit": MOST_OF_THE_TIME * self.options.time_limit})
-        return decide_kept(gm, self.forward_outputs, self.sharing.room(self.held(planned)), options, planned.record.name,
-                           strict=False)
+    def _kept(self, gm: GraphModule, planned: Planned, allowance: Allowance) -> KeptNodes:
+        return decide_kept(gm, self.forward_outputs, self.sharing.room(self.held(planned)), self.options, planned.record.name,
+                           strict=False, allowance=allowance)
 
     def obey(self, planned: Planned, pinned: KeptPlan) -> KeptNodes | None:
         """What it keeps as a saved plan says; None where that does not fit, since the budget is another one."""

@@ -8,7 +8,6 @@ out holds too much. Each answer is rewritten as a trial, and it is decided what 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from passes.errors import Infeasible
 from passes.keeping.keys import KeptNodes
 from passes.keeping.seam import NotAlike
 from passes.partition.lifetimes import Lifetimes
+from passes.solve.allowance import Allowance
 
 log = logging.getLogger("hpml")
 WHERE = "options['memory_budget']"
@@ -27,33 +27,33 @@ SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
 MOST_TRIALS = 6
 LONGER = 0.5
 """Part of the time limit that is spent besides before a budget is refused."""
-LEAST_SECONDS = 2.0
-"""For one solve, however little is left."""
+LEAST = 1 / 15
+"""Part of the time limit for one solve, however little is left."""
 LITTLE = 0.005
 """Running again that takes no more than this part of a step is no reason to look for other placements."""
 
-Plan = Callable[[Lifetimes, float, float], Planned]
+Plan = Callable[[Lifetimes, float, Allowance], Planned]
 TryOut = Callable[[Planned], KeptNodes]
 
 
-def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float, others_bytes: float = 0.0,
+def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allowance: Allowance, others_bytes: float = 0.0,
                   wanted_gap: float = 0.0, remedies: Sequence[str] = ()) -> Planned:
-    """plan: placements by these lifetimes within so many bytes, found in so many seconds, which raises Infeasible where there
+    """plan: placements by these lifetimes within so many bytes, found within an allowance, which raises Infeasible where there
     are none. try_out: what is kept by them, with a `budget_bytes` that parameters, optimizer state and what other graphs of the
-    step hold leave; of the latter, `others_bytes` are known beforehand. Another plan is looked for until `seconds` are over,
-    which few searches need: MOST_TRIALS ends them, whatever else the machine does. wanted_gap: to the bound, at which it counts
-    as optimal.
+    step hold leave; of the latter, `others_bytes` are known beforehand. Another plan is looked for until the allowance is
+    over, which few searches need: MOST_TRIALS ends them. wanted_gap: to the bound, at which it counts as optimal.
 
     Raises Infeasible, with the smallest budget that is known to work, where no trial fits, and NotAlike where none could be
     tried out; remedies: what may help then, besides the usual.
     """
-    search = _Search(plan, try_out, budget_bytes, seconds)
+    search = _Search(plan, try_out, budget_bytes, allowance)
     bytes_left = budget_bytes - others_bytes
     first = search.look(0.0, bytes_left)
     if first is not None and _excess(first) <= 0 and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
         return proven(first, first, wanted_gap)
     shares = list(SHARES)
-    while shares and len(search.tried) <= MOST_TRIALS and search.seconds_left > (0 if search.fitting() else -LONGER * seconds):
+    longer_s = LONGER * allowance.seconds
+    while shares and len(search.tried) <= MOST_TRIALS and allowance.left_s > (0 if search.fitting() else -longer_s):
         latest = search.look(shares[0], bytes_left)
         if latest is None:  # so many saved values fit nowhere, but some of them need not be kept
             del shares[0]
@@ -61,33 +61,28 @@ def within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, seconds: flo
             break
         else:
             bytes_left -= _excess(latest)
-    if search.seconds_left <= 0:
-        log.info("the search for placements within the budget was cut short by time_limit after %d trials: with more time, or "
-                 "on a machine that does nothing else, it may find faster ones", len(search.tried))
+    if allowance.is_over:
+        log.info("the search for placements within the budget was cut short by time_limit after %d trials: with more time it "
+                 "may find faster ones", len(search.tried))
     if not search.fitting():
         search.look_for_the_least()
     return proven(search.best(remedies, others_bytes), first, wanted_gap)
 
 
 class _Search:
-    def __init__(self, plan: Plan, try_out: TryOut, budget_bytes: float, seconds: float):
-        self.plan, self.try_out, self.budget_bytes = plan, try_out, budget_bytes
-        self.end = time.perf_counter() + seconds
+    def __init__(self, plan: Plan, try_out: TryOut, budget_bytes: float, allowance: Allowance):
+        self.plan, self.try_out, self.budget_bytes, self.allowance = plan, try_out, budget_bytes, allowance
         self.tried: list[Planned] = []
         self.refusal: Infeasible | NotAlike | None = None
         self.least_bytes: float | None = None
         """With which the latest placements that were refused would have been found."""
         self.least: Planned | None = None
 
-    @property
-    def seconds_left(self) -> float:
-        return self.end - time.perf_counter()
-
     def look(self, share: float, bytes_left: float) -> Planned | None:
         """Placements by this share of the saved values, tried out; None where there are none."""
         try:
-            seconds = max(self.seconds_left / 2, LEAST_SECONDS)
-            planned = self.plan(Lifetimes(share), max(bytes_left, 0.0), seconds)
+            part = self.allowance.part(max(self.allowance.left_s / 2, LEAST * self.allowance.seconds))
+            planned = self.plan(Lifetimes(share), max(bytes_left, 0.0), part)
         except Infeasible as refusal:
             self.refusal = self.refusal or refusal
             self.least_bytes = refusal.smallest_budget_bytes

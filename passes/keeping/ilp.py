@@ -35,7 +35,8 @@ import pulp
 from passes.keeping.phase import Phase
 from passes.keeping.tape import StandIn, Tape
 from passes.keeping.walk import Walk
-from passes.solve.solvers import SolverOptions, run
+from passes.solve.allowance import Allowance
+from passes.solve.solvers import SolverOptions, rows_of, run
 
 CLOSE = 0.6
 """Moments that hold less than this part of the walk's peak, and of the budget, get no row."""
@@ -59,12 +60,13 @@ class Program:
         return kept | away, away - kept
 
 
-def solve(around: Walk, budget_bytes: float | None, options: SolverOptions, time_limit_s: float, offloading: bool = True,
+def solve(around: Walk, budget_bytes: float | None, options: SolverOptions, allowance: Allowance, offloading: bool = True,
           ) -> Choice | None:
     """What to keep at the least cost in time; without a budget, at the least peak. None: there is no answer by (3).
     offloading: whether what can be offloaded may be."""
     program = build(around, budget_bytes, offloading)
-    outcome = run(program.model, options, integer=True, time_limit_s=time_limit_s, start=False)
+    allowance.spend("coefficient", sum(map(len, rows_of(program.model))))
+    outcome = run(program.model, options, integer=True, allowance=allowance, start=False)
     return program.choice() if outcome.state in ("optimal", "feasible") else None
 
 

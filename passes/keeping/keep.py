@@ -17,6 +17,7 @@ from passes.keeping.fold import shared_out
 from passes.keeping.fullest import that_matter
 from passes.keeping.tape import Tape
 from passes.keeping.walk import Walk, walk
+from passes.solve.allowance import Allowance
 from passes.solve.solvers import SolverOptions
 
 log = logging.getLogger("hpml")
@@ -61,12 +62,14 @@ class Kept:
 
 
 def keep(tape: Tape, budget_bytes: float, options: SolverOptions | None = None,
-         suggested: Iterable[frozenset[int]] = ()) -> Kept:
-    """Storages to keep. suggested: what others would keep; the first of them is taken where it fits.
+         suggested: Iterable[frozenset[int]] = (), allowance: Allowance | None = None) -> Kept:
+    """Storages to keep. suggested: what others would keep; the first of them is taken where it fits. allowance: in place of the
+    options' time limit.
 
     Raises TooSmall, with the least number of bytes that was found to work.
     """
-    search = _Search(tape, budget_bytes, options or SolverOptions())
+    options = options or SolverOptions()
+    search = _Search(tape, budget_bytes, options, allowance or Allowance(options.seconds))
     for kept in suggested:
         if search.look(kept).peak <= budget_bytes:
             return search.answer()
@@ -94,15 +97,15 @@ def _shared_out(search: _Search, kept: Kept) -> Kept:
     walked = shared_out(kept.walk, search.budget_bytes)
     if walked is kept.walk:
         return kept
-    other = _Search(walked.tape, search.budget_bytes, search.options)
-    other.start, other.left = search.start, max(search.left, LEAST_WALKED)
+    other = _Search(walked.tape, search.budget_bytes, search.options, search.allowance)
+    other.left = max(search.left, LEAST_WALKED)
     other.keep_more(other.look(walked.kept, walked.offloaded))
     return replace(other.answer(), seconds=time.perf_counter() - search.start, solves=search.solves)
 
 
 class _Search:
-    def __init__(self, tape: Tape, budget_bytes: float, options: SolverOptions):
-        self.tape, self.budget_bytes = tape, budget_bytes
+    def __init__(self, tape: Tape, budget_bytes: float, options: SolverOptions, allowance: Allowance):
+        self.tape, self.budget_bytes, self.allowance = tape, budget_bytes, allowance
         # A wrong answer, which HiGHS's presolve has been seen to give, is no danger here: every answer is walked.
         # To begin again at the root, where variables were fixed, takes as long as these small programs do.
         own = {"presolve": "on", "mip_max_nodes": MOST_NODES, "mip_allow_restart": False} if options.solver == "HiGHS" else {}
@@ -116,15 +119,11 @@ class _Search:
         self.solved: dict[tuple[ilp.Choice, float | None, bool], ilp.Choice | None] = {}
 
     @property
-    def seconds_left(self) -> float:
-        return self.options.seconds - (time.perf_counter() - self.start)
-
-    @property
     def is_over(self) -> bool:
-        if self.seconds_left <= 0 and not self.told:
+        if not self.told and self.allowance.is_over:
             self.told = True
-            log.info("the search for what is kept was cut short by the time limit: with more time, or on a machine that does "
-                     "nothing else, it may find what is faster or holds less")
+            log.info("the search for what is kept was cut short by the time limit: with more time it may find what is faster "
+                     "or holds less")
         return self.left <= 0 or self.told
 
     def answer(self) -> Kept:
@@ -135,7 +134,7 @@ class _Search:
     def look(self, kept: frozenset[int], offloaded: frozenset[int] = frozenset()) -> Walk:
         choice = self._choice(kept, offloaded)
         if choice not in self.walks:
-            self.left -= len(self.tape.runs)
+            self._count()
             self.walks[choice] = walk(self.tape, *choice)
         return self.walks[choice]
 
@@ -146,13 +145,17 @@ class _Search:
             return self.walks[choice] if self.walks[choice].peak < other.peak else None
         if self.at_least.get(choice, 0) >= other.peak:
             return None
-        self.left -= len(self.tape.runs)
+        self._count()
         tried = walk(self.tape, *choice)
         if tried.holds_less_than(other):
             self.walks[choice] = tried
             return tried
         self.at_least[choice] = other.peak
         return None
+
+    def _count(self) -> None:
+        self.left -= len(self.tape.runs)
+        self.allowance.spend("run", len(self.tape.runs))
 
     def _choice(self, kept: frozenset[int], offloaded: frozenset[int]) -> ilp.Choice:
         kept = kept - self.tape.never_kept
@@ -186,7 +189,8 @@ class _Search:
             if self.is_over:
                 return None
             self.solves += 1
-            self.solved[program] = ilp.solve(around, within, self.options, min(self.seconds_left, MOST_SECONDS), offloading)
+            self.solved[program] = ilp.solve(around, within, self.options, self.allowance.part(
+                min(self.allowance.left_s, MOST_SECONDS)), offloading)
         return self.solved[program]
 
     def shrink(self, least: Walk) -> Walk:

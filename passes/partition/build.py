@@ -1,6 +1,7 @@
 """From a placement graph to the numbers that the ILP solves: groups, what each may choose, entities, edges."""
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,7 @@ from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.state import StateModel
 from passes.partition.wiring import Wiring
 from passes.partition.zero import Zero, weights_of
+from passes.solve.allowance import Allowance
 from passes.solve.problem import Arc, Problem
 
 
@@ -37,7 +39,8 @@ class PlacementProblem:
     graph inputs handed in split by rows on all axes; `memo`: choices and arcs by what they follow from, to share between
     problems of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says); `lifetimes`: when
     bytes are counted; `zero`: how parameters may be stored and gathered; `pinned`: the choice that will be pinned, by entity,
-    so that it is offered; `like`: a problem whose classes of groups correspond to these, and are pinned alike.
+    so that it is offered; `like`: a problem whose classes of groups correspond to these, and are pinned alike; `allowance`:
+    once it is over, groups that are not in the memo get few choices.
     """
 
     def __init__(
@@ -59,12 +62,13 @@ class PlacementProblem:
         zero: Zero | None = None,
         pinned: Mapping[str, Pin] | None = None,
         like: PlacementProblem | None = None,
+        allowance: Allowance | None = None,
     ):
         self.graph, self.axes, self.prices, self.state = graph, axes, prices, state or StateModel()
         self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
-        memo, zero = memo or Memo(), zero or Zero()
+        memo, zero, allowance = memo or Memo(), zero or Zero(), allowance or Allowance(math.inf)
         rules = [axis_rule(axis, graph) for axis in axes] if rules is None else rules
-        offers = Offers(graph, axes, prices, rules, memo.choices)
+        offers = Offers(graph, axes, prices, rules, memo.choices, allowance)
         self.groups = offers.groups(merge)
         self.saved = graph.saved | {v.index for v in graph.values if v.producer is None and v.name in rows}
         wiring = Wiring(graph, self.groups)
@@ -82,7 +86,8 @@ class PlacementProblem:
             v.index for v in graph.values if v.kind == "parameter"
             and not zero.gathers_again(v.index in wiring.gradients, v.name in (stored or {}))})
         self.edges = Edges(graph, self.entities, self.saved, rows, prices, self.bucket_bytes, memo.arcs, frozenset(bound),
-                           zero.scatters)
+                           zero.scatters, allowance)
+        allowance.spend("entity", len(self.entities.drafts))
         self.entities.name_apart()
         self.problem = Problem(tuple(draft.finished() for draft in self.entities.drafts), self.edges.finished(), budget_bytes,
                                self.lifetimes.positions)

@@ -5,6 +5,7 @@ what is saved for backward; several backward readers share one of their own.
 """
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from passes.partition.folding import value_signature
 from passes.partition.redistribution import hops_between
 from passes.partition.zero import weights_of
 from passes.rules.base import REPLICATE
+from passes.solve.allowance import Allowance
 from passes.solve.problem import Arc, Edge
 
 Chain = tuple[tuple[int, Phase], ...]
@@ -41,9 +43,9 @@ class Edges:
 
     def __init__(self, graph: PlacementGraph, entities: Entities, saved: frozenset[int], rows: frozenset[str],
                  prices: Prices, bucket_bytes: float, memo: dict[Hashable, tuple[Arc, ...]] | None = None,
-                 bound: frozenset[int] = frozenset(), scatters: bool = False):
+                 bound: frozenset[int] = frozenset(), scatters: bool = False, allowance: Allowance | None = None):
         self.graph, self.entities, self.saved, self.rows = graph, entities, saved, rows
-        self.bound, self.scatters = bound, scatters
+        self.bound, self.scatters, self.allowance = bound, scatters, allowance or Allowance(math.inf)
         self.weights = weights_of(graph)
         self.prices, self.bucket_bytes = prices, bucket_bytes
         self.sources: dict[int, Port] = {}
@@ -119,6 +121,7 @@ class Edges:
         key = (source, target, value_signature(value))
         if key not in self._numbers:
             self._numbers[key] = len(self._found)
+            self.allowance.spend("edge")
             self._found.append((source, target, self._arcs_between(source, target, value), value.name))
             self._counts.append(0)
         number = self._numbers[key]
@@ -140,4 +143,5 @@ class Edges:
                 Arc(format_layout(hop.source), format_layout(hop.target), hop.cost) for hop in hops
                 if not (bound and hop.collective in ("all_gather", "all_to_all"))
                 and not (hop.axis in scattered and hop.collective == "all_reduce"))
+            self.allowance.spend("hop", len(hops))
         return self._arcs[key]

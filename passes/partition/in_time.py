@@ -26,6 +26,7 @@ from passes.graph.placement_graph import Operation, PlacementGraph
 from passes.machine.axis import Axis, time_axis
 from passes.records import FrozenMap
 from passes.rules.base import PARTIAL, REPLICATE, Placement, format_placement, parse_placement
+from passes.solve.allowance import Allowance
 from passes.solve.problem import Arc, Choice, Edge, Entity, Label, Problem
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
@@ -125,11 +126,19 @@ class _Times:
         return Problem(tuple(entities), tuple(edges)), entity_of
 
 
-def place_in_time(graph: PlacementGraph, microbatches: int, options: SolverOptions | None = None) -> InTime:
-    """The best placement on the axis of time of a graph that was analyzed for that many microbatches."""
+LEAST_S = 10.0
+"""However little is left: the problem is small, and a bad answer would cost the microbatches that were asked for."""
+
+
+def place_in_time(graph: PlacementGraph, microbatches: int, options: SolverOptions | None = None,
+                  allowance: Allowance | None = None) -> InTime:
+    """The best placement on the axis of time of a graph that was analyzed for that many microbatches. allowance: in place of
+    the options' time limit."""
     times = _Times(graph, time_axis(microbatches))
     problem, entity_of = times.problem()
-    chosen = solve(problem, options).chosen if problem.entities else ()
+    if allowance is not None:
+        allowance = allowance.part(max(allowance.left_s, LEAST_S))
+    chosen = solve(problem, options, allowance=allowance).chosen if problem.entities else ()
     taken = [options[chosen[entity_of[k]] if k in entity_of else 0] for k, options in enumerate(times.options)]
     from_rows = _from_rows(graph)
     works = [_work(graph, op) if op.index in from_rows else 0.0 for op in graph.operations]

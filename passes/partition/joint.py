@@ -13,14 +13,16 @@ factor that does not divide by both.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.partition.groups import SMALL_FRACTION, Group
 from passes.rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Strategy
+from passes.solve.allowance import Allowance
 
-MAX_STATES = 400
+MAX_STATES, FEW_STATES = 400, 16
 REDUCIBLE = (PARTIAL, PARTIAL_MAX)
 
 
@@ -36,6 +38,8 @@ class OperationStrategy:
         return tuple(REPLICATE if r else p for p, r in zip(self.strategy.outputs, self.reduced))
 
 
+Ends = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+"""Placements of the values that a group reads, and of those that it makes."""
 _Done = tuple["_Done", OperationStrategy] | None
 """What operations do, the last one first: it is shared by all that goes on from there."""
 _Step = tuple[dict[int, Placement], tuple[Placement, ...], float, OperationStrategy]
@@ -70,19 +74,22 @@ def _options(op: Operation, graph: PlacementGraph, size: int, small: int, allowe
 
 
 def join(
-    group: Group,
-    graph: PlacementGraph,
-    size: int,
-    reduce_cost: Callable[[int], float],
-    cost_per_byte: float,
-    cost_per_flop: float,
+    group: Group, graph: PlacementGraph, size: int,
+    reduce_cost: Callable[[int], float], cost_per_byte: float, cost_per_flop: float,
     allowed: Callable[[Operation, Strategy], bool] = lambda op, s: True,
+    allowance: Allowance | None = None,
+    ends: Ends | None = None,
 ) -> list[Joint]:
     """All joint strategies on an axis of `size`, the cheapest for each placement of the group's boundary.
 
-    `reduce_cost(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis).
+    `reduce_cost(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis). `allowance`: once it is
+    over, few are found besides the one that does everything whole. `ends`: placements that the boundary is to have, in full.
     """
+    allowance = allowance or Allowance(math.inf)
     operations = [graph.operations[i] for i in group.operations]
+    whole = _whole(group, operations, allowed)
+    most = FEW_STATES if allowance.is_over and whole is not None and ends is None else MAX_STATES
+    wanted = {} if ends is None else {**dict(zip(group.outputs, ends[1])), **dict(zip(group.inputs, ends[0]))}
     largest = max((graph.values[v].bytes for op in operations for v in (*op.inputs, *op.outputs)), default=0)
     last_use = {v: k for k, op in enumerate(operations) for v in op.inputs}
     outside, boundary = {*group.inputs}, {*group.inputs, *group.outputs}
@@ -96,8 +103,10 @@ def join(
         read = [live.index(v) if v in live else None for v in op.inputs]
         known = [*live, *dict.fromkeys(v for v, slot in zip(op.inputs, read) if slot is None), *op.outputs]
         kept = [slot for slot, v in enumerate(known) if v in boundary or last_use.get(v, -1) > k]
+        names = [known[slot] for slot in kept]
         steps: dict[tuple[Placement | None, ...], list[_Step]] = {}
         following: dict[tuple[Placement, ...], tuple[float, _Done]] = {}
+        allowance.spend("joint step", len(states) * len(options))
         for state, (cost, done) in states.items():
             have = tuple(None if slot is None else state[slot] for slot in read)
             if have not in steps:
@@ -107,19 +116,19 @@ def join(
                 if changes:
                     env = tuple(changes.get(slot, p) for slot, p in enumerate(env))
                 key, price = tuple([env[slot] for slot in kept]), cost + price
+                if wanted and _misses(zip(names, key), wanted, outside):
+                    continue
                 if key not in following or following[key][0] > price:
                     following[key] = price, (done, taken)
-        if len(following) > MAX_STATES:
-            following = dict(sorted(following.items(), key=lambda kv: kv[1][0])[:MAX_STATES])
-        states, live = following, [known[slot] for slot in kept]
-    found = []
-    for state, (cost, done) in sorted(states.items(), key=lambda kv: kv[1][0]):
+        if len(following) > most:
+            following = dict(sorted(following.items(), key=lambda kv: kv[1][0])[:most])
+        states, live = following, names
+    joints: list[Joint] = []
+    for state, (_, done) in sorted(states.items(), key=lambda kv: kv[1][0]):
         env = dict(zip(live, state))
         inputs, outputs = tuple(env[v] for v in group.inputs), tuple(env[v] for v in group.outputs)
-        if not any(_dominates(old, inputs, outputs) for old, _ in found):
-            found.append((Joint(inputs, outputs, _in_order(done)), cost))
-    joints = [new for new, _ in found]
-    whole = _whole(group, operations, allowed)
+        if not any(_dominates(old, inputs, outputs) for old in joints):
+            joints.append(Joint(inputs, outputs, _in_order(done)))
     return joints if whole is None or whole in joints else [*joints, whole]
 
 
@@ -141,6 +150,12 @@ def _dominates(old: Joint, inputs: Sequence[Placement], outputs: Sequence[Placem
     return all(a == b or (isinstance(a, tuple) and b == REPLICATE) for a, b in zip(old.inputs, inputs)) and all(
         a == b or (a == REPLICATE and isinstance(b, tuple)) for a, b in zip(old.outputs, outputs)
     )
+
+
+def _misses(placed: Iterable[tuple[int, Placement]], wanted: Mapping[int, Placement], outside: Container[int]) -> bool:
+    """Whether a value has another placement than it should. What comes from outside may become whole later."""
+    return any(v in wanted and p != wanted[v] and not (v in outside and isinstance(p, tuple) and wanted[v] == REPLICATE)
+               for v, p in placed)
 
 
 def _in_order(done: _Done) -> tuple[OperationStrategy, ...]:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
 
@@ -15,6 +15,7 @@ from passes.keeping.seam import NotAlike
 from passes.keeping.unfold import counts_alike
 from passes.keeping.walk import Walk
 from passes.registry import register
+from passes.solve.allowance import Allowance
 from passes.solve.solvers import SolverOptions
 
 
@@ -25,7 +26,7 @@ class Keep(AnalysisPass):
     leaves `between_bytes` of them to others while forward is over and backward is not begun, and `after_bytes` once it is over.
 
     strict: raise `TooSmall` where nothing fits; else what holds least of all that was tried is the answer. Raises `NotAlike`
-    where a layer cannot stand for several.
+    where a layer cannot stand for several. allowance: in place of the options' time limit.
     """
 
     name = "keep"
@@ -37,6 +38,7 @@ class Keep(AnalysisPass):
     strict: bool = True
     between_bytes: int = 0
     after_bytes: int = 0
+    allowance: Allowance | None = field(default=None, repr=False, compare=False)
 
     def run(self, graph_module: GraphModule) -> None:
         cut = read(CUT, graph_module)
@@ -45,7 +47,7 @@ class Keep(AnalysisPass):
         suggested = frozenset(named[name] for name in cut if name in named) & frozenset(tape.candidates)
         start = time.perf_counter()
         try:
-            walked = keep(tape, self.budget_bytes, self.options, [suggested]).walk
+            walked = keep(tape, self.budget_bytes, self.options, [suggested], self.allowance).walk
         except TooSmall as error:
             if self.strict or error.walk is None:
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from passes.costs.prices import Measured, MeshPrices
@@ -20,7 +20,12 @@ from passes.partition.objective import in_time, minimized_first
 from passes.partition.place import Placed, place
 from passes.partition.state import StateModel
 from passes.partition.zero import Zero
+from passes.solve.allowance import Allowance, OutOfTime
 from passes.solve.solvers import SolverOptions
+
+FIRST = 0.7
+"""Part of what is left that the next mesh may take."""
+NO_TIME = "time_limit was over before anything was found"
 
 
 @dataclass
@@ -41,7 +46,7 @@ class Conditions:
     inputs that come split by rows.
     shorter, further: the same model with one layer less, and how many layers it really has beyond those of the graph.
     lifetimes: when bytes are counted. resident_states: how many tensors of the optimizer the device holds; None: all. memos: of
-    earlier searches under the same conditions, but for bytes.
+    earlier searches under the same conditions, but for bytes. allowance: in place of the solver's time limit, for all meshes.
     """
 
     cluster: Cluster
@@ -57,6 +62,7 @@ class Conditions:
     lifetimes: Lifetimes = THROUGHOUT
     resident_states: int | None = None
     memos: Memos | None = field(default=None, repr=False, compare=False)
+    allowance: Allowance | None = field(default=None, repr=False, compare=False)
 
     @property
     def budget(self) -> float:
@@ -118,25 +124,32 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
     Raises Infeasible, with the smallest budget that any mesh meets, BadInput for pins that cannot be met or no answer in
     time, and NotLinear where the shorter graph is not that of the same model.
     """
-    start = time.perf_counter()
+    start, allowance = time.perf_counter(), conditions.allowance or Allowance(conditions.solver.seconds)
+    allowance.spend("operation", len(graph.operations))
     best: tuple[Mesh, Placed] | None = None
     rejected: list[Rejected] = []
     misses: list[Infeasible] = []
     memos = conditions.memos
     for mesh in meshes:
+        if best is not None and allowance.is_over:
+            rejected.append(Rejected(mesh, NO_TIME))
+            continue
         # The first mesh may take most of the time: with its answer, the bounds of the others often end them at once.
-        left = conditions.solver.seconds - (time.perf_counter() - start)
+        part = allowance.part(max(FIRST * allowance.left_s, 0.0), strict=best is not None)
         prices, others = minimized_first(conditions.prices(mesh), mesh, conditions.objective)
         try:
             answer = place(
                 graph, mesh.layout_axes, prices, other_prices=others,
-                options=replace(conditions.solver, time_limit_s=max(0.7 * left, 1.0)),
+                options=conditions.solver, allowance=part,
                 state=StateModel(optimizer=conditions.states_held), budget_bytes=conditions.budget,
                 stored=stored, rows=conditions.rows, zero=conditions.zero, pinned=pinned,
                 cutoff=best[1].solution.cost if best else None,
                 shorter=conditions.shorter, further=conditions.further,
                 lifetimes=conditions.lifetimes, memo=None if memos is None else memos.by_mesh.setdefault(mesh, Memo()),
             )
+        except OutOfTime:
+            rejected.append(Rejected(mesh, NO_TIME))
+            continue
         except Infeasible as error:
             misses.append(error)
             rejected.append(Rejected(mesh, error.what))

@@ -1,6 +1,7 @@
 """What every group may choose under the rules of the axes; groups for which that is nothing are taken apart."""
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 from passes.costs.terms import Prices
@@ -10,15 +11,16 @@ from passes.partition.choices import AxisRule, GroupChoice, Pin, group_choices
 from passes.partition.folding import group_signature
 from passes.partition.groups import Group, groups_of
 from passes.rules.base import PARTIAL, PARTIAL_MAX
+from passes.solve.allowance import Allowance
 
 
 class Offers:
     """memo: choices by what they follow from, to share between problems of one mesh."""
 
     def __init__(self, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule],
-                 memo: dict[Hashable, list[GroupChoice]] | None = None):
+                 memo: dict[Hashable, list[GroupChoice]] | None = None, allowance: Allowance | None = None):
         self.graph, self.axes, self.prices, self.rules = graph, axes, prices, rules
-        self._memo = {} if memo is None else memo
+        self._memo, self._allowance = {} if memo is None else memo, allowance or Allowance(math.inf)
 
     def groups(self, merge: bool) -> list[Group]:
         """A group whose operations a pinned axis splits in ways that do not go together is taken apart: no choice is
@@ -38,7 +40,8 @@ class Offers:
         """wanted: what the group is to read and make; other choices may be left out."""
         key = (group_signature(group, self.graph), self.allowed(group), wanted)
         if key not in self._memo:
-            self._memo[key] = group_choices(group, self.graph, self.axes, self.prices, self.rules, wanted)
+            self._memo[key] = group_choices(group, self.graph, self.axes, self.prices, self.rules, wanted,
+                                            self._allowance)
         return self._memo[key]
 
     def allowed(self, group: Group) -> tuple[bool, ...]:

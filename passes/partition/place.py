@@ -19,12 +19,15 @@ from passes.partition.redistribution import bucket_bytes_of
 from passes.partition.reprice import Cost, reprice
 from passes.partition.state import StateModel
 from passes.partition.zero import Zero
+from passes.solve.allowance import Allowance
 from passes.solve.problem import Problem, Solution
 from passes.solve.search import solve
 from passes.solve.solvers import SolverOptions
 from passes.solve.verify import VerificationError
 
 TOLERANCE = 1e-9
+BUILDING = 0.75
+"""Part of what is allowed that finding choices may take: once it is over, groups get few of them."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,7 @@ class Placed:
 
 
 def place(
-    graph: PlacementGraph,
-    axes: Axes,
-    prices: Prices,
-    *,
+    graph: PlacementGraph, axes: Axes, prices: Prices, *,
     options: SolverOptions | None = None,
     state: StateModel | None = None,
     budget_bytes: float | None = None,
@@ -61,20 +61,25 @@ def place(
     other_prices: Prices | None = None,
     lifetimes: Lifetimes = THROUGHOUT,
     memo: Memo | None = None,
+    allowance: Allowance | None = None,
 ) -> Placed | Solution:
     """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff`, or none was
     found in time. `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
     model has beyond `graph`; NotLinear says that the two do not correspond. `other_prices`: those that `other_cost` is
     in. Prices may be of anything that adds up, such as µJ: then so are all costs here, and `cutoff`. `memo`: as of
-    `PlacementProblem`. Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
+    `PlacementProblem`. `allowance`: for all of it, that of `options` if None; OutOfTime says that it is over, if it is strict.
+    Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
     """
     state = state or StateModel()
     bucket_bytes, memo = bucket_bytes_of(graph), memo or Memo()
+    allowance = allowance or Allowance((options or SolverOptions()).seconds)
+    building = allowance.part(BUILDING * allowance.left_s, allowance.strict)
 
     def build(which: PlacementGraph, like: PlacementProblem | None = None) -> PlacementProblem:
         return PlacementProblem(
             which, axes, prices, state=state, budget_bytes=budget_bytes, stored=stored, rows=rows,
             memo=memo, fold=fold, bucket_bytes=bucket_bytes, lifetimes=lifetimes, zero=zero, pinned=pinned, like=like,
+            allowance=building,
         )
 
     def cost_of(problem: PlacementProblem, decision: Decision, prices: Prices) -> Cost:
@@ -85,7 +90,7 @@ def place(
     if pinned:
         _pin(problem, short, pinned)
     solved = extrapolate(problem, short, further) if short is not None else problem.problem
-    solution = solve(solved, options, cutoff=cutoff)
+    solution = solve(solved, options, cutoff=cutoff, allowance=allowance)
     if solution.status == "no_solution":
         return solution
     decision, shorter_decision = decode(problem, solution), decode(short, solution) if short is not None else None
@@ -97,12 +102,16 @@ def place(
         return extrapolate_cost(cost, cost_of(short, shorter_decision, prices), further)
 
     cost = whole_cost(prices)
+    _verify(cost, problem, solution)
+    other_cost = None if other_prices is None else whole_cost(other_prices)
+    return Placed(problem, solution, decision, cost, solved, other_cost)
+
+
+def _verify(cost: Cost, problem: PlacementProblem, solution: Solution) -> None:
     held = zip(problem.lifetimes.positions, problem.lifetimes.of(cost), solution.held_bytes, strict=True)
     for name, ours, theirs in (("objective", cost.step, solution.cost), *((f"held bytes at {p}", a, b) for p, a, b in held)):
         if abs(ours - theirs) > TOLERANCE * max(abs(ours), abs(theirs), 1.0):
             raise VerificationError(f"{name} of the unfolded graph is {ours!r}, the solver's is {theirs!r}")
-    other_cost = None if other_prices is None else whole_cost(other_prices)
-    return Placed(problem, solution, decision, cost, solved, other_cost)
 
 
 def _pin(problem: PlacementProblem, shorter: PlacementProblem | None, pinned: Mapping[str, Pin]) -> None:

@@ -22,6 +22,7 @@ from passes.partition.combined import Combination, Combined
 from passes.partition.groups import Group
 from passes.partition.redistribution import hops_between
 from passes.partition.zero import weights_of
+from passes.solve.allowance import Allowance
 from passes.solve.paths import Paths
 from passes.solve.problem import Arc
 
@@ -66,14 +67,16 @@ class _Shared:
 
 
 def most_useful(combinations: list[Combination], group: Group, graph: PlacementGraph, mesh: PartOfMesh, most: int,
-                ) -> list[Combination]:
+                allowance: Allowance) -> list[Combination]:
     """At most so many of the combinations that fit, cheapest first: of those that no other one can replace, and
     the one that splits nothing. mesh: the axes that they are over."""
     priced = [Combined(group, graph, mesh.axes, prices) for prices in mesh.priced()]
+    allowance.spend("combination", len(priced) * len(combinations))
     found = [each for each in combinations if priced[0].fits(each)]
     costs = np.array([[each.cost(combination) for combination in found] for each in priced])
     rank = np.argsort(costs.sum(axis=0), kind="stable")[:MOST_COMPARED]
     found, costs = [found[k] for k in rank], costs[:, rank]
+    allowance.spend("comparison", len(priced) * len(found) ** 2 * (1 + len(group.inputs) + len(group.outputs)))
     weights = weights_of(graph)
     replaces = np.ones((len(found), len(found)), dtype=bool)
     ports = [priced[0].ports(each) for each in found]

@@ -104,6 +104,11 @@ class Model:
         self.decided.varValue = 1.0
 
 
+def coefficients(reduced: Reduced) -> int:
+    """How many the program of `reduced` has, about."""
+    return 2 * sum(len(left) * (1 + len(edges)) for left, edges in zip(reduced.candidates, reduced.open_at) if len(left) > 1)
+
+
 def build(reduced: Reduced, expected: float | None = None) -> Model:
     """The program of `reduced`, which leaves something undecided. expected: what the optimum costs, about."""
     program = pulp.LpProblem("placement", pulp.LpMinimize)

@@ -2,33 +2,33 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from passes.errors import Infeasible
+from passes.solve.allowance import Allowance
 from passes.solve.problem import Arc, Choice, Edge, Entity, Label, Problem, Solution
 from passes.solve.reduce import NoAssignment
 from passes.solve.solvers import SolverOptions
 
-Find = Callable[[Problem, SolverOptions], Solution]  # raises NoAssignment
+Find = Callable[[Problem, SolverOptions, Allowance], Solution]  # raises NoAssignment
 
 _UNMET, _NOTHING = "\0unmet", "\0nothing"  # labels that no caller uses
 _NAMED = 3  # edges that the message names
 
 
-def explain(problem: Problem, options: SolverOptions, find: Find) -> Infeasible:
-    """The error for `problem`, which has no solution. `find` solves the problems that tell the reason.
+def explain(problem: Problem, options: SolverOptions, allowance: Allowance, find: Find) -> Infeasible:
+    """The error for `problem`, which has no solution. `find` solves the problems that tell the reason, within `allowance`.
 
     Where a larger budget would do, the error has the attribute `smallest_budget_bytes`.
     """
     if problem.budget_bytes is not None:
         try:
-            least = _smallest_budget(problem, options, find)
+            least = _smallest_budget(problem, options, allowance, find)
         except NoAssignment:  # no budget would do
-            return explain(replace(problem, budget_bytes=None), options, find)
+            return explain(replace(problem, budget_bytes=None), options, allowance, find)
         return _over_budget(problem, least)
-    return _without_path(problem, find(_unmet_as_cost(problem), options))
+    return _without_path(problem, find(_unmet_as_cost(problem), options, allowance))
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,24 @@ class _Least:
     budget: float
 
 
-def _smallest_budget(problem: Problem, options: SolverOptions, find: Find) -> _Least:
+def _smallest_budget(problem: Problem, options: SolverOptions, allowance: Allowance, find: Find) -> _Least:
     """What the position that needs most needs at least: to the byte, if the time suffices.
 
     Each position alone gives a bound. Where the choices for one take more at another, the budget is halved in between.
     """
-    began = time.perf_counter()
     bound, budget, proven = 0.0, math.inf, True
     for k in range(len(problem.positions)):
-        found = find(_bytes_as_cost(problem, k), options)
+        found = find(_bytes_as_cost(problem, k), options, allowance)
         bound = max(bound, found.held_bytes[k] if found.status == "optimal" else found.bound)
         budget = min(budget, max(found.held_bytes))
         proven = proven and found.status == "optimal"
     middle = bound
     while budget > bound and proven:
-        left_s = options.seconds - (time.perf_counter() - began)
-        if left_s <= 0:
+        if allowance.is_over:
             break
         try:
             tried = replace(_bytes_as_cost(problem, None), budget_bytes=middle)
-            found = find(tried, replace(options, gap=0.5, time_limit_s=left_s))
+            found = find(tried, replace(options, gap=0.5), allowance)
         except NoAssignment:
             bound = min(math.floor(middle) + 1.0, budget)
         else:

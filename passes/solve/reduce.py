@@ -112,6 +112,13 @@ def _shrink(reduced: Reduced, changed: set[int], dominated: bool) -> None:
             changed |= _drop_dominated(reduced, entity)
 
 
+def sizes_of(problem: Problem) -> tuple[int, int]:
+    """How much there is to reduce: (choices at the ends of edges, pairs of choices of an entity by edges at it)."""
+    counts = [len(entity.choices) for entity in problem.entities]
+    ends = [entity for edge in problem.edges for entity in {edge.source, edge.target}]
+    return sum(counts[entity] for entity in ends), sum(counts[entity] ** 2 for entity in (*ends, *range(len(counts))))
+
+
 def unreduced(problem: Problem) -> Reduced:
     """All of `problem`, in the form that `reduce` works on."""
     tables: dict[tuple[int, frozenset], Paths] = {}  # edges often share their arcs

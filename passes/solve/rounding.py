@@ -10,18 +10,19 @@ import math
 
 import numpy as np
 
+from passes.solve.allowance import Allowance
 from passes.solve.reduce import Reduced
 
 _SWEEPS = 20
 _WORTH = 1e-12  # relative: smaller improvements are rounding
 
 
-def rounded(reduced: Reduced, preferred: list[int] | None = None) -> list[int] | None:
+def rounded(reduced: Reduced, preferred: list[int] | None = None, allowance: Allowance | None = None) -> list[int] | None:
     """A local optimum near `preferred` (both: a candidate's position per entity) that meets every edge and the budget.
 
-    None if none was found.
+    None if none was found. allowance: for improving it.
     """
-    descent = _Descent(reduced)
+    descent = _Descent(reduced, allowance or Allowance(math.inf))
     picked = descent.construct(preferred)
     if not descent.met(picked):
         picked = descent.improve(picked)
@@ -39,8 +40,8 @@ class _Descent:
     between: for two entities, the sum of the costs of the edges between them by position, (first's, second's).
     """
 
-    def __init__(self, reduced: Reduced) -> None:
-        self.reduced = reduced
+    def __init__(self, reduced: Reduced, allowance: Allowance) -> None:
+        self.reduced, self.allowance = reduced, allowance
         costs = {edge: reduced.edge_cost(edge)[np.ix_(reduced.supply[edge], reduced.demand[edge])]
                  for edge in reduced.open_edges}
         dearest = [float(cost.max()) for cost in reduced.costs]
@@ -56,6 +57,8 @@ class _Descent:
                     self.between[pair] = np.zeros(table.shape)
                     self.neighbors[pair[0]].append(pair[1])
                 self.between[pair] = self.between[pair] + table
+        self.sweep_comparisons = sum(table.size for table in self.between.values()) // 2
+        self.sweep_candidates = sum(len(self.neighbors[a]) + len(self.neighbors[b]) for a, b in self.between)
 
     def construct(self, preferred: list[int] | None) -> list[int]:
         """Pick for one entity after another: the preferred candidate if it fits what is picked, else the cheapest.
@@ -79,7 +82,11 @@ class _Descent:
         """
         picked = list(start)
         spare = (math.inf if limit is None else limit) - self._held(picked)
-        for _ in range(_SWEEPS):
+        for sweep in range(_SWEEPS):
+            if sweep and self.allowance.is_over:
+                break
+            self.allowance.spend("comparison", self.sweep_comparisons)
+            self.allowance.spend("candidate", self.sweep_candidates)
             moved = False
             for entity, other in ((e, o) for e in range(len(picked)) for o in (None, *self.neighbors[e])):
                 if other is None:

@@ -6,37 +6,41 @@ import time
 from dataclasses import dataclass, replace
 
 from passes.solve import ilp, solvers, verify
+from passes.solve.allowance import Allowance
 from passes.solve.infeasible import explain
 from passes.solve.problem import Problem, Solution
-from passes.solve.reduce import NoAssignment, Reduced, cap, reduce
+from passes.solve.reduce import NoAssignment, Reduced, cap, reduce, sizes_of
 from passes.solve.rounding import rounded
 from passes.solve.solvers import SolverOptions
 
 _ROUNDING = 1e-9  # relative gap of sums of floats added up in another order
 _TOLERANCE = 1e-6  # relative gap that a solver's own tolerances leave of a proof
+LEAST_TO_EXPLAIN_S = 1.0
 
 
-def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff: float | None = None) -> Solution:
+def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff: float | None = None,
+          allowance: Allowance | None = None) -> Solution:
     """The cheapest assignment of `problem`, proven within `options.gap` if the time suffices, and verified.
 
     cutoff: an assignment that costs more is of no use; when the bound of the reduction or of the relaxation says
     that all do, the answer is "no_solution" with that bound.
+    allowance: for the search; `options.time_limit_s` if None. Raises OutOfTime where it is strict.
     Raises `Infeasible` if no assignment meets every edge and the budget; where a larger budget would do, the error has
     the attribute `smallest_budget_bytes`. Raises `BadInput` for solver options and `MissingDependency` for a solver
     that is not installed.
     """
     options = options or SolverOptions()
-    began = time.perf_counter()
+    allowance = allowance or Allowance(options.seconds)
     try:
-        return _find(problem, options, math.inf if cutoff is None else cutoff)
+        return _find(problem, options, allowance, math.inf if cutoff is None else cutoff)
     except NoAssignment:
-        left_s = options.seconds - (time.perf_counter() - began)
-        raise explain(problem, replace(options, gap=0.0, time_limit_s=max(left_s, 1.0)), _find) from None
+        rest = allowance.part(max(allowance.left_s, LEAST_TO_EXPLAIN_S))
+        raise explain(problem, replace(options, gap=0.0), rest, _find) from None
 
 
-def _find(problem: Problem, options: SolverOptions, cutoff: float = math.inf) -> Solution:
+def _find(problem: Problem, options: SolverOptions, allowance: Allowance, cutoff: float = math.inf) -> Solution:
     """Like `solve`, but raises `NoAssignment` where that raises `Infeasible`."""
-    solution = _Search(problem, options, solvers.check_options(options), time.perf_counter()).run(cutoff)
+    solution = _Search(problem, options, allowance, solvers.check_options(options), time.perf_counter()).run(cutoff)
     verify.check(problem, solution)
     return solution
 
@@ -47,6 +51,7 @@ class _Search:
 
     problem: Problem
     options: SolverOptions
+    allowance: Allowance
     solver: str
     began: float
     model: ilp.Model | None = None
@@ -56,10 +61,13 @@ class _Search:
     integral_relaxation: bool = False
 
     def run(self, cutoff: float) -> Solution:
+        candidates, comparisons = sizes_of(self.problem)
+        self.allowance.spend("candidate", candidates)
+        self.allowance.spend("comparison", comparisons)
         reduced = reduce(self.problem)
         self._raise_bound(reduced.lower_bound)
         if self.bound <= cutoff:
-            self._offer(reduced, rounded(reduced))
+            self._offer(reduced, rounded(reduced, allowance=self.allowance))
             if self.best is not None:
                 self.best = cap(reduced, self.best, self.best_cost)
                 self._raise_bound(reduced.lower_bound)
@@ -74,6 +82,10 @@ class _Search:
     def _use_solver(self, reduced: Reduced, cutoff: float) -> None:
         if self._done(self.options.gap):
             return
+        coefficients = ilp.coefficients(reduced)
+        if self.best is not None and not self.allowance.allows("coefficient", coefficients):
+            return
+        self.allowance.spend("coefficient", coefficients)
         self.model = ilp.build(reduced, None if self.best is None else self.best_cost)
         self._relax(self.model)
         if self.bound <= cutoff and not self._done(self.options.gap):
@@ -91,11 +103,11 @@ class _Search:
         self._offer(model.reduced, picked)
         self.integral_relaxation = model.is_integral() and self._done(0.0)
         if not self._done(0.0):
-            self._offer(model.reduced, rounded(model.reduced, picked))
+            self._offer(model.reduced, rounded(model.reduced, picked, self.allowance))
 
     def _branch(self, model: ilp.Model) -> None:
         """Solve the integer program, again where its solution fits the budget only within the solver's tolerance."""
-        while self._seconds_left() > 0:
+        while not self.allowance.is_over:
             outcome = self._solver_run(model, integer=True)
             if outcome.state == "infeasible" and self.best is None:
                 raise NoAssignment
@@ -119,10 +131,7 @@ class _Search:
         if start is not None:
             model.set_values(start)
         return solvers.run(model.program, self.options, integer=integer, start=start is not None,
-                           time_limit_s=max(self._seconds_left(), 0.1))
-
-    def _seconds_left(self) -> float:
-        return self.options.seconds - (time.perf_counter() - self.began)
+                           allowance=self.allowance)
 
     def _exceeded(self, reduced: Reduced, picked: list[int]) -> list[int]:
         """Numbers of the positions at which more is held than the budget."""

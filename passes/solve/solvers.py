@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,8 +15,11 @@ from typing import Any, Literal
 import pulp
 
 from passes.errors import BadInput, MissingDependency
+from passes.solve.allowance import US, Allowance
 
 DEFAULT_TIME_LIMIT_S = 60.0
+LEAST_S, LEAST_ITERATIONS = 0.1, 1000
+"""However little is left."""
 
 # What `SolverOptions.extra` may override. The MIP presolve of HiGHS 1.12 to 1.15 called wrong assignments optimal or
 # infeasible, or looped for ever whatever its time limit, in some of 10,000 random problems of 20 to 50 variables; what
@@ -84,13 +88,14 @@ class _StartedHiGHS(pulp.HiGHS):
     """PuLP's HiGHS, made to start from the variables' values if `start` is set, and to end in any of HiGHS's ways."""
 
     start = False
+    allowance: Allowance | None = None
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
         """All columns and all rows at once, where PuLP's own adds one after another: for a program of some hundred rows that
         takes as long as solving it does."""
         import highspy
 
-        variables, rows = lp.variables(), _rows(lp)
+        variables, rows = lp.variables(), rows_of(lp)
         sign = -1.0 if lp.sense == pulp.LpMaximize else 1.0
         objective: Mapping[Any, float] = lp.objective or {}
         highs: Any = lp.solverModel
@@ -119,6 +124,33 @@ class _StartedHiGHS(pulp.HiGHS):
             highs.setSolution(values)
         if self.threads is not None:
             highspy.Highs.resetGlobalScheduler(True)  # else HiGHS refuses another number of threads than the first
+        if self.allowance is None:
+            super().callSolver(lp)
+        else:
+            self._within(self.allowance, lp)
+
+    def _within(self, allowance: Allowance, lp: pulp.LpProblem) -> None:
+        """As far as an allowance goes: by iterations of the simplex method, or by how often HiGHS asks whether to go on, which
+        it does at the same points each time."""
+        import highspy
+
+        highs: Any = lp.solverModel
+        coefficients = highs.getNumNz()
+        if not (self.mip and any(variable.cat == pulp.LpInteger for variable in lp.variables())):
+            iteration_us = US["simplex iteration"] + US["simplex coefficient"] * coefficients
+            most = int(max(1e6 * allowance.left_s / iteration_us, LEAST_ITERATIONS))
+            highs.setOptionValue("simplex_iteration_limit", min(most, highspy.kHighsIInf))
+            super().callSolver(lp)
+            allowance.take(1e-6 * iteration_us * max(highs.getInfo().simplex_iteration_count, 0))
+            return
+        branching_s = 1e-6 * (US["branching"] + US["branching coefficient"] * coefficients)
+
+        def ask(_kind: Any, _message: str, _told: Any, answer: Any, _data: Any) -> None:
+            allowance.take(branching_s)
+            answer.user_interrupt = allowance.is_over
+
+        highs.setCallback(ask, None)
+        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
         super().callSolver(lp)
 
     def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
@@ -129,7 +161,7 @@ class _StartedHiGHS(pulp.HiGHS):
         return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
 
 
-def _rows(lp: Any) -> list[Any]:
+def rows_of(lp: Any) -> list[Any]:
     rows = lp.constraints
     return list(rows.values() if isinstance(rows, dict) else rows())  # a dictionary before PuLP 3.3
 
@@ -158,16 +190,17 @@ def check_options(options: SolverOptions) -> str:
     return name
 
 
-def run(model: pulp.LpProblem, options: SolverOptions, *, integer: bool, time_limit_s: float, start: bool) -> Outcome:
+def run(model: pulp.LpProblem, options: SolverOptions, *, integer: bool, allowance: Allowance, start: bool) -> Outcome:
     """Solve `model` within `options.gap`; the values are left in its variables.
 
-    integer: whether it has integer variables. start: its variables hold a feasible assignment, to begin from if the
-    solver can.
+    integer: whether it has integer variables. allowance: for this and what comes after it; other solvers than HiGHS keep to
+    what is left of it by clocks of their own. start: its variables hold a feasible assignment, to begin from if the solver can.
 
     Raises `BadInput` when the solver does not take an option of `options.extra` or breaks off.
     """
     name = check_options(options)
-    wanted = {"msg": False, "timeLimit": time_limit_s, "gapRel": options.gap, "gapAbs": 0.0,
+    seconds = None if name == "HiGHS" else max(allowance.left_s, LEAST_S)
+    wanted = {"msg": False, "timeLimit": seconds, "gapRel": options.gap, "gapAbs": 0.0,
               "threads": options.threads, "warmStart": start}
     known = inspect.signature(_solver_class(name).__init__).parameters
     settings = {key: value for key, value in wanted.items() if key in known and value is not None}
@@ -178,7 +211,8 @@ def run(model: pulp.LpProblem, options: SolverOptions, *, integer: bool, time_li
         raise BadInput(f"solver {name} does not take these options: {error}", f"solver options {dict(options.extra)}",
                        f"use {legal}") from error
     if isinstance(solver, _StartedHiGHS):
-        solver.start = start
+        solver.start, solver.allowance = start, allowance
+    began = sum(os.times()[:4])
     try:
         model.solve(solver)
     except pulp.PulpError as error:
@@ -186,6 +220,7 @@ def run(model: pulp.LpProblem, options: SolverOptions, *, integer: bool, time_li
                        "add {'msg': True} to the solver options to see its log, or use the solver HiGHS") from error
     if isinstance(solver, _StartedHiGHS):
         return _outcome_of_highs(model.solverModel, integer)
+    allowance.take(sum(os.times()[:4]) - began)  # user and system time, of processes that it started, too
     if model.status == pulp.LpStatusInfeasible:
         return Outcome("infeasible", None)
     states: dict[int, Literal["optimal", "feasible"]] = {

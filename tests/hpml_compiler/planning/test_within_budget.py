@@ -11,6 +11,7 @@ from passes.graph.decision import Decision
 from passes.keeping.keys import KeptNodes
 from passes.keeping.seam import NotAlike
 from passes.records import FrozenMap
+from passes.solve.allowance import Allowance
 from tests.helpers.plans import gpt_graph
 
 
@@ -50,7 +51,8 @@ class Table:
 
     def planned(self, budget, others=0.0):
         self.left = budget - others
-        return within_budget(self.plan, self.try_out, budget, 10.0, others, wanted_gap=0.01, remedies=['offload="saved"'])
+        return within_budget(self.plan, self.try_out, budget, Allowance(10.0), others, wanted_gap=0.01,
+                             remedies=['offload="saved"'])
 
 
 WHOLE = {"us": 100.0, "again_us": 30.0, "state": 40, "above": 50, "counted": (40, 120)}

@@ -15,6 +15,7 @@ from passes.keeping.fullest import that_matter
 from passes.keeping.keep import TooSmall, keep
 from passes.keeping.tape import Run, Storage, Tape
 from passes.keeping.walk import walk
+from passes.solve.allowance import Allowance
 from passes.solve.solvers import SolverOptions
 from tests.passes.keeping.layered import layered
 from tests.passes.keeping.tapes import chain, random_tape
@@ -49,7 +50,7 @@ def test_to_keep_nothing_is_an_answer():
     storages = (Storage("x", 0, None, "forward"), Storage("cheap", 8, 0, "", 5.0), Storage("tangents", 0, None, "backward"),
                 Storage("back", 1, 1))
     tape = Tape(runs, storages, frozenset(), frozenset({3}))
-    assert ilp.solve(walk(tape, {1}), 10, SolverOptions(), 5.0) == (frozenset(), frozenset())
+    assert ilp.solve(walk(tape, {1}), 10, SolverOptions(), Allowance(5.0)) == (frozenset(), frozenset())
     assert keep(tape, 10).storages == frozenset(), "to run it again takes less than to write and read it"
 
 
@@ -159,9 +160,9 @@ def test_what_is_not_tried_would_not_lower_the_peak():
 def test_no_program_is_solved_twice(monkeypatch):
     solved, solve = [], ilp.solve
 
-    def solve_once(around, budget_bytes, options, time_limit_s, offloading=True):
+    def solve_once(around, budget_bytes, options, allowance, offloading=True):
         solved.append((around.kept, around.offloaded, budget_bytes, offloading and bool(around.tape.offloadable)))
-        return solve(around, budget_bytes, options, time_limit_s, offloading)
+        return solve(around, budget_bytes, options, allowance, offloading)
 
     monkeypatch.setattr(ilp, "solve", solve_once)
     for seed in range(4):

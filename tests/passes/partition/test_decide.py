@@ -1,6 +1,7 @@
 """A graph that can be planned before -> a decision and its answer after, found, obeyed or adopted."""
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -18,12 +19,13 @@ from passes.partition.choices import group_choices
 from passes.partition.decide import ANSWER, Adopt, Decide, Obey
 from passes.partition.decode import pins
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
-from passes.partition.meshes import Answer, Conditions, Memos, candidate_meshes
+from passes.partition.meshes import NO_TIME, Answer, Conditions, Memos, candidate_meshes
 from passes.records import FrozenMap
 from passes.solve.solvers import SolverOptions
 from tests.passes.traced import annotated_joint, mlp
 
 CONDITIONS = Conditions(Cluster.parse("1x4:h100-80g"), solver=SolverOptions(gap=0.0))
+CONDITIONS_OF_TWO = replace(CONDITIONS, cluster=Cluster.parse("2x4:h100-80g"))
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,24 @@ def test_a_budget_that_no_mesh_meets_names_the_smallest_of_all(model):
     assert answer.placed.cost.held_bytes <= smallest
     with pytest.raises(Infeasible):
         Decide(replace(CONDITIONS, budget_bytes=smallest - 1))(model.gm)
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 0.05, 0.3])
+def test_with_little_time_there_is_an_answer_that_is_counted_and_not_timed(model, monkeypatch, seconds):
+    """Little time: for one mesh after another, with few choices of each group where it is over. What is found is obeyed."""
+    conditions = replace(CONDITIONS, cluster=Cluster.parse("2x4:h100-80g"), solver=SolverOptions(gap=0.0, time_limit_s=seconds))
+    decision, answer = found(model, Decide(conditions))
+    hours = iter(range(10**9))
+    for clock in ("perf_counter", "monotonic", "time"):
+        monkeypatch.setattr(time, clock, lambda: 3600.0 * next(hours))
+    again, busy = found(model, Decide(conditions))
+    assert again == decision and busy.placed.cost == answer.placed.cost and [*busy.rejected] == [*answer.rejected]
+    assert {each.reason for each in answer.rejected} == {NO_TIME} if seconds < 0.3 else NO_TIME not in answer.rejected[0].reason
+    _, best = found(model, Decide(replace(conditions, solver=SolverOptions(gap=0.0))))
+    assert best.placed.cost.step <= answer.placed.cost.step * (1 + 1e-9)
+    taken = FrozenMap(pins(answer.placed.problem, answer.placed.solution))
+    mesh = FrozenMap(dict(zip(answer.mesh.names, answer.mesh.shape)))
+    assert found(model, Obey(CONDITIONS_OF_TWO, mesh, taken))[0] == decision
 
 
 def test_what_planning_writes_is_frozen(model):

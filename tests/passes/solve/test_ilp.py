@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from passes.solve import Arc, Choice, Edge, Entity, Problem, SolverOptions, ilp, solvers
+from passes.solve.allowance import Allowance
 from passes.solve.brute_force import brute_force
 from passes.solve.reduce import reduce, unreduced
 from tests.passes.solve.random_problems import hard_chain, problems, tangled
@@ -17,7 +18,7 @@ EXACT = SolverOptions(gap=0.0)
 
 def run(model: ilp.Model, integer: bool) -> solvers.Outcome:
     model.set_integer(integer)
-    return solvers.run(model.program, EXACT, integer=integer, time_limit_s=30, start=False)
+    return solvers.run(model.program, EXACT, integer=integer, allowance=Allowance(30.0), start=False)
 
 
 @pytest.fixture
