@@ -71,13 +71,13 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
     """
     work = _Rebinding(olds, news)
     work.run()
+    _replace_nodes(olds, news)
     out_of_reach = []
     while olds:
         old, name, new = olds.pop(), names[len(olds)], news[len(olds)]  # pop comes first
         held = _references([old], 0) > _NOBODY + 1  # the variable
-        in_graph = old.requires_grad and compat.use_count(old) > 1
+        in_graph = _is_in_graph(old)
         if in_graph:  # an eager operation read it before the first compiled graph did
-            _hand_hooks_on(old, new)
             _hand_gradients_on(old, new)
         if held:
             if not in_graph:
@@ -92,10 +92,24 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
     return out_of_reach[::-1]
 
 
-def _hand_hooks_on(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Let the node that accumulates the gradient of the new parameter call the hooks of the old one's, for as long as those are
-    registered and the script holds the old node (as with a plain parameter)."""
-    node, placed_node = (torch.autograd.graph.get_gradient_edge(each).node for each in (old, new))
+def _replace_nodes(olds: Sequence[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
+    """Put the nodes that accumulate the gradients of new parameters wherever the script holds those of old ones
+    (`register_multi_grad_hook` does), and let them call the hooks of those."""
+    live = [i for i, old in enumerate(olds) if _is_in_graph(old)]
+    nodes, placed_nodes = ([torch.autograd.graph.get_gradient_edge(each[i]).node for i in live] for each in (olds, news))
+    for node, placed_node, i in zip(nodes, placed_nodes, live, strict=True):
+        _hand_hooks_on(node, placed_node, news[i])
+    _Rebinding(nodes, placed_nodes).run()
+
+
+def _is_in_graph(old: nn.Parameter) -> bool:
+    """Whether there is a node that accumulates its gradient."""
+    return old.requires_grad and compat.use_count(old) > 1
+
+
+def _hand_hooks_on(node: Any, placed_node: Any, new: Any) -> None:
+    """Let a placed parameter's node call the hooks of the node before, for as long as those are registered and the script holds
+    it (as with a plain parameter)."""
     before, after = _hooks_with(node.register_prehook), _hooks_with(node.register_hook)
     if not before and not after:
         return
@@ -112,7 +126,7 @@ def _hand_hooks_on(old: nn.Parameter, new: nn.Parameter) -> None:
     placed_node.register_prehook(call_before)
     placed_node.register_hook(call_after)
     node.metadata[_PLACED_NODE] = placed_node
-    note_eager_use(new)  # type: ignore[arg-type]
+    note_eager_use(new)
 
 
 _PLACED_NODE = "hpml: the node of the placed parameter"
@@ -182,7 +196,9 @@ def rebind_in(holders: list[Any], olds: list[nn.Parameter], news: Sequence[nn.Pa
 
 
 class _Rebinding:
-    def __init__(self, olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
+    """Of parameters, or of other objects."""
+
+    def __init__(self, olds: list[Any], news: Sequence[Any]) -> None:
         self.olds, self.news = olds, news
         self.index = {id(old): i for i, old in enumerate(olds)}
 

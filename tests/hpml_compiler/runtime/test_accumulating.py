@@ -320,6 +320,12 @@ def hooks_from_before_it_was_placed(w):
     w.use().backward()
 
 
+def multi_grad_hook_from_before_it_was_placed(w):
+    w.p = w._leaf(w.p.detach().to_local() if w.placement else w.p.detach(), lambda leaf: (
+        torch.autograd.graph.register_multi_grad_hook((leaf,), lambda grads: w.see("all", *grads))))
+    twice(w)
+
+
 def sparse_grad_from_before_it_was_placed(w):
     w.p = w._leaf(w.p.detach().to_local() if w.placement else w.p.detach(),
                   lambda leaf: setattr(leaf, "grad", torch.eye(4, 2, dtype=leaf.dtype).to_sparse()))
