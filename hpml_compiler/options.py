@@ -92,7 +92,8 @@ class Options(BaseModel):
         default_factory=dict, description='keyword arguments for PuLP\'s solver, such as {"threads": 1}'
     )
     # below the default timeout of a process group (60 s), within which the other ranks wait for the plan
-    time_limit: float = Field(30.0, gt=0, description="seconds the solver may take, over all meshes together")
+    time_limit: float = Field(30.0, gt=0, description="seconds of work for planning, on all meshes together, without tracing: "
+                              "it is counted, so that a busy machine finds the same plan")
     gap: float = Field(1e-3, ge=0, description="relative gap to the proven bound at which the solver may stop")
     plan: PlanOrPath | None = Field(
         None, description="a Plan or the path of one, obeyed in place of solving; if it was made under a memory_budget and no "

@@ -29,7 +29,7 @@ def plan(
     ] = None,
     memory_budget: Annotated[str | None, typer.Option(help="Per device: 64MiB, 24GB, 80%.")] = None,
     solver: Annotated[str | None, typer.Option(help="A solver, by PuLP's name for it.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds the solver may take.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds of work, counted, that planning may take.")] = None,
     gap: Annotated[float | None, typer.Option(help="Relative gap to the bound at which the solver may stop.")] = None,
     run_breaks: Annotated[bool, typer.Option(
         "--run-breaks", help="Run Python code between the graphs of a model that breaks, on its real weights.")] = False,
