@@ -1,7 +1,8 @@
 """Random scripts, on one device and split: `python -m tests.scripts.fuzz --cases 500` searches, and prints what it finds.
 
 A script that is silently wrong ends the search on its mesh, shrunk to what shows it. Refusals and crashes are counted, and
-the first script of each kind printed. `--script FILE` judges one that was printed.
+the first script of each kind printed. `--of leaves` makes scripts in which several graphs read one leaf, `--script FILE` judges
+one that was printed.
 """
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from collections import Counter
 from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
 from tests.scripts.compare import in_short
+from tests.scripts.fuzz_leaf import leaves
 from tests.scripts.fuzz_ranks import Ranks
 from tests.scripts.fuzz_strategies import scripts
 from tests.scripts.use import MESHES
@@ -26,7 +29,11 @@ class SilentlyWrong(AssertionError):
     """The message holds the script."""
 
 
-def search(ranks: Ranks, mesh: str, cases: int, start: int = 0, others: dict[str, str] | None = None) -> Counter[str]:
+KINDS = {"scripts": scripts(), "leaves": leaves()}
+
+
+def search(ranks: Ranks, mesh: str, cases: int, start: int = 0, others: dict[str, str] | None = None,
+           of: SearchStrategy[str] | None = None) -> Counter[str]:
     """Judge that many random scripts and count the verdicts; raises SilentlyWrong with the smallest script that differs.
 
     `others` gets the first script of each kind of refusal or crash.
@@ -36,7 +43,7 @@ def search(ranks: Ranks, mesh: str, cases: int, start: int = 0, others: dict[str
     @seed(start)
     @settings(max_examples=cases, database=None, deadline=None, suppress_health_check=list(HealthCheck),
               phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False)
-    @given(scripts())
+    @given(KINDS["scripts"] if of is None else of)
     def one(text: str) -> None:
         outcome = ranks.judge(text, mesh)
         assume(outcome.verdict != "unfit")
@@ -56,6 +63,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mesh", action="append", choices=list(MESHES))
+    parser.add_argument("--of", choices=list(KINDS), default="scripts")
     parser.add_argument("--script", type=Path)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
@@ -70,7 +78,7 @@ def main() -> int:
             others: dict[str, str] = {}
             try:
                 share = asked.cases // len(meshes) + (number < asked.cases % len(meshes))
-                total[mesh] = search(ranks, mesh, share, asked.seed + number, others)
+                total[mesh] = search(ranks, mesh, share, asked.seed + number, others, KINDS[asked.of])
                 print(mesh, dict(total[mesh]), flush=True)
             except SilentlyWrong as error:
                 wrong += 1

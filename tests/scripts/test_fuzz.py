@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scripts.fuzz import search
+from tests.scripts.fuzz import KINDS, search
 from tests.scripts.fuzz_ranks import Ranks
 
 
@@ -12,7 +12,7 @@ from tests.scripts.fuzz_ranks import Ranks
 def test_random_scripts(tmp_path, mesh):
     ranks = Ranks(tmp_path)
     try:
-        counts = search(ranks, mesh, 8)
+        counts = search(ranks, mesh, 5) + search(ranks, mesh, 1, of=KINDS["leaves"])
     finally:
         ranks.stop()
     assert counts["same"] and counts.keys() <= {"same", "refused"}, counts
