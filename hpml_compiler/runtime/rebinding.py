@@ -84,9 +84,10 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
                 old.grad = None
                 old.data = old.data.new_empty(0)
                 old.requires_grad_(False)
-            old.__dict__["replaced_name"] = name
+            vars(old).update(replaced_name=name)
             if in_graph:
-                old.__dict__["replaced_by"] = weakref.ref(new), new._local_tensor._version  # type: ignore[attr-defined]
+                part: torch.Tensor = new._local_tensor  # type: ignore[attr-defined]
+                vars(old).update(replaced_by=(weakref.ref(new), part._version))
             old.__class__ = ReplacedParameter
             out_of_reach.append(name)
     return out_of_reach[::-1]

@@ -33,9 +33,10 @@ def duplicated_inputs(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
 def objects_to(source: Any) -> list[Any]:
     """The objects through which the code being compiled reaches what is at a source, the nearest first. To be called inside a
     backend. Ends before one that is made anew whenever it is asked for, such as `list(some.values())`."""
-    from torch._dynamo import guards
+    import torch._dynamo.guards as module
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
+    guards: Any = module
     output: Any = InstructionTranslator.current_tx().output
     helpers = guards._get_closure_vars() if hasattr(guards, "_get_closure_vars") else guards.CLOSURE_VARS
     scope = {**helpers, "L": output.local_scope, "G": output.global_scope}
