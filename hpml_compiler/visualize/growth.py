@@ -108,7 +108,8 @@ def _label(field: str) -> str:
 
 
 def _held(part: str) -> str:
-    return "optimizer state" if part == "optimizer" else part
+    # A formula's peak is the sum of all parts and the largest transient; that of a plan is found along the step.
+    return {"optimizer": "optimizer state", "peak": "all at once"}.get(part, part)
 
 
 def _ratio(before: float, after: float) -> str:

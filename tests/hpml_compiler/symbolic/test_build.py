@@ -106,10 +106,15 @@ def of_gpt():
     return formulas(gpt(), tokens(4, 16), cluster=CLUSTER, mesh=MESH)
 
 
+def without_peak(held):
+    """A formula adds up what is held and the largest transient; the peak of a plan is found along the step."""
+    return {part: nbytes for part, nbytes in held.items() if part != "peak"}
+
+
 def test_at_its_own_size_a_formula_says_what_the_plan_says(of_gpt):
     plan = planned(gpt(), tokens(4, 16), cluster=CLUSTER, mesh=MESH)
     now = of_gpt.evaluate()
-    assert now.memory_bytes == plan.memory.model_dump()
+    assert without_peak(now.memory_bytes) == without_peak(plan.memory.model_dump())
     for part in ("step_time_us", "compute_us", "communication_us", "optimizer_us"):
         assert getattr(now, part) == pytest.approx(getattr(plan.predicted, part), rel=1e-9)
     sent = sum(total.bytes for total in plan.collectives.values())
@@ -159,7 +164,7 @@ def test_a_new_plan_that_chooses_the_same_costs_the_same():
     old, new = (planned(MLP(), batch(rows), cluster=CLUSTER, mesh={"dp": 4}) for rows in (32, 64))
     assert old.graphs[0].decisions == new.graphs[0].decisions
     then = cost.evaluate(batch=64)
-    assert then.memory_bytes == new.memory.model_dump()
+    assert without_peak(then.memory_bytes) == without_peak(new.memory.model_dump())
     assert then.step_time_us == pytest.approx(new.predicted.step_time_us, rel=1e-6)
     assert then.flops == 2 * cost.evaluate().flops
 
