@@ -23,7 +23,7 @@ from passes.partition.zero import Zero
 from passes.solve.allowance import Allowance, OutOfTime
 from passes.solve.solvers import SolverOptions
 
-FIRST = 0.7
+FIRST = 0.9
 """Part of what is left that the next mesh may take."""
 NO_TIME = "time_limit was over before anything was found"
 

@@ -26,7 +26,7 @@ from passes.solve.solvers import SolverOptions
 from passes.solve.verify import VerificationError
 
 TOLERANCE = 1e-9
-BUILDING = 0.75
+BUILDING = 0.8
 """Part of what is allowed that finding choices may take: once it is over, groups get few of them."""
 
 
