@@ -83,7 +83,7 @@ def _small(name: str, default: Any) -> Any:
 
 def _small_numbers(name: str, default: Any) -> Any:
     """Of lists: widths of stages keep their ratio to the first, where they have one."""
-    if re.fullmatch(r"depths|num_blocks|layers|.*_layers|num_hidden_layers", name):
+    if re.fullmatch(r"depths?|num_blocks|layers|.*_layers|num_hidden_layers", name):
         return type(default)(min(each, 1) if len(default) > 2 else min(each, LAYERS) for each in default)
     if re.fullmatch(r"(hidden_sizes|embed_dims?|encoder_hidden_sizes|dims?|.*_channels|.*hidden_sizes|embedding_dims?)", name):
         return type(default)(max(8, 8 * round(16 * each / max(default) / 4)) for each in default)
