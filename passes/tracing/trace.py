@@ -77,15 +77,18 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
                 decompositions=None if alone and compiler == "eager" else decompositions(compiler),
             )(gm, examples)
         except _Stop:
-            if calls is None or not (breaks or calls.counts or compat.frame_being_compiled() not in ("", "0")):
+            if calls is None:
                 raise
+        whole = not (breaks or calls is None or calls.counts) and compat.frame_being_compiled() in ("", "0")
         number = len(found)
 
         def run(*arguments: Any) -> Any:
             assert calls is not None, "else the call has ended"
             if calls.note(number, arguments):
-                for k, value in enumerate(arguments):  # Dynamo's name of it is that in the module where the graph begins
+                for k, value in enumerate(arguments):  # Dynamo's name is of the way by which the frame reached it
                     inputs[k] = replace(inputs[k], name=calls.trained.get(id(value), inputs[k].name))
+            if whole:
+                raise _Stop
             return gm.forward(*arguments)
 
         return run

@@ -123,3 +123,18 @@ def test_all_parameters_of_a_function_that_is_left_to_python_are_planned_or_told
     assert {each.reason.split(",")[0]: set(each.parameters) for each in unplanned} == {
         "a graph behind a graph break is called 2 times": {name.replace("0", "1") for name in planned},
         "Python code that Dynamo does not trace computes with them": {"scale"}}
+
+
+class InAList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.listed = [self.layer]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.listed[0](x).square().mean()
+
+
+def test_parameters_have_the_models_names_however_they_are_reached():
+    (graph,) = trace(InAList(), torch.ones(3, 4))
+    assert {each.name for each in graph.inputs if each.kind == "parameter"} == {"layer.weight", "layer.bias"}
