@@ -134,4 +134,5 @@ def _added_by_parts(kind: type) -> type:
         like = torch.empty_strided(meta.shape, meta.stride, dtype=result.dtype, device="meta")
         return compat.make_dtensor(cls, result, compat.dtensor_spec(spec.mesh, spec.placements, like))
 
+    compat.let_subclasses_dispatch()
     return type("AddedByParts", (kind,), {"__slots__": (), "__torch_dispatch__": classmethod(dispatch)})

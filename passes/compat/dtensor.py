@@ -74,3 +74,31 @@ def look_at_what_is_sharded(look: Callable[[Any], None]) -> None:
 
     init.looks = look  # type: ignore[attr-defined]  # a function's own mark: a second call finds it
     kind.__init__ = init
+
+
+@functools.cache
+def let_subclasses_dispatch() -> None:
+    """From now on, `__torch_dispatch__` of a DTensor subclass is called for what autograd's engine does with gradients.
+
+    Before torch 2.13, the C++ code that handles DTensors takes subclasses for DTensors; it asks a table of handlers first.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
+
+    def handled(op: Any, args: Any, kwargs: Any) -> Any:
+        kind = next((type(value) for value in args if "__torch_dispatch__" in vars(type(value))
+                     and type(value) is not DTensor), None)
+        if kind is not None:
+            return kind.__torch_dispatch__(op, (), args, kwargs)
+        del handlers[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = handled
+
+    aten = torch.ops.aten
+    for op in (aten.add.Tensor, aten.add_.Tensor, aten.detach.default, aten.clone.default, aten.copy_.default):
+        handlers.setdefault(op, handled)
