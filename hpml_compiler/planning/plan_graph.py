@@ -94,7 +94,8 @@ def plan_graph(
     if like is not None and given is None and (fixed_mesh is None or [*fixed_mesh.items()] == [*like.mesh.items()]):
         try:
             found = planned(like.mesh, pins_of(like))
-            if pins_of(found.record) == pins_of(like):  # where there is one choice only, pins are not looked at
+            made = pins_of(found.record)
+            if all(made.get(name, pin) == pin for name, pin in pins_of(like).items()):  # one choice alone is not checked
                 return _as_like(like, found)
             why = "an axis does not divide its sizes"
         except (BadInput, Infeasible) as refusal:  # the same, or more bytes than the budget
