@@ -93,14 +93,10 @@ def plan_graph(
         return _as_like(as_in, planned(as_in.mesh, pins_of(as_in)))
     if like is not None and given is None and (fixed_mesh is None or [*fixed_mesh.items()] == [*like.mesh.items()]):
         try:
-            found = planned(like.mesh, pins_of(like))
-            made = pins_of(found.record)
-            if all(made.get(name, pin) == pin for name, pin in pins_of(like).items()):  # one choice alone is not checked
-                return _as_like(like, found)
-            why = "an axis does not divide its sizes"
-        except (BadInput, Infeasible) as refusal:  # the same, or more bytes than the budget
-            why = refusal.what
-        log.info("the decisions of %s do not fit a graph of the same structure, which is solved for itself: %s", like.name, why)
+            return _as_like(like, planned(like.mesh, pins_of(like)))
+        except (BadInput, Infeasible) as refusal:  # sizes that an axis does not divide, or more bytes than the budget
+            log.info("the decisions of %s do not fit a graph of the same structure, which is solved for itself: %s",
+                     like.name, refusal.what)
     mesh = fixed_mesh or options.mesh
     if not mesh and (obeyed := given or options.load_plan()) is not None:
         mesh = obeyed.mesh

@@ -216,7 +216,7 @@ class Entities:
     def pin(self, pinned: Mapping[str, Pin]) -> None:
         """Keep only the choices that a plan names, by entity."""
         for draft in self.drafts:
-            if draft.name not in pinned or len(draft.options) == 1:
+            if draft.name not in pinned:
                 continue
             kept = [o for o in draft.options if (o.choice.inputs, o.choice.outputs) == pinned[draft.name]]
             if not kept:

@@ -229,3 +229,12 @@ def test_a_pin_that_cannot_be_met_is_bad_input():
     graph, _ = training_step()
     with pytest.raises(BadInput, match="parameter_1.*S\\(7\\)"):
         problem(graph, pinned={"parameter_1": (("S(7)",), ("S(7)",))})
+
+
+def test_a_pin_is_refused_where_there_is_one_choice_alone():
+    b = Builder()
+    graph = b.finish([b.call(aten.exp.default, V(b.input((3, 5))))])  # no dim in two parts
+    whole = problem(graph, pinned={"op_0": (("R",), ("R",))})
+    assert [len(e.choices) for e in whole.problem.entities if e.name == "op_0"] == [1]
+    with pytest.raises(BadInput, match="the plan wants op_0"):
+        problem(graph, pinned={"op_0": (("S(0)",), ("S(0)",))})
