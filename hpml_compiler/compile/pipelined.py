@@ -8,7 +8,6 @@ others. A graph that goes through no stages borrows what it reads, at each call.
 """
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ from hpml_compiler.compile.unplanned import Later, Unplanned, UnplannedInStages,
 from hpml_compiler.monitor.stages import StagesWatch
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import loss_alone
-from hpml_compiler.planning.staged_body import WITHOUT_STAGES, why_all_is_held
+from hpml_compiler.planning.staged_body import warn_of_empty_stages, warn_without_stages
 from hpml_compiler.runtime.calls import backward_call
 from hpml_compiler.runtime.compared import of_backward
 from hpml_compiler.runtime.doing import Spot
@@ -50,8 +49,6 @@ from passes.graph.copied import copied
 from passes.graph.stages import Stages as FoundStages
 from passes.tracing.trace import Traced, decompositions
 from passes.transform.microbatches import Loop
-
-log = logging.getLogger("hpml")
 
 
 class PipelinedGraph:
@@ -104,8 +101,7 @@ class PipelinedGraph:
             cut = planner.cut(loss_alone(joint), num_fwd_outputs, whole is not None)
         except TooFewParts as error:
             if dist.get_rank() == 0:
-                log.warning("%s goes through no stages, and each rank does all of it: %s; %s", self.name, error.what,
-                            WITHOUT_STAGES)
+                warn_without_stages(self.name, error.what)
             return self._all_of_it(joint, inputs, num_fwd_outputs, kwargs)
         assert planner.found is not None, "what is cut has stages"
         self.runs = Pipeline(self.options, cut, whole)
@@ -129,8 +125,7 @@ class PipelinedGraph:
         packed, stages = found.unplanned, self.planner.found
         if not isinstance(restored, CutInStages):
             if dist.get_rank() == 0:
-                log.warning("%s goes through no stages, and each rank does all of it, as in an earlier launch; %s", self.name,
-                            WITHOUT_STAGES)
+                warn_without_stages(self.name, "as in an earlier launch")
             self.lowering.forward_outputs, self.lowering.shares = forward_outputs, False
             return restored
         assert packed is not None and stages is not None, "of what has stages, a plan can be asked for"
@@ -146,8 +141,8 @@ class PipelinedGraph:
         return lambda: Pipeline(self.options, self.planner.cut(copied(traced()), forward_outputs, False))
 
     def _note_plan(self, unplanned: Unplanned | bytes, runs: Pipeline, found: FoundStages) -> None:
-        if dist.get_rank() == 0 and (why := why_all_is_held(found)) is not None:
-            log.warning("%s: %s", self.name, why)
+        if dist.get_rank() == 0:
+            warn_of_empty_stages(self.name, found)
         current = session.current()
         current.stage_starts[compat.frame_being_compiled()] = starts_of(found)
         current.options, current.cluster = self.options, str(local_cluster(self.options, dist.get_world_size()))

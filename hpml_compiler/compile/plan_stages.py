@@ -26,7 +26,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import fitting_rows, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
 from hpml_compiler.planning.stage_axes import STAGES_AXIS, lifetimes_of, schedule_of
-from hpml_compiler.planning.staged_body import WITHOUT_STAGES
+from hpml_compiler.planning.staged_body import warn_without_stages
 from hpml_compiler.runtime.compared import draws_random_numbers
 from hpml_compiler.runtime.gathered import Held
 from hpml_compiler.runtime.owned import Owned, owner_of
@@ -110,8 +110,7 @@ class StagesPlanner:
             raise
         except HpmlError as error:
             if dist.get_rank() == 0:
-                log.warning("%s goes through no stages, and each rank does all of it: %s; %s", self.name, error.what,
-                            WITHOUT_STAGES)
+                warn_without_stages(self.name, error.what)
             return None
         return stages.given_to(self._owners(stages, annotated.interface.positions), (), False)
 

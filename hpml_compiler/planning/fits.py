@@ -123,12 +123,12 @@ def _counted(planned: Planned, options: Options, cluster: Cluster) -> Planned:
 
 
 def _without_bound(planned: Planned) -> Planned:
-    """What fits in fewer bytes than there are may be slower than what fits in all of them."""
+    """Drop the claim to be optimal: a plan found with less room than there is may be slower than the best one."""
     return replace(planned, record=planned.record.model_copy(update={"solver": planned.record.solver.without_bound()}))
 
 
 def _held(record: GraphPlan, in_flight: float) -> float:
-    """What the placement problem counts at the fuller of two moments: see `Lifetimes`."""
+    """Bytes at the fuller of the two moments that the placement problem counts: see `Lifetimes`."""
     memory = record.memory
     state = memory.parameters + memory.optimizer
     saved = memory.activations if record.microbatches is not None else in_flight * memory.activations

@@ -4,7 +4,6 @@ What a run does to its graph until its stages are known is done here, too, for a
 """
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import torch
@@ -30,7 +29,7 @@ from hpml_compiler.planning.stage_axes import (
     over_all_axes,
     schedule_of,
 )
-from hpml_compiler.planning.staged_body import WITHOUT_STAGES, stage_body, why_all_is_held
+from hpml_compiler.planning.staged_body import stage_body, warn_of_empty_stages, warn_without_stages
 from hpml_compiler.planning.staged_plan import StagedPlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.prices import AsPlanned, Repriced
@@ -42,7 +41,6 @@ from passes.errors import BadInput, Infeasible
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.nodes import returned_nodes
-from passes.graph.stages import Stages
 from passes.machine.axis import device_axes
 from passes.machine.cluster import Cluster
 from passes.machine.mesh import mesh_from_pin
@@ -53,8 +51,6 @@ from passes.schedule.actions import Schedule
 from passes.tracing.trace import Traced
 from passes.transform.collectives import MeshGroups
 from passes.transform.microbatches import cut_loop
-
-log = logging.getLogger("hpml")
 
 
 def plan_in_stages(traced: Traced, options: Options, cluster: Cluster, microbatches: int, name: str) -> GraphPlan:
@@ -71,9 +67,9 @@ def plan_in_stages(traced: Traced, options: Options, cluster: Cluster, microbatc
     try:
         staged = stage_body(gm, annotated.interface.kinds, cut_loop(gm), table.stages, cluster.device, lambda find: find())
     except TooFewParts as error:
-        log.warning("%s goes through no stages, and each rank does all of it: %s; %s", name, error.what, WITHOUT_STAGES)
+        warn_without_stages(name, error.what)
         return _all_of_it(traced, options, cluster, table, name)
-    _say_what_is_held(name, staged.stages)
+    warn_of_empty_stages(name, staged.stages)
     plan = StagedPlan(traced.gm, traced.inputs, outputs, options, cluster, times, planned)
     return check_fits(plan.plan(name, gm, staged, table), options, cluster)
 
@@ -112,16 +108,11 @@ def plan_folded(folded: Folded, annotated: Annotated, forward_outputs: int, opti
                             lambda find: find(), starts)
     except BadInput as error:
         raise NotLinear(f"its layers do not follow each other: {error.what}") from error
-    _say_what_is_held(name, staged.stages)
+    warn_of_empty_stages(name, staged.stages)
     cut = LayersCut(staged, len(lists), options.compiler, table)
     parts = folded_parts(record, step_graph(record, AsPlanned(record, Repriced(record, prices))), lists, cut, table)
     mesh = mesh if is_split(mesh) else {STAGES_AXIS: options.stage_ranks}
     return check_fits(with_pipeline(record, parts, table, mesh, cluster, states), options, cluster)
-
-
-def _say_what_is_held(name: str, stages: Stages) -> None:
-    if (why := why_all_is_held(stages)) is not None:
-        log.warning("%s: %s", name, why)
 
 
 def _mark(annotated: Annotated, planned: Planned | None, times: InTime | None, forward_outputs: int) -> None:

@@ -25,8 +25,8 @@ LEAST_SHARE = 0.5
 
 def times_of(graph: PlacementGraph, microbatches: int, solver: SolverOptions, allowance: Allowance | None = None,
              ) -> InTime | None:
-    """Where everything is on the axis of time; None, with a warning, where rows of the batch depend on each other. allowance:
-    in place of the solver's time limit."""
+    """Placement of each value on the axis of time; None, with a warning, where rows of the batch depend on each other.
+    allowance: in place of the solver's time limit."""
     if not any(value.microbatch for value in graph.values):
         log.warning("no microbatches: no input of this graph has rows that could be split into %d", microbatches)
         return None

@@ -5,6 +5,7 @@ before the loop, are the same everywhere. A run and a plan split alike.
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,14 @@ from passes.transform.microbatches import Loop, Read
 from passes.transform.split_backward import split_backward
 from passes.transform.split_stages import StageGraph, makers_of_gradients, split_stages
 
+log = logging.getLogger("hpml")
 WITHOUT_STAGES = "give pp fewer ranks or leave it out of options['mesh'], and split the model by dp, tp or zero instead"
-"""What to do about a graph that stages do not suit."""
+"""Remedy for a graph that is not pipelined."""
+
+
+def warn_without_stages(name: str, why: str) -> None:
+    """Warn that a graph is not pipelined though stages were asked for. name: of the graph."""
+    log.warning("%s is not pipelined; every stage runs it in full: %s; %s", name, why, WITHOUT_STAGES)
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,15 @@ def _check_sizes(graphs: Sequence[StageGraph]) -> None:
                                f"{tuple(fake.shape)}", name, "leave pp out of options['mesh'], or make its size a fixed one")
 
 
-def why_all_is_held(stages: Stages) -> str | None:
-    """A warning of stages that save no memory, with what to do; None where each stage has parameters of its own."""
+def warn_of_empty_stages(name: str, stages: Stages) -> None:
+    """Warn of stages without parameters of their own, which save no memory. name: of the graph."""
     empty = stages.without_parameters()
     if not empty:
-        return None
+        return
     which = ", ".join(f"stage {stage} ({' to '.join(dict.fromkeys((own[0], own[-1])))})"
                       for stage in empty if (own := stages.blocks[stage]))
-    return (f"of {stages.count} stages, {which} makes no parameter's gradient whole, so that its rank holds only what other "
-            f"ranks hold, too; {WITHOUT_STAGES}")
+    log.warning("%s: of %d stages, %s makes no parameter's gradient whole, so that its rank holds only what other ranks hold, "
+                "too; %s", name, stages.count, which, WITHOUT_STAGES)
 
 
 def structure_of(body: GraphModule) -> str:

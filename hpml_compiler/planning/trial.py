@@ -27,7 +27,7 @@ from passes.transform.collectives import MeshGroups
 from passes.transform.gather_ahead import starts_ahead
 
 MOST_OF_THE_TIME = 0.5
-"""Of the time limit, that one may take. Few come near this."""
+"""Part of the time limit that one trial may take. Few come near this."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Trial:
     folded: Folded | None = None
 
     def __call__(self, planned: Planned, allowance: Allowance | None = None) -> KeptNodes:
-        """What the first rank keeps; the others' graphs have the same calls. Process groups need not be there: none is used.
-        allowance: for deciding it; a part of the options' time limit if None."""
+        """Values that the first rank keeps for backward; the others' graphs have the same calls. Process groups need not be
+        there: none is used. allowance: for deciding it; a part of the options' time limit if None."""
         gm, within = self.rewritten(planned), allowance or Allowance(MOST_OF_THE_TIME * self.options.time_limit)
         kept = self._kept(gm, planned, within)
         if kept.fits or not starts_ahead(gm.graph):

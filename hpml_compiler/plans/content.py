@@ -28,7 +28,7 @@ PHASES = ("trace", "annotate", "solve", "rewrite", "compile forward", "compile b
 
 
 class PlanContent(PlanFile):
-    """What a plan holds, and what follows from that alone. `options` are those it was made with. `at_peak`: the moment at
+    """Contents of a plan, and what follows from these alone. `options` are those it was made with. `at_peak`: the moment at
     which a device holds most, where a step runs several graphs."""
 
     format_version: int = FORMAT_VERSION

@@ -79,7 +79,7 @@ class _Input:
 
 
 class MissingGradients:
-    """Of one compiled graph, which inputs get no gradient when some outputs get none."""
+    """Inputs of one compiled graph that get no gradient when some outputs get none."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
         self._gm, self._inputs = gm, inputs
@@ -87,23 +87,22 @@ class MissingGradients:
         """Output of the graph's autograd node -> results that its gradient is of: views of one base share it."""
         self._positions: list[int | None] = []
         """For each edge of that node, which input its gradient is of."""
-        self._first = -1
-        """A result that the node is found by."""
+        self._first: int | None = None
+        """A result that the node is found by; -1 where fewer than two have gradients, None before the first call."""
         self._dropped: dict[frozenset[int], frozenset[int]] = {}
         """Outputs of the node that gradients arrived at -> edges whose gradients are None then, once known."""
 
     def watch(self, arguments: Sequence[Any], results: Sequence[Any]) -> None:
-        """After a call. What leads where is the same in each call that autograd records."""
+        """After a call. What leads where is the same in each call that autograd records, so it is looked up once."""
         if not torch.is_grad_enabled():
             return
-        if self._first < 0 and not self._look(arguments, results):
-            return
-        place = _place_of(results[self._first])
-        if place is not None:
+        if self._first is None:
+            self._first = self._look(arguments, results)
+        if self._first >= 0 and (place := _place_of(results[self._first])) is not None:
             _Watched(self, place[0])
 
-    def _look(self, arguments: Sequence[Any], results: Sequence[Any]) -> bool:
-        """Find the node and what it leads to; False where all of its gradients are of one result, or of none."""
+    def _look(self, arguments: Sequence[Any], results: Sequence[Any]) -> int:
+        """Find the node and what it leads to. Returns one of its results, or -1 where fewer than two have gradients."""
         tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
         before = {id(x.grad_fn) for x in tensors}
         found = {k: place for k, x in enumerate(results) if isinstance(x, torch.Tensor) and x.requires_grad
@@ -112,10 +111,10 @@ class MissingGradients:
         for k, (_, number) in found.items():
             places.setdefault(number, []).append(k)
         if len(places) < 2 or len({id(node) for node, _ in found.values()}) != 1:
-            return False
+            return -1
         first = min(found)
-        self._places, self._positions, self._first = places, _positions_of(found[first][0], arguments), first
-        return True
+        self._places, self._positions = places, _positions_of(found[first][0], arguments)
+        return first
 
     def drops(self, arrived: frozenset[int]) -> bool | None:
         """Whether gradients have to be dropped when gradients arrived at these outputs of the node; None if unknown yet."""
@@ -200,5 +199,5 @@ def _may_be_zero(gradient: torch.Tensor) -> bool:
     """Zeros times infinities are no numbers, and say nothing."""
     try:
         return not bool(gradient.nan_to_num(0.0).any())
-    except (NotImplementedError, RuntimeError):  # a dtype of which torch cannot tell
+    except NotImplementedError:  # torch cannot tell, as of float8
         return True

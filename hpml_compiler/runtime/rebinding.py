@@ -86,8 +86,8 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
                 old.requires_grad_(False)
             vars(old).update(replaced_name=name)
             if in_graph:
-                part: torch.Tensor = new._local_tensor  # type: ignore[attr-defined]
-                vars(old).update(replaced_by=(weakref.ref(new), part._version))
+                placed: Any = new
+                vars(old).update(replaced_by=(weakref.ref(new), placed._local_tensor._version))
             old.__class__ = ReplacedParameter
             out_of_reach.append(name)
     return out_of_reach[::-1]
