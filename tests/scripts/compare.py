@@ -54,9 +54,9 @@ def judge(use: Use, mesh: str, folder: Path, rank: int, expected: list[Leaf] | N
         raise Unfit(f"{type(error).__name__} on one device: {error}") from error
     start_split, compiled_before = time.perf_counter(), _compiled()
     try:
-        actual = _within_the_least(use, Script(mesh, folder / "split", rank))
+        actual = seen_within_least(use, Script(mesh, folder / "split", rank))
     except Exception as error:
-        words = _refusal(error)
+        words = refusal_of(error)
         detail = words or "".join(traceback.format_exception(error))
         return Outcome("refused" if words else "crashed", detail, time.perf_counter() - start)
     finally:
@@ -70,7 +70,7 @@ def judge(use: Use, mesh: str, folder: Path, rank: int, expected: list[Leaf] | N
     return Outcome("different" if wrong else "same", wrong or "", time.perf_counter() - start, graphs, digest(actual))
 
 
-def _within_the_least(use: Use, script: Script) -> list[Leaf]:
+def seen_within_least(use: Use, script: Script) -> list[Leaf]:
     """What a use sees; under a budget that is too small, within the least that is said to do."""
     for _ in range(5):
         try:
@@ -113,7 +113,7 @@ def _empty(folder: Path) -> Path:
     return folder
 
 
-def _refusal(error: BaseException | None) -> str | None:
+def refusal_of(error: BaseException | None) -> str | None:
     """What hpml says, if that is what ended the script."""
     first = next((each for each in _chain(error) if isinstance(each, HpmlError)), None)
     return str(first) if first is not None and first.where and first.next_step else None
