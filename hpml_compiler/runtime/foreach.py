@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpml_compiler.runtime.routes import in_place
+from hpml_compiler.runtime.whole import whole
 
 
 def is_foreach(name: str) -> bool:
@@ -33,8 +34,11 @@ def split_by_kind(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[list[
 
 
 def at(indices: list[int], value: Any) -> Any:
-    """The tensors of a list at these indices; any other argument as it is."""
-    return [value[i] for i in indices] if _is_list(value) else value
+    """The tensors or numbers of a list, or of a tensor that holds a number for each index, at these indices; any other
+    argument as it is."""
+    if isinstance(value, torch.Tensor):
+        return whole(value)[indices] if value.dim() else value
+    return [value[i] for i in indices] if isinstance(value, (list, tuple)) else value
 
 
 def merge(parts: list[tuple[list[int], Any]]) -> list[Any] | None:

@@ -285,6 +285,7 @@ def name_slots(kind: type) -> None:
 
 name_slots(PlacedTensor)
 compat.adopt_foreach_type(PlacedTensor)
+compat.read_scalars(PlacedTensor, lambda tensor: whole(tensor.detach()))
 
 
 class GatheredView(PlacedTensor):

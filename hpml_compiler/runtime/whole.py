@@ -51,7 +51,7 @@ def _value(tensor: DTensor) -> torch.Tensor:
 
 def joined(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """The whole tensor of which each rank has a part; all ranks call this together."""
-    with compat.plain_torch_functions():  # a new wrapper, since inside of torch.tensor([...]) even detach() makes none
+    with compat.with_dispatch(), compat.plain_torch_functions():
         result = compat.make_dtensor(DTensor, *as_dtensor_knows(local, spec)).full_tensor()
     shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
     if result.stride() == stride:

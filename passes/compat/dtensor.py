@@ -1,6 +1,7 @@
 """DTensor's insides, for parameters that are DTensors (hpml_compiler/runtime)."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -10,6 +11,18 @@ import torch
 
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called; only modes have a public one."""
+
+
+
+
+def with_dispatch() -> Any:
+    """Context in which `__torch_dispatch__` of subclasses is called, also inside of `torch.tensor([x])`, which asks `x` for its
+    number with that switched off: a collective's result that is not waited for would be read like memory that it lacks."""
+    keys = torch._C.DispatchKey
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(keys.Python):
+        return contextlib.nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(keys.Python).remove(keys.PythonTLSSnapshot)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def make_dtensor(kind: type, local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
@@ -102,3 +115,17 @@ def let_subclasses_dispatch() -> None:
     aten = torch.ops.aten
     for op in (aten.add.Tensor, aten.add_.Tensor, aten.detach.default, aten.clone.default, aten.copy_.default):
         handlers.setdefault(op, handled)
+
+
+def read_scalars(kind: type, whole: Callable[[Any], torch.Tensor]) -> None:
+    """From now on, where torch takes a tensor of this kind for a number (`alpha=tensor`, `torch.full((2,), tensor)`), it takes
+    `whole(tensor)`. No `__torch_function__` is asked then, and DTensor gives this rank's part, whatever its placement.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def read(op: Any, args: Any, kwargs: Any) -> Any:
+        (tensor,) = args
+        return op(whole(tensor) if isinstance(tensor, kind) else tensor._local_tensor)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
+    handlers[torch.ops.aten._local_scalar_dense.default] = read

@@ -24,6 +24,20 @@ OWN_SIZES = {"_segment_reduce"}
 @functools.cache
 def entries() -> dict[str, Any]:
     """Entries by name; `nn.functional.pad.constant` is the variant `constant` of one."""
+    found: dict[str, Any] = {}
+    for entry in _module().op_db:
+        name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
+        found[name if name not in found else f"{name}.{sum(n.startswith(name) for n in found)}"] = entry
+    return found
+
+
+def foreach_entries() -> list[Any]:
+    """The entries of functions of lists, `_foreach_add` and so on."""
+    return [entry for kind in ("unary", "binary", "pointwise", "reduce", "other")
+            for entry in getattr(_module(), f"foreach_{kind}_op_db")]
+
+
+def _module() -> Any:
     # torch's own test cases, which come with the database, want a package that the database itself does not.
     if "expecttest" not in sys.modules:
         with contextlib.suppress(ImportError):
@@ -34,12 +48,8 @@ def entries() -> dict[str, Any]:
         sys.modules["expecttest"] = stand_in
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    found: dict[str, Any] = {}
-    for entry in op_db:
-        name = ".".join(filter(None, (entry.name, entry.variant_test_name)))
-        found[name if name not in found else f"{name}.{sum(n.startswith(name) for n in found)}"] = entry
-    return found
+        from torch.testing._internal import common_methods_invocations
+    return common_methods_invocations
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def net() -> nn.Module:
 
 
 def train(hp: Any, make: Callable[[nn.Module], Any], average: Callable[[nn.Module], Any] | None = None) -> Any:
-    """Losses, weights, and what is averaged of them. What optimizers keep is looked at through what they do to the weights."""
+    """Losses, weights, what is averaged of them, and the optimizer's state."""
     model, losses = net(), []
     call, optimizer = hp.compile(model), make(model)
     averaged = None if average is None else average(model)
@@ -52,7 +53,18 @@ def train(hp: Any, make: Callable[[nn.Module], Any], average: Callable[[nn.Modul
                 *(() if type(averaged).__name__ == "EMA" else (model,)))
     if hasattr(optimizer, "eval"):
         optimizer.eval()
-    return losses, [p.detach() for p in model.parameters()], averaged
+    return losses, [p.detach() for p in model.parameters()], averaged, values_in(optimizer.state_dict())
+
+
+def values_in(value: Any) -> Any:
+    """The tensors and numbers of a state, also in objects of the optimizer's own (projectors of GaLore)."""
+    if isinstance(value, (torch.Tensor, int, float, complex, str, torch.dtype, torch.Size, type(None))):
+        return value
+    if isinstance(value, Mapping):
+        return {key: values_in(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, deque)):
+        return [values_in(item) for item in value]
+    return values_in(vars(value)) if hasattr(value, "__dict__") and not callable(value) else str(type(value))
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -155,6 +155,8 @@ VALUES = _lines("""
     sum(p.abs().sum() for p in (w, b)) | torch.stack([p.norm() for p in (w, b)]).norm() | w.pow(2).sum().sqrt() | (w -
     r).pow(2).mean() | w.var(0).sum() | torch.tensor([w.sum(), b.sum()]) | torch.as_tensor(w) | torch.atleast_2d(b) |
     torch.meshgrid(b, c, indexing='ij') | torch.block_diag(w, r) | torch.cartesian_prod(b, c) | torch.combinations(b) |
+    torch.add(r, r, alpha=s) | torch.full((2,), s) | torch.linspace(0, s, 3) | F.leaky_relu(r, s) | torch.threshold(r, s, s)
+    | torch.add(r, r, alpha=w.norm()) | torch._foreach_add([r], scalar=s) | torch.tensor([w.norm(), s]) |
     torch.logsumexp(w, (0, 1)) | torch.aminmax(w) | torch.std_mean(w) | torch.var_mean(w, 0) | torch.unique(w > 0) |
     torch.result_type(w, r) | torch.fft.fft(w).abs() | torch.special.expit(w) | torch.numel(w) | copy.deepcopy(w) |
     copy.copy(w) + 0 | pickle.loads(pickle.dumps(w)) | torch.func.vmap(lambda x: x.sum())(r) + w.sum() | w.is_contiguous()
