@@ -21,6 +21,7 @@ from hpml_compiler.runtime.eager import (
     adopt,
     as_dtensors,
     changed_tensors,
+    map_tensors,
     on_fakes,
     on_parts,
     on_whole,
@@ -38,6 +39,7 @@ from hpml_compiler.runtime.routes import (
     DIFFERENTIABLE,
     MEMORY,
     METADATA,
+    NEW,
     NORMS,
     ON_DTENSORS,
     ON_LOCALS,
@@ -131,6 +133,8 @@ class PlacedTensor(DTensor):
             return iter(_view(torch.Tensor.unbind, "unbind", args, kwargs))
         if placed[0] is args[0] and (name in VIEWS or name == "__get__"):
             return _view(func, name, args, kwargs)
+        if name in NEW and placed[0] is args[0]:
+            return _new(func, *args, **kwargs)
         if any(unknown_to_dtensor(operand.placements) for operand in placed):  # of which DTensor knows nothing
             if name == "detach":
                 return compat.make_dtensor(PlacedTensor, args[0]._local_tensor.detach(), args[0]._spec)
@@ -438,6 +442,16 @@ def _copies(index: Any) -> bool:
     if isinstance(index, tuple):
         return any(map(_copies, index))
     return not (index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int)
+
+
+def _new(func: Callable[..., Any], tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A new tensor, placed as this one if it has its shape, else whole on every rank. It is placed also then, as one made of a
+    DTensor is, because scripts that know DTensors mix it with those that they make themselves."""
+    value = func(tensor._local_tensor, *map_tensors(whole, args), **map_tensors(whole, kwargs))
+    if value.requires_grad or value.device != tensor._local_tensor.device or value.layout is not torch.strided:
+        return value
+    placements = reduced(tensor._spec, tensor).placements
+    return place(value, tensor.device_mesh, placements if value.shape == tensor.shape else [Replicate()] * len(placements))
 
 
 def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:

@@ -54,6 +54,8 @@ DIFFERENTIABLE = (ON_LOCALS - {"_foreach_norm"}) | VIEWS | CASTS | _words("sum m
 """Ops left to DTensor where a gradient flows: enough for penalties on parameters. DTensor's backward of others can be
 wrong (that of a maximum norm gives NaN)."""
 
+NEW = _words("new_zeros new_ones new_full")
+
 NORMS = _words("norm vector_norm linalg_vector_norm")
 
 ON_DTENSORS = DIFFERENTIABLE | NORMS | _words("_foreach_norm stack new_empty")

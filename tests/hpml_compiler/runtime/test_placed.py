@@ -191,6 +191,11 @@ def check_copies(ours, placement):
     assert_close(ours["w"], theirs["w"])
     with pytest.raises(RuntimeError):  # an error of the script's own is what one device says
         ours["w"] @ torch.ones(5, 5)
+    assert ours["w"].new_zeros(8, 6).placements == (placement,)
+    state, update = ours["w"].new_zeros(8, 1), DTensor.from_local(torch.ones(8, 1), ours["w"].device_mesh, [Replicate()])
+    with torch.no_grad():  # an optimizer that knows DTensors makes some of them itself
+        torch._foreach_lerp_([state], [update], weight=0.5)
+    assert_close(state, torch.full((8, 1), 0.5))
     row = ours["w"].data[7]
     assert isinstance(row, GatheredView) and row.shape == (6,)
     assert repr(ours["b"]).startswith("DTensor(local_tensor=tensor([")  # never communicates
