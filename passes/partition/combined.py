@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import prod
 
 from passes.costs.terms import Prices, price
 from passes.graph.decision import OperationLayouts
@@ -44,8 +45,9 @@ class Combined:
         self._prices: dict[tuple[int, ...], float] = {}
         self._rows: dict[tuple[int, ...], OperationLayouts] = {}
         self._reduces: dict[int, frozenset[int]] = {}
-        self._splits: dict[int, dict[tuple[int, Placement], None]] = {}
+        self._splits: dict[int, dict[tuple[int, tuple[int, int]], int]] = {}
         self._sliced: dict[int, dict[tuple[int, int], Placement]] = {}
+        self._devices = prod(axis.size for axis in axes)
         self._kept: list[Joint] = []
         """Joints by whose ids the above are known."""
 
@@ -113,20 +115,23 @@ class Combined:
         return self._divides(combination) and self._slices(combination)
 
     def _divides(self, combination: Combination) -> bool:
-        total: dict[tuple[int, Placement], int] = {}
+        total: dict[tuple[int, tuple[int, int]], int] = {}
         for axis, joint in zip(self.axes, combination):
-            for each in self._splits_of(joint):
-                total[each] = total.get(each, 1) * axis.size
-        values = self.graph.values
-        return all(values[v].factors[p[0]][p[1]] % size == 0 for (v, p), size in total.items() if isinstance(p, tuple))
+            for each, size in self._splits_of(joint).items():
+                total[each] = parts = total.get(each, 1) * axis.size
+                if size % parts:
+                    return False
+        return True
 
-    def _splits_of(self, joint: Joint) -> dict[tuple[int, Placement], None]:
+    def _splits_of(self, joint: Joint) -> dict[tuple[int, tuple[int, int]], int]:
+        """(value, what is split of it) -> its size, where that does not divide by all devices."""
         if id(joint) not in self._splits:
             self._kept.append(joint)
-            self._splits[id(joint)] = {
-                (v, p): None for op, taken in zip(self.operations, joint.operations)
-                for v, p in zip((*op.inputs, *op.outputs), taken.strategy.inputs + taken.strategy.outputs)
-                if isinstance(p, tuple)}
+            splits = {(v, p): self.graph.values[v].factors[p[0]][p[1]]
+                      for op, taken in zip(self.operations, joint.operations)
+                      for v, p in zip((*op.inputs, *op.outputs), taken.strategy.inputs + taken.strategy.outputs)
+                      if isinstance(p, tuple)}
+            self._splits[id(joint)] = {key: size for key, size in splits.items() if size % self._devices}
         return self._splits[id(joint)]
 
     def _slices(self, combination: Combination) -> bool:

@@ -111,9 +111,10 @@ def candidate_meshes(cluster: Cluster, pinned: Mapping[str, int] | None) -> list
 
 
 def _off_hierarchy(mesh: Mesh, cluster: Cluster) -> float:
-    """How far the inner axis is from being a node: meshes that follow the links are tried first."""
+    """How far the inner axis is from being a node: meshes that follow the links are tried first, and then that of one axis,
+    which takes a fifth of the time."""
     if len(mesh.shape) < 2:
-        return math.inf if cluster.nodes > 1 else 0.0
+        return 0.5 if cluster.nodes > 1 else 0.0
     return abs(math.log(mesh.shape[-1] / cluster.devices_per_node)) if cluster.nodes > 1 else 1.0
 
 

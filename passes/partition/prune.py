@@ -18,7 +18,7 @@ from passes.costs.terms import Prices
 from passes.graph.layouts import Layout, format_layout
 from passes.graph.placement_graph import PlacementGraph, Value
 from passes.machine.axis import Axes
-from passes.partition.combined import Combination, Combined
+from passes.partition.combined import Combination, Combined, Ports
 from passes.partition.groups import Group
 from passes.partition.redistribution import hops_between
 from passes.partition.zero import weights_of
@@ -27,7 +27,9 @@ from passes.solve.paths import Paths
 from passes.solve.problem import Arc
 
 MOST_COMPARED = 2000
-"""Combinations that are compared: of more, the dearest are not looked at: comparing takes a number for every two."""
+"""Combinations that are compared: of more, the dearest are not looked at."""
+AT_ONCE = 128
+"""Combinations that are compared at once with the cheaper ones that are kept."""
 _ROUNDING = 1e-9
 
 
@@ -76,40 +78,48 @@ def most_useful(combinations: list[Combination], group: Group, graph: PlacementG
     costs = np.array([[each.cost(combination) for combination in found] for each in priced])
     rank = np.argsort(costs.sum(axis=0), kind="stable")[:MOST_COMPARED]
     found, costs = [found[k] for k in rank], costs[:, rank]
-    allowance.spend("comparison", len(priced) * len(found) ** 2 * (1 + len(group.inputs) + len(group.outputs)))
-    weights = weights_of(graph)
-    replaces = np.ones((len(found), len(found)), dtype=bool)
     ports = [priced[0].ports(each) for each in found]
-    for each, cost in zip(priced, costs, strict=True):
-        loss = cost[:, None] - cost[None, :]  # (a, b): what a, made to look like b, costs more than b
-        for k, v in enumerate(group.inputs):
-            index, turning = _turning(graph, v, [inputs[k] for inputs, _ in ports], mesh.axes, each.prices, weights)
-            loss += turning[np.ix_(index, index)].T
-        for k, v in enumerate(group.outputs):
-            index, turning = _turning(graph, v, [outputs[k] for _, outputs in ports], mesh.axes, each.prices, weights)
-            loss += turning[np.ix_(index, index)]
-        replaces &= loss <= _ROUNDING * cost[None, :]
+    weights = weights_of(graph)
+    turnings = [_turnings(group, graph, ports, mesh.axes, each.prices, weights) for each in priced]
     held = np.array([priced[0].saved_bytes(each) for each in found])
-    replaces &= held[:, None] <= held[None, :]
-    np.fill_diagonal(replaces, False)
-    kept = np.ones(len(found), dtype=bool)
-    for k in reversed(range(len(found))):  # the dearest first, so that of equals the cheapest stays
-        kept[k] = not (replaces[:, k] & kept).any()
-    useful = np.flatnonzero(kept)
+
+    def replaces(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """(a, b): whether one does for another."""
+        allowance.spend("comparison", len(priced) * len(a) * len(b) * (1 + len(group.inputs) + len(group.outputs)))
+        found = held[a][:, None] <= held[b][None, :]
+        for cost, ends in zip(costs, turnings, strict=True):
+            loss = cost[a][:, None] - cost[b][None, :]  # what a, made to look like b, costs more than b
+            for index, turning in ends:
+                loss += turning[np.ix_(index[a], index[b])]
+            found &= loss <= _ROUNDING * cost[b][None, :]
+        return found & (a[:, None] != b[None, :])
+
+    kept = np.arange(0)  # only what is no dearer replaces another
+    for block in np.split(np.arange(len(found)), range(AT_ONCE, len(found), AT_ONCE)):
+        block = block[~replaces(kept, block).any(axis=0)]
+        table, left = replaces(block, block), np.ones(len(block), dtype=bool)
+        for k in reversed(range(len(block))):  # the dearest first, so that of equals the cheapest stays
+            left[k] = not (table[:, k] & left).any()
+        kept = np.concatenate([kept, block[left]])
+        if len(kept) >= most:
+            break
     whole = [k for k, (inputs, outputs) in enumerate(ports) if not any(
         isinstance(p, tuple) or p in ("P", "M") for layout in inputs + outputs for p in layout)]
-    return [found[k] for k in sorted({*useful[:most].tolist(), *whole[:1]})]
+    return [found[k] for k in sorted({*kept[:most].tolist(), *whole[:1]})]
 
 
-def _turning(graph: PlacementGraph, v: int, layouts: Sequence[Layout], axes: Axes, prices: Prices, weights: set[int],
-             ) -> tuple[np.ndarray, np.ndarray]:
-    """(index of each layout, what it costs to turn one with an index into another). Parameters are not gathered: that may be
-    forbidden."""
-    ends = list(dict.fromkeys(layouts))
-    numbers = {layout: k for k, layout in enumerate(ends)}
-    index = np.array([numbers[layout] for layout in layouts], dtype=int)
-    table = _table(graph.values[v], ends, axes, prices, v in weights)
-    return index, table
+def _turnings(group: Group, graph: PlacementGraph, ports: Sequence[Ports], axes: Axes, prices: Prices,
+              weights: set[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each value at the boundary: the index of each combination's layout, and what it costs to make one that looks like the
+    first index do where there should be the second. Parameters are not gathered: that may be forbidden."""
+    turnings = []
+    for side, values in enumerate((group.inputs, group.outputs)):
+        for k, v in enumerate(values):
+            numbers: dict[Layout, int] = {}
+            index = np.array([numbers.setdefault(port[side][k], len(numbers)) for port in ports], dtype=int)
+            table = _table(graph.values[v], list(numbers), axes, prices, v in weights)
+            turnings.append((index, table if side else table.T))
+    return turnings
 
 
 def _table(value: Value, ends: Sequence[Layout], axes: Axes, prices: Prices, stays: bool) -> np.ndarray:

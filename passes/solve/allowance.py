@@ -13,17 +13,17 @@ log = logging.getLogger("hpml")
 
 US = {
     "operation": 1000.0,  # of a graph: described, placed, written down in a plan
-    "joint step": 0.9,  # one strategy of an operation after one state of the operations before it
-    "combination": 20.0,  # a joint strategy for each axis, checked and priced; and for each of its operations
+    "joint step": 1.0,  # one strategy of an operation after one state of the operations before it
+    "combination": 35.0,  # a joint strategy for each axis, checked and priced; and for each of its operations
     "layouts": 1.5,
-    "comparison": 0.008,  # of two choices, for each value that they read or make
+    "comparison": 0.006,  # of two choices, for each value that they read or make
     "hop": 18.0,  # between two layouts of a value
     "edge": 60.0,
     "entity": 150.0,
     "candidate": 1.5,  # of an entity or an edge, looked at by the reduction or in a descent
-    "coefficient": 8.0,  # of a program that is written down
+    "coefficient": 10.0,  # of a program that is written down
     "simplex iteration": 12.0,  # and for each coefficient of the program:
-    "simplex coefficient": 0.001,
+    "simplex coefficient": 0.0003,
     "branching": 50.0,  # HiGHS asks whether to go on; and for each coefficient of the program:
     "branching coefficient": 1.0,
     "run": 5.0,  # of a tape that is walked

@@ -41,6 +41,17 @@ _OBJECTIVE = 1e5  # where the optimum should lie, in units of the objective
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+class _Program(pulp.LpProblem):
+    """A program whose variables are all made before they are asked for: PuLP's own looks for them in all rows each time."""
+
+    _sorted: list[pulp.LpVariable] | None = None
+
+    def variables(self) -> list[pulp.LpVariable]:
+        if self._sorted is None:
+            self._sorted = super().variables()
+        return self._sorted
+
+
 @dataclass
 class Model:
     """The program of a reduced problem.
@@ -111,7 +122,7 @@ def coefficients(reduced: Reduced) -> int:
 
 def build(reduced: Reduced, expected: float | None = None) -> Model:
     """The program of `reduced`, which leaves something undecided. expected: what the optimum costs, about."""
-    program = pulp.LpProblem("placement", pulp.LpMinimize)
+    program = _Program("placement", pulp.LpMinimize)
     decided = _variable(program, "decided")
     decided.lowBound = decided.upBound = 1.0
     model = Model(reduced, program, decided)
