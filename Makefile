@@ -5,12 +5,14 @@
 # make gpu: what hpml does on a GPU, with the torch and the packages that the machine has; see benchmarks/gpu_pass.py.
 #   GPU_PYTHON=python3    that machine's             GPU_ARGS="--models FILE"      options of gpu_pass.py
 #   make gpu-wheels, on a machine with a package index, fetches what the other lacks (GPU_PYTHON_VERSION=3.12 there).
+# make docs: the documentation, in docs/_build/html; warnings are errors. DOCS_ARGS="..."    options of sphinx-build
 # make notebooks: runs them, and writes their outputs into the files.
-.PHONY: demo notebooks test test-torch gpu gpu-wheels lint clean
+.PHONY: demo docs notebooks test test-torch gpu gpu-wheels lint clean
 
 PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
+DOCS_ARGS ?=
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_ARGS ?=
@@ -66,8 +68,13 @@ lint: .venv-test/.made
 	.venv-test/bin/ruff check .
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
 
+.venv-docs/.made: EXTRAS = [docs]
+
+docs: .venv-docs/.made
+	.venv-docs/bin/python -m sphinx -W --keep-going -q -b html $(DOCS_ARGS) docs docs/_build/html
+
 notebooks: .venv-test/.made
 	.venv-test/bin/python -m tests.notebooks.outputs
 
 clean:
-	rm -rf .venv-demo .venv-test .venv-torch-* gpu-wheels *.egg-info build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv-demo .venv-docs .venv-test .venv-torch-* docs/_build docs/notebooks gpu-wheels *.egg-info build .pytest_cache .ruff_cache .hypothesis

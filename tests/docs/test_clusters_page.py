@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from passes.machine.cluster import Cluster, NodeGroup
+from passes.machine.cluster import Cluster, NodeGroup, builtin_devices
 from passes.machine.device import Cache, Device, Link
 from passes.machine.mesh import mesh_from_pin
 
@@ -42,3 +42,7 @@ def test_the_texts_of_the_page_are_read():
 def test_every_field_is_described(record):
     described = {name for row in re.findall(r"^\| (`[^|]*) \|", PAGE, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     assert {field.name for field in fields(record)} <= described
+
+
+def test_the_built_in_devices_are_all_named():
+    assert set(re.findall(r"`([\w-]+)`", PAGE.split("Built-in devices:")[1].split(".")[0])) == set(builtin_devices())
