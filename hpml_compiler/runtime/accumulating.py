@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hpml_compiler.runtime.owned import gradient_kind
+from hpml_compiler.runtime.added_by_parts import gradient_kind
+from hpml_compiler.runtime.joined import joined
 from passes import compat
 
 IN_EAGER_GRAPH = "in_eager_graph"
@@ -50,6 +51,8 @@ def accumulate(leaves: Sequence[DTensor], gradients: Sequence[torch.Tensor | Non
         elif type(old) is kind and (old._spec is tensor._spec or (
                 old.placements == tensor.placements and old.device_mesh == tensor.device_mesh)):
             old._local_tensor.add_(gradient)
+        elif all(placement.is_replicate() for placement in old.placements):  # in the script's own memory
+            old._local_tensor.add_(joined(gradient, tensor._spec))
         else:
             old.add_(wrapped(gradient, tensor, kind))
 

@@ -83,7 +83,8 @@ class Wholes:
             if name in WRITES_UNSEEN:  # statistics; autograd would see the others being written
                 changed = not tensor.requires_grad
             else:
-                changed = in_place(name) if version < 0 else value._version != version
+                counted = version >= 0 and not name.startswith("_fused_")  # which torch does not count
+                changed = value._version != version if counted else in_place(name)
             if not changed:
                 continue
             try:

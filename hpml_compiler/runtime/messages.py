@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpml_compiler.runtime.joined import in_memory_as
 from hpml_compiler.runtime.stage_errors import carried, stage_error
 from hpml_compiler.runtime.stage_times import note_sent
-from hpml_compiler.runtime.whole import in_memory_as
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,12 @@ from torch.distributed.tensor.placement_types import Placement, Replicate
 from hpml_compiler.runtime.at import at
 from hpml_compiler.runtime.compared import Comparison, of_gradient
 from hpml_compiler.runtime.eager import map_tensors, tensors_in
+from hpml_compiler.runtime.joined import joined
 from hpml_compiler.runtime.local_ops import wrap
 from hpml_compiler.runtime.placed import PlacedTensor, name_slots
 from hpml_compiler.runtime.routes import COMPUTED_ATTRIBUTES, KEEPS_ROWS, MEMORY, METADATA
 from hpml_compiler.runtime.together import together
-from hpml_compiler.runtime.whole import joined, local_part, whole
+from hpml_compiler.runtime.whole import local_part, whole
 from passes import compat
 from passes.errors import HpmlError
 

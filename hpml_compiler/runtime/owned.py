@@ -5,8 +5,7 @@ it fails. `Shard(0)` with all rows on one rank, which would fit in some places, 
 """
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,32 +106,3 @@ def at_owner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
 def as_dtensor_knows(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
     """A part and its spec with placements of DTensor's own alone; all ranks call this together."""
     return gathered_inner(*at_owner(local, spec))
-
-
-def gradient_kind(kind: type, spec: Any) -> type:
-    """The class of gradients with this spec, for leaves of this class, as autograd's engine gets them."""
-    return _added_by_parts(kind) if unknown_to_dtensor(spec.placements) else kind
-
-
-@functools.cache
-def _added_by_parts(kind: type) -> type:
-    """A class whose tensors the engine adds part by part, since DTensor cannot add them. What is kept in `.grad` is of the
-    leaf's own class."""
-
-    def dispatch(cls: type, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        spec = next(value._spec for value in args if isinstance(value, cls))
-        if any(isinstance(value, DTensor) and value.placements != spec.placements for value in args):
-            return NotImplemented
-        result = func(*[value._local_tensor if isinstance(value, DTensor) else value for value in args], **(kwargs or {}))
-        if isinstance(args[0], DTensor) and result is args[0]._local_tensor:
-            return args[0]  # changed in place
-        if not isinstance(result, torch.Tensor):
-            return result
-        if func is torch.ops.aten.detach.default:  # what `.grad` becomes
-            return compat.make_dtensor(kind, result, spec)
-        meta = spec.tensor_meta
-        like = torch.empty_strided(meta.shape, meta.stride, dtype=result.dtype, device="meta")
-        return compat.make_dtensor(cls, result, compat.dtensor_spec(spec.mesh, spec.placements, like))
-
-    compat.let_subclasses_dispatch()
-    return type("AddedByParts", (kind,), {"__slots__": (), "__torch_dispatch__": classmethod(dispatch)})

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from hpml_compiler.runtime.aliases import aliases_of, held_gradients, inseparable
 from hpml_compiler.runtime.eager import keep, shares_memory
 from hpml_compiler.runtime.exporting import watch_torchscript
 from hpml_compiler.runtime.gathered import Holding
@@ -21,7 +23,7 @@ from hpml_compiler.runtime.optimizer_step import watch_optimizers
 from hpml_compiler.runtime.other_backends import watch_backends
 from hpml_compiler.runtime.outputs import Output
 from hpml_compiler.runtime.owned import at_owner, brought
-from hpml_compiler.runtime.placed import PlacedTensor, place, place_like
+from hpml_compiler.runtime.placed import PlacedTensor, in_place_of, place, place_like
 from hpml_compiler.runtime.rebinding import holder_on_the_way, rebind, rebind_attributes, rebind_in
 from hpml_compiler.runtime.rows import Rows, take_in
 from hpml_compiler.runtime.script_collectives import watch_collectives
@@ -40,14 +42,16 @@ class Installed:
     gathered: placed arguments that the graph takes whole. written: arguments that it changes in place. rows: arguments that
     are rows of a batch. outputs: arguments that other graphs returned. holding: what it takes gathered of parameters that
     are stored in parts. borrowed: parameters that one rank of an axis owns, of which the graph needs its part on all.
+    aliases: tensors that the script has of all of an old one, with its index.
     """
 
     def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
                  olds: list[nn.Parameter], news: Sequence[nn.Parameter], gathered: Sequence[int] = (),
                  written: Collection[int] = (), rows: Sequence[int] = (), holding: Holding | None = None,
-                 outputs: Sequence[int] = (), borrowed: Collection[int] = ()) -> None:
+                 outputs: Sequence[int] = (), borrowed: Collection[int] = (),
+                 aliases: Sequence[tuple[weakref.ref[torch.Tensor], int]] = ()) -> None:
         self._placed, self._trainable = tuple(placed), tuple(trainable)
-        self._names, self._olds, self._news = names, olds, list(news)
+        self._names, self._olds, self._news, self._aliases = list(names), olds, list(news), aliases
         self._gathered, self._written, self._rows = tuple(gathered), sorted(set(written) & set(gathered)), tuple(rows)
         self._apart = [(i, k) for i in outputs for k in written if i != k]
         self._holding, self._borrowed = holding or None, frozenset(borrowed)
@@ -97,6 +101,13 @@ class Installed:
         return bool(self._written)
 
     def _replace_elsewhere(self) -> None:
+        for ref, at in self._aliases:
+            alias = ref()
+            if alias is not None:  # `p.detach()`, `p.data`: it goes on to share the parameter's memory
+                self._names.append(self._names[at])
+                self._olds.append(alias)  # type: ignore[arg-type]
+                self._news.append(self._news[at].detach())  # type: ignore[arg-type]
+        alias = None
         out_of_reach = rebind(self._names, self._olds, self._news)
         self._news.clear()
         if out_of_reach:
@@ -111,11 +122,29 @@ def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[i
     ways = _ways_to(gm)
     found = {i: ways[source] for i, (value, source) in enumerate(zip(example_inputs, compat.input_sources(gm), strict=True))
              if type(value) is nn.Parameter and source is not None}
+    _leave_out_inseparable(found, gm, example_inputs)
     reached = [i for i, names in found.items() if all(
         _is_of_module(each) or holder_on_the_way(example_inputs[i], compat.objects_to(each)) is not None for each in names)]
     elsewhere = [i for i in reached if not any(map(_is_of_module, found[i]))]
     sites = find_sites([example_inputs[i] for i in elsewhere]) if elsewhere else {}
     return [i for i in reached if i not in elsewhere or id(example_inputs[i]) in sites]
+
+
+def _leave_out_inseparable(found: dict[int, list[Any]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Take out parameters that share memory with what would not follow them."""
+    parameters = [example_inputs[i] for i in found]
+    others = inseparable(parameters, {id(value) for value in example_inputs if isinstance(value, torch.Tensor)})
+    names = {i: parameter_name(compat.input_sources(gm)[i]) for i in found if id(example_inputs[i]) in others}
+    if not names:
+        return
+    first = min(names)
+    other = others[id(example_inputs[first])]
+    log.warning("%s%s on every rank, whole: it shares memory with another %s, of shape %s, which would not follow its parts. "
+                "Let go of that one, or give it a clone(), to have the parameter split", names[first],
+                " stays" if len(names) == 1 else f" and {len(names) - 1} more parameters stay",
+                "parameter" if isinstance(other, nn.Parameter) else "tensor of the script's", tuple(other.shape))
+    for i in names:
+        del found[i]
 
 
 def _ways_to(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
@@ -148,7 +177,9 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
             raise BadInput("only plain parameters that a module holds can be placed", f"graph input {names[i]}",
                            "leave it out of the placements (see `placeable`)")
         _check_divides(names[i], old, mesh, placements[i])
-    news = [place_parameter(old, mesh, placements[i]) for i, old in zip(placements, olds, strict=True)]
+    held, kept = held_gradients(olds), aliases_of(olds)
+    aliases = [(weakref.ref(alias), at) for at, old in enumerate(olds) for alias in kept.pop(id(old), ())]
+    news = [place_parameter(old, mesh, placements[i], id(old) in held) for i, old in zip(placements, olds, strict=True)]
     ways = _ways_to(gm) if olds else {}
     holders = [holder_on_the_way(old, compat.objects_to(each)) for i, old in zip(placements, olds, strict=True)
                for each in ways[sources[i]] if not _is_of_module(each)]
@@ -175,7 +206,7 @@ def install(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphM
     compat.trace_as(PlacedTensor)
     return Installed(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered), written,
                      [i for i in before if isinstance(example_inputs[i], Rows)], holding,
-                     [i for i in before if isinstance(example_inputs[i], Output)], borrowed)
+                     [i for i in before if isinstance(example_inputs[i], Output)], borrowed, aliases)
 
 
 def lent_part(tensor: DTensor) -> DTensor:
@@ -192,13 +223,15 @@ def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placeme
                            "choose another placement for it")
 
 
-def place_parameter(old: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """A parameter with a placement, in all else like the old one: values, attributes, hooks, accumulated gradient."""
+def place_parameter(old: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement], held: bool = False) -> nn.Parameter:
+    """A parameter with a placement, in all else like the old one: values, attributes, hooks, accumulated gradient. held: the
+    script has something else in the gradient's memory, too."""
     new: Any = place(old, mesh, placements).requires_grad_(old.requires_grad)
     new.__dict__.update(old.__dict__)
     new._is_param = True  # what nn.Parameter's isinstance asks for; calling it would make another object
     if old.grad is not None:
-        new.grad = place_like(old.grad if old.grad.layout is torch.strided else old.grad.to_dense(), new)
+        gradient = old.grad if old.grad.layout is torch.strided else old.grad.to_dense()
+        new.grad = in_place_of(gradient, new) if held else place_like(gradient, new)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, hooks) is not None:  # the dict itself, so that the handles that the script holds remove from it
             setattr(new, hooks, getattr(old, hooks))

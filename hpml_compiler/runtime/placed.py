@@ -390,6 +390,13 @@ def place_like(tensor: torch.Tensor, other: DTensor) -> torch.Tensor:
     return place(tensor, other.device_mesh, reduced(other._spec, tensor).placements)
 
 
+def in_place_of(gradient: torch.Tensor, tensor: DTensor) -> torch.Tensor:
+    """A whole plain gradient as a placed tensor in the same memory, so that the script, which may hold it or what it is a view
+    of, sees what is added to it, and what it writes there is the gradient. A DTensor as it is."""
+    mesh = tensor.device_mesh
+    return gradient if isinstance(gradient, DTensor) else place(gradient, mesh, [Replicate()] * mesh.ndim)
+
+
 def _tracked(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -467,7 +474,7 @@ def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:
             note_change([tensor])
             _set_data(func, tensor, whole(value.detach()))
             return
-        value = place_like(value, tensor)
+        value = in_place_of(value, tensor)
     func(tensor, value)
 
 

@@ -80,7 +80,7 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
         if in_graph:  # an eager operation read it before the first compiled graph did
             _hand_gradients_on(old, new)
         if held:
-            if not in_graph:
+            if not in_graph and isinstance(old, nn.Parameter):
                 old.grad = None
                 old.data = old.data.new_empty(0)
                 old.requires_grad_(False)

@@ -10,11 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
 from hpml_compiler.runtime.accumulating import accumulate, may_accumulate
+from hpml_compiler.runtime.added_by_parts import gradient_kind
 from hpml_compiler.runtime.inner_shard import inner_part, local_shape
-from hpml_compiler.runtime.owned import as_at_owner, as_dtensor_knows, gradient_kind, is_owner, no_rows, unknown_to_dtensor
+from hpml_compiler.runtime.joined import joined
+from hpml_compiler.runtime.owned import as_at_owner, is_owner, no_rows, unknown_to_dtensor
 from hpml_compiler.runtime.together import together
 from passes import compat
-from passes.graph.layouts import overlaps
 
 
 @compat.untraced
@@ -47,30 +48,6 @@ def _value(tensor: DTensor) -> torch.Tensor:
         return local.detach()  # autograd marks what a Function returns, so not the same object
     together("gathering a tensor of the model")
     return joined(local, tensor._spec)
-
-
-def joined(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """The whole tensor of which each rank has a part; all ranks call this together."""
-    with compat.with_dispatch(), compat.plain_torch_functions():
-        result = compat.make_dtensor(DTensor, *as_dtensor_knows(local, spec)).full_tensor()
-    shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
-    if result.stride() == stride:
-        return result
-    return in_memory_as(result, shape, stride)
-
-
-def in_memory_as(packed: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A copy with these strides, also where one element stands in several places, as in an expanded tensor."""
-    for dim in (dim for dim, step in enumerate(stride) if step == 0 and shape[dim] > 1):
-        packed = packed.narrow(dim, 0, 1)
-    length = offset + 1 + sum((size - 1) * step for size, step in zip(packed.shape, stride, strict=True))
-    memory = packed.new_empty(max(length, 0))
-    if overlaps(packed.shape, stride):
-        places = torch.arange(length, device=packed.device).as_strided(packed.shape, stride, offset)
-        memory.index_put_((places,), packed)
-    else:
-        memory.as_strided(packed.shape, stride, offset).copy_(packed)
-    return memory.as_strided(shape, stride, offset)
 
 
 def local_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
