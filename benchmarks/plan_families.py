@@ -5,18 +5,19 @@
     python benchmarks/plan_families.py --clusters 1x8:a100-80g,1x4:a100-80g --time-limit 2
     python benchmarks/plan_families.py unet2d maxvit_t              # some of them
 
-Each is planned in a process of its own, without weights and without the cache. `cpu_s` is all of planning but tracing;
-`trace_cpu_s` is that. `largest_group`: operations that the planner places together, at most.
+Each is planned in a process of its own, without weights and without the cache, and traced once for all clusters and limits.
+`cpu_s` is all of planning but tracing; `trace_cpu_s` is that. `largest_group`: operations that are placed together, at most.
 """
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -153,58 +154,68 @@ TARGETS: dict[str, Callable[[], Target]] = {
 }
 
 
-def planned(target: str, cluster: str, options: dict[str, Any]) -> dict[str, Any]:
-    """In this process."""
-    import hpml_compiler
+def planned(target: str, clusters: Sequence[str], limits: Sequence[float | None]) -> Iterator[dict[str, Any]]:
+    """On each cluster with each time limit, in this process; the model is traced and described once."""
+    from hpml_compiler.options import Options
     from hpml_compiler.planning import traces
+    from passes.machine.cluster import Cluster
     from passes.partition import offers
 
     with torch.device("meta"):
         model, batch = TARGETS[target]()
-    tracing, largest = [0.0], [0]
-    trace, groups_of = traces.trace, offers.groups_of
+    trace, annotate, groups_of = traces.trace, traces.annotate, offers.groups_of
+    took, largest = {"trace": 0.0, "annotate": 0.0}, [0]
 
-    def timed(*args: Any, **more: Any) -> Any:
-        began = time.process_time()
-        found = trace(*args, **more)
-        tracing[0] += time.process_time() - began
-        return found
+    def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            began = time.process_time()
+            found = function(*args, **more)
+            took[part] += time.process_time() - began
+            return found
+
+        return call
 
     def measured(*args: Any) -> Any:
         found = groups_of(*args)
         largest[0] = max(largest[0], *(len(group.operations) for group in found))
         return found
 
-    traces.trace, offers.groups_of = timed, measured
-    began = time.process_time()
-    plan: Any = hpml_compiler.plan(model, batch, cluster, **options)
-    cpu_s = time.process_time() - began - tracing[0]
-    return {"cpu_s": cpu_s, "trace_cpu_s": tracing[0], "largest_group": largest[0], "graphs": len(plan.graphs),
-            **{key: plan.summary_json().get(key) for key in ("step_time_s", "bound_s", "gap", "status", "mesh")}}
+    traces.trace, traces.annotate, offers.groups_of = timed(trace, "trace"), timed(annotate, "annotate"), measured
+    traced = traces.Traces(model, batch, Options())
+    for cluster, limit in itertools.product(clusters, limits):
+        traced.options = Options.parse({"cluster": cluster} | ({} if limit is None else {"time_limit": limit}))
+        before, began = sum(took.values()), time.process_time()
+        plan: Any = traces.plan_traces(traced, Cluster.parse(cluster))
+        cpu_s = time.process_time() - began - (sum(took.values()) - before) + took["annotate"]
+        yield {"target": target, "cluster": cluster, "time_limit": traced.options.time_limit, "cpu_s": cpu_s,
+               "trace_cpu_s": took["trace"], "largest_group": largest[0], "graphs": len(plan.graphs),
+               **{key: plan.summary_json().get(key) for key in ("step_time_s", "bound_s", "gap", "status", "mesh")}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"some of {', '.join(TARGETS)}")
     parser.add_argument("--clusters", default=CLUSTERS)
-    parser.add_argument("--time-limit", type=float)
-    parser.add_argument("--here", action="store_true", help="in this process, one target on one cluster")
+    parser.add_argument("--time-limit", default="", help="seconds; several, each of them")
+    parser.add_argument("--here", action="store_true", help="in this process")
     args = parser.parse_args()
-    options = {} if args.time_limit is None else {"time_limit": args.time_limit}
     if args.here:
-        print(json.dumps(planned(args.targets[0], args.clusters, options)))
+        limits = [float(each) for each in args.time_limit.split(",") if each] or [None]
+        for target in args.targets:
+            for result in planned(target, args.clusters.split(","), limits):
+                print(json.dumps(result), flush=True)
         return
-    found = []
+    found: list[dict[str, Any]] = []
     for target in args.targets or TARGETS:
-        for cluster in args.clusters.split(","):
-            command = [sys.executable, __file__, target, "--clusters", cluster, "--here"]
-            command += [] if args.time_limit is None else ["--time-limit", str(args.time_limit)]
-            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HPML_CACHE": "0"})
-            result = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr[-2000:]}
-            found.append({"target": target, "cluster": cluster, **result})
-            print(f"{target} on {cluster}: {result.get('cpu_s', result)}", file=sys.stderr, flush=True)
+        command = [sys.executable, __file__, target, "--clusters", args.clusters, "--here", "--time-limit", args.time_limit]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HPML_CACHE": "0"})
+        results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        results += [{"target": target, "error": done.stderr[-2000:]}] if done.returncode else []
+        print(target, *(f"{each['cluster']}: {each['cpu_s']:.1f} s" if "cpu_s" in each else each for each in results),
+              file=sys.stderr, flush=True)
+        found += results
     slowest = sorted((each for each in found if "cpu_s" in each), key=lambda each: -each["cpu_s"])[:10]
-    print(json.dumps({"benchmark": "plan_families", "options": options, "plans": found,
+    print(json.dumps({"benchmark": "plan_families", "plans": found,
                       "slowest": [[each[key] for key in ("target", "cluster", "cpu_s", "largest_group")] for each in slowest]}))
 
 

@@ -14,6 +14,7 @@ from passes.partition.choices import AxisRule, GroupChoice
 from passes.partition.edges import Edges
 from passes.partition.entities import Entities, Pin, named_apart
 from passes.partition.folding import classes_of
+from passes.partition.joint import KnownJoints
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.offers import Offers
 from passes.partition.redistribution import bucket_bytes_of
@@ -26,10 +27,11 @@ from passes.solve.problem import Arc, Problem
 
 @dataclass
 class Memo:
-    """What problems of one mesh have in common."""
+    """What problems of one mesh have in common. joints: strategies on single axes, in common with other meshes, too."""
 
     choices: dict[Hashable, list[GroupChoice]] = field(default_factory=dict)
     arcs: dict[Hashable, tuple[Arc, ...]] = field(default_factory=dict)
+    joints: KnownJoints = field(default_factory=KnownJoints)
 
 
 class PlacementProblem:
@@ -68,7 +70,7 @@ class PlacementProblem:
         self.bucket_bytes = bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes
         memo, zero, allowance = memo or Memo(), zero or Zero(), allowance or Allowance(math.inf)
         rules = [axis_rule(axis, graph) for axis in axes] if rules is None else rules
-        offers = Offers(graph, axes, prices, rules, memo.choices, allowance)
+        offers = Offers(graph, axes, prices, rules, memo.choices, allowance, memo.joints)
         self.groups = offers.groups(merge)
         self.saved = graph.saved | {v.index for v in graph.values if v.producer is None and v.name in rows}
         wiring = Wiring(graph, self.groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
@@ -18,8 +18,9 @@ from passes.graph.layouts import Layout
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.machine.axis import Axes
 from passes.partition.combined import Combination, Combined
+from passes.partition.folding import group_signature
 from passes.partition.groups import Group
-from passes.partition.joint import Ends, Joint, join
+from passes.partition.joint import Ends, Joint, KnownJoints, join
 from passes.partition.prune import PartOfMesh, most_useful
 from passes.partition.redistribution import after_hop
 from passes.rules.base import REPLICATE, Strategy, parse_placement
@@ -39,10 +40,21 @@ Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
 
 @dataclass(frozen=True)
 class GroupChoice:
+    """combination: of joint strategies, of which it is made. combined: the group's combinations on the same axes."""
+
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    operations: tuple[OperationLayouts, ...]
     cost: float
+    combination: Combination = field(repr=False)
+    combined: Combined = field(repr=False)
+
+    def operations(self) -> tuple[OperationLayouts, ...]:
+        """Layouts of all operations; few choices are asked for them."""
+        return self.combined.layouts(self.combination)
+
+    def made(self, operation: int, port: int) -> Layout:
+        """The layout of what an operation of the group, by its number there, makes."""
+        return tuple(joint.operations[operation].placed()[port] for joint in self.combination)
 
 
 AxisRule = Callable[[Operation, Strategy], bool]
@@ -50,24 +62,29 @@ AxisRule = Callable[[Operation, Strategy], bool]
 
 def group_choices(
     group: Group, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule],
-    wanted: Pin | None = None, allowance: Allowance | None = None,
+    wanted: Pin | None = None, allowance: Allowance | None = None, known: KnownJoints | None = None,
 ) -> list[GroupChoice]:
     """Choices on these axes, the cheapest for each boundary, in a fixed order. wanted: labels that the group is to read and
-    make; other choices may be left out. allowance: once it is over, there are few."""
-    allowance = allowance or Allowance(math.inf)
+    make; other choices may be left out. allowance: once it is over, there are few. known: joint strategies of equal groups."""
+    allowance, known = allowance or Allowance(math.inf), known or KnownJoints()
+    signature = group_signature(group, graph)
     cost_per_byte = copy(1e9, prices) / 1e9
     cost_per_flop = prices.kernel(1e12, 0.0, "float32", "matmul") / 1e12
     joints: list[list[Joint]] = []
     for k, axis in enumerate(axes):
-        find = partial(join, group, graph, axis.size, lambda b, k=k: prices.collective("all_reduce", k, b),
-                       cost_per_byte, cost_per_flop, rules[k], allowance)
-        found = find()
-        joints.append(found if wanted is None else _fitting(found, wanted, k) or find(ends=_ends(wanted, k)) or found)
+        reduce_cost = partial(prices.collective, "all_reduce", k)
+        find = partial(join, group, graph, axis.size, cost_per_byte=cost_per_byte, cost_per_flop=cost_per_flop,
+                       allowed=rules[k], allowance=allowance)
+        key = (signature, axis.size, cost_per_byte, cost_per_flop, allowed(group, graph, rules[k]))
+        found = known.find(key, reduce_cost, find, allowance)
+        if wanted is not None:
+            found = _fitting(found, wanted, k) or find(reduce_cost, ends=_ends(wanted, k)) or found
+        joints.append(found)
     if allowance.is_over and wanted is None:
         joints = [_few(found) for found in joints]
-    combinations = _composed(group, graph, PartOfMesh(axes, prices), joints, allowance)
-    allowance.spend("combination", len(combinations))
     found = Combined(group, graph, axes, prices)
+    combinations = _composed(found, joints, allowance)
+    allowance.spend("combination", len(combinations))
     best: dict[tuple, tuple[float, Combination]] = {}
     for combination in combinations:
         if not found.fits(combination):
@@ -75,9 +92,14 @@ def group_choices(
         key, cost = found.ports(combination), found.cost(combination)
         if key not in best or best[key][0] > cost:
             best[key] = cost, combination
-    allowance.spend("layouts", len(best) * len(group.operations))
-    return [GroupChoice(inputs, outputs, found.layouts(combination), cost)
+    return [GroupChoice(inputs, outputs, cost, combination, found)
             for (inputs, outputs), (cost, combination) in best.items()]
+
+
+def allowed(group: Group, graph: PlacementGraph, rule: AxisRule) -> tuple[bool, ...]:
+    """What the rule of an axis allows of the group's operations."""
+    operations = [graph.operations[i] for i in group.operations]
+    return tuple(rule(op, s) for op in operations for s in op.strategies)
 
 
 def _fitting(joints: list[Joint], wanted: Pin, axis: int) -> list[Joint]:
@@ -101,17 +123,19 @@ def _few(joints: list[Joint]) -> list[Joint]:
     return [*dict.fromkeys([*joints[:FEW], *whole])] if whole else joints
 
 
-def _composed(group: Group, graph: PlacementGraph, mesh: PartOfMesh, joints: Sequence[Sequence[Joint]],
-              allowance: Allowance) -> list[Combination]:
+def _composed(whole: Combined, joints: Sequence[Sequence[Joint]], allowance: Allowance) -> list[Combination]:
     """One joint strategy per axis; of more than are priced, the most useful."""
     if prod(map(len, joints)) <= MOST_COMBINED:
         return [*itertools.product(*joints)]
     combined: list[Combination] = [()]
+    mesh, last = PartOfMesh(whole.axes, whole.prices), len(joints) - 1
     for k, found in enumerate(joints):
-        alone = most_useful([(joint,) for joint in found], group, graph, mesh.part(k, k + 1), MOST_COMBINED, allowance)
+        part = mesh.part(k, k + 1).combined(whole.group, whole.graph)
+        alone = most_useful([(joint,) for joint in found], part, MOST_COMBINED, allowance)
         combined = [(*taken, *joint) for taken in combined for joint in alone]
         if k > 0:
-            combined = most_useful(combined, group, graph, mesh.part(0, k + 1), MOST_OFFERED, allowance)
+            part = [whole] if k == last else mesh.part(0, k + 1).combined(whole.group, whole.graph)
+            combined = most_useful(combined, part, MOST_OFFERED, allowance)
     return combined
 
 

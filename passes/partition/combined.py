@@ -42,6 +42,8 @@ class Combined:
         self.sizes, self.fused = LocalSizes(axes), is_fused_kernel(self.operations)
         self.heavy = frozenset(k for k, op in enumerate(self.operations) if op.heavy)
         self._bytes: dict[tuple[int, Layout], float] = {}
+        self._costs: dict[tuple[int, ...], tuple[Combination, float]] = {}
+        """By ids of joints, which are kept with them."""
         self._prices: dict[tuple[int, ...], float] = {}
         self._rows: dict[tuple[int, ...], OperationLayouts] = {}
         self._reduces: dict[int, frozenset[int]] = {}
@@ -65,6 +67,12 @@ class Combined:
 
     def cost(self, combination: Combination) -> float:
         """Cost of its kernels, and of reductions inside."""
+        key = tuple(map(id, combination))
+        if key not in self._costs:
+            self._costs[key] = combination, self._cost(combination)
+        return self._costs[key][1]
+
+    def _cost(self, combination: Combination) -> float:
         total = 0.0
         if self.fused:
             inputs, outputs = self.ports(combination)

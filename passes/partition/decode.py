@@ -31,7 +31,9 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
         number = entities.of_group[group.index]
         arrived = {v: _route(v, source[v], edges.reads[group.index, v], solution) for v in group.inputs}
         inside: dict[int, Layout] = {}
-        for index, row in zip(group.operations, entities.drafts[number].options[solution.chosen[number]].operations):
+        choice = entities.drafts[number].options[solution.chosen[number]].group
+        assert choice is not None, "groups choose among those of their operations"
+        for index, row in zip(group.operations, choice.operations()):
             op = graph.operations[index]
             operations[index] = row
             for position, (v, wanted) in enumerate(zip(op.inputs, row.inputs)):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from passes.costs.terms import Prices, price
 from passes.errors import BadInput
-from passes.graph.decision import OperationLayouts
 from passes.graph.layouts import Layout, format_layout, local_bytes, may_be_left
 from passes.graph.placement_graph import Value
 from passes.machine.axis import Axes
@@ -31,20 +30,20 @@ Port = tuple[int, int]
 
 @dataclass(frozen=True)
 class Option:
-    """A choice with what its labels stand for. operations: of a group, layouts of each of them. gathered: of a parameter that
-    the runtime gathers and holds, the layouts on the way from where it is stored, that included, to its output."""
+    """A choice with what its labels stand for. group: of a group, with the layouts of its operations. gathered: of a parameter
+    that the runtime gathers and holds, the layouts on the way from where it is stored, that included, to its output."""
 
     choice: Choice
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-    operations: tuple[OperationLayouts, ...] = ()
+    group: GroupChoice | None = None
     gathered: tuple[Layout, ...] = ()
 
 
 def option(cost: float, held: Held, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...],
-           operations: tuple[OperationLayouts, ...] = ()) -> Option:
+           group: GroupChoice | None = None) -> Option:
     labels = tuple(map(format_layout, inputs)), tuple(map(format_layout, outputs))
-    return Option(Choice(cost, held, *labels), inputs, outputs, operations)
+    return Option(Choice(cost, held, *labels), inputs, outputs, group)
 
 
 @dataclass
@@ -120,8 +119,8 @@ class Entities:
                 option(
                     c.cost,
                     self.lifetimes.saved(sum(
-                        local_bytes(value, c.operations[k].outputs[port], self.axes) for k, port, value in made)),
-                    c.inputs, c.outputs, c.operations,
+                        local_bytes(value, c.made(k, port), self.axes) for k, port, value in made)),
+                    c.inputs, c.outputs, c,
                 ) for c in choices(group, number)
             ])
 

@@ -14,7 +14,7 @@ factor that does not divide by both.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
@@ -51,6 +51,35 @@ class Joint:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     operations: tuple[OperationStrategy, ...]
+
+
+class KnownJoints:
+    """Joint strategies of equal groups on axes of one size.
+
+    They are found anew where a reduction that was priced costs something else on an axis.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, list[tuple[dict[int, float], list[Joint]]]] = {}
+
+    def find(self, key: Hashable, reduce_cost: Callable[[int], float], search: Callable[[Callable[[int], float]], list[Joint]],
+             allowance: Allowance) -> list[Joint]:
+        """search: what finds them with a price of reductions. Those that it finds once the time is over are not kept."""
+        known = self._found.setdefault(key, [])
+        for asked, joints in known:
+            if all(reduce_cost(nbytes) == cost for nbytes, cost in asked.items()):
+                return joints
+        asked = {}
+
+        def cost_of(nbytes: int) -> float:
+            if nbytes not in asked:
+                asked[nbytes] = reduce_cost(nbytes)
+            return asked[nbytes]
+
+        joints = search(cost_of)
+        if not allowance.is_over:
+            known.append((asked, joints))
+        return joints
 
 
 def divides(value: Value, placement: Placement, size: int) -> bool:

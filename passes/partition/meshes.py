@@ -15,6 +15,7 @@ from passes.machine.cluster import Cluster
 from passes.machine.mesh import Mesh, enumerate_meshes, mesh_from_pin
 from passes.partition.build import Memo
 from passes.partition.entities import Pin
+from passes.partition.joint import KnownJoints
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.partition.objective import in_time, minimized_first
 from passes.partition.place import Placed, place
@@ -130,13 +131,14 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
     best: tuple[Mesh, Placed] | None = None
     rejected: list[Rejected] = []
     misses: list[Infeasible] = []
-    memos = conditions.memos
+    memos, joints = conditions.memos, KnownJoints()
     for mesh in meshes:
         if best is not None and allowance.is_over:
             rejected.append(Rejected(mesh, NO_TIME))
             continue
         # The first mesh may take most of the time: with its answer, the bounds of the others often end them at once.
         part = allowance.part(max(FIRST * allowance.left_s, 0.0), strict=best is not None)
+        memo = Memo(joints=joints)
         prices, others = minimized_first(conditions.prices(mesh), mesh, conditions.objective)
         try:
             answer = place(
@@ -146,7 +148,7 @@ def cheapest(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: Co
                 stored=stored, rows=conditions.rows, zero=conditions.zero, pinned=pinned,
                 cutoff=best[1].solution.cost if best else None,
                 shorter=conditions.shorter, further=conditions.further,
-                lifetimes=conditions.lifetimes, memo=None if memos is None else memos.by_mesh.setdefault(mesh, Memo()),
+                lifetimes=conditions.lifetimes, memo=memo if memos is None else memos.by_mesh.setdefault(mesh, memo),
             )
         except OutOfTime:
             rejected.append(Rejected(mesh, NO_TIME))

@@ -7,20 +7,23 @@ from collections.abc import Hashable, Sequence
 from passes.costs.terms import Prices
 from passes.graph.placement_graph import PlacementGraph
 from passes.machine.axis import Axes
-from passes.partition.choices import AxisRule, GroupChoice, Pin, group_choices
+from passes.partition.choices import AxisRule, GroupChoice, Pin, allowed, group_choices
 from passes.partition.folding import group_signature
 from passes.partition.groups import Group, groups_of
+from passes.partition.joint import KnownJoints
 from passes.rules.base import PARTIAL, PARTIAL_MAX
 from passes.solve.allowance import Allowance
 
 
 class Offers:
-    """memo: choices by what they follow from, to share between problems of one mesh."""
+    """memo: choices by what they follow from, to share between problems of one mesh. known: joint strategies on single axes."""
 
     def __init__(self, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule],
-                 memo: dict[Hashable, list[GroupChoice]] | None = None, allowance: Allowance | None = None):
+                 memo: dict[Hashable, list[GroupChoice]] | None = None, allowance: Allowance | None = None,
+                 known: KnownJoints | None = None):
         self.graph, self.axes, self.prices, self.rules = graph, axes, prices, rules
         self._memo, self._allowance = {} if memo is None else memo, allowance or Allowance(math.inf)
+        self._known = known or KnownJoints()
 
     def groups(self, merge: bool) -> list[Group]:
         """A group whose operations a pinned axis splits in ways that do not go together is taken apart: no choice is
@@ -41,10 +44,9 @@ class Offers:
         key = (group_signature(group, self.graph), self.allowed(group), wanted)
         if key not in self._memo:
             self._memo[key] = group_choices(group, self.graph, self.axes, self.prices, self.rules, wanted,
-                                            self._allowance)
+                                            self._allowance, self._known)
         return self._memo[key]
 
     def allowed(self, group: Group) -> tuple[bool, ...]:
         """What the axes allow of its operations. Equal groups may differ in that: one reads a weight, the other does not."""
-        operations = [self.graph.operations[i] for i in group.operations]
-        return tuple(rule(op, s) for rule in self.rules for op in operations for s in op.strategies)
+        return tuple(each for rule in self.rules for each in allowed(group, self.graph, rule))

@@ -46,9 +46,10 @@ class PartOfMesh:
         axes = self.axes[start:stop]
         return PartOfMesh(axes, self.prices, self.first + start, prod(a.size for a in self.axes) // prod(a.size for a in axes))
 
-    def priced(self) -> list[Prices]:
-        """With nothing split by the other axes, and with everything."""
-        return [_Shared(self.prices, self.first, 1 / share) for share in dict.fromkeys((1, self.others))]
+    def combined(self, group: Group, graph: PlacementGraph) -> list[Combined]:
+        """Priced with nothing split by the other axes, and with everything."""
+        return [Combined(group, graph, self.axes, _Shared(self.prices, self.first, 1 / share))
+                for share in dict.fromkeys((1, self.others))]
 
 
 class _Shared:
@@ -68,11 +69,11 @@ class _Shared:
         return self.prices.update(elements * self.share, dtype)
 
 
-def most_useful(combinations: list[Combination], group: Group, graph: PlacementGraph, mesh: PartOfMesh, most: int,
-                allowance: Allowance) -> list[Combination]:
+def most_useful(combinations: list[Combination], priced: Sequence[Combined], most: int, allowance: Allowance,
+                ) -> list[Combination]:
     """At most so many of the combinations that fit, cheapest first: of those that no other one can replace, and
-    the one that splits nothing. mesh: the axes that they are over."""
-    priced = [Combined(group, graph, mesh.axes, prices) for prices in mesh.priced()]
+    the one that splits nothing. priced: by one price or more, on the same axes."""
+    group, graph, axes = priced[0].group, priced[0].graph, priced[0].axes
     allowance.spend("combination", len(priced) * len(combinations))
     found = [each for each in combinations if priced[0].fits(each)]
     costs = np.array([[each.cost(combination) for combination in found] for each in priced])
@@ -80,7 +81,7 @@ def most_useful(combinations: list[Combination], group: Group, graph: PlacementG
     found, costs = [found[k] for k in rank], costs[:, rank]
     ports = [priced[0].ports(each) for each in found]
     weights = weights_of(graph)
-    turnings = [_turnings(group, graph, ports, mesh.axes, each.prices, weights) for each in priced]
+    turnings = [_turnings(group, graph, ports, axes, each.prices, weights) for each in priced]
     held = np.array([priced[0].saved_bytes(each) for each in found])
 
     def replaces(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from passes.graph.phase import FORWARD
 from passes.partition.groups import Group, groups_of
-from passes.partition.joint import MAX_STATES, Joint, join
+from passes.partition.joint import MAX_STATES, Joint, KnownJoints, join
+from passes.solve.allowance import Allowance
 from tests.passes.graphs import Builder, V, aten
 
 
@@ -115,3 +116,18 @@ def test_the_number_of_states_is_bounded():
     graph = b.finish([op.outputs[0] for op in b.operations])
     found = join(whole(graph, []), graph, 2, lambda nbytes: 1.0, 1e-3, 1e-6)
     assert 1 < len(found) <= MAX_STATES + 1  # and the whole one
+
+
+def test_what_was_found_once_is_found_again_only_where_reductions_cost_something_else():
+    searches, known = [], KnownJoints()
+
+    def found(us: float, priced: bool) -> list[Joint]:
+        def search(reduce_cost) -> list[Joint]:
+            searches.append(us)
+            return [Joint(("R",), (str(reduce_cost(8)),), ())] if priced else []
+
+        return known.find(priced, lambda nbytes: us * nbytes, search, Allowance(1.0))
+
+    assert found(1.0, True) == found(1.0, True) != found(2.0, True) == found(2.0, True)
+    assert found(1.0, False) == found(2.0, False)
+    assert searches == [1.0, 2.0, 1.0]
