@@ -1,7 +1,8 @@
 # make demo, make test: all the set-up a fresh machine needs is Python >= 3.10 and make.
 #   PYTHON=python3.12     another interpreter        PIP_ARGS="--index-url URL"   another source of packages
 #   PYTEST_ARGS="-k ilp"  options of pytest          DEMO_ARGS="..."              options of hpml demo
-# make test-torch TORCH=2.15.0: the tests on another release of torch than that of development.
+# make test-torch TORCH=2.15.0: the tests on another release of torch than that of development; TORCH=nightly: on the
+#   newest nightly build.  NIGHTLY=URL    its index
 # make gpu: what hpml does on a GPU, with the torch and the packages that the machine has; see benchmarks/gpu_pass.py.
 #   GPU_PYTHON=python3    that machine's             GPU_ARGS="--models FILE"      options of gpu_pass.py
 #   make gpu-wheels, on a machine with a package index, fetches what the other lacks (GPU_PYTHON_VERSION=3.12 there).
@@ -13,6 +14,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 DOCS_ARGS ?=
+NIGHTLY ?= https://download.pytorch.org/whl/nightly/cpu
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_ARGS ?=
@@ -45,7 +47,8 @@ test: .venv-test/.made
 	@test -n "$(PYTHON)" || { echo "no Python with venv found: say make PYTHON=/path/to/python"; exit 4; }
 	rm -rf .venv-torch-$*
 	"$(PYTHON)" -m venv .venv-torch-$*
-	{ grep -v '^torch==' constraints.txt; echo 'torch==$*'; } > .venv-torch-$*/constraints.txt
+	{ grep -v '^torch==' constraints.txt; test '$*' = nightly || echo 'torch==$*'; } > .venv-torch-$*/constraints.txt
+	test '$*' != nightly || .venv-torch-$*/bin/python -m pip install --quiet --pre torch --index-url $(NIGHTLY)
 	.venv-torch-$*/bin/python -m pip install --quiet $(PIP_ARGS) -c .venv-torch-$*/constraints.txt -e '.[test]'
 	touch $@
 

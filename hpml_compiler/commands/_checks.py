@@ -74,6 +74,8 @@ def check_requirements() -> Iterator[Check]:
         if requirement.name == "torch":
             detail = f"{version or 'not installed'} (needs {requirement.specifier})"
             yield Check("torch", "ok" if fits else "missing", detail, "" if fits else f"pip install '{requirement}'")
+            if fits:
+                yield from check_release(str(version))
         elif not fits:
             wrong.append(str(requirement))
     if wrong:
@@ -81,6 +83,14 @@ def check_requirements() -> Iterator[Check]:
         yield Check("packages", "missing", f"not as required: {', '.join(wrong)}", f"pip install {quoted}")
     else:
         yield Check("packages", "ok", f"{len(lines)} requirements read")
+
+
+def check_release(version: str) -> Iterator[Check]:
+    """A release of torch that is newer than the tests works or not; nothing keeps it from being installed."""
+    from passes.compat.releases import why_untested  # which imports torch
+
+    if why := why_untested(version):
+        yield Check("release", "warning", why, "report what fails; or install a release that is tested")
 
 
 def check_solvers() -> Iterator[Check]:

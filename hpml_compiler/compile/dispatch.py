@@ -26,6 +26,7 @@ from passes import compat
 
 @collected_seldom()
 def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    compat.warn_if_untested()
     world = ensure_process_group()
     watch_compiled_modules()  # the backend may have been imported before Dynamo
     options.check_mesh(world)

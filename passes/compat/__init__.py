@@ -17,6 +17,7 @@ from passes.compat.graphs import *
 from passes.compat.groups import *
 from passes.compat.inductor import *
 from passes.compat.kernels import *
+from passes.compat.releases import *
 from passes.compat.sizes import *
 from passes.compat.sources import *
 from passes.compat.tracing import *
