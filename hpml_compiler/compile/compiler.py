@@ -12,12 +12,13 @@ from torch.fx import GraphModule
 from hpml_compiler.compile import session
 from hpml_compiler.compile.agreement import CompiledTogether, from_rank_0, same_graph
 from hpml_compiler.compile.cut import Cut
-from hpml_compiler.compile.earlier import Earlier
+from hpml_compiler.compile.earlier import Earlier, Entry
+from hpml_compiler.compile.graph_compiler import GraphCompiler, Halves
 from hpml_compiler.compile.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.launch_key import Given
 from hpml_compiler.compile.left_outputs import LeftTangent, left_outputs, left_tangents
 from hpml_compiler.compile.local import local_cluster
-from hpml_compiler.compile.lowering import Lowering
+from hpml_compiler.compile.lowering import Call
 from hpml_compiler.compile.microbatched import Looped, in_microbatches, microbatches_of
 from hpml_compiler.compile.monitoring import monitor_of
 from hpml_compiler.compile.phases import phase
@@ -40,7 +41,6 @@ from hpml_compiler.runtime import lost_ranks
 from hpml_compiler.runtime.calls import backward_call
 from hpml_compiler.runtime.compared import draws_random_numbers, of_backward
 from hpml_compiler.runtime.doing import Spot
-from hpml_compiler.runtime.gathered import Holding
 from hpml_compiler.runtime.outputs import LeftOutput
 from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
@@ -48,73 +48,54 @@ from passes.graph.annotated import Annotated
 from passes.machine.mesh import mesh_from_pin
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.presets import after_planning, taping
-from passes.tracing.trace import decompositions
 from passes.transform.microbatches import Loop
 from passes.transform.take_outside import Taken, taken_of
 
 log = logging.getLogger("hpml")
 
 
-class Compilation:
-    """One graph on its way through the compiler."""
+class Compilation(GraphCompiler):
+    """One graph, split over all ranks."""
 
-    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], options: Options):
-        self.gm, self.given_inputs, self.options, self.session = gm, example_inputs, options, session.current()
+    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options):
+        super().__init__(gm, given, options, f"graph_{len(session.current().graphs)}")
+        self.cluster = local_cluster(options, dist.get_world_size())
         self.sharing: Sharing | None = None
         self.budgeted: Held | None = None
         if options.memory_budget is not None:
-            memory_bytes = local_cluster(options, dist.get_world_size()).device.memory_bytes
-            self.sharing = sharing_of(self.session.step, gm, example_inputs, options, memory_bytes)
+            self.sharing = sharing_of(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
-        self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
-        self.holding = Holding()
         self.planned: Planned | None = None
-        self.runs: Looped | None = None
         self.watched: WatchedGraph | None = None
-        self.name = f"graph_{len(self.session.graphs)}"
-        self.together = CompiledTogether(self.name)
+        self.all_ranks = CompiledTogether(self.name)
         self.rewritten: Rewritten | None = None
         self.taken: dict[int, Taken] = {}
         self.record: GraphPlan
         self.left: tuple[LeftOutput, ...] = ()
         self.tangents: tuple[LeftTangent, ...] = ()
 
-    def run(self) -> Callable[..., Any]:
+    def compile(self) -> Callable[..., Any]:
         note_function()
         guard_on_rows(self.gm)
-        self.inputs = GraphInputs(self.gm, self.given_inputs, self.options)
+        self.inputs = GraphInputs(self.gm, self.given, self.options)
         sizes_are_numbers(self.gm, self.inputs.examples)
         self.microbatches = microbatches_of(self.inputs, self.options)
-        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given_inputs), self.options, self.sharing,
+        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given), self.options, self.sharing,
                                kinds=(Rewritten, Cut, Loop))
         planned_before = len(self.session.graphs)
         if self.earlier.found is not None:
-            self.together.agreed = True
+            self.all_ranks.agreed = True
             self._as_in(self.earlier.found.running)
         try:
-            function = self.together.whole(self._compiled)
+            function = self.all_ranks.whole(lambda: self.trace(self.inputs.examples))
         except Exception:
             del self.session.graphs[planned_before:]  # all ranks forget what will not run, and may compile it again
             raise
         rewritten = self._rewritten()
+        rewritten.record.blocks.update((self.lowering if self.program is None else self.program).reports)
         session.save_plan()
         self.earlier.keep(rewritten.without_fakes(), rewritten.written, rewritten.plan(), rewritten.record.graph_hash)
-        return running(function, self.gm, self.given_inputs, self.inputs, rewritten, self.holding, self.watched, self.options)
-
-    def _compiled(self) -> Callable[..., Any]:
-        took: dict[str, float] = {}
-        with phase("trace", f"{self.name}: tracing", took):
-            function = compat.aot_autograd(
-                fw_compiler=self._forward,
-                bw_compiler=self._backward,
-                inference_compiler=self._inference,
-                partition_fn=self._partition,
-                decompositions=decompositions(self.options.compiler),
-            )(self.earlier.graph, self.inputs.examples)
-        record = self._rewritten().record
-        record.seconds.update(took)
-        record.blocks.update(self.lowering.reports if self.runs is None else self.runs.reports)
-        return function
+        return running(function, self.gm, self.given, self.inputs, rewritten, self.holding, self.watched, self.options)
 
     def _as_in(self, earlier: Rewritten) -> None:
         """Enter what an earlier launch made of this graph, as if it had just been planned."""
@@ -131,33 +112,49 @@ class Compilation:
             say_what_is_whole(earlier.unruled)
         self._finish()
 
-    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
-        if self.earlier.found is not None:
-            self.lowering.forward_outputs, self.lowering.shares = num_fwd_outputs, False
-            if self.rewritten is not None and self.rewritten.budgeted is not None:
-                self.lowering.count_bytes()
-            if isinstance(restored := self._restored(), Cut):
-                self.runs = Looped(self.options, restored, step_us=self.record.predicted.step_time_us, shares=False)
-            return restored if self.runs is None else self.runs.partition()
-        self.earlier.note_results(joint, num_fwd_outputs)
-        if self.microbatches > 1 and (runs := self._in_microbatches(joint, num_fwd_outputs)) is not None:
-            self.runs = runs
+    def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
+        if self.microbatches > 1 and (runs := self._in_microbatches(joint, forward_outputs)) is not None:
+            self.program = runs
             self._finish()
             self.earlier.note(runs.cut, runs.parts.saved)
-            return runs.partition()
-        sharded = self._rewrite(joint, num_fwd_outputs)
-        if self.sharing is not None:
-            assert self.planned is not None and self.planned.kept is not None, "under a budget, what is kept is planned"
-            trial = self.planner.trial(self.sharing)
-            taping(trial.tape(self.planned, self.session.groups(self.planned.mesh)))(sharded)
-            self.budgeted = self.session.step.enter(self.sharing, trial.held(self.planned), self.planned.kept)
+            return None
+        sharded = self._rewrite(joint, forward_outputs)
+        if self.sharing is None:
             self._finish()
-            halves = self.lowering.cut(sharded, self.planned.kept, num_fwd_outputs, self.options.offload_folder or "")
-        else:
-            self._finish()
-            halves = self.lowering.partition(sharded, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
-        self.earlier.note_halves(halves)
+            return self.halves(sharded, inputs, forward_outputs, static_inputs)
+        return self._within_budget(sharded, self.sharing, forward_outputs)
+
+    def _within_budget(self, sharded: GraphModule, sharing: Sharing, forward_outputs: int) -> Halves:
+        assert self.planned is not None and self.planned.kept is not None, "under a budget, what is kept is planned"
+        trial = self.planner.trial(sharing)
+        taping(trial.tape(self.planned, self.session.groups(self.planned.mesh)))(sharded)
+        self.budgeted = self.session.step.enter(sharing, trial.held(self.planned), self.planned.kept)
+        self._finish()
+        halves = self.lowering.cut(sharded, self.planned.kept, forward_outputs, self.options.offload_folder or "")
+        self.note_halves(halves)
         return halves
+
+    def restore(self, restored: Any, found: Entry, forward_outputs: int) -> None:
+        if found.running.budgeted is not None:
+            self.lowering.count_bytes()
+        if isinstance(restored, Cut):
+            self.program = Looped(self.options, restored, step_us=self.record.predicted.step_time_us, shares=False)
+
+    def inference(self, gm: GraphModule) -> GraphModule:
+        gm = self._rewrite(gm, None)
+        self._finish()
+        return gm
+
+    def together(self, half: str, lower: Callable[[], Call]) -> Call:
+        if half == "forward":
+            compat.expect_gradients({tangent.number: tangent.part for tangent in self.tangents})
+            return lower()
+        return self.all_ranks.backward(lower)
+
+    def backward_of(self, call: Call, gm: GraphModule) -> Call:
+        name, in_parts = self.record.name, {tangent.name for tangent in self.tangents}
+        call = call if self.watched is None else self.watched.backward(call)
+        return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm, in_parts))
 
     def _in_microbatches(self, joint: GraphModule, forward_outputs: int) -> Looped | None:
         """What runs the step microbatch by microbatch; None where that cannot be, which leaves the graph as it is."""
@@ -166,60 +163,19 @@ class Compilation:
         times = from_rank_0(lambda: times_of(annotated.graph, self.microbatches, solver_options(self.options)))
         if times is None:
             return None
-        loss_inside, cluster = loss_of(gm) is not None, local_cluster(self.options, dist.get_world_size())
+        loss_inside, cluster = loss_of(gm) is not None, self.cluster
         planned = self._plan(annotated, forward_outputs, lifetimes_in_time(times, loss_inside))
         record = with_microbatches(planned.record, annotated.graph, times, loss_inside, mesh_from_pin(planned.mesh, cluster),
                                    self.options.optimizer_states)
         record = check_fits(record, self.options, cluster)
         self.planned = planned = replace(planned, record=record)
         self.record = self.session.graphs[-1] = record
-        with self._doing("rewrite", "rewriting"):
+        with self.doing("rewrite", "rewriting"):
             runs = in_microbatches(
                 gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options, forward_outputs,
                 self.inputs.kept_gradients(annotated, forward_outputs), step_us=record.predicted.step_time_us)
         say_plan(planned, annotated.graph.unruled)
         return runs
-
-    def _forward(self, gm: GraphModule, examples: Any) -> Callable[[list[Any]], Any]:
-        compat.expect_gradients({tangent.number: tangent.part for tangent in self.tangents})
-        self.earlier.note_forward()
-        with self._doing("compile forward", "compiling forward"):
-            call = self.lowering.forward(gm, examples) if self.runs is None else self.runs.forward()
-        return self.holding.around(gm, call)
-
-    def _backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        if self.runs is not None:
-            call = self.runs.backward()  # compiled with forward
-        else:
-            call = self.together.backward(lambda: self._compiled_backward(gm, inputs))
-        name, in_parts = self.record.name, {tangent.name for tangent in self.tangents}
-        call = call if self.watched is None else self.watched.backward(call)
-        return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm, in_parts))
-
-    def _compiled_backward(self, gm: GraphModule, inputs: Any) -> Callable[[list[Any]], Any]:
-        self.earlier.note_backward()
-        with self._doing("compile backward", "compiling backward"), compat.writing_only_over(self.earlier.writes_over):
-            return self.lowering.backward(gm, inputs)
-
-    def _inference(self, gm: GraphModule, _inputs: Any) -> Callable[..., Any]:
-        if self.earlier.found is not None:
-            gm = self._restored()
-        else:
-            self.earlier.note_results(gm, None)
-            gm = self._rewrite(gm, None)
-            self._finish()
-            self.earlier.note(gm)
-        self.earlier.note_forward()
-        with self._doing("compile forward", "compiling forward"):
-            call = self.lowering.inference(gm)
-        return self.holding.around(gm, call)
-
-    def _restored(self) -> Any:
-        with self._doing("restore", "reading what it was rewritten to"):
-            return self.earlier.restored()
-
-    def _doing(self, what: str, text: str) -> phase:
-        return phase(what, f"{self.name}: {text}", self.record.seconds)
 
     def _finish(self) -> None:
         """The record of the graph is whole now."""
@@ -233,7 +189,7 @@ class Compilation:
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
         annotated = self._annotated(gm, forward_outputs)
         planned = self._plan(annotated, forward_outputs)
-        with self._doing("rewrite", "rewriting"):
+        with self.doing("rewrite", "rewriting"):
             self.left = left_outputs(annotated, planned.decision)
             after_planning(
                 planned.decision, self.session.groups(planned.mesh), self.options.compiler, forward_outputs,
@@ -265,11 +221,13 @@ class Compilation:
         self.holding.note(held_by(annotated, planned.decision))
         self._enter(planned.record, planned.cluster, planned.rejected, annotated.interface.training)
         self.session.device_mesh(planned.mesh)  # for which all ranks meet a last time
-        self.together.agreed = True
+        self.all_ranks.agreed = True
         return planned
 
     def _enter(self, record: GraphPlan, cluster: str, rejected: Iterable[MeshAttempt], training: bool) -> None:
         self.record, self.lowering.step_us = record, record.predicted.step_time_us
+        record.seconds.update(self.seconds)
+        self.seconds = record.seconds
         self.session.graphs.append(record)
         self.session.options, self.session.cluster = self.options, cluster
         self.session.rejected.extend(rejected)

@@ -45,4 +45,4 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         refuse(gm)
         if stages:
             return PipelinedGraph(gm, example_inputs, options).compile()
-        return Compilation(gm, example_inputs, options).run()
+        return Compilation(gm, example_inputs, options).compile()

@@ -204,10 +204,6 @@ class Earlier:
         except CannotPack as why:
             self._not_kept(str(why))
 
-    def note_halves(self, halves: Sequence[GraphModule], unplanned: Unplanned | None = None) -> None:
-        """Forward and backward, before they are compiled."""
-        self.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])), unplanned)
-
     def note_forward(self) -> None:
         """Inside the compiler of forward."""
         if self.noted is not None and self.results is not None:

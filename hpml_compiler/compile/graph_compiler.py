@@ -1,0 +1,160 @@
+"""The path of one Dynamo graph through the compiler: inputs, cache, trace, decide, rewrite, split, lower, install.
+
+AOTAutograd asks for the pieces: `partition_fn` gets the joint graph, where everything is decided and rewritten, and the two
+compilers get forward and backward. Where an earlier launch left the graph in the cache, the same questions are answered from
+there, and nothing is traced, decided or rewritten. Subclasses say what is decided, and what a call does around compiled code.
+"""
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from hpml_compiler.compile import session
+from hpml_compiler.compile.earlier import Earlier, Entry
+from hpml_compiler.compile.lowering import Call, Lowering
+from hpml_compiler.compile.microbatched import Microbatched
+from hpml_compiler.compile.phases import phase
+from hpml_compiler.compile.unplanned import Later, Unplanned
+from hpml_compiler.options import Options
+from hpml_compiler.runtime.gathered import Holding
+from passes import compat
+from passes.graph.nodes import returned_nodes
+from passes.machine.cluster import Cluster
+from passes.tracing.trace import decompositions
+
+Halves = Sequence[GraphModule]
+
+
+class GraphCompiler(abc.ABC):
+    """Compiles one graph.
+
+    name: in messages. program: what runs the step where that is more than one call of each half, as microbatches and stages
+    are; None where AOTAutograd's two halves are compiled as they are. seconds: compile time by phase.
+    """
+
+    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options, name: str):
+        self.gm, self.given, self.options, self.name = gm, given, options, name
+        self.session = session.current()
+        self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
+        self.holding = Holding()
+        self.program: Microbatched | None = None
+        self.seconds: dict[str, float] = {}
+        self.earlier: Earlier
+
+    # -- what subclasses decide ----------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
+        """Decide what is done with a traced graph, rewrite it, and note it for the cache. Returns forward and backward; or sets
+        `program`, and returns None."""
+
+    @abc.abstractmethod
+    def restore(self, restored: Any, found: Entry, forward_outputs: int) -> None:
+        """Set `program` where the cache has one. restored: what was noted for the cache."""
+
+    @abc.abstractmethod
+    def backward_of(self, call: Call, gm: GraphModule) -> Call:
+        """A call of the backward `gm`, with what is done around each."""
+
+    def inference(self, gm: GraphModule) -> Any:
+        """What is compiled of a traced graph without backward: a graph, or what `run_inference` knows."""
+        return gm
+
+    @abc.abstractmethod
+    def compile(self) -> Callable[..., Any]:
+        """What a script calls in the place of the graph."""
+
+    def run_inference(self, graph: Any) -> Call:
+        return self.together("forward", lambda: self.lowering.inference(graph))
+
+    def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
+        return decompositions(self.options.compiler)
+
+    def together(self, half: str, lower: Callable[[], Call]) -> Call:
+        """A half, compiled while the other ranks compile theirs."""
+        return lower()
+
+    # -- AOTAutograd's questions ---------------------------------------------------------------------------------------
+
+    def trace(self, examples: Sequence[Any]) -> Callable[..., Any]:
+        """The compiled graph, as a function of plain local tensors."""
+        seconds: dict[str, float] = {}
+        with phase("trace", self._text("tracing"), seconds):
+            function = compat.aot_autograd(
+                fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
+                partition_fn=self._partition, decompositions=self.decompositions(),
+            )(self.earlier.graph, examples)
+        self.seconds.update(seconds)
+        return function
+
+    def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+        found = self.earlier.found
+        if found is None:
+            self.earlier.note_results(joint, num_fwd_outputs)
+            halves = self.split(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+        else:
+            self.lowering.forward_outputs, self.lowering.shares = num_fwd_outputs, False
+            halves = self._restored()
+            self.restore(halves, found, num_fwd_outputs)
+        return halves if self.program is None else self.program.partition()
+
+    def _forward(self, gm: GraphModule, examples: Any) -> Call:
+        self.earlier.note_forward()
+        with self.doing("compile forward", "compiling forward"):
+            call = self.program.forward() if self.program is not None else (
+                self.together("forward", lambda: self.lowering.forward(gm, examples)))
+        return self.holding.around(gm, call)
+
+    def _backward(self, gm: GraphModule, inputs: Any) -> Call:
+        call = self.program.backward() if self.program is not None else (  # compiled with forward
+            self.together("backward", lambda: self._compiled_backward(gm, inputs)))
+        return self.backward_of(call, gm)
+
+    def _compiled_backward(self, gm: GraphModule, inputs: Any) -> Call:
+        self.earlier.note_backward()
+        with self.doing("compile backward", "compiling backward"), compat.writing_only_over(self.earlier.writes_over):
+            return self.lowering.backward(gm, inputs)
+
+    def _inference(self, gm: GraphModule, _: Any) -> Call:
+        if self.earlier.found is not None:
+            graph = self._restored()
+        else:
+            self.earlier.note_results(gm, None)
+            graph = self.inference(gm)
+            self.earlier.note(graph)
+        self.earlier.note_forward()
+        with self.doing("compile forward", "compiling forward"):
+            call = self.run_inference(graph)
+        return self.holding.around(gm, call)
+
+    def _restored(self) -> Any:
+        with self.doing("restore", "reading what it was rewritten to"):
+            return self.earlier.restored()
+
+    # -- for subclasses ------------------------------------------------------------------------------------------------
+
+    def halves(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves:
+        """Forward and backward of a rewritten graph, noted for the cache."""
+        halves = self.lowering.partition(joint, inputs, forward_outputs, static_inputs)
+        self.note_halves(halves)
+        return halves
+
+    def note_halves(self, halves: Halves, unplanned: Unplanned | None = None) -> None:
+        """For the cache, before they are compiled."""
+        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])), unplanned)
+
+    def plan_later(self, unplanned: Unplanned | bytes, cluster: Cluster) -> None:
+        """The plan of this graph is made when somebody asks for it."""
+        reports = {} if self.program is None else self.program.reports
+        self.session.options, self.session.cluster = self.options, str(cluster)
+        self.session.unplanned.append(Later(unplanned, self.seconds, reports))
+        session.save_plan()
+
+    def doing(self, what: str, text: str) -> phase:
+        return phase(what, self._text(text), self.seconds)
+
+    def _text(self, text: str) -> str:
+        return f"{self.name}: {text}" if self.name else text
