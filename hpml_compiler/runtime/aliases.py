@@ -2,13 +2,20 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
+import weakref
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from hpml_compiler.runtime.whole import local_part
 from passes import compat
+from passes.errors import HpmlError
+
+log = logging.getLogger("hpml")
 
 KINDS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
@@ -87,3 +94,51 @@ def held_gradients(parameters: Iterable[torch.Tensor]) -> set[int]:
 def _counts(parameter: torch.Tensor) -> tuple[int, int]:
     """How often its gradient is held, by Python and by torch."""
     return sys.getrefcount(parameter.grad), compat.use_count(parameter.grad)  # type: ignore[arg-type]
+
+
+class _Link:
+    """Memory of the script's that was given to a parameter (`p.data = flat[:8]`), of which this one keeps its part: what is
+    written to the one does not reach the other, as it does on one device."""
+
+    def __init__(self, parameter: Any, value: torch.Tensor, memory: torch.Tensor) -> None:
+        self.parameter, self.memory = weakref.ref(parameter), weakref.ref(memory)
+        self.view = value.shape, value.stride(), value.storage_offset()
+        self.versions = parameter._local_tensor._version, memory._version
+        self.warned = False
+
+    def check(self) -> bool:
+        """Whether there is something to look at next time, too. Raises HpmlError where the script has written to its memory."""
+        parameter: Any = self.parameter()
+        memory = self.memory()
+        if parameter is None or memory is None:
+            return False
+        where = f"a parameter of shape {tuple(parameter.shape)}, of which ranks keep parts"
+        trained = parameter._local_tensor._version != self.versions[0]
+        if trained and not self.warned:
+            self.warned = True
+            log.warning("%s was given memory of a tensor that the script still has (p.data = ...). That tensor does not follow "
+                        "when the parameter changes: read the parameter", where)
+        if memory._version != self.versions[1]:  # perhaps what was given to other parameters
+            part = local_part(memory.detach().as_strided(*self.view), parameter.device_mesh, parameter.placements)
+            if trained or not torch.equal(part, parameter._local_tensor):
+                raise HpmlError("memory that was given to a parameter (p.data = ...) has been changed since, which did not "
+                                "reach the parameter", where, "change the parameter itself, with p.copy_(values); or give it "
+                                "the memory before the model is compiled")
+            self.versions = self.versions[0], memory._version
+        return True
+
+
+links: list[_Link] = []
+
+
+def note_given(parameter: Any, value: torch.Tensor) -> None:
+    """Remembers, for `check_links`, that a placed parameter has been given a whole plain tensor of the script's."""
+    links[:] = [link for link in links if (known := link.parameter()) is not None and known is not parameter]
+    memory = value if value._base is None else value._base
+    if not memory.is_inference() and _address(memory) != _address(parameter._local_tensor):
+        links.append(_Link(parameter, value, memory))
+
+
+def check_links() -> None:
+    """Before a compiled graph runs."""
+    links[:] = [link for link in links if link.check()]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from hpml_compiler.runtime.aliases import aliases_of, held_gradients, inseparable
+from hpml_compiler.runtime.aliases import aliases_of, check_links, held_gradients, inseparable, links
 from hpml_compiler.runtime.eager import keep, shares_memory
 from hpml_compiler.runtime.exporting import watch_torchscript
 from hpml_compiler.runtime.gathered import Holding
@@ -33,7 +33,7 @@ from passes import compat
 from passes.errors import BadInput
 from passes.graph.interface import parameter_name
 
-log = logging.getLogger(__name__)
+log, told = logging.getLogger(__name__), logging.getLogger("hpml")
 
 
 class Installed:
@@ -65,6 +65,8 @@ class Installed:
         """
         if self._olds:
             self._replace_elsewhere()
+        if links:
+            check_links()
         for index in self._rows:
             take_in(args[index])
         result = list(args)
@@ -139,7 +141,7 @@ def _leave_out_inseparable(found: dict[int, list[Any]], gm: torch.fx.GraphModule
         return
     first = min(names)
     other = others[id(example_inputs[first])]
-    log.warning("%s%s on every rank, whole: it shares memory with another %s, of shape %s, which would not follow its parts. "
+    told.warning("%s%s on every rank, whole: it shares memory with another %s, of shape %s, which would not follow its parts. "
                 "Let go of that one, or give it a clone(), to have the parameter split", names[first],
                 " stays" if len(names) == 1 else f" and {len(names) - 1} more parameters stay",
                 "parameter" if isinstance(other, nn.Parameter) else "tensor of the script's", tuple(other.shape))

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hpml_compiler.runtime import foreach
 from hpml_compiler.runtime.accumulating import note_eager_use
+from hpml_compiler.runtime.aliases import note_given
 from hpml_compiler.runtime.doing import doing
 from hpml_compiler.runtime.eager import (
     VIEW_STEP,
@@ -473,6 +474,8 @@ def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:
         if name == "data":
             note_change([tensor])
             _set_data(func, tensor, whole(value.detach()))
+            if not isinstance(value, DTensor):
+                note_given(tensor, value)
             return
         value = in_place_of(value, tensor)
     func(tensor, value)

@@ -167,3 +167,24 @@ def rows_that_the_script_sees_by_other_tensors(hp):
         seen.append([row.clone(), column.clone()])
         row.zero_()
     return seen, model
+
+
+@use
+def parameters_given_memory_that_others_let_go_of(hp):
+    """vector_to_parameters: their `.data` are views of a vector that is then forgotten, or only read before they change."""
+    model = mlp()
+    call, optimizer = hp.compile(model), sgd(model)
+    losses = [step(call, optimizer, inputs(), targets())]
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model.parameters()) * 0.9, model.parameters())
+    return losses + [step(call, optimizer, inputs(), targets()) for _ in range(2)], model
+
+
+@use(refused={mesh: "memory that was given to a parameter.* has been changed since" for mesh in ("tp", "stages", "zero3")})
+def parameters_given_a_flat_buffer_that_changes(hp):
+    model = mlp()
+    call, optimizer = hp.compile(model), sgd(model)
+    losses = [step(call, optimizer, inputs(), targets())]
+    flat = _flat(model, "data")
+    losses.append(step(call, optimizer, inputs(), targets()))
+    flat.mul_(0.9)
+    return [*losses, step(call, optimizer, inputs(), targets())], flat, model
