@@ -29,7 +29,7 @@ from hpml_compiler.compile.running import running
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
-from hpml_compiler.planning.fits import check_fits
+from hpml_compiler.planning.fits import Fitting
 from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.kept import with_kept
 from hpml_compiler.planning.microbatches import lifetimes_in_time, loss_alone, loss_of, times_of
@@ -46,8 +46,8 @@ from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
 from passes.graph.annotated import Annotated
 from passes.machine.mesh import mesh_from_pin
-from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 from passes.presets import after_planning, taping
+from passes.solve.allowance import Allowance
 from passes.transform.microbatches import Loop
 from passes.transform.take_outside import Taken, taken_of
 
@@ -66,6 +66,7 @@ class Compilation(GraphCompiler):
             self.sharing = sharing_of(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
         self.planned: Planned | None = None
+        self.allowance: Allowance | None = None
         self.watched: WatchedGraph | None = None
         self.all_ranks = CompiledTogether(self.name)
         self.rewritten: Rewritten | None = None
@@ -160,20 +161,22 @@ class Compilation(GraphCompiler):
         """What runs the step microbatch by microbatch; None where that cannot be, which leaves the graph as it is."""
         gm = loss_alone(joint)
         annotated = self._annotated(gm, forward_outputs, self.microbatches)
-        times = from_rank_0(lambda: times_of(annotated.graph, self.microbatches, solver_options(self.options)))
+        self.allowance = within = Allowance(self.options.time_limit)
+        times = from_rank_0(lambda: times_of(annotated.graph, self.microbatches, solver_options(self.options), within))
         if times is None:
             return None
         loss_inside, cluster = loss_of(gm) is not None, self.cluster
-        planned = self._plan(annotated, forward_outputs, lifetimes_in_time(times, loss_inside))
-        record = with_microbatches(planned.record, annotated.graph, times, loss_inside, mesh_from_pin(planned.mesh, cluster),
-                                   self.options.optimizer_states)
-        record = check_fits(record, self.options, cluster)
-        self.planned = planned = replace(planned, record=record)
-        self.record = self.session.graphs[-1] = record
+
+        def finish(planned: Planned) -> GraphPlan:
+            return with_microbatches(planned.record, annotated.graph, times, loss_inside, mesh_from_pin(planned.mesh, cluster),
+                                     self.options.optimizer_states)
+
+        fitting = Fitting(self.options, cluster, finish, lifetimes_in_time(times, loss_inside))
+        planned = self._plan(annotated, forward_outputs, fitting)
         with self.doing("rewrite", "rewriting"):
             runs = in_microbatches(
                 gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options, forward_outputs,
-                self.inputs.kept_gradients(annotated, forward_outputs), step_us=record.predicted.step_time_us)
+                self.inputs.kept_gradients(annotated, forward_outputs), step_us=planned.record.predicted.step_time_us)
         say_plan(planned, annotated.graph.unruled)
         return runs
 
@@ -212,10 +215,11 @@ class Compilation(GraphCompiler):
         self.draws = draws_random_numbers(gm)
         return annotated
 
-    def _plan(self, annotated: Annotated, forward_outputs: int | None, lifetimes: Lifetimes = THROUGHOUT) -> Planned:
-        """What all ranks agree on, entered in the session."""
+    def _plan(self, annotated: Annotated, forward_outputs: int | None, fitting: Fitting | None = None) -> Planned:
+        """What all ranks agree on, entered in the session. fitting: see `Planner`."""
         self.annotated = annotated
-        self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs, lifetimes=lifetimes)
+        self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs, fitting=fitting,
+                               allowance=self.allowance)
         with phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
             self.planned = planned = self.planner.agreed()
         self.holding.note(held_by(annotated, planned.decision))

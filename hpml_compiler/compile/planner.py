@@ -13,7 +13,7 @@ from hpml_compiler.compile.agreement import from_rank_0
 from hpml_compiler.compile.graph_inputs import GraphInputs
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
-from hpml_compiler.planning.fits import fitting
+from hpml_compiler.planning.fits import Fitting, first
 from hpml_compiler.planning.in_trials import plan_in_trials, remembered, remembered_within
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
 from hpml_compiler.planning.remembered import memory_of
@@ -21,33 +21,42 @@ from hpml_compiler.planning.reuse import structure
 from hpml_compiler.planning.room import Sharing
 from hpml_compiler.planning.stage_axes import same_mesh
 from hpml_compiler.planning.trial import Trial
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.profile import quick
 from passes import compat
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
-from passes.partition.lifetimes import THROUGHOUT, Lifetimes
+from passes.partition.lifetimes import THROUGHOUT
 from passes.solve.allowance import Allowance
 
 
 class Planner:
     """Of one graph. sharing: what it shares with the others of its step, under a budget. cluster: what it is planned for, if
-    that is not all devices. lifetimes: when bytes are counted, without a budget. structure: what later graphs find the plan by,
+    that is not all devices. fitting: without a budget, searches until an answer fits; None: what a graph of all devices takes,
+    and for another cluster the first answer. allowance: for all of its planning. structure: what later graphs find the plan by,
     on rank 0, once it is made."""
 
     def __init__(self, annotated: Annotated, inputs: GraphInputs, options: Options, sharing: Sharing | None,
-                 forward_outputs: int | None, cluster: Cluster | None = None, lifetimes: Lifetimes = THROUGHOUT):
+                 forward_outputs: int | None, cluster: Cluster | None = None, fitting: Fitting | None = None,
+                 allowance: Allowance | None = None):
         self.annotated, self.inputs, self.options, self.sharing = annotated, inputs, options, sharing
-        self.forward_outputs, self.lifetimes = forward_outputs, lifetimes
-        self.structure = ""
-        self.whole = cluster is None and lifetimes == THROUGHOUT  # neither in stages nor in microbatches
-        self.session, self.cluster = session.current(), cluster or local_cluster(options, dist.get_world_size())
+        self.forward_outputs, self.structure = forward_outputs, ""
+        self.allowance = allowance or Allowance(options.time_limit)
+        self.session = session.current()
+        everything = local_cluster(options, dist.get_world_size())
+        self.cluster = cluster or everything
+        self.fitting = Fitting(options, everything) if fitting is None and cluster is None else fitting
 
     def agreed(self) -> Planned:
-        """All ranks call this together."""
+        """The answer, with the record of the step. All ranks call this together."""
+        planned, record = self.searched()
+        return replace(planned, record=record.model_copy(update={"frame": compat.frame_being_compiled()}))
+
+    def searched(self) -> tuple[Planned, GraphPlan]:
+        """The answer as it was searched for, and the record of the step. All ranks call this together."""
         self._look()
-        planned = from_rank_0(self._plan)
-        return replace(planned, record=planned.record.model_copy(update={"frame": compat.frame_being_compiled()}))
+        return from_rank_0(self._plan)
 
     def trial(self, sharing: Sharing) -> Trial:
         assert self.forward_outputs is not None, "what is kept is kept for backward"
@@ -64,8 +73,9 @@ class Planner:
             self.session.quick = quick.look(self.annotated, self.cluster)
             self.annotated.seconds["look"] = time.perf_counter() - start
 
-    def _plan(self) -> Planned:
+    def _plan(self) -> tuple[Planned, GraphPlan]:
         annotated, options, given, pinned = self.annotated, self.options, self.options.load_plan(), None
+        within, lifetimes = self.allowance, THROUGHOUT if self.fitting is None else self.fitting.lifetimes
         if given is not None and annotated.interface.training:
             pinned = given.check(annotated.hash(), torch.__version__, dist.get_world_size()).kept
         names = {p: n for n, p in annotated.interface.positions.items()}
@@ -75,21 +85,21 @@ class Planner:
         like = self.session.decided.get(key)
         plan = functools.partial(
             plan_graph, annotated, options, self.cluster, fixed_mesh=mesh, name=f"graph_{len(self.session.graphs)}", rows=rows,
-            given=given, like=like, quick=quick, lifetimes=self.lifetimes)
-        trial = None
+            given=given, like=like, quick=quick, lifetimes=lifetimes)
+        memory = None
+        if given is None and like is None:
+            memory = memory_of(annotated, options, self.cluster, quick, mesh, sorted(rows))
         if self.sharing is not None and self.forward_outputs is not None:
             trial = self.trial(self.sharing)
-        if given is not None or like is not None:
-            planned = plan() if trial is None else plan_in_trials(plan, trial, Allowance(options.time_limit), pinned)
+            planned = plan_in_trials(plan, trial, within, pinned) if memory is None else remembered(memory, plan, trial, within)
+            record = planned.record
         else:
-            memory = memory_of(annotated, options, self.cluster, quick, mesh, sorted(rows))
-            if trial is None and self.whole:
-                search = functools.partial(remembered_within, memory, plan)
-                planned = fitting(search, lambda found: found, options, self.cluster, hurried=True)
-            else:
-                planned = remembered(memory, plan, trial)
+            search = functools.partial(plan, allowance=within)
+            if memory is not None:
+                search = functools.partial(remembered_within, memory, plan, within)
+            planned, record = first(search) if self.fitting is None else self.fitting(search, hurried=True)
         self.session.decided.setdefault(key, planned.record)
-        return planned
+        return planned, record
 
     def _mesh_in_use(self) -> dict[str, int] | None:
         """The mesh that this graph has to share: that of its placed parameters, or of the graphs before it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hpml_compiler.options import Options
@@ -31,46 +31,71 @@ class Search(Protocol):
     def __call__(self, **limits: Any) -> Planned: ...
 
 
-def fitting(search: Search, finish: Callable[[Planned], Planned], options: Options, cluster: Cluster,
-            lifetimes: Lifetimes = THROUGHOUT, hurried: bool = False) -> Planned:
-    """The first answer of the search that fits. finish: makes the record whole, but for its peak. lifetimes: when the search
-    counts bytes; where it finds nothing so, and in further searches, saved values and gradients count when they are there.
-    hurried: what is far below a device's memory is taken as it is, and its peak is counted when somebody asks.
+def whole_record(planned: Planned) -> GraphPlan:
+    return planned.record
 
-    Raises Infeasible with the least that was found to work."""
-    limit = limit_of(options, cluster)
-    two_moments = Lifetimes(lifetimes.in_flight)
-    try:
-        latest = finish(search())
-    except Infeasible as refusal:
-        log.info("saved values and gradients do not fit as if all were there at once: %s", refusal.what)
+
+@dataclass(frozen=True)
+class Fitting:
+    """Searches until an answer fits. cluster: of all devices. finish: makes the record of the step that an answer is for, but
+    for its peak. lifetimes: when a search counts bytes; where it finds nothing so, and in further searches, saved values and
+    gradients count when they are there. devices: the number of those whose bytes a search adds up, as of all stages."""
+
+    options: Options
+    cluster: Cluster
+    finish: Callable[[Planned], GraphPlan] = whole_record
+    lifetimes: Lifetimes = THROUGHOUT
+    devices: int = 1
+
+    def __call__(self, search: Search, hurried: bool = False) -> tuple[Planned, GraphPlan]:
+        """The first answer of the search that fits, and its finished record. hurried: what is far below a device's memory is
+        taken as it is, and its peak is counted when somebody asks.
+
+        Raises Infeasible with the least that was found to work."""
+        limit = limit_of(self.options, self.cluster)
+        two_moments = Lifetimes(self.lifetimes.in_flight)
         try:
-            latest = finish(search(lifetimes=two_moments))
-        except Infeasible as least:
-            if least.smallest_budget_bytes is None:
-                raise
-            found = finish(search(lifetimes=two_moments, budget_bytes=least.smallest_budget_bytes))
-            raise too_much(_counted(found, options, cluster).record, limit, options) from None
-    if hurried and latest.record.memory.peak <= FAR_BELOW * limit:
-        return latest
-    tried: list[Planned] = []
-    budget = float(limit)
-    while True:
-        latest = _counted(latest, options, cluster)
-        tried.append(latest)
-        excess = latest.record.memory.peak - limit
-        if excess <= 0:
-            return latest
-        budget = min(budget, _held(latest.record, lifetimes.in_flight)) - excess
-        if len(tried) == MOST_SEARCHES or budget <= 0:
-            break
-        log.info("%s: a device would hold %s and has %s; searching for placements that hold less", latest.record.name,
-                 format_bytes(latest.record.memory.peak), format_bytes(limit))
-        try:
-            latest = _without_bound(finish(search(lifetimes=two_moments, budget_bytes=budget)))
-        except Infeasible:
-            break
-    raise too_much(min((each.record for each in tried), key=lambda record: record.memory.peak), limit, options)
+            planned = search()
+        except Infeasible as refusal:
+            log.info("saved values and gradients do not fit as if all were there at once: %s", refusal.what)
+            try:
+                planned = search(lifetimes=two_moments)
+            except Infeasible as least:
+                if least.smallest_budget_bytes is None:
+                    raise
+                found = search(lifetimes=two_moments, budget_bytes=least.smallest_budget_bytes)
+                raise too_much(self._counted(self.finish(found)), limit, self.options) from None
+        record = self.finish(planned)
+        if hurried and record.memory.peak <= FAR_BELOW * limit:
+            return planned, record
+        tried: list[GraphPlan] = []
+        budget = float(limit)
+        while True:
+            record = self._counted(record)
+            tried.append(record)
+            excess = record.memory.peak - limit
+            if excess <= 0:
+                return planned, record
+            budget = min(budget, _held(record, self.lifetimes.in_flight)) - excess
+            if len(tried) == MOST_SEARCHES or budget <= 0:
+                break
+            log.info("%s: a device would hold %s and has %s; searching for placements that hold less", record.name,
+                     format_bytes(record.memory.peak), format_bytes(limit))
+            try:
+                planned = _without_bound(search(lifetimes=two_moments, budget_bytes=self.devices * budget))
+            except Infeasible:
+                break
+            record = self.finish(planned)
+        raise too_much(min(tried, key=lambda record: record.memory.peak), limit, self.options)
+
+    def _counted(self, record: GraphPlan) -> GraphPlan:
+        return with_peak(record, self.options, str(self.cluster))
+
+
+def first(search: Search) -> tuple[Planned, GraphPlan]:
+    """What `Fitting` gives, of the first answer, whether it fits or not."""
+    planned = search()
+    return planned, planned.record
 
 
 def check_fits(record: GraphPlan, options: Options, cluster: Cluster) -> GraphPlan:
@@ -118,10 +143,6 @@ def _remedies(record: GraphPlan, options: Options) -> list[str]:
     return ["take " + found[0], *found[1:]]
 
 
-def _counted(planned: Planned, options: Options, cluster: Cluster) -> Planned:
-    return replace(planned, record=with_peak(planned.record, options, str(cluster)))
-
-
 def _without_bound(planned: Planned) -> Planned:
     """Drop the claim to be optimal: a plan found with less room than there is may be slower than the best one."""
     return replace(planned, record=planned.record.model_copy(update={"solver": planned.record.solver.without_bound()}))
@@ -131,5 +152,6 @@ def _held(record: GraphPlan, in_flight: float) -> float:
     """Bytes at the fuller of the two moments that the placement problem counts: see `Lifetimes`."""
     memory = record.memory
     state = memory.parameters + memory.optimizer
-    saved = memory.activations if record.microbatches is not None else in_flight * memory.activations
+    in_time = record.microbatches is not None or record.pipeline is not None  # activations are what is saved at a time
+    saved = memory.activations if in_time else in_flight * memory.activations
     return float(state + max(saved, memory.gradients))

@@ -12,7 +12,7 @@ from torch import nn
 from hpml_compiler.options import Options
 from hpml_compiler.planning.assembled import as_plan
 from hpml_compiler.planning.budgeted import Budgeted
-from hpml_compiler.planning.fits import check_fits, fitting
+from hpml_compiler.planning.fits import Fitting
 from hpml_compiler.planning.in_microbatches import with_microbatches
 from hpml_compiler.planning.in_stages import plan_folded, plan_in_stages
 from hpml_compiler.planning.in_trials import remembered_within
@@ -167,14 +167,13 @@ def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan 
                 given.check(annotated.hash(), torch.__version__, cluster.world_size)
             times, lifetimes = _in_time(annotated, options, part)
             plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh, lifetimes=lifetimes)
-            finish = partial(_in_microbatches, annotated=annotated, times=times, options=options, cluster=cluster)
             if given is not None:
-                planned = finish(plan(given=given))
-                planned = replace(planned, record=check_fits(planned.record, options, cluster))
+                search = partial(plan, given=given, allowance=part)
             else:
                 search = partial(remembered_within, memory_of(annotated, options, cluster, None, mesh), plan, part)
-                planned = fitting(search, finish, options, cluster, lifetimes)
-            results.append(planned)
+            finish = partial(_in_microbatches, annotated=annotated, times=times, options=options, cluster=cluster)
+            planned, record = Fitting(options, cluster, finish, lifetimes)(search)
+            results.append(replace(planned, record=record))
     return results
 
 
@@ -197,11 +196,13 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster, allowanc
         plan = partial(plan_graph, annotated, options, cluster, name="graph_0", shorter=folded.shorter,
                        further=folded.further, lifetimes=lifetimes)
 
-        def finish(planned: Planned) -> Planned:
+        def finish(planned: Planned) -> GraphPlan:
             whole = replace(planned, record=folded.of_all_layers(planned.record))
             return _in_microbatches(whole, annotated, times, options, cluster)
 
-        return [fitting(partial(remembered_within, memory, plan, allowance), finish, options, cluster, lifetimes)]
+        search = partial(remembered_within, memory, plan, allowance)
+        planned, record = Fitting(options, cluster, finish, lifetimes)(search)
+        return [replace(planned, record=record)]
     except NotLinear:
         log.info("the layers of the model are not alike: tracing all of them")
         return None
@@ -215,12 +216,11 @@ def _in_time(annotated: Annotated, options: Options, allowance: Allowance) -> tu
 
 
 def _in_microbatches(planned: Planned, annotated: Annotated, times: InTime | None, options: Options,
-                     cluster: Cluster) -> Planned:
+                     cluster: Cluster) -> GraphPlan:
     if times is None:
-        return planned
-    record = with_microbatches(planned.record, annotated.graph, times, loss_of(annotated.gm) is not None,
-                               mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
-    return replace(planned, record=record)
+        return planned.record
+    return with_microbatches(planned.record, annotated.graph, times, loss_of(annotated.gm) is not None,
+                             mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
 
 
 def _microbatches(annotated: Annotated) -> int:
