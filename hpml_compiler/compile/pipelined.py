@@ -79,12 +79,12 @@ class PipelinedGraph(GraphCompiler):
                                  self.watched)
 
     def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
-        planner, original = self.planner, copied(joint)
+        planner, traced = self.planner, Traced(copied(joint), self.inputs.described, forward_outputs, 0.0)
         planner.training = True
         planner.together(joint)
-        whole = self._whole_step(lambda: original, forward_outputs)
+        whole = self._whole_step(lambda: traced.gm, forward_outputs)
         try:
-            cut = planner.cut(loss_alone(joint), forward_outputs, whole is not None)
+            cut = planner.cut(loss_alone(joint), forward_outputs, whole is not None, traced)
         except TooFewParts as error:
             if dist.get_rank() == 0:
                 warn_without_stages(self.name, error.what)
@@ -93,7 +93,6 @@ class PipelinedGraph(GraphCompiler):
             return self.halves(joint, inputs, forward_outputs, static_inputs)
         assert planner.found is not None, "what is cut has stages"
         self.program = program = Pipeline(self.options, cut, whole)
-        traced = Traced(original, self.inputs.described, forward_outputs, 0.0)
         unplanned = UnplannedInStages(traced, self.options, self.cluster, planner.times, planner.planned,
                                       starts_of(planner.found))
         self._note_stages(unplanned, program, planner.found)

@@ -23,9 +23,11 @@ from hpml_compiler.compile.planner import Planner
 from hpml_compiler.compile.running_stages import InStages
 from hpml_compiler.compile.stage_mesh import StageMesh
 from hpml_compiler.options import Options
+from hpml_compiler.planning.fits import Fitting, check_fits, holds_all
+from hpml_compiler.planning.in_stages import AsCut, fitting_of_all, fitting_of_stage, plan_all_of_it
 from hpml_compiler.planning.microbatches import fitting_rows, times_of
 from hpml_compiler.planning.plan_graph import Planned, solver_options
-from hpml_compiler.planning.stage_axes import STAGES_AXIS, lifetimes_of, schedule_of
+from hpml_compiler.planning.stage_axes import STAGES_AXIS, cluster_of_stage, devices_of_stage, schedule_of
 from hpml_compiler.planning.staged_body import warn_without_stages
 from hpml_compiler.runtime.compared import draws_random_numbers
 from hpml_compiler.runtime.gathered import Held
@@ -34,13 +36,16 @@ from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
 from passes.errors import HpmlError
 from passes.graph.annotated import Annotated
+from passes.graph.copied import copied
 from passes.graph.decision import Decision
 from passes.graph.layouts import stored_layout
 from passes.graph.nodes import returned_nodes
 from passes.graph.stages import Stages as FoundStages
+from passes.machine.cluster import Cluster
 from passes.partition.in_time import InTime, on_one_device, on_time_axis
-from passes.partition.lifetimes import THROUGHOUT
-from passes.presets import after_planning, one_device, to_microbatches, whole_batch
+from passes.presets import after_planning, annotate, one_device, to_microbatches, whole_batch
+from passes.solve.allowance import Allowance
+from passes.tracing.trace import Traced
 from passes.transform.collectives import MeshGroups
 
 log = logging.getLogger("hpml")
@@ -52,7 +57,8 @@ class StagesPlanner:
     def __init__(self, name: str, given: Sequence[Any], inputs: GraphInputs, options: Options, mesh: StageMesh,
                  seconds: dict[str, float]):
         self.name, self.given, self.inputs, self.options, self.mesh = name, given, inputs, options, mesh
-        self.seconds = seconds
+        self.seconds, self.cluster = seconds, local_cluster(options, dist.get_world_size())
+        self.allowance: Allowance | None = None
         self.placements: dict[int, tuple[Placement, ...]] = {}
         self.owned: dict[str, int] | None = None
         """Parameters that one rank has alone in this graph, by their placeholders; None before that is known."""
@@ -82,12 +88,19 @@ class StagesPlanner:
         with compat.outside_tracing():
             together("compiling a graph", CALLING, every=0)
 
-    def cut(self, joint: GraphModule, forward_outputs: int, others: bool) -> CutInStages:
-        """Forward and backward, which this changes. others: see `Parts.of`. Raises TooFewParts."""
+    def cut(self, joint: GraphModule, forward_outputs: int, others: bool, traced: Traced | None = None) -> CutInStages:
+        """Forward and backward, which this changes. others: see `Parts.of`. traced: the same before any pass, where it may be
+        too much for a device. Raises TooFewParts, and Infeasible where it is."""
         annotated = self._annotated(joint, forward_outputs, self.microbatches)
         interface = annotated.interface
         self._place_in_time(annotated)
-        microbatches = self._mark(annotated, self._decision(annotated, forward_outputs), forward_outputs)
+        alone, as_cut = cluster_of_stage(self.cluster, self.mesh.sizes[STAGES_AXIS]), None
+        if traced is not None:
+            as_cut = AsCut(traced, self.options, self.cluster, self.times, self.name, annotated)
+            if not self.mesh.is_split:  # one rank has no choice
+                from_rank_0(lambda: self._check_cut(annotated, as_cut))
+        decision = self._decision(annotated, forward_outputs, alone, self._fitting(annotated, as_cut))
+        microbatches = self._mark(annotated, decision, forward_outputs)
         with self._doing("rewrite", "cutting into stages"):
             stages = Stages(self.options, joint, microbatches, forward_outputs, interface)
         self.found = stages.staged.stages
@@ -102,7 +115,8 @@ class StagesPlanner:
         try:
             annotated = self._annotated(gm, None, self.microbatches)
             self._place_in_time(annotated)
-            microbatches = self._mark(annotated, self._decision(annotated, None), outputs)
+            alone = cluster_of_stage(self.cluster, self.mesh.sizes[STAGES_AXIS])
+            microbatches = self._mark(annotated, self._decision(annotated, None, alone), outputs)
             starts = session.current().stage_starts.get(compat.frame_being_compiled(), ())
             with self._doing("rewrite", "cutting into stages"):
                 stages = Stages(self.options, gm, microbatches, outputs, annotated.interface, starts)
@@ -120,10 +134,30 @@ class StagesPlanner:
         if self.mesh.is_split:
             annotated = self._annotated(gm, forward_outputs)
             gradients = self.inputs.kept_gradients(annotated, forward_outputs)
-            after_planning(self._decision(annotated, forward_outputs), self.mesh.groups(), self.options.compiler,
-                           forward_outputs, gradients)(gm)
+            alone = devices_of_stage(self.cluster, self.mesh.sizes[STAGES_AXIS])
+            decision = self._decision(annotated, forward_outputs, alone, fitting_of_all(self.options, self.cluster))
+            after_planning(decision, self.mesh.groups(), self.options.compiler, forward_outputs, gradients)(gm)
         elif forward_outputs is not None:
+            from_rank_0(lambda: self._check_all_of_it(gm, forward_outputs))
             one_device(self.options.compiler)(gm)
+
+    def _fitting(self, annotated: Annotated, as_cut: AsCut | None) -> Fitting | None:
+        """Of what the ranks of a stage do; None where they hold it anyway."""
+        if as_cut is None or holds_all(annotated, self.options, self.cluster):
+            return None
+        table = schedule_of(self.options, 1 if self.times is None else self.times.microbatches)
+        return fitting_of_stage(self.options, self.cluster, table, as_cut)
+
+    def _check_cut(self, annotated: Annotated, as_cut: AsCut) -> None:
+        """Raises Infeasible where the fullest rank does not hold its stages."""
+        if not holds_all(annotated, self.options, self.cluster):
+            check_fits(as_cut(None), self.options, self.cluster)
+
+    def _check_all_of_it(self, gm: GraphModule, forward_outputs: int) -> None:
+        """Raises Infeasible where one device does not hold it."""
+        annotated = annotate(copied(gm), self.inputs.described, forward_outputs)
+        if not holds_all(annotated, self.options, self.cluster):
+            plan_all_of_it(annotated, self.options, self.cluster, self.name, Allowance(self.options.time_limit))
 
     def _microbatches(self) -> int:
         """As many as divide the rows that a stage's rank has at the least."""
@@ -133,7 +167,9 @@ class StagesPlanner:
     def _place_in_time(self, annotated: Annotated) -> None:
         graph, count = annotated.graph, self.microbatches
         with self._doing("solve", "deciding what goes through microbatches"):
-            self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver_options(self.options)))
+            solver, within = solver_options(self.options), Allowance(self.options.time_limit)
+            self.allowance = within
+            self.times = None if count == 1 else from_rank_0(lambda: times_of(graph, count, solver, within))
 
     def _owners(self, stages: Stages, positions: Mapping[str, int]) -> dict[str, int]:
         """Who has the parameters that one rank needs alone. What was given to another rank before is borrowed from it."""
@@ -163,19 +199,17 @@ class StagesPlanner:
         same_graph(annotated.hash(), annotated.text)
         return annotated
 
-    def _decision(self, annotated: Annotated, forward_outputs: int | None) -> Decision:
-        """What each rank of a stage does, which all agree on."""
+    def _decision(self, annotated: Annotated, forward_outputs: int | None, alone: Cluster, fitting: Fitting | None = None,
+                  ) -> Decision:
+        """What each rank of a stage does, which all agree on. alone: the devices of a stage."""
         if not self.mesh.is_split:
             given = self.options.load_plan()
             if given is not None and forward_outputs is not None:
                 given.check(annotated.hash(), torch.__version__, dist.get_world_size())
             return on_one_device(annotated.graph)
-        cluster = self.mesh.cluster(local_cluster(self.options, dist.get_world_size()))
-        lifetimes = THROUGHOUT if forward_outputs is None else lifetimes_of(schedule_of(
-            self.options, 1 if self.times is None else self.times.microbatches))
         with phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
-            planned = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, cluster,
-                              lifetimes).agreed()
+            planned, _ = Planner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, alone, fitting,
+                                 self.allowance).searched()
         for what in planned.record.seconds.keys() & {"look", "solve"}:
             self.seconds[what] = self.seconds.get(what, 0.0) + planned.record.seconds[what]
         values, positions = annotated.graph.values, dict(annotated.interface.positions)

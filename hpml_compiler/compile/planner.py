@@ -27,7 +27,6 @@ from passes import compat
 from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
-from passes.partition.lifetimes import THROUGHOUT
 from passes.solve.allowance import Allowance
 
 
@@ -75,7 +74,7 @@ class Planner:
 
     def _plan(self) -> tuple[Planned, GraphPlan]:
         annotated, options, given, pinned = self.annotated, self.options, self.options.load_plan(), None
-        within, lifetimes = self.allowance, THROUGHOUT if self.fitting is None else self.fitting.lifetimes
+        within = self.allowance
         if given is not None and annotated.interface.training:
             pinned = given.check(annotated.hash(), torch.__version__, dist.get_world_size()).kept
         names = {p: n for n, p in annotated.interface.positions.items()}
@@ -85,7 +84,7 @@ class Planner:
         like = self.session.decided.get(key)
         plan = functools.partial(
             plan_graph, annotated, options, self.cluster, fixed_mesh=mesh, name=f"graph_{len(self.session.graphs)}", rows=rows,
-            given=given, like=like, quick=quick, lifetimes=lifetimes)
+            given=given, like=like, quick=quick)
         memory = None
         if given is None and like is None:
             memory = memory_of(annotated, options, self.cluster, quick, mesh, sorted(rows))

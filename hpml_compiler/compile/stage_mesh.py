@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpml_compiler.compile import session
 from hpml_compiler.options import Options
-from hpml_compiler.planning.stage_axes import STAGES_AXIS, axes_of_stage, cluster_of_stage, is_split
+from hpml_compiler.planning.stage_axes import STAGES_AXIS, axes_of_stage, is_split
 from passes.graph.decision import Hop, Route
 from passes.graph.layouts import Layout, StoredLayout
 from passes.machine.axis import device_axes
-from passes.machine.cluster import Cluster
 from passes.rules.base import REPLICATE
 from passes.transform.collectives import MeshGroups
 
@@ -49,10 +48,6 @@ class StageMesh:
     def options(self, options: Options) -> Options:
         """For the plan of what all stages do, as if the ranks of one did it."""
         return options.model_copy(update={"mesh": self.axes})
-
-    def cluster(self, cluster: Cluster) -> Cluster:
-        """The devices of one stage."""
-        return cluster_of_stage(cluster, self.sizes[STAGES_AXIS])
 
     def over_all(self, layout: Layout) -> Layout:
         """The same over all axes of the mesh."""

@@ -15,7 +15,7 @@ import torch
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.options import Options
 from hpml_compiler.planning.in_microbatches import with_microbatches
-from hpml_compiler.planning.in_stages import plan_as_cut
+from hpml_compiler.planning.in_stages import AsCut
 from hpml_compiler.planning.microbatches import loss_alone, loss_of
 from hpml_compiler.planning.one_device import plan_of_one_device
 from hpml_compiler.planning.plan_graph import Planned, plan_graph
@@ -83,7 +83,7 @@ class UnplannedInStages(Unplanned):
     starts: tuple[str, ...]
 
     def plan(self, name: str) -> GraphPlan:
-        return plan_as_cut(self.traced, self.options, self.cluster, self.times, self.planned, self.starts, name)
+        return AsCut(self.traced, self.options, self.cluster, self.times, name, starts=self.starts)(self.planned)
 
 
 UNPLANNED = (UnplannedKept, UnplannedInTime, UnplannedInStages)

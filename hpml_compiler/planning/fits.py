@@ -8,27 +8,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning.assembled import with_peak
 from hpml_compiler.planning.plan_graph import Planned
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.visualize.text import format_bytes
+from passes import compat
 from passes.errors import Infeasible
+from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.partition.lifetimes import THROUGHOUT, Lifetimes
 
 log = logging.getLogger("hpml")
 MOST_SEARCHES = 4
+LEAST = 1.0
+"""A budget that nothing meets, by which the answer that takes least is found."""
 FAR_BELOW = 0.5
 """Part of a device's memory up to which what the placement problem adds up needs no closer look before a first step."""
 
 
 class Search(Protocol):
-    """Placements by these limits in place of those of the options: see `plan_graph`. Without any, by the options'."""
+    """Placements by these limits: see `plan_graph`."""
 
-    def __call__(self, **limits: Any) -> Planned: ...
+    def __call__(self, *, lifetimes: Lifetimes, **limits: Any) -> Planned: ...
 
 
 def whole_record(planned: Planned) -> GraphPlan:
@@ -53,38 +61,36 @@ class Fitting:
 
         Raises Infeasible with the least that was found to work."""
         limit = limit_of(self.options, self.cluster)
-        two_moments = Lifetimes(self.lifetimes.in_flight)
+        again = partial(search, lifetimes=Lifetimes(self.lifetimes.in_flight))
+        is_least = False
         try:
-            planned = search()
+            planned = search(lifetimes=self.lifetimes)
         except Infeasible as refusal:
             log.info("saved values and gradients do not fit as if all were there at once: %s", refusal.what)
-            try:
-                planned = search(lifetimes=two_moments)
-            except Infeasible as least:
-                if least.smallest_budget_bytes is None:
-                    raise
-                found = search(lifetimes=two_moments, budget_bytes=least.smallest_budget_bytes)
-                raise too_much(self._counted(self.finish(found)), limit, self.options) from None
+            planned, is_least = _or_least(again)
         record = self.finish(planned)
         if hurried and record.memory.peak <= FAR_BELOW * limit:
             return planned, record
         tried: list[GraphPlan] = []
-        budget = float(limit)
+        budget = float(self.devices * limit)
         while True:
             record = self._counted(record)
             tried.append(record)
             excess = record.memory.peak - limit
             if excess <= 0:
                 return planned, record
-            budget = min(budget, _held(record, self.lifetimes.in_flight)) - excess
-            if len(tried) == MOST_SEARCHES or budget <= 0:
+            if is_least or len(tried) == MOST_SEARCHES:
                 break
             log.info("%s: a device would hold %s and has %s; searching for placements that hold less", record.name,
                      format_bytes(record.memory.peak), format_bytes(limit))
+            budget = min(budget, _held(planned.record, self.lifetimes.in_flight)) - self.devices * excess
+            if budget <= 0 or len(tried) == MOST_SEARCHES - 1:
+                budget = LEAST
             try:
-                planned = _without_bound(search(lifetimes=two_moments, budget_bytes=self.devices * budget))
+                planned, is_least = _or_least(partial(again, budget_bytes=budget))
             except Infeasible:
                 break
+            planned = _without_bound(planned)
             record = self.finish(planned)
         raise too_much(min(tried, key=lambda record: record.memory.peak), limit, self.options)
 
@@ -92,9 +98,20 @@ class Fitting:
         return with_peak(record, self.options, str(self.cluster))
 
 
+def _or_least(search: Callable[..., Planned]) -> tuple[Planned, bool]:
+    """An answer within the budget or, where there is none, the one that takes least, and whether it is that. Raises Infeasible
+    where nothing is known to take least."""
+    try:
+        return search(), False
+    except Infeasible as refusal:
+        if refusal.smallest_budget_bytes is None:
+            raise
+        return search(budget_bytes=refusal.smallest_budget_bytes), True
+
+
 def first(search: Search) -> tuple[Planned, GraphPlan]:
     """What `Fitting` gives, of the first answer, whether it fits or not."""
-    planned = search()
+    planned = search(lifetimes=THROUGHOUT)
     return planned, planned.record
 
 
@@ -105,6 +122,20 @@ def check_fits(record: GraphPlan, options: Options, cluster: Cluster) -> GraphPl
     if record.memory.peak > limit:
         raise too_much(record, limit, options)
     return record
+
+
+def holds_all(annotated: Annotated, options: Options, cluster: Cluster) -> bool:
+    """Whether a device could hold twice all that a graph computes, with its parameters, their gradients and the optimizer's
+    state: its peak needs no closer look before a first step, then."""
+    total = (2 + options.optimizer_states) * sum(x.bytes for x in annotated.graph.values if x.kind == "parameter")
+    for node in annotated.gm.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor):
+                elements = compat.static_int(value.numel())
+                if elements is None:
+                    return False
+                total += elements * value.element_size()
+    return total <= FAR_BELOW * limit_of(options, cluster)
 
 
 def limit_of(options: Options, cluster: Cluster) -> int:
@@ -151,7 +182,4 @@ def _without_bound(planned: Planned) -> Planned:
 def _held(record: GraphPlan, in_flight: float) -> float:
     """Bytes at the fuller of the two moments that the placement problem counts: see `Lifetimes`."""
     memory = record.memory
-    state = memory.parameters + memory.optimizer
-    in_time = record.microbatches is not None or record.pipeline is not None  # activations are what is saved at a time
-    saved = memory.activations if in_time else in_flight * memory.activations
-    return float(state + max(saved, memory.gradients))
+    return float(memory.parameters + memory.optimizer + max(in_flight * memory.activations, memory.gradients))

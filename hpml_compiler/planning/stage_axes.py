@@ -39,16 +39,21 @@ def is_split(mesh: Mapping[str, int]) -> bool:
     return any(size > 1 for size in axes_of_stage(mesh).values())
 
 
-def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:
-    """The devices of one stage: whole nodes if the stages divide these, else a part of one. What all stages do is planned as if
-    they did it all, so that each has the memory of those in its place in every stage."""
-    group = replace(cluster.group, device=replace(cluster.device, memory_bytes=stages * cluster.device.memory_bytes))
+def devices_of_stage(cluster: Cluster, stages: int) -> Cluster:
+    """Those of one stage: whole nodes if the stages divide these, else a part of one."""
+    group = cluster.group
     if group.nodes % stages == 0:
         return Cluster((replace(group, nodes=group.nodes // stages),))
     if group.devices_per_node % stages == 0:
         return Cluster((replace(group, devices_per_node=group.devices_per_node // stages),))
     raise BadInput(f"{stages} stages do not divide {group.nodes} nodes of {group.devices_per_node} devices",
                    "options['mesh']['pp']", "give a number of stages that divides the nodes, or the devices of each")
+
+
+def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:
+    """The same, each with the memory of those in its place in every stage: it is planned as if one stage did what all do."""
+    group = devices_of_stage(cluster, stages).group
+    return Cluster((replace(group, device=replace(group.device, memory_bytes=stages * group.device.memory_bytes)),))
 
 
 def schedule_of(options: Options, microbatches: int) -> Schedule:

@@ -103,7 +103,7 @@ def plan_traces(traces: Traces, cluster: Cluster, allowance: Allowance | None = 
     allowance = allowance or Allowance(options.time_limit)
     options.check_mesh(cluster.world_size)
     if options.stage_ranks > 1:
-        return _with_unplanned(as_plan(_plan_stages(traces, options, cluster), [], options, str(cluster)), traces)
+        return _with_unplanned(as_plan(_plan_stages(traces, options, cluster, allowance), [], options, str(cluster)), traces)
     given = options.load_plan()
     results = _plan_shortened(traces, options, cluster, allowance)
     if results is None:
@@ -119,16 +119,19 @@ def _with_unplanned(plan: Plan, traces: Traces) -> Plan:
                       elements=sum(sizes[name] for name in each.parameters)) for each in traces.unplanned)})
 
 
-def _plan_stages(traces: Traces, options: Options, cluster: Cluster) -> list[GraphPlan]:
+def _plan_stages(traces: Traces, options: Options, cluster: Cluster, allowance: Allowance) -> list[GraphPlan]:
     if traces.shortened is not None:
         folded, annotated = traces.shortened
         count = _microbatches(annotated)
         try:
-            return [plan_folded(folded, annotated, traces.few.forward_outputs, options, cluster, count, "graph_0")]
+            return [plan_folded(folded, annotated, traces.few.forward_outputs, options, cluster, count, "graph_0", allowance)]
         except NotLinear:
             log.info("the layers of the model are not alike: tracing all of them")
-    return [plan_in_stages(each, options, cluster, _fitting(each, options), f"graph_{number}")
-            for number, each in enumerate(traces.traced)]
+    results = []
+    for number, each in enumerate(traces.traced):
+        part = allowance.part(max(allowance.left_s, 0.0) / (len(traces.traced) - number))
+        results.append(plan_in_stages(each, options, cluster, _fitting(each, options), f"graph_{number}", part))
+    return results
 
 
 def _annotate(traced: Traced, options: Options) -> Annotated:
@@ -166,7 +169,7 @@ def _plan_whole(traces: Traces, options: Options, cluster: Cluster, given: Plan 
             if given is not None:
                 given.check(annotated.hash(), torch.__version__, cluster.world_size)
             times, lifetimes = _in_time(annotated, options, part)
-            plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh, lifetimes=lifetimes)
+            plan = partial(plan_graph, annotated, options, cluster, name=name, fixed_mesh=mesh)
             if given is not None:
                 search = partial(plan, given=given, allowance=part)
             else:
@@ -194,7 +197,7 @@ def _plan_shortened(traces: Traces, options: Options, cluster: Cluster, allowanc
         memory = memory_of(annotated, options, cluster, None, folded.further)
         times, lifetimes = _in_time(annotated, options, allowance)
         plan = partial(plan_graph, annotated, options, cluster, name="graph_0", shorter=folded.shorter,
-                       further=folded.further, lifetimes=lifetimes)
+                       further=folded.further)
 
         def finish(planned: Planned) -> GraphPlan:
             whole = replace(planned, record=folded.of_all_layers(planned.record))

@@ -1,0 +1,89 @@
+"""Models that fit only after a further search, or not at all -> the same plan or refusal of a run and of `hpml plan`."""
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hpml_compiler
+from passes.errors import HpmlError
+from passes.machine.cluster import Cluster
+from tests.helpers.alone import rank_0_of
+from tests.hpml_compiler.planning.test_fits import Blocks, tokens
+
+
+class Head(nn.Module):
+    """Too few parts for four stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(32, 512)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(x), y)
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(64, 32), torch.zeros(64, dtype=torch.long)
+
+
+CASES = {  # model, batch, ranks, options, a memory that is enough (for some after a further search), and one that is not
+    "microbatches": (Blocks, tokens, 2, {"mesh": {"dp": 2}, "microbatches": 4}, (683_000, 570_000)),
+    "split stages": (Blocks, tokens, 4, {"mesh": {"pp": 2, "dp": 2}, "microbatches": 4}, (400_000, 280_000)),
+    "stages": (Blocks, tokens, 2, {"mesh": {"pp": 2}, "microbatches": 4}, (900_000, 300_000)),
+    "every stage all of it, split": (Head, rows, 8, {"mesh": {"pp": 4, "dp": 2}}, (450_000, 283_000)),
+    "every stage all of it": (Head, rows, 4, {"mesh": {"pp": 4}}, (600_000, 580_000)),
+}
+
+
+def run(case: str, cluster: str) -> str:
+    """The peak that was agreed on, or the refusal."""
+    make, batch, world, options, _ = CASES[case]
+    with rank_0_of(world):
+        call = torch.compile(make(), backend="hpml", options={
+            **options, "compiler": "eager", "monitor": False, "cluster": cluster})
+        try:
+            call(*batch())
+        except Exception as error:
+            return refusal(error)
+        return "fits" if case.startswith("every") else f"fits: {hpml_compiler.last_plan().peak.parts}"
+
+
+def plan(case: str, cluster: str) -> str:
+    make, batch, _, options, _ = CASES[case]
+    try:
+        found = hpml_compiler.plan(make(), batch(), cluster=cluster, trace_all_layers=True, **options)
+    except HpmlError as error:
+        return refusal(error)
+    return "fits" if case.startswith("every") else f"fits: {found.peak.parts}"
+
+
+def refusal(error: BaseException) -> str:
+    """Without the name of the graph."""
+    while not isinstance(error, HpmlError):
+        assert error.__cause__ is not None or error.__context__ is not None, error
+        error = error.__cause__ or error.__context__
+    return error.what
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_decides_as_a_plan_does(case, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hpml")
+    world, memories = CASES[case][2], CASES[case][-1]
+    made = Cluster.parse(f"1x{world}:a100-80g")
+    found = []
+    for memory_bytes in memories:
+        file = tmp_path / f"{memory_bytes}.json"
+        Cluster((replace(made.group, device=replace(made.device, memory_bytes=memory_bytes)),)).save(file)
+        found.append(plan(case, str(file)))
+        searched = sum("searching for placements" in message for message in caplog.messages)
+        assert run(case, str(file)) == found[-1]
+        assert sum("searching for placements" in message for message in caplog.messages) == 2 * searched
+        if case in ("microbatches", "split stages"):
+            assert searched
+        caplog.clear()
+    assert found[0].startswith("fits") and "it has" in found[-1]
