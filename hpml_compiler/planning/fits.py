@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hpml_compiler.options import Options
 from hpml_compiler.planning.assembled import with_peak
@@ -129,7 +128,7 @@ def holds_all(annotated: Annotated, options: Options, cluster: Cluster) -> bool:
     state: its peak needs no closer look before a first step, then."""
     total = (2 + options.optimizer_states) * sum(x.bytes for x in annotated.graph.values if x.kind == "parameter")
     for node in annotated.gm.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
+        for value in compat.pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor):
                 elements = compat.static_int(value.numel())
                 if elements is None:
