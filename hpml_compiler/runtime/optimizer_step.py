@@ -74,14 +74,17 @@ def placed_groups(optimizer: torch.optim.Optimizer) -> list[list[Any]] | None:
 def place_state(optimizer: torch.optim.Optimizer) -> None:
     """Give state tensors of a placed parameter's shape its placement; others, such as step counts, stay as they are.
 
-    It is whole where it is from before the model was split, or from a checkpoint.
+    It is whole where it is from before the model was split, from a checkpoint, or a tensor that the script has put there.
     """
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, PlacedTensor) or not parameter.dim():
-            continue
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                state[key] = place_like(value, parameter)
+        if isinstance(parameter, PlacedTensor):
+            _place(state, parameter)
+
+
+def _place(state: dict[str, Any], parameter: DTensor) -> None:
+    for key, value in state.items():
+        if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
+            state[key] = place_like(value, parameter)
 
 
 def has_closure(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -131,6 +134,8 @@ class _LocalStep:
                     if local is not parameter and parameter.grad is not None:
                         local.grad = parameter.grad._local_tensor
                     if parameter in self.state:
+                        if local is not parameter:
+                            _place(self.state[parameter], parameter)
                         state[local] = {key: _local(value) for key, value in self.state[parameter].items()}
         optimizer.state = state
 
