@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from passes.compat.patches import replace_for_good
+
 
 class _Plain(list):
     """Example inputs of a graph with plain fakes in the place of instances of a class. given: as Dynamo gave them.
@@ -27,22 +29,21 @@ def as_given(example_inputs: Sequence[Any]) -> Sequence[Any]:
 def compile_as_plain(kind: type, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """From now on, backends get plain fakes of the same shape in the place of instances of `kind` among their example inputs,
     unless they ask for what was given (`as_given`). `around` makes of what such a backend returns what is called instead."""
-    from torch._dynamo.output_graph import OutputGraph
+    def instead_of(compiler: Any) -> Any:
+        @functools.wraps(compiler)
+        def with_plain(self: Any, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+            if not any(isinstance(value, kind) for value in example_inputs):
+                return compiler(self, gm, example_inputs)
+            fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+            plain = _Plain(_plain_fake(fake) if isinstance(value, kind) else value
+                           for fake, value in zip(fakes, example_inputs, strict=True))
+            plain.given = example_inputs
+            compiled = compiler(self, gm, plain)
+            return compiled if plain.taken else around(compiled)
 
-    compiler: Any = OutputGraph.call_user_compiler
+        return with_plain
 
-    @functools.wraps(compiler)
-    def with_plain(self: Any, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        if not any(isinstance(value, kind) for value in example_inputs):
-            return compiler(self, gm, example_inputs)
-        fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        plain = _Plain(_plain_fake(fake) if isinstance(value, kind) else value
-                       for fake, value in zip(fakes, example_inputs, strict=True))
-        plain.given = example_inputs
-        compiled = compiler(self, gm, plain)
-        return compiled if plain.taken else around(compiled)
-
-    OutputGraph.call_user_compiler = with_plain
+    replace_for_good({"OutputGraph.call_user_compiler": instead_of})
 
 
 def _plain_fake(fake: Any) -> torch.Tensor:

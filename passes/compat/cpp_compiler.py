@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from passes.compat.patches import replace_for_good
+
 _chosen = threading.Event()
 _chosen.set()
 
@@ -52,8 +54,7 @@ def _try_only_what_is_asked_for() -> None:
 
     names = ("valid_vec_isa_list", "supported_vec_isa_list", "x86_isa_checker")
     if sys.platform == "linux" and platform.machine() == "x86_64" and all(hasattr(cpu_vec_isa, name) for name in names):
-        valid = _Valid(cpu_vec_isa.valid_vec_isa_list)
-        cpu_vec_isa.valid_vec_isa_list = functools.cache(lambda: valid)  # pyright: ignore[reportAttributeAccessIssue]
+        replace_for_good({"valid_vec_isa_list": lambda all_of: functools.cache(functools.partial(_Valid, all_of))})
 
 
 class _Valid:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from passes.compat.patches import replace_for_good
+
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called; only modes have a public one."""
 
@@ -75,18 +77,22 @@ def norm_partial(order: float) -> Any:
 def look_at_what_is_sharded(look: Callable[[Any], None]) -> None:
     """From now on, `look` is called with each parameter that `fully_shard` is about to shard. Nothing is done as long as that
     is not loaded."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param"), "FSDPParam", None)
-    if kind is None or getattr(kind.__init__, "looks", None) is look:
+    if "torch.distributed.fsdp._fully_shard._fsdp_param" not in sys.modules:
         return
-    original = kind.__init__
 
-    @functools.wraps(original)
-    def init(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-        look(param)
-        original(self, param, *args, **kwargs)
+    def looking(original: Any) -> Any:
+        if getattr(original, "looks", None) is look:
+            return original
 
-    init.looks = look  # type: ignore[attr-defined]  # a function's own mark: a second call finds it
-    kind.__init__ = init
+        @functools.wraps(original)
+        def init(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+            look(param)
+            original(self, param, *args, **kwargs)
+
+        init.looks = look  # type: ignore[attr-defined]  # a function's own mark: a second call finds it
+        return init
+
+    replace_for_good({"FSDPParam.__init__": looking})
 
 
 @functools.cache

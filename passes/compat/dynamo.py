@@ -14,6 +14,8 @@ from torch._C._dynamo import eval_frame
 from torch._guards import CompileContext, TracingContext
 from torch._higher_order_ops import utils as inner_graphs
 
+from passes.compat.patches import replace_for_good
+
 
 @contextlib.contextmanager
 def quiet_dynamo() -> Any:
@@ -45,24 +47,21 @@ def changes_of_scalars_stay() -> None:
     reads: `self.seen.add_(1)` among them, whose result is the input itself. Without this the buffer keeps its old value,
     silently, with every backend that goes through AOTAutograd (seen with torch 2.13).
     """
-    from torch._dynamo.output_graph import OutputGraph
+    def instead_of(remove: Any) -> Any:
+        @functools.wraps(remove)
+        def remove_inputs_alone(self: Any) -> None:
+            # What it goes by is the value of a call; the input itself and `.item()` of it are still taken out.
+            hidden = {node: node.meta.pop("example_value") for node in self.graph.nodes
+                      if node.op != "placeholder" and "example_value" in node.meta}
+            try:
+                remove(self)
+            finally:
+                for node, value in hidden.items():
+                    node.meta["example_value"] = value
 
-    remove = getattr(OutputGraph, "remove_tensorify_specialized_graphargs", None)
-    if remove is None:  # a release that does not take them out
-        return
+        return remove_inputs_alone
 
-    @functools.wraps(remove)
-    def remove_inputs_alone(self: Any) -> None:
-        # What it goes by is the value of a call; the input itself and `.item()` of it are still taken out.
-        hidden = {node: node.meta.pop("example_value") for node in self.graph.nodes
-                  if node.op != "placeholder" and "example_value" in node.meta}
-        try:
-            remove(self)
-        finally:
-            for node, value in hidden.items():
-                node.meta["example_value"] = value
-
-    OutputGraph.remove_tensorify_specialized_graphargs = remove_inputs_alone
+    replace_for_good({"OutputGraph.remove_tensorify_specialized_graphargs": instead_of})
 
 
 def sets_data(target: Any) -> bool:
@@ -169,26 +168,28 @@ def trace_as(kind: type) -> None:
     Dynamo makes a fake of a view by repeating the view, and traces `.data` by a function that asks no class: both give a
     bare DTensor, which does not mix with plain tensors.
     """
-    from torch._dynamo.variables import builder
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    fake_of, data_of = builder.wrap_to_fake_tensor_and_record, TensorVariable.method_attr_data
     bare = kind.__mro__[1]
 
-    @functools.wraps(fake_of)
-    def fake_of_same_class(value: Any, *args: Any, **kwargs: Any) -> Any:
-        fake = fake_of(value, *args, **kwargs)
-        if type(fake) is bare and isinstance(value, kind):
-            fake.__class__ = type(value)
-        return fake
+    def of_same_class(fake_of: Any) -> Any:
+        @functools.wraps(fake_of)
+        def fake_of_same_class(value: Any, *args: Any, **kwargs: Any) -> Any:
+            fake = fake_of(value, *args, **kwargs)
+            if type(fake) is bare and isinstance(value, kind):
+                fake.__class__ = type(value)
+            return fake
 
-    @functools.wraps(data_of)
-    def detached(self: Any, tx: Any) -> Any:
-        example = self.as_proxy().node.meta.get("example_value")
-        return self.call_method(tx, "detach", [], {}) if isinstance(example, kind) else data_of(self, tx)
+        return fake_of_same_class
 
-    builder.wrap_to_fake_tensor_and_record = fake_of_same_class
-    TensorVariable.method_attr_data = detached
+    def by_detaching(data_of: Any) -> Any:
+        @functools.wraps(data_of)
+        def detached(self: Any, tx: Any) -> Any:
+            example = self.as_proxy().node.meta.get("example_value")
+            return self.call_method(tx, "detach", [], {}) if isinstance(example, kind) else data_of(self, tx)
+
+        return detached
+
+    replace_for_good({"wrap_to_fake_tensor_and_record": of_same_class})
+    replace_for_good({"TensorVariable.method_attr_data": by_detaching})
     _let_inner_graphs_read(bare)
 
 
@@ -199,17 +200,19 @@ def _let_inner_graphs_read(kind: type) -> None:
     """
     if hasattr(inner_graphs, "is_traceable_wrapper_subclass"):
         return
-    collect: Any = inner_graphs._collect_fake_inputs
 
-    @functools.wraps(collect)
-    def collect_local_parts(inputs: Any) -> list[Any]:
-        found: list[Any] = []
-        for given in inputs:
-            example: Any = getattr(getattr(given, "node", given), "meta", {}).get("example_value")
-            found += [example._local_tensor] if isinstance(example, kind) else collect([given])
-        return found
+    def of_local_parts(collect: Any) -> Any:
+        @functools.wraps(collect)
+        def collect_local_parts(inputs: Any) -> list[Any]:
+            found: list[Any] = []
+            for given in inputs:
+                example: Any = getattr(getattr(given, "node", given), "meta", {}).get("example_value")
+                found += [example._local_tensor] if isinstance(example, kind) else collect([given])
+            return found
 
-    inner_graphs._collect_fake_inputs = collect_local_parts
+        return collect_local_parts
+
+    replace_for_good({"_collect_fake_inputs": of_local_parts})
 
 
 def guard_on_placement(sources: Any) -> None:

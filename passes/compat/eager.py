@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch._functorch import eager_transforms, vmap
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
+
+from passes.compat.patches import replace_for_good
 
 inside_transform = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func` (vmap, grad, jvp, ...) is running."""
@@ -23,29 +24,32 @@ def outside_transforms() -> Any:
 def convert_before_differentiating(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """From now on, `torch.func`'s grad, vjp and jvp (and what is made of them) convert each tensor that they
     differentiate by. They wrap tensors in a way that `__torch_function__` does not see, and DTensor meets plain ones."""
-    wrap = eager_transforms._wrap_tensor_for_grad
-    if getattr(wrap, "converts", None) is convert:
-        return
+    def converting(wrap: Any) -> Any:
+        if getattr(wrap, "converts", None) is convert:
+            return wrap
 
-    def converted(maybe_tensor: Any, level: int) -> Any:
-        return wrap(convert(maybe_tensor) if isinstance(maybe_tensor, torch.Tensor) else maybe_tensor, level)
+        def converted(maybe_tensor: Any, level: int) -> Any:
+            return wrap(convert(maybe_tensor) if isinstance(maybe_tensor, torch.Tensor) else maybe_tensor, level)
 
-    cast("Any", converted).converts = convert
-    eager_transforms._wrap_tensor_for_grad = converted
+        cast("Any", converted).converts = convert
+        return converted
+
+    replace_for_good({"_wrap_tensor_for_grad": converting})
 
 
 def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
     """From now on, `torch.func.vmap` converts each of its arguments."""
-    module: Any = vmap
-    add = module._add_batch_dim
-    if getattr(add, "converts", None) is convert:
-        return
+    def converting(add: Any) -> Any:
+        if getattr(add, "converts", None) is convert:
+            return add
 
-    def converted(argument: Any, dim: int, level: int) -> Any:
-        return add(convert(argument), dim, level)
+        def converted(argument: Any, dim: int, level: int) -> Any:
+            return add(convert(argument), dim, level)
 
-    cast("Any", converted).converts = convert
-    module._add_batch_dim = converted
+        cast("Any", converted).converts = convert
+        return converted
+
+    replace_for_good({"_add_batch_dim": converting})
 
 
 def inside_backward() -> bool:

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils import _pytree as pytree
 
+from passes.compat.patches import replaced
+
 
 def group_timeout(group: Any) -> timedelta:
     """After how long a collective of a process group gives up."""
@@ -87,24 +89,22 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def stores_on_loopback() -> Iterator[None]:
     """Stores that torchrun or `init_process_group` opens in this process for 127.0.0.1 listen there alone: a TCPStore listens
     on all interfaces of its host, whatever that is called. Where a release of torch opens them elsewhere, nothing changes."""
-    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous, static_tcp_rendezvous
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 
     in_ranks = sys.modules["torch.distributed.rendezvous"]  # as an attribute, that is the function of the same name
     modules: list[Any] = [m for m in (in_ranks, c10d_rendezvous_backend, static_tcp_rendezvous) if hasattr(m, "TCPStore")]
-    handler: Any = getattr(dynamic_rendezvous, "DynamicRendezvousHandler", None)
-    before = getattr(handler, "_create_tcp_store_server", None)
     for module in modules:
         module.TCPStore = _store_on_loopback
-    if before is not None:
-        handler._create_tcp_store_server = lambda self, host, port: _store_on_loopback(host, port, is_master=True,
-                                                                                       multi_tenant=True)
     try:
-        yield
+        with replaced({"DynamicRendezvousHandler._create_tcp_store_server": lambda _: _server_on_loopback}):
+            yield
     finally:
         for module in modules:
             module.TCPStore = cast("Any", dist).TCPStore
-        if before is not None:
-            handler._create_tcp_store_server = before
+
+
+def _server_on_loopback(_handler: Any, master_addr: str, master_port: int) -> Any:
+    return _store_on_loopback(master_addr, master_port, is_master=True, multi_tenant=True)
 
 
 def _store_on_loopback(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *args: Any,

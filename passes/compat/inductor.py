@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from passes.compat.cpp_compiler import wait_for_vector_instructions
 from passes.compat.decompositions import inductor_decompositions, right_kernels
 from passes.compat.kernels import kernels_later
+from passes.compat.patches import replaced
 from passes.compat.tracing import fake_mode_of
 
 
@@ -81,18 +82,14 @@ def _patterns_for(joint: torch.fx.GraphModule) -> Any:
     from torch._inductor.fx_passes import fuse_attention, joint_graph, misc_patterns, pad_mm
 
     graphs = [module.graph for module in joint.modules() if isinstance(module, torch.fx.GraphModule)]
-    ready, attention = joint_graph.lazy_init, fuse_attention._sfdp_init
-    once = (ready, attention, pad_mm._pad_mm_init, misc_patterns._misc_patterns_init)
+    once = (joint_graph.lazy_init, fuse_attention._sfdp_init, pad_mm._pad_mm_init, misc_patterns._misc_patterns_init)
     if (any(graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default) for graph in graphs)
             or not all(hasattr(function, "cache_info") for function in once)):  # another release may do it otherwise
         yield
         return
     # Not the function that remembers that all is ready: another graph, or another backend, readies the rest.
-    joint_graph.lazy_init, fuse_attention._sfdp_init = ready.__wrapped__, lambda *_: None
-    try:
+    with replaced({"lazy_init": lambda ready: ready.__wrapped__, "_sfdp_init": lambda _: lambda *_: None}):
         yield
-    finally:
-        joint_graph.lazy_init, fuse_attention._sfdp_init = ready, attention
 
 
 def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any, *,
@@ -126,19 +123,14 @@ class _Chosen(BaseException):
 def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, deduplicate: bool = False) -> list[torch.fx.Node]:
     """What inductor's partitioner would hand from forward to backward, in half of the time that partitioning takes. Changes the
     graph: calls without readers are removed and, with `deduplicate`, equal ones."""
-    from torch._functorch import partitioners
-
     def stop(_: Any, saved: list[torch.fx.Node], *args: Any, **kwargs: Any) -> Any:
         raise _Chosen(saved)
 
-    extract = partitioners._extract_fwd_bwd_modules
-    partitioners._extract_fwd_bwd_modules = stop
     try:
-        forward, _ = min_cut_partition(joint, (), forward_outputs, (), deduplicate=deduplicate)
+        with replaced({"_extract_fwd_bwd_modules": lambda _: stop}):
+            forward, _ = min_cut_partition(joint, (), forward_outputs, (), deduplicate=deduplicate)
     except _Chosen as chosen:
         return chosen.saved
-    finally:
-        partitioners._extract_fwd_bwd_modules = extract
     # A release of torch that makes its two graphs in another way has made them.
     (output,) = forward.graph.find_nodes(op="output")
     results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)

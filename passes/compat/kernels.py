@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from passes.compat.patches import replaced
+
 log = logging.getLogger("hpml")
 MOST_KERNELS = 8
 """Of one library: what it takes to compile the rest of them is worth a run of its own then."""
@@ -34,14 +36,33 @@ def kernels_later() -> Any:
     """What is compiled inside may be called after the context: only its end waits for the C++ compiler, which works beside what
     is lowered meanwhile. Inductor would wait for the kernels of each graph before it begins the next. Inside another one, the
     end of that waits."""
-    from torch._inductor.async_compile import AsyncCompile
-
     global _unfinished
     if _unfinished is not None:
         yield
         return
-    wait, alone, unfinished = AsyncCompile.wait, AsyncCompile.cpp_pybinding, []
+    _unfinished = unfinished = []
+    try:
+        with replaced({"AsyncCompile.wait": lambda _: _begin, "AsyncCompile.cpp_pybinding": _gathering}):
+            yield
+    finally:
+        _unfinished = None
+        _gathered.clear()
+    for compiling, scope in unfinished:
+        for name, value in scope.items():
+            if isinstance(getattr(value, "result_fn", None), _Kernel):  # for which inductor waits only if it has threads
+                scope[name] = value.result()
+        compiling.wait(scope)
 
+
+def _begin(self: Any, scope: dict[str, Any]) -> None:
+    """Instead of waiting for the kernels of a graph's code."""
+    assert _unfinished is not None, "inductor waits inside of the context"
+    _compile(_gathered.pop(id(self), []), self.submit)
+    _unfinished.append((self, scope))
+
+
+def _gathering(alone: Callable[..., Any]) -> Callable[..., Any]:
+    """alone: compiles a kernel by itself."""
     def gather(self: Any, argtypes: list[str], source_code: str, *more: Any, **named: Any) -> Any:
         if more or named or not _can_share(source_code):
             return alone(self, argtypes, source_code, *more, **named)
@@ -49,22 +70,7 @@ def kernels_later() -> Any:
         _gathered.setdefault(id(self), []).append(kernel)
         return kernel.future()
 
-    def begin(self: Any, scope: dict[str, Any]) -> None:
-        _compile(_gathered.pop(id(self), []), self.submit)
-        unfinished.append((self, scope))
-
-    _unfinished = unfinished
-    AsyncCompile.wait, AsyncCompile.cpp_pybinding = begin, gather
-    try:
-        yield
-    finally:
-        AsyncCompile.wait, AsyncCompile.cpp_pybinding, _unfinished = wait, alone, None
-        _gathered.clear()
-    for compiling, scope in unfinished:
-        for name, value in scope.items():
-            if isinstance(getattr(value, "result_fn", None), _Kernel):  # for which inductor waits only if it has threads
-                scope[name] = value.result()
-        wait(compiling, scope)
+    return gather
 
 
 @dataclass

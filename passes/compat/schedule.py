@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from torch._inductor import config, custom_graph_pass
-from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.scheduler import ExternKernelSchedulerNode, Scheduler
+from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
+
+from passes.compat.patches import replaced
 
 SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11, 2.12: any callable is one
 
@@ -37,15 +38,15 @@ def as_in_graph() -> Iterator[None]:
         "_post_fusion_custom_pass": InGraphOrder(), "reorder_for_peak_memory": False, "allow_buffer_reuse": False,
         "realize_acc_reads_threshold": 8, "realize_reads_threshold": 4,  # as `passes.keeping.walk` has them
     }
-    usual, fuses = CppScheduling.ready_to_flush, Scheduler.can_fuse
-    CppScheduling.ready_to_flush = lambda self: usual(self) or _freed_bytes(self.scheduler) >= LEAST_FREED_BYTES
-    Scheduler.can_fuse = lambda self, a, b, *how, **more: (
-        len(_places(self.nodes).stretches(a, b)) <= 1 and fuses(self, a, b, *how, **more))
-    try:
-        with config.patch(settings):
-            yield
-    finally:
-        CppScheduling.ready_to_flush, Scheduler.can_fuse = usual, fuses
+    replacements = {
+        "CppScheduling.ready_to_flush": lambda usual: (
+            lambda self: usual(self) or _freed_bytes(self.scheduler) >= LEAST_FREED_BYTES),
+        "Scheduler.can_fuse": lambda fuses: (
+            lambda self, node1, node2, *how, **more: (
+                len(_places(self.nodes).stretches(node1, node2)) <= 1 and fuses(self, node1, node2, *how, **more))),
+    }
+    with replaced(replacements), config.patch(settings):
+        yield
 
 
 class InGraphOrder(SchedulerPass):

@@ -1,0 +1,147 @@
+"""Functions of torch that hpml replaces: one table, and one way to do it.
+
+Each entry says why, what the function's parameters have to be, and what hpml does without. Before a function is replaced, its
+parameters are compared with these (the probe). Where they differ, or the function is gone, it is left as it is, and one line of
+the log says so: a new release of torch takes something away, and breaks nothing.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger("hpml")
+_lock = threading.RLock()
+"""Held while functions are replaced: what one thread restores is what it found."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """target: module, and the name in it. parameters: those that the function begins with, by name. seen: the first and the
+    last release of torch in which the probe succeeds. A replacement has to take further parameters as they come."""
+
+    target: str
+    parameters: tuple[str, ...]
+    why: str
+    without: str
+    seen: tuple[str, str] = ("2.11", "2.15")
+
+    @property
+    def name(self) -> str:
+        return self.target.rpartition(":")[2]
+
+    def place(self) -> tuple[Any, str]:
+        """The object that has the function, and its name there. Raises ImportError or AttributeError."""
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for each in owners:
+            owner = getattr(owner, each)
+        return owner, name
+
+    def probe(self) -> str | None:
+        """Why the function cannot be replaced; None if it can."""
+        try:
+            owner, name = self.place()
+            function = getattr(owner, name)
+        except (ImportError, AttributeError) as error:
+            return str(error)
+        try:
+            found = tuple(inspect.signature(function).parameters)[:len(self.parameters)]
+        except (TypeError, ValueError):
+            return f"{self.name} is no function that can be looked into"
+        return None if found == self.parameters else f"its parameters are {', '.join(found) or 'none'}"
+
+
+PATCHES = {patch.name: patch for patch in (
+    Patch("torch._dynamo.output_graph:OutputGraph.call_user_compiler", ("self", "gm", "example_inputs"),
+          "backends of others get plain tensors where the script has placed ones",
+          "functions that other backends compile cannot take placed tensors"),
+    Patch("torch._dynamo.output_graph:OutputGraph.remove_tensorify_specialized_graphargs", ("self",),
+          "writes to float64 tensors of no dims stay in the graph",
+          "a graph may lose what it writes to a float64 tensor of no dims"),
+    Patch("torch._dynamo.variables.builder:wrap_to_fake_tensor_and_record", ("e", "tx"),
+          "fakes of placed tensors are of their class", "views of placed tensors break the graph"),
+    Patch("torch._dynamo.variables.tensor:TensorVariable.method_attr_data", ("self", "tx"),
+          "`.data` of a placed tensor is of its class", "`.data` of placed tensors breaks the graph"),
+    Patch("torch._higher_order_ops.utils:_collect_fake_inputs", ("inputs",),
+          "branches of torch.cond may read placed tensors", "such a branch breaks the graph", ("2.11", "2.12")),
+    Patch("torch._functorch.eager_transforms:_wrap_tensor_for_grad", ("maybe_tensor", "level"),
+          "torch.func differentiates by placed parameters", "torch.func cannot take placed parameters"),
+    Patch("torch._functorch.vmap:_add_batch_dim", ("self", "batch_dim", "level"),
+          "torch.func.vmap takes placed parameters", "torch.func.vmap cannot take placed parameters"),
+    Patch("torch._functorch.partitioners:_extract_fwd_bwd_modules", ("joint_module", "saved_values"),
+          "the partitioner ends once it knows what is saved", "planning under a budget takes longer"),
+    Patch("torch._inductor.fx_passes.joint_graph:lazy_init", ("input_device",),
+          "patterns of attention are not prepared for graphs without batched products",
+          "the first graph takes half a second more"),
+    Patch("torch._inductor.fx_passes.fuse_attention:_sfdp_init", ("input_device",),
+          "the same", "the first graph takes half a second more"),
+    Patch("torch._inductor.async_compile:AsyncCompile.wait", ("self", "scope"),
+          "graphs are lowered while kernels of others are compiled", "each graph waits for its kernels"),
+    Patch("torch._inductor.async_compile:AsyncCompile.cpp_pybinding", ("self", "argtypes", "source_code"),
+          "kernels of a graph share runs of the C++ compiler", "each kernel is compiled by itself"),
+    Patch("torch._inductor.codegen.cpp:CppScheduling.ready_to_flush", ("self",),
+          "a group of kernels ends where it frees memory", "a step may hold up to 14 % more than its budget"),
+    Patch("torch._inductor.scheduler:Scheduler.can_fuse", ("self", "node1", "node2"),
+          "kernels are not fused across calls of a library", "a step may hold up to 14 % more than its budget"),
+    Patch("torch._inductor.cpu_vec_isa:valid_vec_isa_list", (),
+          "vector instructions are tried only as far as one is asked for", "the first kernel takes some seconds more"),
+    Patch("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__init__", ("self", "param"),
+          "fully_shard of a placed parameter is refused", "fully_shard of a placed parameter fails later"),
+    Patch("torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._create_tcp_store_server",
+          ("self", "master_addr", "master_port"),
+          "stores of one node listen on loopback alone", "torchrun's store of a run on one node listens on all interfaces"),
+)}
+"""By the name in its module."""
+
+Replacing = Mapping[str, Callable[[Any], Any]]
+"""Names in PATCHES, with what makes a replacement of the function that is there."""
+
+
+def replace_for_good(replacements: Replacing) -> bool:
+    """Replace functions for the rest of the process: all of them, or none where a probe fails. Returns which."""
+    with _lock:
+        return _replace(replacements) is not None
+
+
+@contextlib.contextmanager
+def replaced(replacements: Replacing) -> Iterator[bool]:
+    """A context in which functions are replaced: all of them, or none where a probe fails. Gives which. Other threads that
+    want to replace something wait."""
+    with _lock:
+        before = _replace(replacements)
+        try:
+            yield before is not None
+        finally:
+            for owner, name, function in before or ():
+                setattr(owner, name, function)
+
+
+def _replace(replacements: Replacing) -> list[tuple[Any, str, Any]] | None:
+    """What was there before, for each."""
+    if not all([_can_be_replaced(name) for name in replacements]):
+        return None
+    before = []
+    for name, make in replacements.items():
+        owner, attribute = PATCHES[name].place()
+        function = inspect.getattr_static(owner, attribute)
+        before.append((owner, attribute, function))
+        setattr(owner, attribute, make(getattr(owner, attribute)))
+    return before
+
+
+@functools.cache
+def _can_be_replaced(name: str) -> bool:
+    """The probe, once in a process: what has been replaced already has the parameters of its replacement."""
+    patch = PATCHES[name]
+    why = patch.probe()
+    if why is not None:
+        log.warning("%s of this torch is not as hpml knows it (%s): %s", patch.target.replace(":", "."), why, patch.without)
+    return why is None
