@@ -17,7 +17,7 @@ from passes.errors import HpmlError
 
 log = logging.getLogger("hpml")
 
-KINDS = (torch.Tensor, nn.Parameter, nn.Buffer)
+KINDS = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
 
 
 def aliases_of(tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
@@ -35,10 +35,10 @@ def _scan(tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
     for tensor in tensors:
         by_storage.setdefault(_address(tensor), []).append(tensor)
     by_storage.pop(0, None)
+    if not by_storage:
+        return {}
     found: dict[int, list[torch.Tensor]] = {}
-    for other in gc.get_objects():
-        if type(other) not in KINDS:  # isinstance would wake up lazy proxies
-            continue
+    for other in [each for each in gc.get_objects() if type(each) in KINDS]:  # isinstance would wake up lazy proxies
         for tensor in by_storage.get(_address(other), ()):
             (start, end), (other_start, other_end) = _bytes_of(tensor), _bytes_of(other)
             if tensor is not other and start < other_end and other_start < end:
