@@ -62,6 +62,11 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
     for operation in plan.operations.values():
         side = backward if operation.backward else forward
         side[class_of_kind(operation.kind)] += operation.predicted_us * plan.runs(operation)
+    if plan.kept is not None:
+        for name, call in plan.kept.again.items():
+            listed = plan.operations.get(name)
+            backward["pointwise" if listed is None else class_of_kind(listed.kind)] += call.predicted_us * call.layers
+        backward["pointwise"] += plan.kept.offload_us  # copies
     for move in plan.redistributions:
         side = backward if _is_backward(plan, move) else forward
         for hop in move.hops:  # a hop without bytes is local, such as a slice

@@ -119,8 +119,11 @@ def _fullest(walk: Walk, room: Room) -> tuple[str, dict[str, float]]:
 
 
 def with_kept(record: GraphPlan, kept: KeptNodes, options: Options) -> GraphPlan:
-    """The plan of a graph with what it keeps, and with the bytes that it holds so."""
-    record = record.model_copy(update={"kept": kept_plan(kept, options)})
+    """The plan of a graph with what it keeps, with the time that this takes and the bytes that it holds so."""
+    said, before = kept_plan(kept, options), record.predicted
+    again_us = said.again_us + said.offload_us
+    record = record.model_copy(update={"kept": said, "predicted": before.model_copy(update={
+        "again_us": again_us, "step_time_us": before.step_time_us - before.again_us + again_us})})
     peak = counted_peak([record])
     assert peak is not None, "it says what is kept"
     memory = record.memory.model_copy(update={"activations": kept.saved_bytes, "peak": peak.bytes})

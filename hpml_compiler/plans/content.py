@@ -134,7 +134,7 @@ class PlanContent(PlanFile):
             "memory_bytes": self.memory.model_dump(),
             "collectives": {kind: asdict(total) for kind, total in self.collectives.items()},
             "predicted_s": {"compute": cost.compute_us * 1e-6, "communication": cost.communication_us * 1e-6,
-                            "optimizer": cost.optimizer_us * 1e-6},
+                            "optimizer": cost.optimizer_us * 1e-6, "again": cost.again_us * 1e-6},
             "ilp": {"variables": sum(s.variables for s in solvers), "binaries": sum(s.binaries for s in solvers),
                     "constraints": sum(s.constraints for s in solvers)},
             "seconds": dict.fromkeys(PHASES[:4], 0.0) | self.seconds,

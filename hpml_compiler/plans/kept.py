@@ -64,3 +64,7 @@ class KeptPlan(Record):
     @property
     def again_us(self) -> float:
         return sum(call.predicted_us * call.layers for call in self.again.values())
+
+    @property
+    def offload_us(self) -> float:
+        return sum(value.predicted_us * value.layers for value in self.offloaded.values())

@@ -124,7 +124,8 @@ class LeftWhole(Record):
 
 class PredictedCost(Record):
     """Predicted time of one step on the slowest device; parts may overlap, so they need not sum to the step.
-    `overhead_us`: what calling the compiled graphs takes besides their kernels, where it was measured.
+    `overhead_us`: what calling the compiled graphs takes besides their kernels, where it was measured. `again_us`: under a byte
+    budget, running calls of forward once more for backward, and moving what is offloaded.
 
     energy_j: of one step on all devices together (`passes.costs.energy`), None where nobody computed it; energy_label
     says where its figures come from."""
@@ -134,6 +135,7 @@ class PredictedCost(Record):
     communication_us: Microseconds
     optimizer_us: Microseconds
     overhead_us: Microseconds = 0.0
+    again_us: Microseconds = 0.0
     energy_j: Annotated[float, Field(ge=0.0)] | None = None
     energy_label: Literal["estimated", "measured"] | None = None
 

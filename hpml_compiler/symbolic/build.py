@@ -162,7 +162,7 @@ def _obeyed(annotated: Annotated, graph: GraphPlan, plan: Plan, conditions: Cond
     deciding(conditions, plan.mesh, pins_of(graph))(annotated.gm)
     answer = read(ANSWER, annotated.gm)
     drop(ANSWER, annotated.gm)
-    expected = graph.predicted.step_time_us - graph.predicted.overhead_us
+    expected = graph.predicted.step_time_us - graph.predicted.overhead_us - graph.predicted.again_us
     if abs(answer.placed.cost.step - expected) > _SAME_PRICE * expected:
         raise BadInput(f"{graph.name} is {expected:.6g} us a step in the plan, and not so on {conditions.cluster}",
                        "formulas", "give the cluster and the options that the plan was made with")

@@ -68,7 +68,8 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
     yield Text(f"{graph.name} ({'training' if graph.training else 'inference'}): {format_us(cost.step_time_us)} a step "
                f"predicted ({describe_solver(graph.solver)})")
     yield Text(f"compute {format_us(cost.compute_us)}, communication {format_us(cost.communication_us)}, "
-               f"optimizer {format_us(cost.optimizer_us)}")
+               f"optimizer {format_us(cost.optimizer_us)}"
+               + (f", computed once more or offloaded {format_us(cost.again_us)}" if cost.again_us else ""))
     if cost.energy_j is not None:
         yield Text(describe_energy(cost.energy_j, cost.step_time_us, math.prod(graph.mesh.values()), cost.energy_label))
     classes = block_classes(graph)
