@@ -182,7 +182,7 @@ def planned(target: str, clusters: Sequence[str], limits: Sequence[float | None]
         return found
 
     traces.trace, traces.annotate, offers.groups_of = timed(trace, "trace"), timed(annotate, "annotate"), measured
-    traced = traces.Traces(model, batch, Options())
+    traced = traces.Traces(model, batch, Options.parse({}))
     for cluster, limit in itertools.product(clusters, limits):
         traced.options = Options.parse({"cluster": cluster} | ({} if limit is None else {"time_limit": limit}))
         before, began = sum(took.values()), time.process_time()
