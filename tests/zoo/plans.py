@@ -1,4 +1,4 @@
-"""Judge `hpml plan` of one architecture: it plans, or lists as unplanned, every parameter that a step trains."""
+"""Judge `hpml plan` of one architecture: all parameters that a step trains are planned or listed, and its figures agree."""
 from __future__ import annotations
 
 import time
@@ -9,6 +9,7 @@ import torch
 
 import hpml_compiler
 from passes.errors import HpmlError
+from tests.hpml_compiler.planning.figures import check_figures
 from tests.scripts.snapshot import Leaf
 from tests.zoo.models import Architecture
 
@@ -33,6 +34,12 @@ def planned(architecture: Architecture, dtype: torch.dtype, expected: tuple[Leaf
         return Result("refused", str(error), time.perf_counter() - start)
     except Exception as error:
         return Result("crashed", "".join(traceback.format_exception(error)), time.perf_counter() - start)
+    try:
+        if plan.step_graphs:
+            check_figures(plan)
+    except AssertionError as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        return Result("different", f"figures of the plan disagree: {line}", time.perf_counter() - start, len(plan.graphs))
     in_plan = {names[name] for graph in plan.graphs for name in graph.parameters}
     listed = {names[name] for part in plan.unplanned for name in part.parameters}
     figures = {"parameters": len(trained), "planned": len(in_plan & trained), "cpu_s": time.process_time() - cpu}
