@@ -378,6 +378,9 @@ REFUSED = {
 def test_a_placed_leaf_is_as_a_plain_one(scene, placement):
     expected, found = observed(scene, None), observed(scene, placement)
     refusal = found[-1][1] if isinstance(found[-1][1], str) and found[-1][0].endswith("Error") else ""
+    if torch.__version__ < (2, 13) and "Attribute 'next_functions' is invalid" in refusal:
+        pytest.skip("get_gradient_edge of torch before 2.13 raises for placements that DTensor does not know: "
+                    "it lets go of the alias that it makes before it reads the alias' node")
     if scene in REFUSED:
         assert REFUSED[scene] in refusal
     else:
