@@ -31,7 +31,6 @@ smartquotes = False  # code in help texts keeps its quotes
 
 html_theme = "pydata_sphinx_theme"
 html_title = "hpml"
-html_static_path = ["_static"]
 html_theme_options = {
     "show_prev_next": False,
     "navigation_with_keys": False,
