@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
+from hpml_compiler.runtime import together
+from hpml_compiler.runtime.blame import SignOfLife
+from hpml_compiler.runtime.doing import Doing
 from hpml_compiler.runtime.lost_ranks import RankLost
 from hpml_compiler.runtime.together import Alone
 from tests.hpml_compiler.test_scripts import X, adamw, compiled, net, step
@@ -169,3 +173,36 @@ def failing_on_all(rank):
 
 def test_ranks_that_all_failed_go_on(launch):
     launch(failing_on_all)
+
+
+class OneOther:
+    """A board of two ranks, on which the other one posts what it waits for."""
+
+    world, rank, timeout_s = 2, 0, 30.0
+
+    def __init__(self, record: SignOfLife, there: bool):
+        self.record, self.there = record, there
+
+    def add(self, key: str, amount: int) -> int:
+        return 1 + self.there
+
+    def records(self) -> dict[int, SignOfLife]:
+        return {1: self.record}
+
+    def forget(self, key: str) -> None:
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_rank_that_gave_up_is_still_seen_at_what_it_came_for(monkeypatch, there):
+    """It may be back in the script, as in a barrier, before the other rank looks for the first time."""
+    now = Doing()
+    now.meetings = 3
+    record = SignOfLife(1, "forward of graph_0", False, 0.0, 0.0, False, "", "", meetings=4, meets="reading output 1")
+    monkeypatch.setattr(together, "doing", now)
+    monkeypatch.setattr(together, "LOOK_S", 0.0)
+    monkeypatch.setattr(together._Checked, "calls", -99)
+    monkeypatch.setattr(together.lost_ranks, "board", lambda: OneOther(record, there))
+    with nullcontext() if there else pytest.raises(Alone, match="rank 1 is in reading output 1"):
+        together.together("reading output 2")
+    assert (now.meetings, now.meets) == (4, "" if there else "reading output 2")
