@@ -33,7 +33,7 @@ def table(monkeypatch):
     patches._can_be_replaced.cache_clear()
 
 
-@pytest.mark.parametrize("patch", PATCHES.values(), ids=str)
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=list(PATCHES))
 def test_this_torch_is_as_the_table_says(patch):
     first, last = map(Version, patch.seen)
     if first <= Version(".".join(torch.__version__.split(".")[:2])) <= last:
