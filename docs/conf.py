@@ -41,7 +41,7 @@ html_theme_options = {
 
 
 def _reachable(url: str) -> bool:
-    """Whether torch's documentation answers. Without it, links into it are plain text."""
+    """True if torch's documentation answers. Without it, links into it are plain text."""
     if os.environ.get("HPML_DOCS_OFFLINE"):
         return False
     try:

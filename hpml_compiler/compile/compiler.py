@@ -216,7 +216,7 @@ class Compilation(GraphCompiler):
         return annotated
 
     def _plan(self, annotated: Annotated, forward_outputs: int | None, fitting: Fitting | None = None) -> Planned:
-        """What all ranks agree on, entered in the session. fitting: see `Planner`."""
+        """Plan the graph, the same on all ranks, and enter the plan in the session. fitting: see `Planner`."""
         self.annotated = annotated
         self.planner = Planner(annotated, self.inputs, self.options, self.sharing, forward_outputs, fitting=fitting,
                                allowance=self.allowance)

@@ -60,12 +60,12 @@ class GraphCompiler(abc.ABC):
         """A call of the backward `gm`, with what is done around each."""
 
     def inference(self, gm: GraphModule) -> Any:
-        """What is compiled of a traced graph without backward: a graph, or what `run_inference` knows."""
+        """Rewrite a traced graph that has no backward. Returns a graph, or stages that `run_inference` lowers."""
         return gm
 
     @abc.abstractmethod
     def compile(self) -> Callable[..., Any]:
-        """What a script calls in the place of the graph."""
+        """Compile the graph. Returns the callable that stands in its place in the script."""
 
     def run_inference(self, graph: Any) -> Call:
         return self.together("forward", lambda: self.lowering.inference(graph))

@@ -142,7 +142,7 @@ class StagesPlanner:
             one_device(self.options.compiler)(gm)
 
     def _fitting(self, annotated: Annotated, as_cut: AsCut | None) -> Fitting | None:
-        """Of what the ranks of a stage do; None where they hold it anyway."""
+        """The search for placements of a stage that fit its ranks; None where any placement fits."""
         if as_cut is None or holds_all(annotated, self.options, self.cluster):
             return None
         table = schedule_of(self.options, 1 if self.times is None else self.times.microbatches)
@@ -201,7 +201,7 @@ class StagesPlanner:
 
     def _decision(self, annotated: Annotated, forward_outputs: int | None, alone: Cluster, fitting: Fitting | None = None,
                   ) -> Decision:
-        """What each rank of a stage does, which all agree on. alone: the devices of a stage."""
+        """Placements of a stage, the same on all ranks. alone: the devices of a stage."""
         if not self.mesh.is_split:
             given = self.options.load_plan()
             if given is not None and forward_outputs is not None:

@@ -109,7 +109,7 @@ def _or_least(search: Callable[..., Planned]) -> tuple[Planned, bool]:
 
 
 def first(search: Search) -> tuple[Planned, GraphPlan]:
-    """What `Fitting` gives, of the first answer, whether it fits or not."""
+    """The first answer of a search, whether it fits or not, and its record: in place of a `Fitting`."""
     planned = search(lifetimes=THROUGHOUT)
     return planned, planned.record
 
@@ -124,7 +124,7 @@ def check_fits(record: GraphPlan, options: Options, cluster: Cluster) -> GraphPl
 
 
 def holds_all(annotated: Annotated, options: Options, cluster: Cluster) -> bool:
-    """Whether a device could hold twice all that a graph computes, with its parameters, their gradients and the optimizer's
+    """True if a device could hold twice all that a graph computes, with its parameters, their gradients and the optimizer's
     state: its peak needs no closer look before a first step, then."""
     total = (2 + options.optimizer_states) * sum(x.bytes for x in annotated.graph.values if x.kind == "parameter")
     for node in annotated.gm.graph.nodes:

@@ -15,8 +15,6 @@ plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called; only modes have a public one."""
 
 
-
-
 def with_dispatch() -> Any:
     """Context in which `__torch_dispatch__` of subclasses is called, also inside of `torch.tensor([x])`, which asks `x` for its
     number with that switched off: a collective's result that is not waited for would be read like memory that it lacks."""
