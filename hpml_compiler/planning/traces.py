@@ -22,6 +22,7 @@ from hpml_compiler.planning.remembered import memory_of
 from hpml_compiler.planning.shorten import LONG, SHORT, Folded, depth, neighbors, repeated_paths, shortened
 from hpml_compiler.plans.plan import Plan
 from hpml_compiler.plans.schema import GraphPlan, UnplannedPart
+from hpml_compiler.runtime.garbage import collected_seldom
 from passes.graph.annotated import Annotated
 from passes.graph.copied import copied
 from passes.graph.interface import input_position
@@ -96,6 +97,7 @@ class Traces:
         return _annotate(replace(traced, gm=copied(traced.gm)) if budget else traced, self.options)
 
 
+@collected_seldom()
 def plan_traces(traces: Traces, cluster: Cluster, allowance: Allowance | None = None) -> Plan:
     """Plan what was traced on a cluster of like devices. allowance: in place of the options' time limit. Raises BadInput and
     Infeasible."""
