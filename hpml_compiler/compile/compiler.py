@@ -22,10 +22,10 @@ from hpml_compiler.compile.lowering import Call
 from hpml_compiler.compile.microbatched import Looped, in_microbatches, microbatches_of
 from hpml_compiler.compile.monitoring import monitor_of
 from hpml_compiler.compile.phases import phase
-from hpml_compiler.compile.planner import Planner
+from hpml_compiler.compile.planner import Planner, say_plan, say_what_is_whole
 from hpml_compiler.compile.recompiles import note_function
-from hpml_compiler.compile.rewritten import Rewritten, held_by, placements_of, say_plan, say_what_is_whole
-from hpml_compiler.compile.running import running
+from hpml_compiler.compile.runtime_metadata import RuntimeMetadata, SessionEntry, held_by, placements_of
+from hpml_compiler.compile.runtime_wrapper import backward_wrapper, runtime_wrapper
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
@@ -38,9 +38,7 @@ from hpml_compiler.planning.room import Held, Sharing
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.plans.unsplit import why_not_split
 from hpml_compiler.runtime import lost_ranks
-from hpml_compiler.runtime.calls import backward_call
-from hpml_compiler.runtime.compared import draws_random_numbers, of_backward
-from hpml_compiler.runtime.doing import Spot
+from hpml_compiler.runtime.compared import draws_random_numbers
 from hpml_compiler.runtime.outputs import LeftOutput
 from hpml_compiler.runtime.together import CALLING, together
 from passes import compat
@@ -48,7 +46,6 @@ from passes.graph.annotated import Annotated
 from passes.machine.mesh import mesh_from_pin
 from passes.presets import after_planning, taping
 from passes.solve.allowance import Allowance
-from passes.transform.microbatches import Loop
 from passes.transform.take_outside import Taken, taken_of
 
 log = logging.getLogger("hpml")
@@ -69,7 +66,7 @@ class Compilation(GraphCompiler):
         self.allowance: Allowance | None = None
         self.watched: WatchedGraph | None = None
         self.all_ranks = CompiledTogether(self.name)
-        self.rewritten: Rewritten | None = None
+        self.metadata: RuntimeMetadata | None = None
         self.taken: dict[int, Taken] = {}
         self.record: GraphPlan
         self.left: tuple[LeftOutput, ...] = ()
@@ -81,8 +78,7 @@ class Compilation(GraphCompiler):
         self.inputs = GraphInputs(self.gm, self.given, self.options)
         sizes_are_numbers(self.gm, self.inputs.examples)
         self.microbatches = microbatches_of(self.inputs, self.options)
-        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given), self.options, self.sharing,
-                               kinds=(Rewritten, Cut, Loop))
+        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given), self.options, self.sharing)
         planned_before = len(self.session.graphs)
         if self.earlier.found is not None:
             self.all_ranks.agreed = True
@@ -92,25 +88,28 @@ class Compilation(GraphCompiler):
         except Exception:
             del self.session.graphs[planned_before:]  # all ranks forget what will not run, and may compile it again
             raise
-        rewritten = self._rewritten()
-        rewritten.record.blocks.update((self.lowering if self.program is None else self.program).reports)
+        takes = self.metadata or self._metadata()
+        self.record.blocks.update((self.lowering if self.program is None else self.program).reports)
         session.save_plan()
-        self.earlier.keep(rewritten.without_fakes(), rewritten.written, rewritten.plan(), rewritten.record.graph_hash)
-        return running(function, self.gm, self.given, self.inputs, rewritten, self.holding, self.watched, self.options)
+        self.earlier.keep(takes)
+        return runtime_wrapper(self.record.name, function, self.gm, self.given, self.inputs, takes,
+                               self.session.device_mesh(self.record.mesh), self.holding, self.watched, self.options)
 
-    def _as_in(self, earlier: Rewritten) -> None:
+    def _as_in(self, earlier: RuntimeMetadata) -> None:
         """Enter what an earlier launch made of this graph, as if it had just been planned."""
-        self.session.groups(earlier.record.mesh)  # the halves know them by their names
-        record = earlier.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
-        self.rewritten, self.tangents = replace(earlier, record=record), earlier.tangents
+        entry = earlier.entry
+        assert entry is not None, "it was planned at once"
+        self.session.groups(entry.record.mesh)  # the halves know them by their names
+        record = entry.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
+        self.metadata, self.tangents = replace(earlier, entry=replace(entry, record=record)), earlier.tangents
         self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
         self.holding.note(earlier.held)
-        self._enter(record, earlier.cluster, earlier.rejected, earlier.training)
+        self._enter(record, entry.cluster, entry.rejected, earlier.training)
         if self.sharing is not None and earlier.budgeted is not None:
             self.session.step.graphs[self.sharing.frame] = earlier.budgeted
         if dist.get_rank() == 0:
-            self.session.decided.setdefault(earlier.structure, record)
-            say_what_is_whole(earlier.unruled)
+            self.session.decided.setdefault(entry.structure, record)
+            say_what_is_whole(entry.unruled)
         self._finish()
 
     def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
@@ -153,9 +152,7 @@ class Compilation(GraphCompiler):
         return self.all_ranks.backward(lower)
 
     def backward_of(self, call: Call, gm: GraphModule) -> Call:
-        name, in_parts = self.record.name, {tangent.name for tangent in self.tangents}
-        call = call if self.watched is None else self.watched.backward(call)
-        return backward_call(call, Spot(f"backward of {name}"), of_backward(name, gm, in_parts))
+        return backward_wrapper(self.record.name, call, gm, {tangent.name for tangent in self.tangents}, self.watched)
 
     def _in_microbatches(self, joint: GraphModule, forward_outputs: int) -> Looped | None:
         """What runs the step microbatch by microbatch; None where that cannot be, which leaves the graph as it is."""
@@ -241,14 +238,12 @@ class Compilation(GraphCompiler):
             lost_ranks.watch_neighbor()
             log.log(logging.DEBUG if dist.get_rank() else logging.WARNING, "%s", why)
 
-    def _rewritten(self) -> Rewritten:
-        """What running the graph takes, now that it is compiled."""
-        if self.rewritten is not None:
-            return self.rewritten
+    def _metadata(self) -> RuntimeMetadata:
+        """What a call of the graph takes, now that it is compiled."""
         assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
         annotated, planned = self.annotated, self.planned
-        return Rewritten(
-            planned.record, annotated.interface.training, placements_of(annotated, planned.decision),
-            held_by(annotated, planned.decision), self.left, self.tangents, self.draws, frozenset(self.inputs.gathered),
-            frozenset(self.inputs.written), self.taken, planned.cluster, planned.rejected, dict(annotated.graph.unruled),
-            self.planner.structure, self.budgeted)
+        return RuntimeMetadata(
+            annotated.interface.training, self.draws, placements_of(annotated, planned.decision),
+            held_by(annotated, planned.decision), frozenset(self.inputs.gathered), frozenset(self.inputs.written), self.left,
+            self.tangents, self.taken, budgeted=self.budgeted, graph_hash=planned.record.graph_hash, entry=SessionEntry(
+                planned.record, planned.cluster, planned.rejected, dict(annotated.graph.unruled), self.planner.structure))

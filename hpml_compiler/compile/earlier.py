@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,11 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile import session
+from hpml_compiler.compile.cut import Cut
+from hpml_compiler.compile.cut_stages import CutInStages
 from hpml_compiler.compile.launch_key import Given, NotTold, key_of
 from hpml_compiler.compile.local import local_cluster
+from hpml_compiler.compile.runtime_metadata import RuntimeMetadata
 from hpml_compiler.compile.stand_in import Result, returns_new_tensors, stand_in
 from hpml_compiler.compile.unplanned import UNPLANNED, Unplanned
 from hpml_compiler.options import Options
@@ -32,6 +35,8 @@ from hpml_compiler.plans import graph_file, plan_file
 from hpml_compiler.plans.cache_warnings import warn_of_cache
 from hpml_compiler.profile.looks import HOLDS_S
 from hpml_compiler.runtime.at import at
+from hpml_compiler.runtime.inner_shard import InnerShard
+from hpml_compiler.runtime.owned import Owned
 from hpml_compiler.runtime.together import CALLING, together
 from hpml_compiler.runtime.world import from_all_ranks
 from passes import compat
@@ -39,8 +44,11 @@ from passes.errors import BadInput, HpmlError
 from passes.graph import plain_data
 from passes.graph.nodes import memory_of, returned_nodes
 from passes.graph.packed_graph import TRACED_META, CannotPack, check, pack, unpack
+from passes.transform.microbatches import Loop
 
 log = logging.getLogger("hpml")
+KINDS = (RuntimeMetadata, Cut, CutInStages, Loop, Owned, InnerShard)
+"""Classes of what `keep` and `note` are given: the only ones, with those of their fields, that are read of a file."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +67,17 @@ class Around:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is in the cache. running: what running the graph takes, whose kind is its compiler's. graphs: what is compiled,
-    packed. unplanned: what its plan is made of when somebody asks (`compile.unplanned`), packed. around: what AOTAutograd sees
-    of the graph. writes_over: see `compat.places_written_over`. plan: the same on ranks that obey one plan. graph_hash, prices:
-    of what the plan was priced with, where `hpml profile` measured it. until: when it is too old."""
+    """What is in the cache. running: what a call of the graph takes besides compiled code. graphs: what is compiled, packed.
+    unplanned: what its plan is made of when somebody asks (`compile.unplanned`), packed. around: what AOTAutograd sees of the
+    graph. writes_over: see `compat.places_written_over`. plan: the same on ranks that obey one plan. prices: of what the plan
+    was priced with, where `hpml profile` measured it. until: when it is too old."""
 
-    running: Any
+    running: RuntimeMetadata
     graphs: bytes
     unplanned: bytes | None
     around: Around
     writes_over: frozenset[int] | None
     plan: str
-    graph_hash: str
     prices: str
     until: float
 
@@ -97,8 +104,6 @@ class Earlier:
     options: Options
     sharing: Sharing | None = None
     """Under a budget, what the graph shares with the others of its step."""
-    kinds: tuple[type, ...] = ()
-    """Classes of what `keep` and `note` are given: the only ones, with those of their fields, that are read of a file."""
     key: str = ""
     found: Entry | None = None
     noted: Noted | None = None
@@ -146,10 +151,10 @@ class Earlier:
         if packed is None:
             return None
         try:
-            found = plain_data.loads(packed, plain_data.classes_of(Entry, *self.kinds))
+            found = plain_data.loads(packed, plain_data.classes_of(Entry, *KINDS))
             if type(found) is not Entry:
                 raise plain_data.NotPlain(f"it is {type(found).__name__}")
-            check(found.graphs, *self.kinds)
+            check(found.graphs, *KINDS)
             if found.unplanned is not None:
                 check(found.unplanned, *UNPLANNED)
         except plain_data.NotPlain as error:
@@ -157,7 +162,7 @@ class Earlier:
                 f"the cache of graphs has an entry that hpml did not write: {error}", str(graph_file.path()),
                 "run `hpml doctor --clear-cache`, and find out who wrote it"))
             return None
-        return found if time.time() < found.until and found.prices == self._prices(found.graph_hash) else None
+        return found if time.time() < found.until and found.prices == self._prices(found.running.graph_hash) else None
 
     def _name(self) -> str:
         return f"{self.key} {self.rank}"
@@ -177,7 +182,7 @@ class Earlier:
         assert self.found is not None, "there is nothing else to restore"
         mode = compat.fake_mode()
         with compat.outside_tracing(), torch.no_grad():
-            return unpack(self.found.graphs, mode, *self.kinds)
+            return unpack(self.found.graphs, mode, *KINDS)
 
     @property
     def writes_over(self) -> frozenset[int] | None:
@@ -238,19 +243,18 @@ class Earlier:
         if self.noted is not None:
             self.noted.writes_over = compat.places_written_over()
 
-    def keep(self, running: Any, written: Collection[int], plan: Sequence[Any], graph_hash: str = "") -> None:
-        """Once all is compiled. running: data, in which fakes are none of this trace (`without_fakes`). written: positions of
-        inputs that were planned as changed in place. plan: what is the same on all ranks that obey it, by its `repr`."""
+    def keep(self, takes: RuntimeMetadata) -> None:
+        """Once all is compiled."""
         noted = self.noted
         if noted is None:
             return
         assert noted.around is not None, "forward is compiled before a graph is kept"
-        if {each.position for each in noted.around.written} != set(written):
+        if {each.position for each in noted.around.written} != takes.written:
             self._not_kept("what it changes is not what it was planned to")
             return
         until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
-        entry = Entry(running, noted.graphs, noted.unplanned, noted.around, noted.writes_over, plan_file.digest_of(plan),
-                      graph_hash, self._prices(graph_hash), until)
+        entry = Entry(takes.without_fakes(), noted.graphs, noted.unplanned, noted.around, noted.writes_over,
+                      plan_file.digest_of(takes.agreed()), self._prices(takes.graph_hash), until)
         try:
             with compat.outside_tracing():
                 graph_file.put(self._name(), plain_data.dumps(entry))

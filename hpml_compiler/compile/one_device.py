@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from hpml_compiler.compile.lowering import Call, boxed
 from hpml_compiler.compile.microbatched import Looped, MakesWhole, in_microbatches
 from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.refused import refuse
+from hpml_compiler.compile.runtime_metadata import RuntimeMetadata
 from hpml_compiler.compile.sharing import sharing_of
 from hpml_compiler.compile.unplanned import UnplannedInTime, UnplannedKept, unpacked
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import fitting_rows, loss_alone, times_of
 from hpml_compiler.planning.one_device import keep_on_one_device
 from hpml_compiler.planning.plan_graph import solver_options
-from hpml_compiler.planning.room import Held, Sharing
+from hpml_compiler.planning.room import Sharing
 from hpml_compiler.plans.kept import KeptPlan
 from hpml_compiler.runtime.inputs import copy_for_set_data
 from hpml_compiler.runtime.optimizer_offload import offload_state, watch_steps
@@ -39,7 +40,6 @@ from passes.presets import annotate
 from passes.presets import one_device as prepare
 from passes.tracing.trace import Traced
 from passes.transform.collectives import MeshGroups
-from passes.transform.microbatches import Loop
 
 
 def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
@@ -57,14 +57,6 @@ def one_device(gm: GraphModule, example_inputs: Sequence[Any], options: Options)
     return compat.aot_autograd(fw_compiler=compiler, bw_compiler=compiler)(gm, example_inputs)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What running a graph takes of which that was decided. held: what it counts for in its step."""
-
-    written: frozenset[int]
-    held: Held
-
-
 class OneDevice(GraphCompiler):
     """One graph under a budget, by which it is decided what is kept for backward; or in microbatches, where its rows allow
     them; or with equal blocks compiled once."""
@@ -77,8 +69,7 @@ class OneDevice(GraphCompiler):
         if options.memory_budget is not None:
             self.sharing = sharing_of(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
-        self.kept: _Kept | None = None
-        self.written: frozenset[int] = frozenset()
+        self.takes = RuntimeMetadata()
 
     def compile(self) -> Callable[..., Any]:
         refuse(self.gm)
@@ -88,15 +79,15 @@ class OneDevice(GraphCompiler):
         shapes = [x.shape for x, its in zip(self.given, self.described, strict=True) if its.kind == "batch"]
         self.microbatches = fitting_rows(shapes, self.options.microbatches)
         given = Given(self.given, self.given, self.described)
-        self.earlier = Earlier(self.gm, given, self.options, self.sharing, kinds=(_Kept, Cut, Loop))
+        self.earlier = Earlier(self.gm, given, self.options, self.sharing)
         call = self.trace(self.given)
         if self.program is not None:
             session.save_plan()  # which says now what was compiled in blocks
-        self.earlier.keep(self.kept, self.written, ())
+        self.earlier.keep(self.takes)
         return call
 
     def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
-        self.written = frozenset(compat.inputs_written(joint))
+        self.takes = RuntimeMetadata(written=frozenset(compat.inputs_written(joint)))
         if self.sharing is not None:
             return self._within_budget(joint, self.sharing, forward_outputs)
         if self.microbatches > 1 and self._goes_through_microbatches(joint, forward_outputs):
@@ -108,7 +99,8 @@ class OneDevice(GraphCompiler):
     def restore(self, restored: Any, found: Entry, forward_outputs: int) -> None:
         if self.sharing is not None:
             self.lowering.count_bytes()
-            self.session.step.graphs[self.sharing.frame] = found.running.held
+            assert found.running.budgeted is not None, "under a budget, what is kept is decided"
+            self.session.step.graphs[self.sharing.frame] = found.running.budgeted
         if isinstance(restored, Cut):
             packed = found.unplanned
             assert packed is not None, "of what goes through microbatches, a plan can be asked for"
@@ -128,7 +120,7 @@ class OneDevice(GraphCompiler):
         traced = Traced(copied(joint), self.described, forward_outputs, 0.0)
         with self.doing("solve", "deciding what is kept for backward"):
             kept = keep_on_one_device(joint, forward_outputs, sharing, self.cluster, self._pinned(traced))
-        self.kept = _Kept(self.written, self.session.step.enter(sharing, sharing.whole, kept))
+        self.takes = replace(self.takes, budgeted=self.session.step.enter(sharing, sharing.whole, kept))
         unplanned = UnplannedKept(traced, self.options, kept)
         self.plan_later(unplanned, self.cluster)
         halves = self.lowering.cut(joint, kept, forward_outputs, self.options.offload_folder or "")

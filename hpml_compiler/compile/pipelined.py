@@ -28,25 +28,20 @@ from hpml_compiler.compile.monitoring import watch_of
 from hpml_compiler.compile.pipeline import Pipeline
 from hpml_compiler.compile.plan_stages import StagesPlanner
 from hpml_compiler.compile.recompiles import note_function
-from hpml_compiler.compile.running_stages import InStages, running_in_stages
+from hpml_compiler.compile.runtime_wrapper import backward_wrapper, runtime_wrapper
 from hpml_compiler.compile.stage_mesh import StageMesh
 from hpml_compiler.compile.unplanned import Unplanned, UnplannedInStages, unpacked
 from hpml_compiler.monitor.stages import StagesWatch
 from hpml_compiler.options import Options
 from hpml_compiler.planning.microbatches import loss_alone
 from hpml_compiler.planning.staged_body import warn_of_empty_stages, warn_without_stages
-from hpml_compiler.runtime.calls import backward_call
-from hpml_compiler.runtime.compared import of_backward
-from hpml_compiler.runtime.doing import Spot
-from hpml_compiler.runtime.inner_shard import InnerShard
 from hpml_compiler.runtime.microbatches import Call
-from hpml_compiler.runtime.owned import Owned, owner_of
+from hpml_compiler.runtime.owned import owner_of
 from passes import compat
 from passes.analysis.stages import TooFewParts
 from passes.graph.copied import copied
 from passes.graph.stages import Stages as FoundStages
 from passes.tracing.trace import Traced
-from passes.transform.microbatches import Loop
 
 
 class PipelinedGraph(GraphCompiler):
@@ -65,18 +60,17 @@ class PipelinedGraph(GraphCompiler):
         self.inputs.take_rows_whole()
         sizes_are_numbers(self.gm, examples := self.inputs.examples)
         self.planner = StagesPlanner(self.name, self.given, self.inputs, self.options, self.mesh, self.seconds)
-        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given), self.options,
-                               kinds=(InStages, CutInStages, Loop, Owned, InnerShard))
+        self.earlier = Earlier(self.gm, Given.of(self.inputs, self.given), self.options)
         if self.earlier.found is not None:
             self.mesh.groups()  # what was cut knows them by their names
             self.planner.as_in(self.earlier.found.running)
         function = self.trace(examples)
         if self.program is not None:
             session.save_plan()  # which says now what was compiled in blocks
-        takes, planned = self.planner.takes(), self.planner.planned
-        self.earlier.keep(takes, takes.written, takes.plan(), "" if planned is None else planned.record.graph_hash)
-        return running_in_stages(self.name, function, self.gm, self.given, self.inputs, takes, self.mesh.devices, self.holding,
-                                 self.watched)
+        takes = self.planner.takes()
+        self.earlier.keep(takes)
+        return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.mesh.devices, self.holding,
+                               self.watched, self.options)
 
     def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
         planner, traced = self.planner, Traced(copied(joint), self.inputs.described, forward_outputs, 0.0)
@@ -112,8 +106,7 @@ class PipelinedGraph(GraphCompiler):
         self._note_stages(packed, program, stages)
 
     def backward_of(self, call: Call, gm: GraphModule) -> Call:
-        call = call if self.watched is None else self.watched.backward(call)
-        return backward_call(call, Spot(f"backward of {self.name}"), of_backward(self.name, gm))
+        return backward_wrapper(self.name, call, gm, (), self.watched)
 
     def inference(self, gm: GraphModule) -> CutInStages | GraphModule:
         """Forward alone goes through the stages that have its parameters; else the ranks of each stage do all of it."""

@@ -20,7 +20,7 @@ from hpml_compiler.compile.graph_inputs import GraphInputs
 from hpml_compiler.compile.local import local_cluster
 from hpml_compiler.compile.phases import phase
 from hpml_compiler.compile.planner import Planner
-from hpml_compiler.compile.running_stages import InStages
+from hpml_compiler.compile.runtime_metadata import RuntimeMetadata
 from hpml_compiler.compile.stage_mesh import StageMesh
 from hpml_compiler.options import Options
 from hpml_compiler.planning.fits import Fitting, check_fits, holds_all
@@ -70,12 +70,13 @@ class StagesPlanner:
         self.draws = self.training = False
         self.microbatches = self._microbatches()
 
-    def takes(self) -> InStages:
-        """What running the graph takes, once it is compiled."""
-        return InStages(self.training, self.draws, self.placements, self.owned, frozenset(self.own_here), self.held,
-                        frozenset(self.inputs.gathered), frozenset(self.inputs.written), self.found)
+    def takes(self) -> RuntimeMetadata:
+        """What a call of the graph takes, once it is compiled."""
+        return RuntimeMetadata(self.training, self.draws, self.placements, self.held, frozenset(self.inputs.gathered),
+                               frozenset(self.inputs.written), owned=self.owned, own_here=frozenset(self.own_here),
+                               stages=self.found, graph_hash="" if self.planned is None else self.planned.record.graph_hash)
 
-    def as_in(self, earlier: InStages) -> None:
+    def as_in(self, earlier: RuntimeMetadata) -> None:
         """All is as an earlier launch decided it."""
         self.training, self.draws, self.found = earlier.training, earlier.draws, earlier.stages
         self.placements, self.held, self.own_here = dict(earlier.placements), dict(earlier.held), set(earlier.own_here)

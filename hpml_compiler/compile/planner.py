@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +30,8 @@ from passes.errors import BadInput
 from passes.graph.annotated import Annotated
 from passes.machine.cluster import Cluster
 from passes.solve.allowance import Allowance
+
+log = logging.getLogger("hpml")
 
 
 class Planner:
@@ -109,3 +113,16 @@ class Planner:
             raise BadInput(f"parameters are placed on the mesh {mesh} already, and {self.options.mesh} is asked for",
                            where="options['mesh']", next_step="give one mesh for all that a model is compiled for")
         return None
+
+
+def say_plan(planned: Planned, unruled: Mapping[str, Sequence[str]]) -> None:
+    if dist.get_rank() == 0:
+        record = planned.record
+        log.info("%s: mesh %s, predicted step %.3f ms, planned in %.2f s", record.name, planned.mesh,
+                 record.predicted.step_time_us / 1e3, sum(record.seconds.values()))
+        say_what_is_whole(unruled)
+
+
+def say_what_is_whole(unruled: Mapping[str, Sequence[str]]) -> None:
+    for target, nodes in unruled.items():
+        log.warning("no rule for %s: left whole at %s", target, ", ".join(nodes[:3]))
