@@ -46,11 +46,11 @@ def configurations(ranks: int) -> list[dict[str, int]]:
 def work(path: str, names: list[str]) -> None:
     """In a rank: profile, compile, then time and profile in turns; rank 0 prints a row per configuration."""
     torch.set_num_threads(1)
-    from hpml_compiler.compile import session
-    from hpml_compiler.profile.collectives import profile_collectives
-    from hpml_compiler.profile.model import ModelProfiler
-    from hpml_compiler.runtime.world import ensure_process_group
-    from passes.costs.cache import MeasurementCache
+    from hpml_compiler.profile.collective_timing import profile_collectives
+    from hpml_compiler.profile.model_profile import ModelProfiler
+    from hpml_compiler.runtime.process.world_group import ensure_process_group
+    from hpml_compiler.session import session
+    from passes.cost_model.measured.measurement_cache import MeasurementCache
 
     ranks = ensure_process_group()
     module = load(path)
@@ -87,7 +87,7 @@ class Row:
 
     def __init__(self, module: Any, name: str, mesh: dict[str, int], ranks: int):
         import hpml_compiler
-        from hpml_compiler.compile import session
+        from hpml_compiler.session import session
 
         self.module, self.name, self.mesh, self.ranks, self.times = module, name, mesh, ranks, []
         session.reset()
@@ -105,8 +105,8 @@ class Row:
     def plan(self) -> Any:
         """What ran, with the prices of everything that was measured by then: compiled anew, obeying the plan."""
         import hpml_compiler
-        from hpml_compiler.compile import session
-        from passes.machine.cluster import Cluster
+        from hpml_compiler.session import session
+        from passes.hardware.cluster import Cluster
 
         session.reset()
         torch.compiler.reset()
@@ -119,7 +119,7 @@ class Row:
         return hpml_compiler.last_plan()
 
     def step(self) -> None:
-        from hpml_compiler.profile.steps import loss_of
+        from hpml_compiler.profile.training_steps import loss_of
 
         loss_of(self.call(**self.batch)).backward()
         self.optimizer.step()
@@ -135,7 +135,7 @@ class Row:
 
     def measure_memory(self) -> None:
         """Parameters, optimizer state and what the profiler saw come and go in one step, gradients among it."""
-        from hpml_compiler.monitor.profiled import StepProfile
+        from hpml_compiler.monitor.profiled_step import StepProfile
 
         held = [local(t) for t in self.model.parameters()]
         held += [local(t) for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]

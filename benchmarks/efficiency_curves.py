@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from passes.costs import RooflineCost
-from passes.machine.cluster import Cluster
-from passes.machine.device import sheet_for_torch_name
-from passes.machine.mesh import mesh_from_pin
+from passes.cost_model import RooflineCost
+from passes.hardware.cluster import Cluster
+from passes.hardware.device import sheet_for_torch_name
+from passes.hardware.mesh import mesh_from_pin
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ def farthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 def model(args: argparse.Namespace) -> dict[str, Any]:
     """A model split over the ranks against itself in eager mode on this rank's device: float64 and autocast."""
-    from hpml_compiler.compile import session
-    from hpml_compiler.runtime.world import ensure_process_group
+    from hpml_compiler.runtime.process.world_group import ensure_process_group
+    from hpml_compiler.session import session
 
     world = ensure_process_group()
     models, figures, ok = models_of(args.models), {}, True
@@ -211,7 +211,7 @@ def step_time(args: argparse.Namespace) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Ranks with inductor: step time, memory and energy beside what was predicted, by the run's own monitor."""
     import hpml_compiler
-    from hpml_compiler.runtime.world import ensure_process_group
+    from hpml_compiler.runtime.process.world_group import ensure_process_group
 
     ensure_process_group()
     gpt, batch = timed_model(args.device)
@@ -236,9 +236,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def profile(args: argparse.Namespace) -> dict[str, Any]:
     """`hpml profile` on one rank, and the step that is then predicted from it."""
     os.environ["HPML_GPU_PASS_DEVICE"] = args.device
-    from hpml_compiler.planning.measurements import sharing_key
-    from hpml_compiler.profile.model import profile_model
-    from passes.costs.cache import MeasurementCache
+    from hpml_compiler.planner.graph.measured_costs import sharing_key
+    from hpml_compiler.profile.model_profile import profile_model
+    from passes.cost_model.measured.measurement_cache import MeasurementCache
 
     with MeasurementCache() as cache:
         found = profile_model(*profile_target(), cache, seconds=6.0)
@@ -249,7 +249,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
 
 def collectives(args: argparse.Namespace) -> dict[str, Any]:
     """Every functional collective on tensors of the device, against what it should give."""
-    from hpml_compiler.runtime.world import ensure_process_group
+    from hpml_compiler.runtime.process.world_group import ensure_process_group
 
     world, rank = ensure_process_group(), dist.get_rank()
     c10d, name, wrong = torch.ops._c10d_functional, dist.group.WORLD.group_name, []

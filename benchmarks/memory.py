@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpml_compiler.monitor.held import storage_bytes
-from hpml_compiler.monitor.profiled import StepProfile
+from hpml_compiler.monitor.profiled_step import StepProfile
+from hpml_compiler.runtime.optimizer.resident_memory import storage_bytes
 
 MIB = 2**20
 

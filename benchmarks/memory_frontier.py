@@ -29,7 +29,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hpml_compiler
-from hpml_compiler.compile import session
+from hpml_compiler.session import session
 
 SHARES = [share / 10 for share in range(9, 0, -1)]
 """Of torch's activation_memory_budget."""

@@ -30,14 +30,14 @@ from two_ranks import CLOCKS, timed
 
 import hpml_compiler
 from hpml_compiler.monitor.stage_events import measured_schedule
-from hpml_compiler.plans.in_time import PipelinePlan
-from hpml_compiler.runtime.clock import HostClock
-from hpml_compiler.runtime.stage_times import LoopTimes, recording
+from hpml_compiler.plans.pipeline_records import PipelinePlan
+from hpml_compiler.runtime.process.device_clock import HostClock
+from hpml_compiler.runtime.program.stage_timer import LoopTimes, recording
 from hpml_compiler.simulate import simulate
-from hpml_compiler.visualize.timeline import draw
+from hpml_compiler.simulate.timeline_plot import draw
 from passes import compat
-from passes.schedule.actions import schedule
-from passes.schedule.pipeline import Stage, play
+from passes.pipeline.pipeline_schedule import make_schedule
+from passes.pipeline.pipeline_timeline import TimedStage, simulate_pipeline
 
 BY_HAND = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
@@ -171,10 +171,10 @@ def bubbles(step: Callable[[], float], pipe: PipelinePlan) -> dict[str, Any]:
         for steps in each:
             for kind, stage, us in steps:
                 by_stage.setdefault((kind, stage), []).append(us)
-    stages = [Stage(median(by_stage["forward", k]), median(by_stage["backward", k]), stage.send_us, stage.return_us)
+    stages = [TimedStage(median(by_stage["forward", k]), median(by_stage["backward", k]), stage.send_us, stage.return_us)
               for k, stage in enumerate(pipe.stages)]
-    table = schedule(pipe.schedule, pipe.ranks, pipe.microbatches, pipe.virtual_stages)
-    return {"measured": median(idle), "played": play(table, stages).bubble, "planned": pipe.bubble,
+    table = make_schedule(pipe.schedule, pipe.ranks, pipe.microbatches, pipe.virtual_stages)
+    return {"measured": median(idle), "played": simulate_pipeline(table, stages).bubble, "planned": pipe.bubble,
             "forward_us": [stage.forward_us for stage in stages], "backward_us": [stage.backward_us for stage in stages]}
 
 

@@ -158,13 +158,13 @@ TARGETS: dict[str, Callable[[], Target]] = {
 def planned(target: str, clusters: Sequence[str], limits: Sequence[float | None]) -> Iterator[dict[str, Any]]:
     """On each cluster with each time limit, in this process; the model is traced and described once."""
     from hpml_compiler.options import Options
-    from hpml_compiler.planning import traces
-    from passes.machine.cluster import Cluster
-    from passes.partition import offers
+    from hpml_compiler.planner import traced_model
+    from passes.hardware.cluster import Cluster
+    from passes.sharding.strategies import axis_strategies
 
     with torch.device("meta"):
         model, batch = TARGETS[target]()
-    trace, annotate, groups_of = traces.trace, traces.annotate, offers.groups_of
+    trace, annotate, groups_of = traced_model.trace, traced_model.annotate, axis_strategies.groups_of
     took, largest = {"trace": 0.0, "annotate": 0.0}, [0]
 
     def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -181,12 +181,13 @@ def planned(target: str, clusters: Sequence[str], limits: Sequence[float | None]
         largest[0] = max(largest[0], *(len(group.operations) for group in found))
         return found
 
-    traces.trace, traces.annotate, offers.groups_of = timed(trace, "trace"), timed(annotate, "annotate"), measured
-    traced = traces.Traces(model, batch, Options.parse({}))
+    traced_model.trace, traced_model.annotate, axis_strategies.groups_of = timed(trace, "trace"), timed(annotate,
+                                                                                                        "annotate"), measured
+    traced = traced_model.TracedModel(model, batch, Options.parse({}))
     for cluster, limit in itertools.product(clusters, limits):
         traced.options = Options.parse({"cluster": cluster} | ({} if limit is None else {"time_limit": limit}))
         before, began = sum(took.values()), time.process_time()
-        plan: Any = traces.plan_traces(traced, Cluster.parse(cluster))
+        plan: Any = traced_model.plan_traces(traced, Cluster.parse(cluster))
         cpu_s = time.process_time() - began - (sum(took.values()) - before) + took["annotate"]
         yield {"target": target, "cluster": cluster, "time_limit": traced.options.time_limit, "cpu_s": cpu_s,
                "trace_cpu_s": took["trace"], "describe_cpu_s": took["annotate"], "largest_group": largest[0],

@@ -12,12 +12,12 @@ import argparse
 import json
 from pathlib import Path
 
-from hpml_compiler.calibration.calibrate import calibrate, plan_row
-from hpml_compiler.calibration.rows import Row, read_rows
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.instruments.calibration.device_calibration import calibrate, plan_row
+from hpml_compiler.instruments.calibration.measured_rows import MeasuredRow, read_rows
+from hpml_compiler.plan_api.model_plan import Plan
 
 
-def kept_plan(row: Row, folder: Path | None) -> Plan:
+def kept_plan(row: MeasuredRow, folder: Path | None) -> Plan:
     """The plan of a row, read from `folder` or made and kept there."""
     path = folder / f"plan_{row.name}.json" if folder else None
     if path is not None and path.is_file():

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hpml_compiler
-from hpml_compiler.compile import session
+from hpml_compiler.session import session
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 

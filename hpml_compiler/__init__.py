@@ -8,23 +8,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not see `_WHERE`
-    from hpml_compiler.compile.session import last_plan
-    from hpml_compiler.compile.session import start_afresh as reset
+    from hpml_compiler.api import plan
     from hpml_compiler.integrations.accelerate import one_device
-    from hpml_compiler.loader import distribute, distribute_batch
-    from hpml_compiler.monitor.last import last_report, last_stages
-    from hpml_compiler.planning.api import plan
-    from hpml_compiler.plans.plan import Plan
-    from hpml_compiler.runtime.checkpoints import full_state_dict
+    from hpml_compiler.plan_api.model_plan import Plan
+    from hpml_compiler.run_reports import last_report, last_stages
+    from hpml_compiler.runtime.batch.distributed_loader import distribute, distribute_batch
+    from hpml_compiler.runtime.dtensor.state_dicts import full_state_dict
+    from hpml_compiler.session.session import last_plan
+    from hpml_compiler.session.session import reset_process as reset
 
 __all__ = ["Plan", "distribute", "distribute_batch", "full_state_dict", "last_plan", "last_report", "last_stages",
            "one_device", "plan", "reset"]
 
 _WHERE = {
-    "Plan": "plans.plan.Plan", "distribute": "loader.distribute", "distribute_batch": "loader.distribute_batch",
-    "full_state_dict": "runtime.checkpoints.full_state_dict", "last_plan": "compile.session.last_plan",
-    "last_report": "monitor.last.last_report", "last_stages": "monitor.last.last_stages",
-    "one_device": "integrations.accelerate.one_device", "plan": "planning.api.plan", "reset": "compile.session.start_afresh",
+    "Plan": "plan_api.model_plan.Plan", "distribute": "runtime.batch.distributed_loader.distribute",
+    "distribute_batch": "runtime.batch.distributed_loader.distribute_batch",
+    "full_state_dict": "runtime.dtensor.state_dicts.full_state_dict", "last_plan": "session.session.last_plan",
+    "last_report": "run_reports.last_report", "last_stages": "run_reports.last_stages",
+    "one_device": "integrations.accelerate.one_device", "plan": "api.plan", "reset": "session.session.reset_process",
 }
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from hpml_compiler.runtime import uncompiled, wrappers
-from passes.compat import as_given, changes_of_scalars_stay
+from hpml_compiler.integrations import ddp_fsdp_guard
+from hpml_compiler.runtime.install import uncompiled_models
+from passes.compat import allow_scalar_mutation, original_inputs
 from passes.errors import BadInput
 
 
@@ -23,13 +24,13 @@ def hpml(
     from hpml_compiler.compile.dispatch import compile_graph
     from hpml_compiler.options import Options, defaults
 
-    uncompiled.graph_came()
-    changes_of_scalars_stay()
+    uncompiled_models.graph_came()
+    allow_scalar_mutation()
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not known", where="torch.compile",
                        next_step="leave it out; what the modes of inductor tune is not exposed here")
-    return compile_graph(gm, as_given(example_inputs), Options.parse({**defaults, **(options or {})}))
+    return compile_graph(gm, original_inputs(example_inputs), Options.parse({**defaults, **(options or {})}))
 
 
 # Torch loads this module inside of torch.compile, before it makes the compiled module.
-wrappers.watch(hpml)
+ddp_fsdp_guard.watch(hpml)

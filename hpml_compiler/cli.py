@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import typer
 
 from hpml_compiler import commands
-from hpml_compiler.runtime.garbage import SELDOM
+from hpml_compiler.runtime.process.gc_pause import SELDOM
 from passes.errors import BadInput, HpmlError
 
 app = typer.Typer(

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
-from hpml_compiler.mixed.plan import MixedPlan
-from hpml_compiler.plans.invalid import describe_errors
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plan_api.mixed_plan import MixedPlan
+from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import Objective
-from hpml_compiler.quantities import in_mesh_order, parse_axes, parse_budget, parse_names, parse_watts
+from hpml_compiler.plans.validation_errors import describe_errors
+from hpml_compiler.units import in_mesh_order, parse_axes, parse_budget, parse_names, parse_watts
 from passes.errors import BadInput
-from passes.schedule.orders import ScheduleName
+from passes.pipeline.schedule_orders import ScheduleName
 
 OptimizerOption = Literal["auto", "adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]
 OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adagrad"]

@@ -31,7 +31,7 @@ from torch import fx
 from passes import registry
 from passes.annotations import Key, drop, has, keys_on, missing
 from passes.errors import HpmlError
-from passes.result import GraphSnapshot, PassResult
+from passes.pass_result import GraphSnapshot, PassResult
 
 Keys = tuple[Key[Any], ...]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.records import FrozenMap
+from passes.json_records import FrozenMap
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
                     torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType, type(Ellipsis)})

@@ -11,7 +11,7 @@ from torch import fx
 from passes import registry
 from passes.annotations import Key, has
 from passes.base import AnalysisPass, Pass, PassError, TransformPass
-from passes.result import PassResult
+from passes.pass_result import PassResult
 
 _log = logging.getLogger("hpml")
 

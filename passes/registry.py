@@ -1,8 +1,8 @@
 """Passes by name, and which pass provides an annotation.
 
-The project's own passes are found by importing the modules of `passes.analysis`, `passes.partition` and
-`passes.transform`; those of other packages through the entry-point group `hpml_passes`, whose entries name a pass class
-or a module that registers passes when it is imported:
+The project's own passes are found by importing the modules of `passes.analyses`, `passes.checkpointing`, `passes.pipeline`,
+`passes.sharding` and `passes.transforms`; those of other packages through the entry-point group `hpml_passes`, whose entries
+name a pass class or a module that registers passes when it is imported:
 
     [project.entry-points.hpml_passes]
     my_pass = "my_package.my_pass:MyPass"
@@ -25,7 +25,7 @@ from passes.errors import BadInput
 P = TypeVar("P", bound=type[Any])  # of a `passes.base.Pass`, which reads this table for its errors
 
 ENTRY_POINT_GROUP = "hpml_passes"
-_PACKAGES = ("analysis", "partition", "transform")
+_PACKAGES = ("analyses", "checkpointing", "pipeline", "sharding", "transforms")
 _passes: dict[str, type[Any]] = {}
 
 
@@ -47,7 +47,7 @@ def register(cls: P) -> P:
     return cls
 
 
-def outside() -> dict[str, type[Any]]:
+def external_passes() -> dict[str, type[Any]]:
     """By name, the passes that are not of this package."""
     _discover()
     return {name: cls for name, cls in _passes.items() if not cls.__module__.startswith("passes.")}
@@ -78,10 +78,9 @@ def providers(key: Key[Any]) -> tuple[str, ...]:
 @functools.cache
 def _discover() -> None:
     """Import everything that may register a pass, once."""
-    for package in pkgutil.iter_modules(passes.__path__, "passes."):
-        if package.ispkg and package.name.rpartition(".")[2] in _PACKAGES:
-            for module in pkgutil.iter_modules(importlib.import_module(package.name).__path__, f"{package.name}."):
-                importlib.import_module(module.name)
+    for package in (importlib.import_module(f"{passes.__name__}.{name}") for name in _PACKAGES):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     load_entry_points()
 
 

@@ -1,27 +1,60 @@
-"""The arrows between packages and rooms, what is imported late, private torch behind passes/compat, and sizes."""
+"""Layers of both packages, names, sizes of folders, files and functions, late imports, private torch behind passes/compat."""
 from __future__ import annotations
 
 import ast
 import json
+from collections import Counter
 from collections.abc import Iterator
 
 import networkx
 import pytest
 
-from tests.helpers.imports import ROOT, Import, import_graph, imports, loads, module_name, own_module, sources
+from tests.helpers.imports import PACKAGES, ROOT, Import, import_graph, imports, loads, module_name, own_module, sources
 
-LAYERS = (
-    ("errors", "files", "private_files", "sqlite_file", "records"),
-    ("annotations", "base", "compat", "frozen", "manager", "registry", "result"),
-    ("machine", "rules", "solve"),
-    ("graph", "keeping", "outside"),
-    ("costs", "tracing"),
-    ("schedule", "shares"),
-    ("analysis", "partition", "transform"),
-    ("presets",),
-)
-"""The rooms of passes/, from the ground up. Each may read those below it. Within the first two, modules may read each other;
-above, rooms of one layer are siblings, which meet only in annotations and in what lies below them."""
+LAYERS = {
+    "passes": (
+        ("errors", "moved_modules"),
+        ("compat", "filesystem", "solver"),
+        ("annotations", "base", "frozen", "json_records", "manager", "pass_result", "registry"),
+        ("hardware", "op_rules"),
+        ("batch_balance", "graph"),
+        ("cost_model", "serialization", "tracing"),
+        ("simulation",),
+        ("checkpointing", "sharding"),
+        ("analyses",),
+        ("pipeline",),
+        ("transforms",),
+        ("presets",),
+    ),
+    "hpml_compiler": (
+        ("cli_target", "plans", "units"),
+        ("runtime", "visualize"),
+        ("demo", "plan_api"),
+        ("options",),
+        ("simulate",),
+        ("planner",),
+        ("energy", "integrations"),
+        ("monitor",),
+        ("session",),
+        ("run_reports", "profile", "instruments"),
+        ("compile", "api"),
+        ("backend", "instruments.calibration"),
+        ("commands",),
+        ("cli",),
+    ),
+}
+"""The modules and folders at the top of each package, from the ground up: each may import lower layers, none of its own layer
+or of a higher one. The modules of the pass contract may import each other."""
+
+CONTRACT = 2
+"""The layer of passes/ whose modules may import each other."""
+
+MOST_MODULES = 12
+ALIKE = {
+    "hpml_compiler/commands": "one module per command",
+    "passes/op_rules/families": "one module per family of operators",
+}
+"""Folders of more than MOST_MODULES, whose modules are all of one kind."""
 
 LATE = {
     "torch": "seconds: the command line answers --help, and finds wrong arguments, without it",
@@ -39,7 +72,7 @@ LATE = {
 may a module of ours that brings in something of these which its importer does without."""
 
 LONG = {
-    "hpml_compiler/runtime/placed.py": "one class that stands for a tensor in all of torch's functions",
+    "hpml_compiler/runtime/dtensor/placed_tensor.py": "one class that stands for a tensor in all of torch's functions",
 }
 """Files of more than MOST_LINES, and why."""
 
@@ -117,30 +150,62 @@ def test_tests_and_the_notebook_of_the_toolkit_do_without_the_driver():
 
 
 def _layer(module: str) -> tuple[int, str]:
-    room = [*module.split("."), ""][1]
-    found = [number for number, rooms in enumerate(LAYERS) if room in rooms]
-    assert found or not room, f"passes/{room} has no place in LAYERS"
-    return found[0] if found else 0, room
+    package, _, inner = module.partition(".")
+    for name in (".".join(inner.split(".")[:2]), inner.partition(".")[0]):
+        for number, names in enumerate(LAYERS[package]):
+            if name in names:
+                return number, name
+    assert not inner, f"{module} has no place in LAYERS"
+    return -1, ""
 
 
-def test_rooms_of_the_toolkit_read_what_lies_below_them():
+@pytest.mark.parametrize("package", LAYERS)
+def test_layers(package):
     wrong = []
-    for module, place, each in _found("passes"):
+    for module, place, each in _found(package):
         target = own_module(each.name)
-        (here, room), (there, other) = _layer(module), _layer(target)
-        if target and room != other and there >= here and not here == there <= 1:
-            wrong.append(place)
+        if target.split(".")[0] == package and module != package:
+            (here, top), (there, other) = _layer(module), _layer(target)
+            if top != other and there >= here and not (package == "passes" and here == there == CONTRACT):
+                wrong.append(place)
     assert not wrong, "see LAYERS; hand results to siblings over as annotations:\n" + "\n".join(wrong)
 
 
+def test_folders_are_small():
+    sizes = Counter(file.parent.relative_to(ROOT).as_posix() for file, _ in sources().values() if file.stem != "__init__")
+    assert set(ALIKE) == {folder for folder, size in sizes.items() if size > MOST_MODULES}, f"at most {MOST_MODULES} modules"
+
+
+def test_names_are_given_once():
+    """Of modules (except `base`) and of classes, in both packages together; leading underscores do not count."""
+    given: dict[str, list[str]] = {}
+    for file, _ in sources().values():
+        where = file.relative_to(ROOT).as_posix()
+        if file.stem not in ("__init__", "base"):
+            given.setdefault(f"module {file.stem.lstrip('_')}", []).append(where)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                given.setdefault(f"class {node.name.lstrip('_')}", []).append(f"{where}:{node.lineno}")
+    assert len(given) > 500
+    assert not {name: places for name, places in given.items() if len(places) > 1}
+
+
 def test_solving_is_numbers_alone():
-    wrong = [place for module, place, each in _found("passes") if module.startswith("passes.solve")
-             if (target := own_module(each.name)) and not target.startswith(("passes.solve", "passes.errors"))]
+    wrong = [place for module, place, each in _found("passes") if module.startswith("passes.solver")
+             if (target := own_module(each.name)) and not target.startswith(("passes.solver", "passes.errors"))]
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_circle():
-    circles = [sorted(each) for each in networkx.strongly_connected_components(import_graph()) if len(each) > 1]
+def _folder(module: str) -> str:
+    """The folder of a module; at the top of a package, the module itself."""
+    folder = module if sources()[module][0].stem == "__init__" else module.rpartition(".")[0]
+    return module if folder in PACKAGES else folder
+
+
+@pytest.mark.parametrize("unit", [str, _folder], ids=["modules", "folders"])
+def test_no_import_circle(unit):
+    graph = networkx.DiGraph((unit(a), unit(b)) for a, b in import_graph().edges if unit(a) != unit(b))
+    circles = [sorted(each) for each in networkx.strongly_connected_components(graph) if len(each) > 1]
     assert not circles, "imports in functions and for type checkers count: they tie modules together as others do"
 
 
@@ -206,10 +271,10 @@ def test_public_torch_is_left_alone(source):
 
 
 @pytest.mark.parametrize(("source", "module", "found"), [
-    ("from ..solve import ilp", "passes.analysis.flops", "passes.solve.ilp"),
-    ("from . import flops", "passes.analysis.__init__", "passes.analysis.flops"),
-    ("from .flops import count", "passes.analysis.bytes", "passes.analysis.flops.count"),
-    ("from .. import partition", "passes.analysis.__init__", "passes.partition"),
+    ("from ..solver import ilp", "passes.analyses.flops", "passes.solver.ilp"),
+    ("from . import flops", "passes.analyses.__init__", "passes.analyses.flops"),
+    ("from .flops import count", "passes.analyses.bytes", "passes.analyses.flops.count"),
+    ("from .. import sharding", "passes.analyses.__init__", "passes.sharding"),
 ])
 def test_relative_imports_are_resolved(source, module, found):
     assert [each.name for each in imports(ast.parse(source), module)] == [found]

@@ -87,7 +87,7 @@ def check_requirements() -> Iterator[Check]:
 
 def check_release(version: str) -> Iterator[Check]:
     """A release of torch that is newer than the tests works or not; nothing keeps it from being installed."""
-    from passes.compat.releases import why_untested  # which imports torch
+    from passes.compat.patching.torch_releases import why_untested  # which imports torch
 
     if why := why_untested(version):
         yield Check("release", "warning", why, "report what fails; or install a release that is tested")

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from hpml_compiler.commands._at_work import at_work
-from passes.files import check_writable
-from passes.machine.cluster import DeviceSheet, builtin_sheet
+from passes.filesystem.text_files import check_writable
+from passes.hardware.cluster import DeviceSheet, builtin_sheet
 
 
 def register(app: typer.Typer) -> None:
@@ -27,9 +27,9 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Fit the efficiencies of a device to measured steps; report the error on each row, and leave-one-out."""
-    from hpml_compiler.calibration.calibrate import calibrate as run
-    from hpml_compiler.calibration.calibrate import plan_row
-    from hpml_compiler.calibration.rows import read_rows
+    from hpml_compiler.instruments.calibration.device_calibration import calibrate as run
+    from hpml_compiler.instruments.calibration.device_calibration import plan_row
+    from hpml_compiler.instruments.calibration.measured_rows import read_rows
 
     check_writable(save, "the device file")
     listed = read_rows(rows)

@@ -10,10 +10,10 @@ import typer
 
 from hpml_compiler.commands._checks import check_compiler
 from hpml_compiler.commands.run import available_cores
-from hpml_compiler.demo import picture, runs
-from hpml_compiler.demo.runs import Run
+from hpml_compiler.demo import loss_plot, training_runs
+from hpml_compiler.demo.training_runs import TrainingRun
 from passes.errors import BadInput, HpmlError, MissingDependency
-from passes.files import make_folder
+from passes.filesystem.text_files import make_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,13 +64,13 @@ def demo(
             if step == 1:
                 _show_plan(console, plan_path)
 
-        many = runs.train(ranks, arguments, {"HPML_SAVE_PLAN": str(plan_path.resolve())},
-                          stage(ranks, runs.SCRIPT, first))
+        many = training_runs.run_training(ranks, arguments, {"HPML_SAVE_PLAN": str(plan_path.resolve())},
+                                          stage(ranks, training_runs.SCRIPT, first))
         together = {"OMP_NUM_THREADS": str(min(ranks, available_cores()))}
-        one = runs.train(1, arguments, together, stage(1, runs.SCRIPT))
-    difference = runs.largest_difference(one, many)
+        one = training_runs.run_training(1, arguments, together, stage(1, training_runs.SCRIPT))
+    difference = training_runs.largest_difference(one, many)
     _compare(console, one, many, difference)
-    picture.draw(one, many, out / "loss.png")
+    loss_plot.draw(one, many, out / "loss.png")
     _draw_plan(console, plan_path, out / "plan.svg")
     console.print(f"wrote {', '.join(str(out / name) for name in FILES if (out / name).exists())}")
     _say_what_next(console, out)
@@ -113,8 +113,8 @@ def _progress(console: Console, steps: int) -> Iterator[Callable[..., Callable[[
 
 
 def _show_plan(console: Console, path: Path) -> None:
-    from hpml_compiler.plans.plan import Plan
-    from hpml_compiler.visualize.table import renderable
+    from hpml_compiler.plan_api.model_plan import Plan
+    from hpml_compiler.visualize.plan_table import renderable
 
     plan = Plan.load(path)
     if console.is_terminal:
@@ -124,7 +124,7 @@ def _show_plan(console: Console, path: Path) -> None:
 
 
 def _draw_plan(console: Console, source: Path, target: Path) -> None:
-    from hpml_compiler.plans.plan import Plan
+    from hpml_compiler.plan_api.model_plan import Plan
 
     try:
         Plan.load(source).render(target)
@@ -132,7 +132,7 @@ def _draw_plan(console: Console, source: Path, target: Path) -> None:
         console.print(str(error), markup=False)
 
 
-def _compare(console: Console, one: Run, many: Run, difference: float) -> None:
+def _compare(console: Console, one: TrainingRun, many: TrainingRun, difference: float) -> None:
     from rich import box
     from rich.table import Table
 

@@ -11,11 +11,11 @@ from typing import Annotated
 import typer
 
 from hpml_compiler.commands._checks import Check, run_checks
-from hpml_compiler.discovery.discover import Discovery, discover
-from hpml_compiler.plans import graph_file, plan_file
+from hpml_compiler.instruments.discovery.cluster_discovery import Discovery, discover
+from hpml_compiler.plans.cache import graph_database, plan_database
 from passes.errors import BadInput, MissingDependency
-from passes.files import check_writable, is_device
-from passes.records import to_json
+from passes.filesystem.text_files import check_writable, is_device
+from passes.json_records import to_json
 
 
 def register(app: typer.Typer) -> None:
@@ -55,7 +55,7 @@ def doctor(
 
 
 def _clear_cache(as_json: bool) -> None:
-    cleared = [path for path in (plan_file.clear(), graph_file.clear()) if path is not None]
+    cleared = [path for path in (plan_database.clear(), graph_database.clear()) if path is not None]
     if as_json:
         print(json.dumps({"cleared": [*map(str, cleared)]}))
     else:
@@ -90,7 +90,7 @@ def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
 
 
 def _discovered(measure: bool) -> Discovery:
-    from hpml_compiler.runtime.world import process_group
+    from hpml_compiler.runtime.process.world_group import process_group
 
     with process_group():
         return discover(measure)

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
+from hpml_compiler.cli_target import load_target
 from hpml_compiler.commands._at_work import at_work
 from hpml_compiler.commands.plan import checked_options, peak_of
-from hpml_compiler.targets import load_target
 from passes.errors import BadInput, shortened
-from passes.files import check_writable
-from passes.records import read_json
+from passes.filesystem.text_files import check_writable
+from passes.json_records import read_json
 
 MOST_DIGITS = 12  # of a size: formulas are sums of products of several
 
@@ -56,26 +56,26 @@ def explain(
         return
     sizes = _sizes(what_if or [], "--what-if")
     if save is not None:
-        from hpml_compiler.symbolic.file import save as write
+        from hpml_compiler.instruments.cost_formulas.formula_file import save as write
 
         write(cost, save)
-    from hpml_compiler.visualize import growth
+    from hpml_compiler.instruments.cost_formulas import cost_growth
     from hpml_compiler.visualize.terminal import wrapped
 
-    texts = [growth.growth(cost, name)] if grow or not (sizes or save) else []
-    texts += [growth.what_if(cost, name, **sizes)] if sizes else []
+    texts = [cost_growth.growth(cost, name)] if grow or not (sizes or save) else []
+    texts += [cost_growth.what_if(cost, name, **sizes)] if sizes else []
     print(wrapped("\n\n".join(texts)), end="\n" if texts else "")
 
 
 def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool) -> Any:
     """The formulas in a file, or None where it is a plan, on which NAME or its memory is then explained."""
-    from hpml_compiler.symbolic.file import is_formulas, load
+    from hpml_compiler.instruments.cost_formulas.formula_file import is_formulas, load
 
     if is_formulas(read_json(path)):
         if memory:
             raise BadInput("formulas do not say what is held when", path, "give a plan that `hpml plan --save` wrote")
         return load(path)
-    from hpml_compiler.plans.plan import Plan
+    from hpml_compiler.plan_api.model_plan import Plan
 
     found = Plan.load(path)
     if formulas_wanted:
@@ -86,8 +86,8 @@ def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool) -> A
 
 
 def _say(found: Any, name: str | None, memory: bool) -> None:
-    from hpml_compiler.visualize.memory import memory_text
-    from hpml_compiler.visualize.stages import stages_text
+    from hpml_compiler.visualize.memory_explanation import memory_text
+    from hpml_compiler.visualize.pipeline_table import stages_text
     from hpml_compiler.visualize.terminal import columns
 
     if name is None and not memory and (staged := [graph for graph in found.graphs if graph.pipeline is not None]):
@@ -104,9 +104,9 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
     options = checked_options(fixes, {} if cluster is None else {"cluster": cluster})
     with at_work() as tell:
         tell("loading the model")
-        from hpml_compiler.planning import api
-        from hpml_compiler.plans.plan import Plan
-        from hpml_compiler.symbolic.build import formulas
+        from hpml_compiler import api
+        from hpml_compiler.instruments.cost_formulas.formula_builder import formulas
+        from hpml_compiler.plan_api.model_plan import Plan
 
         model, batch = load_target(target)
         tell("planning")

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from hpml_compiler.cli_target import load_target
 from hpml_compiler.commands._at_work import at_work
-from hpml_compiler.energy.pareto import Sweep
-from hpml_compiler.quantities import parse_watts
-from hpml_compiler.targets import load_target
-from hpml_compiler.visualize.pictures import check_picture
+from hpml_compiler.instruments.energy_studies.pareto_front import Sweep
+from hpml_compiler.units import parse_watts
+from hpml_compiler.visualize.picture_files import check_picture
 from passes.errors import BadInput, shortened
-from passes.machine.cluster import Cluster
+from passes.hardware.cluster import Cluster
 
 
 def register(app: typer.Typer) -> None:
@@ -44,14 +44,14 @@ def pareto(
     else:
         _print(found)
     if save is not None:
-        from hpml_compiler.visualize.pareto import draw
+        from hpml_compiler.instruments.energy_studies.pareto_plot import draw
 
         draw(found, save, f"{target.rpartition(':')[2]} on {found.cluster}")
 
 
 def _options(fixes: list[str]) -> Any:
     """The options of --fix; what is swept cannot be pinned. Raises BadInput."""
-    from hpml_compiler.fixes import parse_fixes
+    from hpml_compiler.commands._fix_option import parse_fixes
     from hpml_compiler.options import Options
 
     given = parse_fixes(fixes)
@@ -80,7 +80,7 @@ def _counts(text: str | None) -> list[int] | None:
 def _sweep(target: str, cluster: str, options: Any, caps: list[float | None] | None, counts: list[int] | None,
            tell: Any) -> Sweep:
     tell("loading the model")
-    from hpml_compiler.energy.sweep import sweep
+    from hpml_compiler.instruments.energy_studies.plan_sweep import sweep
 
     model, batch = load_target(target)
     return sweep(model, batch, Cluster.parse(cluster), options, caps=caps, counts=counts, tell=tell)
@@ -93,8 +93,8 @@ def _print(found: Sweep) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from hpml_compiler.visualize.formatting import format_joules, format_mesh, format_us
     from hpml_compiler.visualize.terminal import show
-    from hpml_compiler.visualize.text import format_joules, format_mesh, format_us
 
     table = Table(box=box.SIMPLE, pad_edge=False, title_justify="left")
     for name in ("devices", "mesh", "cap", "planned for", "step", "energy", "power each"):

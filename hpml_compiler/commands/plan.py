@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from hpml_compiler.cli_target import load_target
 from hpml_compiler.commands._at_work import at_work
-from hpml_compiler.targets import load_target
-from hpml_compiler.visualize.pictures import check_picture
+from hpml_compiler.visualize.picture_files import check_picture
 from passes.errors import BadInput, Infeasible
-from passes.files import check_writable
+from passes.filesystem.text_files import check_writable
 
 
 def register(app: typer.Typer) -> None:
@@ -61,7 +61,7 @@ def plan(
 
 def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
     """The options of --fix and of the flags, checked before anything slow starts. Raises BadInput."""
-    from hpml_compiler.fixes import parse_fixes
+    from hpml_compiler.commands._fix_option import parse_fixes
     from hpml_compiler.options import Options
 
     fixed = parse_fixes(fixes)
@@ -75,7 +75,7 @@ def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
 
 def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
     tell("loading the model")
-    from hpml_compiler.planning import api
+    from hpml_compiler import api
 
     model, batch = load_target(target)
     tell("planning")
@@ -85,23 +85,24 @@ def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
 
 def peak_of(found: Any) -> Any:
     """The moment at which a device holds most; simulated where the plan, written by hand, does not say it."""
-    from hpml_compiler.simulate.peak import simulated_peak
-    from hpml_compiler.simulate.run import steady
+    from hpml_compiler.simulate.peak_moment import simulated_peak
+    from hpml_compiler.simulate.simulator import steady
 
     return found.peak or simulated_peak(found, steady(found))
 
 
 def _memory(found: Any) -> dict[str, Any]:
     """Of a plan for like devices."""
-    from hpml_compiler.plans.plan import Plan
-    from hpml_compiler.visualize.memory import memory_json
+    from hpml_compiler.plan_api.model_plan import Plan
+    from hpml_compiler.visualize.memory_explanation import memory_json
 
     return {"memory": memory_json(found, peak_of(found))} if isinstance(found, Plan) and found.graphs else {}
 
 
 def _print_table(found: Any) -> None:
-    from hpml_compiler.mixed.plan import MixedPlan
-    from hpml_compiler.visualize import mixed, table
+    from hpml_compiler.plan_api import mixed_table
+    from hpml_compiler.plan_api.mixed_plan import MixedPlan
+    from hpml_compiler.visualize import plan_table
     from hpml_compiler.visualize.terminal import show
 
-    show(mixed.renderable(found) if isinstance(found, MixedPlan) else table.renderable(found))
+    show(mixed_table.renderable(found) if isinstance(found, MixedPlan) else plan_table.renderable(found))

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hpml_compiler.targets import load_target
-from passes.costs.cache import MeasurementCache, device_key
+from hpml_compiler.cli_target import load_target
+from passes.cost_model.measured.measurement_cache import MeasurementCache, device_key
 from passes.errors import BadInput
 
 RANKS = "torchrun --nproc-per-node 2 -m hpml_compiler.cli profile --collectives"
@@ -47,7 +47,7 @@ def profile(
         )
     if ranks < 2 and collectives:
         print("hpml: collectives are left out: there is only this process", file=sys.stderr)
-    from hpml_compiler.runtime.world import process_group
+    from hpml_compiler.runtime.process.world_group import process_group
 
     with MeasurementCache() as cache, process_group():
         cache.check_writable()
@@ -68,8 +68,8 @@ def _device() -> str:
 
 
 def _operations(cache: MeasurementCache, target: str, seconds: float) -> dict[str, Any]:
-    from hpml_compiler.profile.model import profile_model
-    from hpml_compiler.runtime.devices import device_type, moved
+    from hpml_compiler.profile.model_profile import profile_model
+    from hpml_compiler.runtime.process.compute_device import device_type, moved
 
     with contextlib.redirect_stdout(sys.stderr):  # what the model's code prints
         model, batch = load_target(target)
@@ -81,7 +81,7 @@ def _operations(cache: MeasurementCache, target: str, seconds: float) -> dict[st
 
 
 def _collectives(cache: MeasurementCache, seconds: float, max_mib: float) -> list[dict[str, Any]]:
-    from hpml_compiler.profile.collectives import SIZES, profile_collectives
+    from hpml_compiler.profile.collective_timing import SIZES, profile_collectives
 
     sizes = [size for size in SIZES if size <= max_mib * 2**20]
     return collective_rows(profile_collectives(cache, seconds, sizes))
@@ -92,8 +92,8 @@ def collective_rows(timings: Iterable[Any]) -> list[dict[str, Any]]:
 
     left_out_error: the median relative error of predicting a size from the others, null with fewer than 4 sizes.
     """
-    from passes.costs.measured_collectives import fit_points
-    from passes.costs.piecewise import left_out_errors
+    from passes.cost_model.measured.measured_collectives import fit_points
+    from passes.cost_model.measured.piecewise_linear import left_out_errors
 
     timings = list(timings)
     rows = []

@@ -206,7 +206,7 @@ def first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
 
 
 def _first_failure(rank: int, failure: Any) -> str:
-    """What to say first: who failed, and with what, as far as that rank has left word (`runtime.lost_ranks`)."""
+    """What to say first: who failed, and with what, as far as that rank has left word (`runtime.watchdog.heartbeat`)."""
     word = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
     if word.get("noticed"):
         return f"{word['message']}\n  (rank {rank} noticed, and ended with exit code {failure.exitcode})"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from passes.files import check_writable, write_file
+from passes.filesystem.text_files import check_writable, write_file
 
 
 def register(app: typer.Typer) -> None:
@@ -32,9 +32,9 @@ def simulate(
 
     for each, what in ((timeline, "the timeline"), (trace, "the trace")):
         check_writable(each, what)
-    from hpml_compiler.mixed.plan import MixedPlan
-    from hpml_compiler.plans.files import is_mixed, read_plan
-    from hpml_compiler.plans.plan import Plan
+    from hpml_compiler.plan_api.mixed_plan import MixedPlan
+    from hpml_compiler.plan_api.model_plan import Plan
+    from hpml_compiler.plans.plan_json import is_mixed, read_plan
     from hpml_compiler.simulate import simulate as run
 
     text = read_plan(path)
@@ -42,11 +42,11 @@ def simulate(
     found = run(plan, cluster, recompute=recompute, microbatches=microbatches, overlap=overlap,
                 contention=contention)
     if trace is not None:
-        from hpml_compiler.simulate.trace import trace_json
+        from hpml_compiler.simulate.chrome_trace import trace_json
 
         write_file(trace, trace_json(found), "the trace")
     if timeline is not None:
-        from hpml_compiler.visualize.timeline import draw
+        from hpml_compiler.simulate.timeline_plot import draw
 
         what = ", ".join(g.name for g in plan.step_graphs) if isinstance(plan, Plan) else f"{plan.batch} rows"
         draw(found, timeline, f"{what} on {cluster or plan.cluster or 'its cluster'}")
@@ -57,7 +57,7 @@ def simulate(
 
 
 def _print_table(plan: Any, found: Any, cluster: str | None) -> None:
-    from hpml_compiler.simulate.table import renderable
+    from hpml_compiler.simulate.simulation_table import renderable
     from hpml_compiler.visualize.terminal import show
 
     show(renderable(plan, found, cluster))

@@ -1,1 +1,1 @@
-"""One graph of the backend, from Dynamo to what a rank runs."""
+"""Compiles one Dynamo graph of the backend: inputs, cache, trace, decide, rewrite, split, lower, install, run."""

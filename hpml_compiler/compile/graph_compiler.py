@@ -12,18 +12,18 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from hpml_compiler.compile import session
-from hpml_compiler.compile.earlier import Earlier, Entry
-from hpml_compiler.compile.lowering import Call, Lowering
-from hpml_compiler.compile.microbatched import Microbatched
-from hpml_compiler.compile.phases import phase
-from hpml_compiler.compile.unplanned import Later, Unplanned
+from hpml_compiler.compile.cache.graph_cache import CachedGraph, GraphCache
+from hpml_compiler.compile.cache.lazy_plan import LazyPlan, PlanSource
+from hpml_compiler.compile.lower.compile_timer import compile_phase
+from hpml_compiler.compile.lower.lowering import Call, Lowering
+from hpml_compiler.compile.program.microbatch_autograd import MicrobatchAutograd
 from hpml_compiler.options import Options
-from hpml_compiler.runtime.gathered import Holding
+from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
+from hpml_compiler.session import session
 from passes import compat
-from passes.graph.nodes import returned_nodes
-from passes.machine.cluster import Cluster
-from passes.tracing.trace import decompositions
+from passes.graph.fx_nodes import returned_nodes
+from passes.hardware.cluster import Cluster
+from passes.tracing.joint_trace import decompositions
 
 Halves = Sequence[GraphModule]
 
@@ -39,10 +39,10 @@ class GraphCompiler(abc.ABC):
         self.gm, self.given, self.options, self.name = gm, given, options, name
         self.session = session.current()
         self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
-        self.holding = Holding()
-        self.program: Microbatched | None = None
+        self.holding = UnshardedInputs()
+        self.program: MicrobatchAutograd | None = None
         self.seconds: dict[str, float] = {}
-        self.earlier: Earlier
+        self.earlier: GraphCache
 
     # -- what subclasses decide ----------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class GraphCompiler(abc.ABC):
         `program`, and returns None."""
 
     @abc.abstractmethod
-    def restore(self, restored: Any, found: Entry, forward_outputs: int) -> None:
+    def restore(self, restored: Any, found: CachedGraph, forward_outputs: int) -> None:
         """Set `program` where the cache has one. restored: what was noted for the cache."""
 
     @abc.abstractmethod
@@ -82,7 +82,7 @@ class GraphCompiler(abc.ABC):
     def trace(self, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled graph, as a function of plain local tensors."""
         seconds: dict[str, float] = {}
-        with phase("trace", self._text("tracing"), seconds):
+        with compile_phase("trace", self._text("tracing"), seconds):
             function = compat.aot_autograd(
                 fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
                 partition_fn=self._partition, decompositions=self.decompositions(),
@@ -115,7 +115,7 @@ class GraphCompiler(abc.ABC):
 
     def _compiled_backward(self, gm: GraphModule, inputs: Any) -> Call:
         self.earlier.note_backward()
-        with self.doing("compile backward", "compiling backward"), compat.writing_only_over(self.earlier.writes_over):
+        with self.doing("compile backward", "compiling backward"), compat.restrict_overwriting(self.earlier.writes_over):
             return self.lowering.backward(gm, inputs)
 
     def _inference(self, gm: GraphModule, _: Any) -> Call:
@@ -142,19 +142,19 @@ class GraphCompiler(abc.ABC):
         self.note_halves(halves)
         return halves
 
-    def note_halves(self, halves: Halves, unplanned: Unplanned | None = None) -> None:
+    def note_halves(self, halves: Halves, unplanned: PlanSource | None = None) -> None:
         """For the cache, before they are compiled."""
         self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])), unplanned)
 
-    def plan_later(self, unplanned: Unplanned | bytes, cluster: Cluster) -> None:
+    def plan_later(self, unplanned: PlanSource | bytes, cluster: Cluster) -> None:
         """The plan of this graph is made when somebody asks for it."""
         reports = {} if self.program is None else self.program.reports
         self.session.options, self.session.cluster = self.options, str(cluster)
-        self.session.unplanned.append(Later(unplanned, self.seconds, reports))
+        self.session.unplanned.append(LazyPlan(unplanned, self.seconds, reports))
         session.save_plan()
 
-    def doing(self, what: str, text: str) -> phase:
-        return phase(what, self._text(text), self.seconds)
+    def doing(self, what: str, text: str) -> compile_phase:
+        return compile_phase(what, self._text(text), self.seconds)
 
     def _text(self, text: str) -> str:
         return f"{self.name}: {text}" if self.name else text

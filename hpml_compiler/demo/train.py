@@ -17,7 +17,7 @@ TEXT = Path(__file__).with_name("persuasion.txt")
 VOCABULARY = 128  # ASCII
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -41,7 +41,7 @@ class GPT(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.apply(self._start)

@@ -1,1 +1,1 @@
-"""Energy: measured where a meter exists (`meters`), and weighed against time (`pareto`, `sweep`)."""
+"""Energy of the devices of this machine, measured where there is a meter."""

@@ -1,1 +1,4 @@
-"""Libraries that bring the training loop: accelerate, transformers' Trainer, Lightning. Each is imported only if it is used."""
+"""Libraries and wrappers around the training loop: accelerate, transformers' Trainer, Lightning, DDP, FSDP, SyncBatchNorm.
+
+accelerate, transformers and Lightning are imported only if they are used.
+"""

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hpml_compiler.integrations import transformers
-from hpml_compiler.integrations.gather import barrier, gathered, gathered_states, holds_placed
+from hpml_compiler.integrations.rank_zero_gather import barrier, gathered, gathered_states, holds_placed
 from hpml_compiler.options import Options, defaults
-from hpml_compiler.runtime.world import ensure_process_group
+from hpml_compiler.runtime.process.world_group import ensure_process_group
 from passes.errors import BadInput, MissingDependency
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

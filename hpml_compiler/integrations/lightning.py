@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpml_compiler.integrations.gather import barrier, gathered
-from hpml_compiler.runtime.world import control_group, ensure_process_group
+from hpml_compiler.integrations.rank_zero_gather import barrier, gathered
+from hpml_compiler.runtime.process.world_group import control_group, ensure_process_group
 from passes.errors import MissingDependency
 
 try:

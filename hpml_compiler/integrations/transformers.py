@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpml_compiler.integrations.gather import barrier, gathered, gathered_states, holds_placed, is_first_rank
+from hpml_compiler.integrations.rank_zero_gather import barrier, gathered, gathered_states, holds_placed, is_first_rank
 
 
 @functools.cache

@@ -1,13 +1,11 @@
-"""What a run takes, beside what its plan predicted: see docs/monitoring.md.
+"""Measured steps beside what their plans predicted: see docs/monitoring.md.
 
-- classes: the class of work (matmul, collective, ...) that a profiler's event belongs to.
-- prediction: what the plans predict for the graphs that a step ran.
-- steps: what lies between two optimizer steps, and how long it took.
-- profiled: one step under torch's profiler: its time by class, its peak of tensor memory.
-- held: bytes of parameters, gradients and optimizer state.
-- report: predicted beside measured, as a record and as text. tensorboard: as scalars.
-- schedule: which steps are measured, which one is profiled. monitor: all of it together, for one process.
+- kernel_classes: the class of work (matmul, collective, ...) that a profiler's event belongs to.
+- prediction: the predicted time and bytes of the graphs that a step ran.
+- step_recorder: the time between two optimizer steps, by graph.
+- profiled_step: one step under torch's profiler: its time by class, its peak of tensor memory. profile_trigger: when.
+- report: predicted beside measured, as a record and as text. tensorboard_scalars: as scalars.
+- measured_window: which steps are measured. monitor: all of it together, for one process.
 - hooks: how a run tells the monitor what it does.
-- stages: what the stages of a pipeline take, beside what they were cut by.
-- stage_events: a step of a pipeline as it was measured, of all ranks.
+- stage_monitor: times of the stages of a pipeline, beside those they were cut by. stage_events: one measured step of all ranks.
 """

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from hpml_compiler.monitor import tensorboard
-from hpml_compiler.monitor.energy import PowerMeter
-from hpml_compiler.monitor.held import OldGradients, held_bytes, trained_parameters
-from hpml_compiler.monitor.prediction import Expected, GraphCost, Runs, expected, graph_cost
-from hpml_compiler.monitor.profiled import StepProfile
-from hpml_compiler.monitor.profiling import Profiling
-from hpml_compiler.monitor.report import Compared, Report, compared
-from hpml_compiler.monitor.schedule import FEWEST, Window
-from hpml_compiler.monitor.steps import Step, StepRecorder, StepTimes
+from hpml_compiler.energy.power_meter import PowerMeter
+from hpml_compiler.monitor import tensorboard_scalars
+from hpml_compiler.monitor.measured_window import FEWEST, MeasuredWindow
+from hpml_compiler.monitor.prediction import GraphCost, GraphRuns, PredictedStep, expected, graph_cost
+from hpml_compiler.monitor.profile_trigger import ProfileTrigger
+from hpml_compiler.monitor.profiled_step import StepProfile
+from hpml_compiler.monitor.report import PredictedFigure, Report, compared
+from hpml_compiler.monitor.step_recorder import RecordedStep, StepRecorder, StepTimes
 from hpml_compiler.plans.schema import GraphPlan
-from hpml_compiler.runtime.clock import Clock, clock_for
+from hpml_compiler.runtime.optimizer.resident_memory import OldGradients, held_bytes, trained_parameters
+from hpml_compiler.runtime.process.device_clock import Clock, clock_for
 
 log = logging.getLogger("hpml")
 
@@ -37,14 +37,14 @@ class Monitor:
     """
 
     def __init__(self, device_type: str, *, speaks: bool = True, folder: str | None = None, clock: Clock | None = None,
-                 window: Window | None = None, make_profile: Callable[[], StepProfile] | None = None,
+                 window: MeasuredWindow | None = None, make_profile: Callable[[], StepProfile] | None = None,
                  power: PowerMeter | None = None, rival_us: Callable[[], float | None] = lambda: None,
                  complete: Callable[[GraphPlan], GraphPlan] = lambda plan: plan) -> None:
         self.device_type, self.speaks, self.folder = device_type, speaks, folder
         self.clock = clock or clock_for(device_type)
         self.recorder = StepRecorder(self.clock, self._step_ended)
-        self.window = window or Window()
-        self.profiling = Profiling(make_profile or self._start_profile)
+        self.window = window or MeasuredWindow()
+        self.profiling = ProfileTrigger(make_profile or self._start_profile)
         self.power, self.rival_us = power or PowerMeter(None), rival_us
         self.complete = complete
         self.plans: list[GraphPlan] = []
@@ -165,7 +165,7 @@ class Monitor:
 
     # -- steps and reports ---------------------------------------------------------------------------------------------
 
-    def _step_ended(self, step: Step) -> None:
+    def _step_ended(self, step: RecordedStep) -> None:
         if self.profiling.is_running:
             self.profiling.give_up()
         enough = self.window.add(step)
@@ -210,9 +210,9 @@ class Monitor:
         watts = self.power.watts()
         return Report(
             step=self.window.seen, steps_measured=len(steps), runs=self._named(runs),
-            step_time=Compared("step time", prediction.step_us, times.step_us), graphs_us=times.graphs_us,
+            step_time=PredictedFigure("step time", prediction.step_us, times.step_us), graphs_us=times.graphs_us,
             optimizer_us=times.optimizer_us, between_us=times.between_us, classes=classes, memory_source=source,
-            peak_memory=None if peak_bytes is None else Compared("peak memory", prediction.peak_bytes, peak_bytes),
+            peak_memory=None if peak_bytes is None else PredictedFigure("peak memory", prediction.peak_bytes, peak_bytes),
             memory_parts=self._memory_parts(prediction, peak_bytes), energy_j=prediction.energy_j,
             measured_energy_j=None if watts is None else watts * times.step_us * 1e-6, energy_source=self.power.label,
             rival_us=self.rival_us(),
@@ -223,13 +223,13 @@ class Monitor:
             return torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated, since the start"
         return profiled, "" if profiled is None else "tensors allocated in one profiled step"
 
-    def _memory_parts(self, prediction: Expected, peak_bytes: int | None) -> tuple[Compared, ...]:
+    def _memory_parts(self, prediction: PredictedStep, peak_bytes: int | None) -> tuple[PredictedFigure, ...]:
         if peak_bytes is None or self.held is None:
             return ()
         rest = max(peak_bytes - sum(self.held.values()), 0)
         return compared(prediction.parts_bytes, {**self.held, "activations": rest})
 
-    def _named(self, runs: Iterable[Runs]) -> str:
+    def _named(self, runs: Iterable[GraphRuns]) -> str:
         return ", ".join(f"{self.costs[run.graph].name} ({run.forward} forward, {run.backward} backward)" for run in runs)
 
     def _say(self, report: Report) -> None:
@@ -237,8 +237,8 @@ class Monitor:
         if not self.speaks:
             return
         if self.folder is not None:
-            self._writer = self._writer or tensorboard.open_writer(self.folder)
-            tensorboard.write(self._writer, report)
+            self._writer = self._writer or tensorboard_scalars.open_writer(self.folder)
+            tensorboard_scalars.write(self._writer, report)
         log.info("%s", report.text())
         for kind, text in (("time", report.time_warning()), ("memory", report.memory_warning())):
             if text is not None and kind not in self._warned:

@@ -5,14 +5,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpml_compiler.monitor.classes import CLASSES, class_of_kind
+from hpml_compiler.monitor.kernel_classes import CLASSES, class_of_kind
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, Redistribution
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True)
-class Runs:
+class GraphRuns:
     """How often a graph, by its number in the run, ran in a step."""
 
     graph: int
@@ -36,7 +36,7 @@ class GraphCost:
     optimizer_us: Mapping[str, float]
     energy_j: float | None
 
-    def calls_us(self, runs: Runs) -> float:
+    def calls_us(self, runs: GraphRuns) -> float:
         """Predicted time of so many calls."""
         forward, backward = sum(self.forward_us.values()), sum(self.backward_us.values())
         if not forward + backward:
@@ -45,7 +45,7 @@ class GraphCost:
 
 
 @dataclass(frozen=True)
-class Expected:
+class PredictedStep:
     """Predicted for one step: its time, its time by class (every class is there), bytes by part and at the peak, and the
     joules of all devices (None if a graph's are not known; in proportion to the calls' time)."""
 
@@ -93,7 +93,7 @@ def _is_backward(plan: GraphPlan, move: Redistribution) -> bool:
     return plan.training and (maker is None or maker.backward)
 
 
-def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Sequence[Runs]) -> Expected:
+def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Sequence[GraphRuns]) -> PredictedStep:
     """What is predicted for a step that ran these graphs: their calls, and the optimizer once, over all parameters whose
     gradients were computed."""
     classes: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
@@ -116,11 +116,11 @@ def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Seque
         parts["activations"] += plan.memory.gradients - (plan.at_peak.parts.get("gradients", 0) if plan.at_peak else 0)
     joules = [_joules(costs[run.graph], run) for run in runs]
     known = [each for each in joules if each is not None]
-    return Expected(step_us + classes["optimizer"], classes, sum(parts.values()), parts,
-                    sum(known) if len(known) == len(joules) else None)
+    return PredictedStep(step_us + classes["optimizer"], classes, sum(parts.values()), parts,
+                         sum(known) if len(known) == len(joules) else None)
 
 
-def _joules(cost: GraphCost, runs: Runs) -> float | None:
+def _joules(cost: GraphCost, runs: GraphRuns) -> float | None:
     return None if cost.energy_j is None or not cost.graph_us else cost.energy_j * cost.calls_us(runs) / cost.graph_us
 
 

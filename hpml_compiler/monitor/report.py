@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpml_compiler.visualize.text import format_bytes, format_us
+from hpml_compiler.visualize.formatting import format_bytes, format_us
 
 TOLERANCE = 0.25
 """Above this relative error of a prediction, a run warns."""
@@ -15,7 +15,7 @@ and another plan would gain nothing."""
 
 
 @dataclass(frozen=True)
-class Compared:
+class PredictedFigure:
     """One figure, predicted and measured: µs, bytes or joules."""
 
     name: str
@@ -36,7 +36,7 @@ class Compared:
 class Report:
     """What one rank measured, and what its plans predicted for the same work.
 
-    step: optimizer steps until then, or groups of them (`monitor.steps`). steps_measured: how many the medians are of.
+    step: optimizer steps until then, or groups of them (`monitor.step_recorder`). steps_measured: how many the medians are of.
     runs: calls of graphs in one such step, as text. step_time: µs. graphs_us, optimizer_us, between_us: of the measured
     step time, what passed in compiled graphs, in optimizers and between them. peak_memory: bytes, None if it was not
     measured; memory_source says how. energy_j: predicted joules of the step on all devices, an estimate from data sheets,
@@ -47,14 +47,14 @@ class Report:
     step: int
     steps_measured: int
     runs: str
-    step_time: Compared
+    step_time: PredictedFigure
     graphs_us: float
     optimizer_us: float
     between_us: float
-    peak_memory: Compared | None = None
+    peak_memory: PredictedFigure | None = None
     memory_source: str = ""
-    classes: tuple[Compared, ...] = ()
-    memory_parts: tuple[Compared, ...] = ()
+    classes: tuple[PredictedFigure, ...] = ()
+    memory_parts: tuple[PredictedFigure, ...] = ()
     energy_j: float | None = None
     measured_energy_j: float | None = None
     energy_source: str = ""
@@ -127,15 +127,15 @@ class Report:
                 f"{format_bytes(worst.measured)}")
 
 
-def worst_of(figures: tuple[Compared, ...]) -> Compared:
+def worst_of(figures: tuple[PredictedFigure, ...]) -> PredictedFigure:
     """The one whose prediction is farthest from what was measured."""
     return max(figures, key=lambda each: abs(each.predicted - each.measured))
 
 
-def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tuple[Compared, ...]:
-    return tuple(Compared(name, predicted.get(name, 0.0), measured.get(name, 0.0))
+def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> tuple[PredictedFigure, ...]:
+    return tuple(PredictedFigure(name, predicted.get(name, 0.0), measured.get(name, 0.0))
                  for name in dict.fromkeys([*predicted, *measured]))
 
 
-def _percent(figure: Compared) -> str:
+def _percent(figure: PredictedFigure) -> str:
     return f"{abs(figure.predicted - figure.measured) / figure.measured:.0%}" if figure.measured else "all of it"

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from hpml_compiler.runtime.stage_times import LoopTimes
-from passes.schedule.assembly import Event
-from passes.schedule.pipeline import name_of
+from hpml_compiler.runtime.program.stage_timer import LoopTimes
+from passes.pipeline.pipeline_timeline import name_of
+from passes.simulation.step_timeline import TimelineEvent
 
 
-def measured_schedule(loops: Sequence[LoopTimes]) -> list[Event]:
+def measured_schedule(loops: Sequence[LoopTimes]) -> list[TimelineEvent]:
     """What the stages of each rank computed in one step, without waiting for messages; lane d is rank d, where `pp` is the
     only axis of the mesh. loops: what `recording` has found on this rank of that step. All ranks call it together and get the
     same. Times are since each rank began; where backward is a loop of its own, it follows the forward of the slowest rank."""
@@ -18,11 +18,12 @@ def measured_schedule(loops: Sequence[LoopTimes]) -> list[Event]:
            for loop in loops]
     ranks: list[list[list[tuple[str, str, float, float]]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(ranks, own)
-    found: list[Event] = []
+    found: list[TimelineEvent] = []
     begin = 0.0
     for number in range(max(map(len, ranks))):
         parts = [(lane, part) for lane, all_of in enumerate(ranks) for part in all_of[number:number + 1]]
-        found += [Event(lane, "compute", name, "forward" if kind == "forward" else "backward", begin + start, begin + end)
+        found += [TimelineEvent(lane, "compute", name, "forward" if kind == "forward" else "backward", begin + start,
+                                begin + end)
                   for lane, part in parts for kind, name, start, end in part]
         begin = max((event.stop_us for event in found), default=begin)
     return found

@@ -1,1 +1,1 @@
-"""The plan as data: its parts, its files, and how it is written from a decision."""
+"""The plan as data: its records, its JSON, and the sums over them. Nothing here draws."""

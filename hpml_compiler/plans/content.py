@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, model_validator
 
-from hpml_compiler.plans.at_peak import Peak
-from hpml_compiler.plans.fields import Mesh, Record
-from hpml_compiler.plans.files import FORMAT_VERSION, PlanFile
-from hpml_compiler.plans.peak import counted_peak
+from hpml_compiler.plans.memory_records import Peak
+from hpml_compiler.plans.peak_memory import counted_peak
+from hpml_compiler.plans.plan_json import FORMAT_VERSION, PlanFile
+from hpml_compiler.plans.record_fields import Mesh, Record
 from hpml_compiler.plans.schema import (
     CollectiveTotal,
     GraphPlan,
@@ -22,7 +22,7 @@ from hpml_compiler.plans.schema import (
     UnplannedPart,
     collective_totals,
 )
-from passes.machine.mesh import links_of_axes
+from passes.hardware.mesh import links_of_axes
 
 PHASES = ("trace", "annotate", "solve", "rewrite", "compile forward", "compile backward")
 

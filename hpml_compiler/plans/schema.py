@@ -13,8 +13,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from hpml_compiler.plans.at_peak import MemoryBytes, Peak
-from hpml_compiler.plans.fields import (
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.memory_records import MemoryBytes, Peak
+from hpml_compiler.plans.pipeline_records import MicrobatchPlan, PipelinePlan
+from hpml_compiler.plans.record_fields import (
     ClassId,
     Count,
     Mesh,
@@ -25,8 +27,6 @@ from hpml_compiler.plans.fields import (
     Record,
     Shape,
 )
-from hpml_compiler.plans.in_time import MicrobatchPlan, PipelinePlan
-from hpml_compiler.plans.kept import KeptPlan
 
 Objective = Literal["time", "energy"]
 
@@ -88,8 +88,8 @@ class HopPlan(Record):
     """One collective over one mesh axis. `bytes` is its payload on one device, the larger of what goes in and what
     comes out; 0 marks a local hop, such as the slice that makes R into S, which is no collective.
 
-    What else it is priced by (`passes.costs.terms.Message`): `outer`, for each end that has to be packed or unpacked, the
-    number of elements before the dim that is split; `bucket_bytes`, of gradients, those that are reduced together."""
+    What else it is priced by (`passes.cost_model.cost_terms.Message`): `outer`, for each end that has to be packed or unpacked,
+    the number of elements before the dim that is split; `bucket_bytes`, of gradients, those that are reduced together."""
 
     collective: str
     axis: str
@@ -115,7 +115,7 @@ class Redistribution(Record):
     held: bool = False
 
 
-class LeftWhole(Record):
+class ReplicatedValue(Record):
     """A node or parameter that the plan leaves replicated although an axis was there, and why."""
 
     name: str
@@ -127,8 +127,8 @@ class PredictedCost(Record):
     `overhead_us`: what calling the compiled graphs takes besides their kernels, where it was measured. `again_us`: under a byte
     budget, running calls of forward once more for backward, and moving what is offloaded.
 
-    energy_j: of one step on all devices together (`passes.costs.energy`), None where nobody computed it; energy_label
-    says where its figures come from."""
+    energy_j: of one step on all devices together (`passes.cost_model.energy_model`), None where nobody computed it;
+    energy_label says where its figures come from."""
 
     step_time_us: Microseconds
     compute_us: Microseconds
@@ -242,7 +242,7 @@ class GraphPlan(Record):
     parameters: dict[str, ParameterPlan]
     operations: dict[str, OperationPlan]
     redistributions: Annotated[tuple[Redistribution, ...], Field(strict=False)]
-    left_whole: Annotated[tuple[LeftWhole, ...], Field(strict=False)]
+    left_whole: Annotated[tuple[ReplicatedValue, ...], Field(strict=False)]
     predicted: PredictedCost
     memory: MemoryBytes
     solver: SolverReport
@@ -252,7 +252,7 @@ class GraphPlan(Record):
     tangents: dict[str, Count] = Field(default_factory=dict)
     rows: Annotated[int, Field(ge=0)] | None = None
     frame: str = ""
-    kept: KeptPlan | None = None
+    kept: CheckpointingPlan | None = None
     microbatches: MicrobatchPlan | None = None
     pipeline: PipelinePlan | None = None
     at_peak: Peak | None = None

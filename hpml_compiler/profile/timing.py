@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpml_compiler.runtime.devices import device_type
-from passes.costs.cache import Measurement
+from hpml_compiler.runtime.process.compute_device import device_type
+from passes.cost_model.measured.measurement_cache import TimedMeasurement
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 200
 
@@ -41,7 +41,7 @@ def slowest_us(values: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedCall:
     """A call, and how it is timed in each round: `warm` calls that are not, then `samples` of `repeats` calls each.
     rounds: after so many it is left out; the same number on all ranks."""
 
@@ -52,7 +52,7 @@ class Timed:
     rounds: int = MOST_ROUNDS
 
 
-def in_rounds(calls: Mapping[str, Timed], seconds: float) -> dict[str, list[float]]:
+def in_rounds(calls: Mapping[str, TimedCall], seconds: float) -> dict[str, list[float]]:
     """µs of every call by name, in rounds over all of them for about `seconds`.
 
     In a process group all ranks make the same calls at once, after a barrier each, and the slowest rank's time counts;
@@ -89,8 +89,8 @@ def _on_all_ranks(names: Iterable[str]) -> list[str]:
     return [name for name in gathered[0] if all(name in each for each in gathered)]
 
 
-def as_measurement(us: Sequence[float]) -> Measurement:
+def as_measurement(us: Sequence[float]) -> TimedMeasurement:
     """Median, number and spread (90th over 10th percentile) of samples."""
     ordered = sorted(us)
     low, high = ordered[len(us) // 10], ordered[-1 - len(us) // 10]
-    return Measurement(statistics.median(us), len(us), max(high / low, 1.0) if low else 1.0)
+    return TimedMeasurement(statistics.median(us), len(us), max(high / low, 1.0) if low else 1.0)

@@ -1,9 +1,9 @@
 """Simulate one step of a plan: what it takes, where the time goes, which bytes are held when, how much energy."""
-from hpml_compiler.simulate.run import simulate
 from hpml_compiler.simulate.simulation import Simulation
-from passes.schedule.assembly import Event
-from passes.schedule.lanes import CONTENTION
-from passes.schedule.orders import SCHEDULES
-from passes.schedule.pipeline import Stage, pipeline
+from hpml_compiler.simulate.simulator import simulate
+from passes.pipeline.pipeline_timeline import TimedStage, pipeline_tasks
+from passes.pipeline.schedule_orders import SCHEDULES
+from passes.simulation.rank_lanes import CONTENTION
+from passes.simulation.step_timeline import TimelineEvent
 
-__all__ = ["CONTENTION", "SCHEDULES", "Event", "Simulation", "Stage", "pipeline", "simulate"]
+__all__ = ["CONTENTION", "SCHEDULES", "TimelineEvent", "Simulation", "TimedStage", "pipeline_tasks", "simulate"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from passes.schedule.assembly import Event
+from passes.simulation.step_timeline import TimelineEvent
 
 ESTIMATED = "estimated"
 """Label of an energy that follows from a device's data sheet and no meter."""
@@ -36,7 +36,7 @@ class Simulation:
     peak_bytes: int
     energy_j: float | None
     energy_label: str
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
     memory: tuple[tuple[float, int], ...]
     ranks_of_lane: tuple[tuple[int, ...], ...]
     fullest_lane: int = 0

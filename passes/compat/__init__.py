@@ -5,19 +5,19 @@ What takes long to load, such as `torch._inductor` and `torch._dynamo`, is impor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree  # arguments and results of ops are nested; torch has no public name for this
 
-from passes.compat.around import *
-from passes.compat.backends import *
-from passes.compat.cpp_compiler import *
-from passes.compat.custom_ops import *
-from passes.compat.decompositions import *
-from passes.compat.dtensor import *
-from passes.compat.dynamo import *
-from passes.compat.eager import *
-from passes.compat.graphs import *
-from passes.compat.groups import *
-from passes.compat.inductor import *
-from passes.compat.kernels import *
-from passes.compat.releases import *
-from passes.compat.sizes import *
-from passes.compat.sources import *
-from passes.compat.tracing import *
+from passes.compat.aot.aot_epilogue import *
+from passes.compat.aot.aot_tracing import *
+from passes.compat.aot.custom_ops import *
+from passes.compat.aot.decomposition_tables import *
+from passes.compat.aot.lazy_graphs import *
+from passes.compat.capture.backend_inputs import *
+from passes.compat.capture.dynamo import *
+from passes.compat.capture.dynamo_sources import *
+from passes.compat.capture.symint import *
+from passes.compat.codegen.batch_cpp_kernels import *
+from passes.compat.codegen.cpp_warmup import *
+from passes.compat.codegen.inductor import *
+from passes.compat.execution.dtensor_internals import *
+from passes.compat.execution.eager_internals import *
+from passes.compat.execution.process_groups import *
+from passes.compat.patching.torch_releases import *

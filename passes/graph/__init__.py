@@ -1,1 +1,1 @@
-"""What the passes say about a graph: values and operations, layouts, the interface, the decision."""
+"""Data about a graph: values and operations, layouts, the signature, the decision."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from passes.graph.layouts import Layout
-from passes.graph.phase import Phase
-from passes.machine.axis import Axes
-from passes.records import FrozenMap
+from passes.graph.step_phase import Phase
+from passes.hardware.axis import Axes
+from passes.json_records import FrozenMap
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Leg:
+class RouteSegment:
     """The part of a route that is paid for by itself: the hops from `start` up to `stop`, which is where the route ends.
 
     gradient: its end is the gradient that the optimizer takes, so that its reductions go into buckets. held: its end is a

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from passes.graph.placement_graph import Value
-from passes.machine.axis import Axes
-from passes.rules.base import REPLICATE, Placement, format_placement, parse_placement
+from passes.hardware.axis import Axes
+from passes.op_rules.base import REPLICATE, Placement, format_placement, parse_placement
 
 Layout = tuple[Placement, ...]
 """One placement per axis. Where several axes split one factor, earlier axes are the outer ones, as in DTensor."""
@@ -55,7 +55,7 @@ def layouts_of_stored(values: Sequence[Value], stored: Mapping[str, StoredLayout
     return {name: layout for name, layout in found.items() if layout is not None}
 
 
-def may_be_left(placement: Placement) -> bool:
+def may_stay_sharded(placement: Placement) -> bool:
     """Whether what a graph returns may stay so on an axis: whole, or its dim in parts, one after the other."""
     return placement == REPLICATE or (isinstance(placement, tuple) and placement[1] == 0)
 

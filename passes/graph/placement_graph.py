@@ -1,7 +1,7 @@
 """A joint graph as the planner sees it: operations, values and what each may be, in plain numbers.
 
-Analyses fill it (`passes.analysis.operations`), partitioning reads it, rewriting maps it back by node names. It holds
-no FX node and no tensor, so that it can be built by hand in tests.
+Analyses fill it (`passes.analyses.placement_graph_builder`), partitioning reads it, rewriting maps it back by node names. It
+holds no FX node and no tensor, so that it can be built by hand in tests.
 """
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from passes.graph.phase import Phase
-from passes.records import FrozenMap
-from passes.rules.base import Factors, Spec, Strategy
+from passes.graph.step_phase import Phase
+from passes.json_records import FrozenMap
+from passes.op_rules.base import Factors, Spec, Strategy
 
 InputKind = Literal["parameter", "buffer", "batch", "tangent", "constant"]
 ValueKind = InputKind | Literal["activation"]

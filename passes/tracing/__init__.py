@@ -1,1 +1,1 @@
-"""From a model and a batch to the joint graph of a training step, without running it."""
+"""The joint graph of a training step from a model and a batch, without running it."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from passes.machine.cluster import Cluster, NodeGroup, builtin_devices
-from passes.machine.device import Cache, Device, Link
-from passes.machine.mesh import mesh_from_pin
+from passes.hardware.cluster import Cluster, NodeGroup, builtin_devices
+from passes.hardware.device import Cache, Device, Link
+from passes.hardware.mesh import mesh_from_pin
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"^```json (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))

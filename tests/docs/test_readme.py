@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plan_api.model_plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

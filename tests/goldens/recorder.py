@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from hpml_compiler.compile import session
-from hpml_compiler.compile.lowering import Lowering
+from hpml_compiler.compile.lower.lowering import Lowering
+from hpml_compiler.session import session
 from passes.compat import is_fake
 
 COLLECTIVES = ("_c10d_functional", "_dtensor", "hpml")

@@ -1,8 +1,8 @@
 """Axes for tests in which names mean nothing."""
 from __future__ import annotations
 
-from passes.machine.axis import Axes, Axis
-from passes.machine.mesh import AXIS_NAMES
+from passes.hardware.axis import Axes, Axis
+from passes.hardware.mesh import AXIS_NAMES
 
 
 def axes_of(*sizes: int) -> Axes:

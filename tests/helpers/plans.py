@@ -1,17 +1,17 @@
 """Plans of a small GPT, written by hand as a solver would: the input of the tests of plans and of their pictures."""
 from __future__ import annotations
 
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import (
     GraphPlan,
     HopPlan,
-    LeftWhole,
     MemoryBytes,
     MeshAttempt,
     OperationPlan,
     ParameterPlan,
     PredictedCost,
     Redistribution,
+    ReplicatedValue,
     SolverReport,
 )
 
@@ -80,7 +80,7 @@ def gpt_graph(layers: int = 3, listed: int | None = None, column: str = "S(0)", 
     return GraphPlan(
         graph_hash=f"{name}-{layers}-hash", name=name, training=True, mesh=MESH, parameters=parameters,
         operations=operations, redistributions=moves,
-        left_whole=[LeftWhole(name="head", reason="dim 1 (100) is not a multiple of tp=4; sort has no rule")],
+        left_whole=[ReplicatedValue(name="head", reason="dim 1 (100) is not a multiple of tp=4; sort has no rule")],
         predicted=PredictedCost(step_time_us=22.0 + 48.0 * layers, compute_us=22.0 + 33.0 * layers,
                                 communication_us=10.0 * layers, optimizer_us=5.0 * layers),
         memory=MemoryBytes(parameters=1000, gradients=1000, optimizer=2000, activations=5 * 2**20, peak=6 * 2**20),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import optimizer as optim
 
 import hpml_compiler
-from hpml_compiler.runtime import uncompiled
+from hpml_compiler.runtime.install import uncompiled_models
 from passes.errors import BadInput
 
 SCRIPT = """
@@ -87,8 +87,8 @@ class Recurrent(nn.LSTM):
 def test_it_is_said_after_the_first_call_with_dynamos_own_reason(model, because, monkeypatch, caplog):
     torch._dynamo.reset()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(uncompiled._Seen, "graphs", 0)
-    monkeypatch.setattr(uncompiled._Seen, "why", "")
+    monkeypatch.setattr(uncompiled_models._GraphCount, "graphs", 0)
+    monkeypatch.setattr(uncompiled_models._GraphCount, "why", "")
     hpml_compiler.reset()
     compiled = torch.compile(model, backend="hpml")
     x = torch.eye(4) if not isinstance(model, nn.LSTM) or isinstance(model, Recurrent) else torch.eye(4)[None]
@@ -100,7 +100,7 @@ def test_it_is_said_after_the_first_call_with_dynamos_own_reason(model, because,
     with pytest.raises(BadInput) as error:
         hpml_compiler.last_plan()
     assert error.value.what == said
-    assert compiled.forward.__module__ != uncompiled.__name__, "after its first call, it is called as ever"
+    assert compiled.forward.__module__ != uncompiled_models.__name__, "after its first call, it is called as ever"
     torch.testing.assert_close(compiled(x), model(x))
 
 
@@ -109,11 +109,11 @@ def test_of_functions_it_is_said_at_the_first_step(how, monkeypatch, caplog):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(uncompiled._Seen, "graphs", 0)
-    monkeypatch.setattr(uncompiled._Seen, "why", "")
-    monkeypatch.setattr(uncompiled._Seen, "listens", False)
+    monkeypatch.setattr(uncompiled_models._GraphCount, "graphs", 0)
+    monkeypatch.setattr(uncompiled_models._GraphCount, "why", "")
+    monkeypatch.setattr(uncompiled_models._GraphCount, "listens", False)
     monkeypatch.setattr(optim, "_global_optimizer_pre_hooks", OrderedDict())
-    uncompiled.report_at_first_step()
+    uncompiled_models.report_at_first_step()
     optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters())
     optimizer.step()  # of something else, before anything was called
     model = OnSparse()

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpml_compiler.fixes import parse_fixes
+from hpml_compiler.commands._fix_option import parse_fixes
 from hpml_compiler.options import Options
-from hpml_compiler.plans.in_time import MicrobatchPlan
+from hpml_compiler.plans.pipeline_records import MicrobatchPlan
 from passes.errors import BadInput
 from tests.helpers.plans import gpt_plan
 

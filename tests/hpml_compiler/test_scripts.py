@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hpml_compiler
-from hpml_compiler.compile import session
+from hpml_compiler.session import session
 from tests.hpml_compiler.runtime.common import assert_close, assert_same_parameters, full
 
 Call = Callable[..., Any]

@@ -12,10 +12,10 @@ from torch import fx
 
 from passes import compat
 from passes.compat import OpOverload, pytree
-from passes.rules.opaque import is_opaque
-from passes.tracing.trace import decompositions
-from passes.transform.normalize import normalize
-from tests.passes.rules.harness import Sample
+from passes.op_rules.opaque_calls import is_opaque
+from passes.tracing.joint_trace import decompositions
+from passes.transforms.cleanup.normalization import normalize
+from tests.passes.op_rules.families.harness import Sample
 
 
 class _Stop(BaseException):
@@ -44,7 +44,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[torch.Tensor], compile
 
     leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
     try:
-        with warnings.catch_warnings(), compat.right_kernels():
+        with warnings.catch_warnings(), compat.without_wrong_decompositions():
             warnings.simplefilter("ignore")
             aot_function(function, fw_compiler=inference, partition_fn=partition, inference_compiler=inference,
                          decompositions=decompositions(compiler))(*leaves)

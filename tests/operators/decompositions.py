@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.rules.table import is_random
+from passes.op_rules.rule_table import is_random
 from tests.operators import database
 from tests.operators.calls import trace
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from passes.compat import pytree
-from passes.rules.table import has_rule, is_pointwise, is_random, name_of
+from passes.op_rules.rule_table import has_rule, is_pointwise, is_random, name_of
 from tests.operators import database
 from tests.operators.calls import calls, key_of, trace
-from tests.passes.rules.harness import Run, Sample
+from tests.passes.op_rules.families.harness import Run, Sample
 
 ROUNDING = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-3, torch.float64: 1e-7, torch.complex64: 1e-3,
             torch.complex32: 0.02,

@@ -7,7 +7,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from passes import compat
-from passes.tracing.trace import joint_graphs
+from passes.tracing.joint_trace import joint_graphs
 from tests.operators.calls import trace
 from tests.operators.decompositions import COMPILERS, differences
 from tests.operators.rule_level import judge

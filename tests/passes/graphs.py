@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from passes.analysis.operations import complete, kind_of
-from passes.costs.algebra import NUMBERS
-from passes.graph.phase import BACKWARD, FORWARD
+from passes.analyses.placement_graph_builder import complete, kind_of
+from passes.cost_model.algebra import NUMBERS
 from passes.graph.placement_graph import InputKind, Operation, PlacementGraph, Value
-from passes.rules.base import Call, Operand, Rule
-from passes.rules.table import rule_of_call, spec_of
+from passes.graph.step_phase import BACKWARD, FORWARD
+from passes.op_rules.base import Call, Operand, Rule
+from passes.op_rules.rule_table import rule_of_call, spec_of
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from passes.analysis.shapes import SHAPES
+from passes.analyses.shapes import SHAPES
 from passes.annotations import Key, has, read, write
 from passes.base import AnalysisPass, PassError, TransformPass
 from tests.passes.traced import joint_graph

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from passes.frozen import changeable
-from passes.records import FrozenMap
+from passes.json_records import FrozenMap
 
 
 @dataclass(frozen=True)

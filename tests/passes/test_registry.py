@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 
 from passes import registry
-from passes.analysis.flops import FLOPS, Flops
-from passes.analysis.shapes import SHAPES, Shapes
+from passes.analyses.flops import FLOPS, Flops
+from passes.analyses.shapes import SHAPES, Shapes
 from passes.annotations import Key
 from passes.base import AnalysisPass
 from passes.errors import BadInput
-from passes.graph.keys import DECISION
+from passes.graph.planning_keys import DECISION
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from passes import compat
-from passes.graph.annotated import Annotated
+from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.presets import annotate
-from passes.tracing.trace import Traced, call_arguments, joint_graphs
+from passes.tracing.joint_trace import JointTrace, call_arguments, joint_graphs
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def fake() -> Iterator[None]:
         yield
 
 
-def trace_joint(model: Callable[..., Any], *batch: Any) -> Traced:
+def trace_joint(model: Callable[..., Any], *batch: Any) -> JointTrace:
     """The joint graph of `model(*batch)`; its first one, if Dynamo breaks it."""
     return joint_graphs(model, batch)[0]
 
@@ -33,7 +33,7 @@ def joint_graph(model: nn.Module, batch: Any, dynamic: bool | None = None) -> tu
     return joint.gm, joint.forward_outputs
 
 
-def annotated_joint(model: Callable[..., Any], *batch: Any) -> Annotated:
+def annotated_joint(model: Callable[..., Any], *batch: Any) -> AnalyzedGraph:
     """That graph, normalized, with what planning needs to know of it."""
     joint = trace_joint(model, *batch)
     return annotate(joint.gm, joint.inputs, joint.forward_outputs)

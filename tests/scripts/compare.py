@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import hpml_compiler
-from hpml_compiler.compile import session
+from hpml_compiler.session import session
 from passes.errors import HpmlError
 from tests.scripts.snapshot import Leaf, difference, digest, snapshot
 from tests.scripts.use import Script, Use

@@ -9,7 +9,7 @@ import torch
 
 import hpml_compiler
 from passes.errors import HpmlError
-from tests.hpml_compiler.planning.figures import check_figures
+from tests.hpml_compiler.planner.figures import check_figures
 from tests.scripts.snapshot import Leaf
 from tests.zoo.models import Architecture
 

@@ -5,9 +5,9 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import GraphPlan
-from passes.machine.cluster import Cluster
+from passes.hardware.cluster import Cluster
 from tests.hpml_compiler.simulate.toy import chain_plan
 
 MODELS = '''
@@ -126,7 +126,7 @@ def write(folder: Path) -> None:
     good = json.loads(plan.to_json())
     plan.save(folder / "plan.json")
     plan.save(folder / "old.json")
-    device = json.loads((Path(__file__).parents[3] / "passes" / "machine" / "cluster_data" / "l4-24g.json").read_text())
+    device = json.loads((Path(__file__).parents[3] / "passes" / "hardware" / "cluster_data" / "l4-24g.json").read_text())
     cluster = folder / "cluster.json"
     Cluster.parse("1x4:l4-24g").save(cluster)
     whole = json.loads(cluster.read_text())

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from hpml_compiler.cli import main
-from passes.machine.cluster import MOST_DEVICES
-from passes.machine.mesh import factorizations
+from passes.hardware.cluster import MOST_DEVICES
+from passes.hardware.mesh import factorizations
 from tests.hpml_compiler.command_lines import files
 
 pytestmark = pytest.mark.timeout(120)

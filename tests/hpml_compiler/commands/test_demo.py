@@ -13,20 +13,20 @@ import pytest
 
 from hpml_compiler.commands import _checks
 from hpml_compiler.commands import demo as command
-from hpml_compiler.demo import picture, runs
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.demo import loss_plot, training_runs
+from hpml_compiler.plan_api.model_plan import Plan
 from passes.errors import BadInput, HpmlError
 from tests.helpers.plans import gpt_plan
 
-TEXT = runs.SCRIPT.with_name("persuasion.txt")
+TEXT = training_runs.SCRIPT.with_name("persuasion.txt")
 
 
-def a_run(ranks: int, *curve: float) -> runs.Run:
-    return runs.Run(ranks, 1000, tuple((loss,) * ranks for loss in curve), first_step_s=1.0, step_s=0.1)
+def a_run(ranks: int, *curve: float) -> training_runs.TrainingRun:
+    return training_runs.TrainingRun(ranks, 1000, tuple((loss,) * ranks for loss in curve), first_step_s=1.0, step_s=0.1)
 
 
 def test_the_script_knows_hpml_by_the_name_of_the_backend_only():
-    tree = ast.parse(runs.SCRIPT.read_text(encoding="utf-8"))
+    tree = ast.parse(training_runs.SCRIPT.read_text(encoding="utf-8"))
     imported = {name.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     imported |= {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert imported == {"__future__", "argparse", "json", "pathlib", "torch"}
@@ -49,7 +49,7 @@ def script(tmp_path, monkeypatch):
     def put(source: str) -> None:
         path = tmp_path / "script.py"
         path.write_text(source)
-        monkeypatch.setattr(runs, "SCRIPT", path)
+        monkeypatch.setattr(training_runs, "SCRIPT", path)
 
     return put
 
@@ -59,7 +59,7 @@ def test_losses_are_read_even_where_ranks_share_a_line(script):
            "print('step 1 loss 2.50000000', end='')\n"
            "print('step 1 loss 2.50000001\\n\\nstep 2 loss 1.25000000\\nwarning\\nstep 2 loss 1.25000000')\n")
     seen = []
-    run = runs.train(1, [], {}, lambda step, loss: seen.append((step, loss)))
+    run = training_runs.run_training(1, [], {}, lambda step, loss: seen.append((step, loss)))
     assert seen == [(1, 2.5), (2, 1.25)]
     assert run.losses == ((2.5, 2.50000001), (1.25, 1.25))
     assert (run.parameters, run.curve) == (12, (2.5, 1.25))
@@ -68,31 +68,31 @@ def test_losses_are_read_even_where_ranks_share_a_line(script):
 def test_the_environment_reaches_the_script(script):
     script("import os; print('parameters', os.environ['EXTRA']); "
            "print(f\"step 1 loss {float(os.environ['OMP_NUM_THREADS']):.8f}\")")
-    run = runs.train(1, [], {"EXTRA": "7"}, lambda step, loss: None)
+    run = training_runs.run_training(1, [], {"EXTRA": "7"}, lambda step, loss: None)
     assert (run.parameters, run.losses) == (7, ((1.0,),))
 
 
 def test_a_script_that_fails_shows_its_last_lines(script):
     script("print('step 1 loss 2.50000000')\nraise SystemExit('no such text')")
     with pytest.raises(HpmlError, match="exit code 1") as raised:
-        runs.train(1, [], {}, lambda step, loss: None)
+        training_runs.run_training(1, [], {}, lambda step, loss: None)
     assert "no such text" in raised.value.what
 
 
 def test_difference_is_that_of_the_worst_rank():
-    many = runs.Run(2, 1000, ((2.0, 2.0), (1.0, 1.1)), 1.0, 0.1)
-    assert runs.largest_difference(a_run(1, 2.0, 1.0), many) == pytest.approx(0.1)
-    assert runs.largest_difference(a_run(1, 2.0, 1.0), a_run(2, 2.0, math.nan)) == math.inf
+    many = training_runs.TrainingRun(2, 1000, ((2.0, 2.0), (1.0, 1.1)), 1.0, 0.1)
+    assert training_runs.largest_difference(a_run(1, 2.0, 1.0), many) == pytest.approx(0.1)
+    assert training_runs.largest_difference(a_run(1, 2.0, 1.0), a_run(2, 2.0, math.nan)) == math.inf
 
 
-@pytest.mark.parametrize("many", [a_run(2, 2.0), runs.Run(2, 1000, ((2.0, 2.0), (1.0,)), 1.0, 0.1)])
+@pytest.mark.parametrize("many", [a_run(2, 2.0), training_runs.TrainingRun(2, 1000, ((2.0, 2.0), (1.0,)), 1.0, 0.1)])
 def test_a_rank_that_left_out_a_step_is_an_error(many):
     with pytest.raises(HpmlError, match="printed"):
-        runs.largest_difference(a_run(1, 2.0, 1.0), many)
+        training_runs.largest_difference(a_run(1, 2.0, 1.0), many)
 
 
 def test_both_curves_are_drawn(tmp_path):
-    picture.draw(a_run(1, 2.0, 1.0), a_run(2, 2.0, 1.0), tmp_path / "loss.png")
+    loss_plot.draw(a_run(1, 2.0, 1.0), a_run(2, 2.0, 1.0), tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -104,7 +104,7 @@ def test_losses_that_differ_are_an_error(tmp_path, monkeypatch, capsys, last, ag
         on_step(1, 2.0)
         return a_run(2, 2.0, last) if ranks > 1 else a_run(1, 2.0, 1.0)
 
-    monkeypatch.setattr(runs, "train", train)
+    monkeypatch.setattr(training_runs, "run_training", train)
     if agrees:
         command.demo(out=tmp_path / "out", ranks=2, steps=2, layers=1, width=64, eager=False)
     else:
@@ -131,7 +131,7 @@ def test_without_a_cxx_compiler_it_does_without_inductor(tmp_path, monkeypatch, 
             gpt_plan().save(environment["HPML_SAVE_PLAN"])
         return a_run(ranks, 2.0, 1.0)
 
-    monkeypatch.setattr(runs, "train", train)
+    monkeypatch.setattr(training_runs, "run_training", train)
     missing = _checks.Check("C++ compiler", "missing", "none found", "Debian: apt-get install g++")
     monkeypatch.setattr(command, "check_compiler", lambda: missing)
     command.demo(out=tmp_path, ranks=2, steps=2, layers=1, width=64, eager=eager)

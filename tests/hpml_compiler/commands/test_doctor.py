@@ -11,7 +11,7 @@ import pytest
 
 from hpml_compiler import cli
 from hpml_compiler.commands import _checks
-from hpml_compiler.plans import graph_file, plan_file
+from hpml_compiler.plans.cache import graph_database, plan_database
 
 
 def _doctor(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -89,13 +89,13 @@ def test_a_failing_all_reduce_shows_its_error(monkeypatch):
 def test_plans_of_earlier_launches_are_forgotten(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
     assert "there is nothing" in _doctor(capsys, "--clear-cache")[1]
-    plan_file.put("key", "{}")
-    graph_file.put("key", b"a graph")
+    plan_database.put("key", "{}")
+    graph_database.put("key", b"a graph")
     code, out, _ = _doctor(capsys, "--clear-cache", "--json")
     assert (code, json.loads(out)) == (0, {"cleared": [str(tmp_path / f"{each}.sqlite") for each in ("plans", "graphs")]})
-    assert plan_file.get("key") is None and graph_file.get("key") is None
+    assert plan_database.get("key") is None and graph_database.get("key") is None
     assert "there is nothing" in _doctor(capsys, "--clear-cache")[1]
-    plan_file.put("key", "{}")
+    plan_database.put("key", "{}")
     assert _doctor(capsys, "--clear-cache")[1] == f"emptied {tmp_path / 'plans.sqlite'}\n"
     code, _, err = _doctor(capsys, "--clear-cache", "--cluster")
     assert code == 2 and "does nothing else" in err

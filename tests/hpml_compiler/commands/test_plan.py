@@ -10,11 +10,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hpml_compiler import planning
+from hpml_compiler import planner as planning
 from hpml_compiler.commands import explain as explain_command
 from hpml_compiler.commands import plan as plan_command
-from hpml_compiler.mixed.plan import MixedPlan
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plan_api.mixed_plan import MixedPlan
+from hpml_compiler.plan_api.model_plan import Plan
 from passes.errors import BadInput, MissingDependency
 from tests.helpers.plans import gpt_plan
 
@@ -51,9 +51,9 @@ def calls(monkeypatch):
         made.append({"model": type(model).__name__, "batch": list(batch), "cluster": cluster, **options})
         return gpt_plan()
 
-    api = types.ModuleType("hpml_compiler.planning.api")
+    api = types.ModuleType("hpml_compiler.api")
     api.plan = planner  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hpml_compiler.planning.api", api)
+    monkeypatch.setitem(sys.modules, "hpml_compiler.api", api)
     monkeypatch.setattr(planning, "api", api, raising=False)
     return made
 

@@ -11,9 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from hpml_compiler.commands import profile as command
-from hpml_compiler.profile.collectives import CollectiveTiming
-from passes.costs.cache import Measurement, MeasurementCache
-from passes.costs.measured_collectives import MeasuredGroup, read_points
+from hpml_compiler.profile.collective_timing import CollectiveTiming
+from passes.cost_model.measured.measured_collectives import MeasuredGroup, read_points
+from passes.cost_model.measured.measurement_cache import MeasurementCache, TimedMeasurement
 from passes.errors import BadInput
 
 GROUP = MeasuredGroup(2, 1, 2, 2, "gloo")
@@ -36,16 +36,16 @@ def app(monkeypatch, tmp_path):
 def ranks(monkeypatch):
     """As on one rank of two, with the measuring replaced."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("hpml_compiler.runtime.world.process_group", contextlib.nullcontext)
-    monkeypatch.setattr("hpml_compiler.profile.collectives.profile_collectives", lambda cache, seconds, sizes: TIMINGS)
+    monkeypatch.setattr("hpml_compiler.runtime.process.world_group.process_group", contextlib.nullcontext)
+    monkeypatch.setattr("hpml_compiler.profile.collective_timing.profile_collectives", lambda cache, seconds, sizes: TIMINGS)
 
 
 @pytest.fixture
 def operations(monkeypatch, tmp_path):
     """A target, and the measuring of its operations replaced."""
-    found = types.SimpleNamespace(operations={"mm": Measurement(12.5, 3)}, failed={"sort": "why"},
+    found = types.SimpleNamespace(operations={"mm": TimedMeasurement(12.5, 3)}, failed={"sort": "why"},
                                   factors={"pointwise": 1.5}, overheads_us={"launch": 2.0})
-    module = types.ModuleType("hpml_compiler.profile.model")
+    module = types.ModuleType("hpml_compiler.profile.model_profile")
     module.profile_model = lambda model, batch, cache, seconds: found  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     (tmp_path / "profiled.py").write_text("import torch\nprint('hello')\n"
@@ -112,7 +112,7 @@ def _profile(rank: int) -> None:
 def test_two_ranks_are_profiled_and_kept(launch, tmp_path, monkeypatch, capfd):
     import torch
 
-    from passes.costs.cache import device_key
+    from passes.cost_model.measured.measurement_cache import device_key
 
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
     launch(_profile, init=False, timeout_s=110)

@@ -17,8 +17,8 @@ import pytest
 
 from hpml_compiler import cli
 from hpml_compiler.commands import run as run_command
-from hpml_compiler.runtime import last_word
-from hpml_compiler.runtime.lost_ranks import RankLost
+from hpml_compiler.runtime.watchdog import error_file
+from hpml_compiler.runtime.watchdog.heartbeat import RankLost
 
 LISTENING = """
 import os, psutil
@@ -141,7 +141,7 @@ def test_the_first_to_fail_is_blamed(first, failures):
 def test_a_rank_leaves_word_of_when_it_ended(tmp_path, monkeypatch, error, rounded):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     before = time.time()
-    last_word.leave_word(error, noticed=isinstance(error, RankLost))
+    error_file.write_error_file(error, noticed=isinstance(error, RankLost))
     word = json.loads((tmp_path / "error.json").read_text())
     assert rounded(before) <= word["timestamp"] <= rounded(time.time()) and word["noticed"] == isinstance(error, RankLost)
 

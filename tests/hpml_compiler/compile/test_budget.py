@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import hpml_compiler
-from hpml_compiler.monitor.held import storage_bytes
-from hpml_compiler.monitor.profiled import StepProfile
+from hpml_compiler.monitor.profiled_step import StepProfile
+from hpml_compiler.runtime.optimizer.resident_memory import storage_bytes
 
 WIDTH, ROWS = 64, 512
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.nn import functional as F
 
-from hpml_compiler.compile import session
+from hpml_compiler.session import session
 from tests.hpml_compiler.runtime.common import full
 
 X = torch.linspace(-1, 1, 8 * 16, dtype=torch.float64).view(8, 16).sin()

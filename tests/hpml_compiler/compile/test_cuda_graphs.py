@@ -9,12 +9,12 @@ import torch
 from torch import fx, nn
 
 from hpml_compiler.options import Options
-from hpml_compiler.planning.plan_graph import plan_graph
+from hpml_compiler.planner.graph.graph_planning import plan_graph
 from passes import compat
-from passes.machine.cluster import Cluster
+from passes.hardware.cluster import Cluster
 from passes.presets import after_planning, annotate
-from passes.tracing.trace import Traced
-from passes.transform.collectives import MeshGroups
+from passes.tracing.joint_trace import JointTrace
+from passes.transforms.shard.redistributor import MeshGroups
 from tests.helpers.axes import axes_of
 from tests.passes.traced import fake, trace_joint
 
@@ -39,7 +39,7 @@ class Mixed(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
-def on_cuda(joint: Traced, index: int) -> Traced:
+def on_cuda(joint: JointTrace, index: int) -> JointTrace:
     """Every fake value of a joint graph, and every device that is named in it, on a GPU."""
     device, mode = torch.device("cuda", index), compat.fake_mode_of(joint.gm)
     of_cpu = lambda x: device if isinstance(x, torch.device) else x  # noqa: E731

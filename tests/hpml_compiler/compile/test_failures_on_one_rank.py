@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.compile import compiler, session
-from hpml_compiler.compile.agreement import CompiledTogether
-from hpml_compiler.compile.lowering import Lowering
+from hpml_compiler.compile import spmd
+from hpml_compiler.compile.lower.lowering import Lowering
+from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether
+from hpml_compiler.session import session
 from tests.hpml_compiler.runtime.common import full
 
 SOON_S = 20  # the time limit of collectives is 30 s, and a rank that does something else is never late
@@ -18,7 +19,7 @@ HALVES = {
     "forward": (Lowering, "forward", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
     "backward": (Lowering, "backward", "rank 1 could not compile backward of graph_0: ValueError: broken on purpose"),
     "evaluation": (Lowering, "inference", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
-    "rewriting": (compiler, "after_planning", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
+    "rewriting": (spmd, "after_planning", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
 }
 
 

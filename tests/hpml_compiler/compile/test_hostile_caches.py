@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from hpml_compiler.compile.earlier import Entry
-from hpml_compiler.plans import cache_warnings, graph_file
-from passes.graph import plain_data
-from passes.graph.plain_data import classes_of
-from tests.hpml_compiler.compile.test_earlier import FOUND, assert_same, folder, listen
-from tests.hpml_compiler.compile.test_earlier_on_one_device import CASES, train
-from tests.passes.test_private_files import OTHER, needs_chown
+from hpml_compiler.compile.cache.graph_cache import CachedGraph
+from hpml_compiler.plans.cache import cache_warnings, graph_database
+from passes.serialization import restricted_pickle
+from passes.serialization.restricted_pickle import classes_of
+from tests.hpml_compiler.compile.cache.test_graph_cache import FOUND, assert_same, folder, listen
+from tests.hpml_compiler.compile.cache.test_graph_cache_on_one_device import CASES, train
+from tests.passes.filesystem.test_private_files import OTHER, needs_chown
 
 __all__ = ["folder"]  # a cache of its own for each test
 CASE = CASES["microbatches"]
@@ -83,12 +83,12 @@ def test_a_foreign_class(before, folder, tmp_path, where):
     trap = Touches(str(tmp_path / "trap"))
     with sqlite3.connect(folder / "graphs.sqlite") as connection:
         for key, packed in connection.execute("SELECT key, entry FROM graph").fetchall():
-            entry: Any = plain_data.loads(zlib.decompress(packed), classes_of(Entry))
+            entry: Any = restricted_pickle.loads(zlib.decompress(packed), classes_of(CachedGraph))
             hostile = {"the entry": trap, "what running takes": replace(entry, running=trap),
-                       "graphs": replace(entry, graphs=plain_data.dumps(trap)),
-                       "the plan": replace(entry, unplanned=plain_data.dumps(trap))}[where]
-            changed = zlib.compress(plain_data.dumps(hostile))
-            new = changed, graph_file._digest(changed), key
+                       "graphs": replace(entry, graphs=restricted_pickle.dumps(trap)),
+                       "the plan": replace(entry, unplanned=restricted_pickle.dumps(trap))}[where]
+            changed = zlib.compress(restricted_pickle.dumps(hostile))
+            new = changed, graph_database._digest(changed), key
             connection.execute("UPDATE graph SET entry = ?, digest = ? WHERE key = ?", new)
     seen, said = trained_once_more()
     assert_same(seen, before)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hpml_compiler.compile import session
+from hpml_compiler.session import session
 from tests.hpml_compiler.runtime.common import full
 
 MESHES = ({"dp": 2}, {"tp": 2})  # one for each case, in turn

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import hpml_compiler
 from passes.errors import HpmlError
-from passes.machine.cluster import Cluster
-from passes.solve.allowance import Allowance
+from passes.hardware.cluster import Cluster
+from passes.solver.work_limit import WorkLimit
 from tests.helpers.alone import rank_0_of
-from tests.hpml_compiler.planning.test_fits import Blocks, tokens
+from tests.hpml_compiler.planner.search.test_fitting_search import Blocks, tokens
 
 
 class Head(nn.Module):
@@ -47,15 +47,15 @@ SEARCHED = "microbatches", "split stages"
 def run(case: str, cluster: str) -> str:
     """The peak that was agreed on, or the refusal. Where it was searched for, one allowance of work was spent."""
     make, batch, world, options, _ = CASES[case]
-    limits: list[Allowance] = []
-    init = Allowance.__init__
+    limits: list[WorkLimit] = []
+    init = WorkLimit.__init__
 
     def counted(self, seconds, parent=None, *others):
         init(self, seconds, parent, *others)
         if parent is None and math.isfinite(seconds):
             limits.append(self)
 
-    with rank_0_of(world), mock.patch.object(Allowance, "__init__", counted):
+    with rank_0_of(world), mock.patch.object(WorkLimit, "__init__", counted):
         call = torch.compile(make(), backend="hpml", options={
             **options, "compiler": "eager", "monitor": False, "cluster": cluster})
         try:

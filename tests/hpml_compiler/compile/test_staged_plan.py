@@ -6,22 +6,22 @@ import torch
 
 import hpml_compiler
 from hpml_compiler.monitor.stage_events import measured_schedule
-from hpml_compiler.plans.plan import Plan, PlanMismatch
-from hpml_compiler.runtime.clock import HostClock
-from hpml_compiler.runtime.stage_times import recording
+from hpml_compiler.plan_api.model_plan import Plan, PlanMismatch
+from hpml_compiler.runtime.process.device_clock import HostClock
+from hpml_compiler.runtime.program.stage_timer import recording
 from hpml_compiler.simulate import simulate
-from hpml_compiler.simulate.peak import simulated_peak
-from hpml_compiler.simulate.prices import AsPlanned, Repriced
-from hpml_compiler.simulate.stages import times_of_stages
-from hpml_compiler.simulate.step_graph import step_graph
-from hpml_compiler.visualize.blocks import block_classes
-from hpml_compiler.visualize.graphviz import digraph
-from hpml_compiler.visualize.stages import stages_text
-from passes.costs.prices import MeshPrices
-from passes.machine.cluster import Cluster
-from passes.machine.mesh import mesh_from_pin
-from passes.schedule.actions import schedule
-from tests.hpml_compiler.compile.test_pipelined import Tied, batch
+from hpml_compiler.simulate.peak_moment import simulated_peak
+from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
+from hpml_compiler.simulate.plan_step_graph import step_graph
+from hpml_compiler.simulate.scheduled_stages import times_of_stages
+from hpml_compiler.visualize.equal_blocks import block_classes
+from hpml_compiler.visualize.graphviz_drawing import digraph
+from hpml_compiler.visualize.pipeline_table import stages_text
+from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.hardware.cluster import Cluster
+from passes.hardware.mesh import mesh_from_pin
+from passes.pipeline.pipeline_schedule import make_schedule
+from tests.hpml_compiler.compile.test_pipeline_parallel import Tied, batch
 
 
 def recorded(rank, schedule, virtual, microbatches):
@@ -80,7 +80,7 @@ def check_all_is_counted(plan):
     listed = [name for stage in graph.pipeline.stages for name in stage.operations]
     assert sorted(listed) == sorted(graph.operations)
     mesh = mesh_from_pin(plan.mesh, Cluster.parse(plan.cluster))
-    prices = AsPlanned(graph, Repriced(graph, MeshPrices(mesh, 2)))
+    prices = PlannedPrices(graph, RepricedPlan(graph, MeshPrices(mesh, 2)))
     step = step_graph(graph, prices)
     times = times_of_stages(graph, [stage.operations for stage in graph.pipeline.stages], prices)
     in_loop = sum(call.us for call in step.calls if call.when == "loop")
@@ -151,9 +151,9 @@ def check_recorded(rank, loops, pipe):
     events = measured_schedule(loops)
     for lane in range(2):
         own = [event for event in events if event.lane == lane]
-        assert len(own) == len(schedule(pipe.schedule, 2, pipe.microbatches, pipe.virtual_stages).computed(lane))
+        assert len(own) == len(make_schedule(pipe.schedule, 2, pipe.microbatches, pipe.virtual_stages).computed(lane))
         assert all(a.stop_us <= b.start_us for a, b in zip(own, own[1:])) and all(a.start_us < a.stop_us for a in own)
-    table = schedule(pipe.schedule, 2, pipe.microbatches, pipe.virtual_stages)
+    table = make_schedule(pipe.schedule, 2, pipe.microbatches, pipe.virtual_stages)
     done = [each for loop in loops for each in loop.done()]
     assert tuple(each.action for each in done) == table.computed(rank)
     assert all(0 <= a.start_us <= a.start_us + a.waited_us < a.end_us for a in done) and all(a.work_us > 0 for a in done)

@@ -40,7 +40,7 @@ def train(rank, folder):
     from accelerate import Accelerator
     from safetensors.torch import load_file
 
-    from hpml_compiler.runtime.ddp import SplitDDP
+    from hpml_compiler.integrations.ddp_shim import SplitDDP
 
     accelerator, model = Accelerator(cpu=True), network()
     compiled = torch.compile(model, backend="hpml", options={"compiler": "eager"})

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from hpml_compiler.monitor.monitor import Monitor
-from hpml_compiler.monitor.profiled import Profiled
+from hpml_compiler.monitor.profiled_step import KernelTimes
 
 
 class FakeClock:
@@ -22,7 +22,7 @@ class FakeProfile:
     """What a profile would see; `log` says what was done with it."""
 
     def __init__(self, classes_us=None, peak_bytes=1000) -> None:
-        self.seen = Profiled(classes_us or {"matmul": 3.0, "collective": 1.0}, False, peak_bytes)
+        self.seen = KernelTimes(classes_us or {"matmul": 3.0, "collective": 1.0}, False, peak_bytes)
         self.log: list[str] = []
 
     def begin_graph(self):

@@ -6,9 +6,9 @@ import logging
 import pytest
 import torch
 
+from hpml_compiler.monitor.measured_window import MeasuredWindow
 from hpml_compiler.monitor.monitor import LONGEST_WAIT, Monitor
 from hpml_compiler.monitor.prediction import graph_cost
-from hpml_compiler.monitor.schedule import Window
 from passes import compat
 from tests.helpers.plans import gpt_graph
 from tests.hpml_compiler.monitor.fakes import FakeClock, FakeProfile, Script
@@ -32,7 +32,7 @@ def loop(profiles=None, device_type="cpu", plans=(PLAN,), **more):
     """(script, monitor); `profiles` are handed out one after the other."""
     clock = FakeClock()
     left = iter([FakeProfile() for _ in range(9)] if profiles is None else profiles)
-    monitor = Monitor(device_type, clock=clock, window=Window(warm_up=2, wanted=4), make_profile=lambda: next(left),
+    monitor = Monitor(device_type, clock=clock, window=MeasuredWindow(warm_up=2, wanted=4), make_profile=lambda: next(left),
                       **{"rival_us": lambda: 0.0, **more})
     for plan in plans:
         monitor.add_graph(plan)
@@ -259,11 +259,11 @@ def test_an_error_in_the_script_reaches_it_and_the_count_goes_on():
 
 
 def test_reports_go_to_tensorboard_by_the_rank_that_speaks(monkeypatch):
-    from hpml_compiler.monitor import tensorboard
+    from hpml_compiler.monitor import tensorboard_scalars
 
     written = []
-    monkeypatch.setattr(tensorboard, "open_writer", lambda folder: folder)
-    monkeypatch.setattr(tensorboard, "write", lambda writer, report: written.append((writer, report.step)))
+    monkeypatch.setattr(tensorboard_scalars, "open_writer", lambda folder: folder)
+    monkeypatch.setattr(tensorboard_scalars, "write", lambda writer, report: written.append((writer, report.step)))
     for speaks in (True, False):
         script, _ = loop(speaks=speaks, folder="logs")
         for _ in range(40):

@@ -4,13 +4,13 @@ from __future__ import annotations
 import pytest
 
 import hpml_compiler
-from hpml_compiler.monitor.classes import CLASSES
-from hpml_compiler.monitor.prediction import Runs, expected, graph_cost
+from hpml_compiler.monitor.kernel_classes import CLASSES
+from hpml_compiler.monitor.prediction import GraphRuns, expected, graph_cost
 from tests.helpers.plans import gpt_graph
 
 
 def of(plans, *runs):
-    return expected(plans, [graph_cost(plan) for plan in plans], [Runs(*each) for each in runs])
+    return expected(plans, [graph_cost(plan) for plan in plans], [GraphRuns(*each) for each in runs])
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["shortened", "whole"])
@@ -63,8 +63,8 @@ def test_known_answer():
     assert cost.forward_us == pytest.approx({"pointwise": 2 + 3 * 23 + 20, "collective": 15, "overhead": 0})
     assert cost.backward_us == pytest.approx({"pointwise": 30, "collective": 15, "overhead": 0})
     assert graph_cost(gpt_graph(layers=3, listed=1)) == cost
-    assert cost.calls_us(Runs(0, 1, 1)) == pytest.approx(22 + 48 * 3 - 5 * 3)
-    assert cost.calls_us(Runs(0, 0, 1)) == pytest.approx((22 + 48 * 3 - 5 * 3) * 45 / (91 + 15 + 45))
+    assert cost.calls_us(GraphRuns(0, 1, 1)) == pytest.approx(22 + 48 * 3 - 5 * 3)
+    assert cost.calls_us(GraphRuns(0, 0, 1)) == pytest.approx((22 + 48 * 3 - 5 * 3) * 45 / (91 + 15 + 45))
 
 
 def test_calls_take_the_overhead_that_was_measured():

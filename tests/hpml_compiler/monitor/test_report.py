@@ -5,19 +5,19 @@ import importlib.util
 
 import pytest
 
-from hpml_compiler.monitor import tensorboard
-from hpml_compiler.monitor.report import Compared, Report, compared, worst_of
+from hpml_compiler.monitor import tensorboard_scalars
+from hpml_compiler.monitor.report import PredictedFigure, Report, compared, worst_of
 from passes.errors import MissingDependency
 
 
 def report(predicted_us=1000.0, measured_us=2000.0, **more):
     return Report(step=15, steps_measured=10, runs="graph_0 (1 forward, 1 backward)",
-                  step_time=Compared("step time", predicted_us, measured_us), graphs_us=1500.0, optimizer_us=300.0,
+                  step_time=PredictedFigure("step time", predicted_us, measured_us), graphs_us=1500.0, optimizer_us=300.0,
                   between_us=200.0, **{"rival_us": 0.0, **more})
 
 
 OFF = report(
-    peak_memory=Compared("peak memory", 3 * 2**20, 6 * 2**20), memory_source="as measured",
+    peak_memory=PredictedFigure("peak memory", 3 * 2**20, 6 * 2**20), memory_source="as measured",
     classes=compared({"matmul": 800.0, "collective": 100.0, "overhead": 0.0}, {"matmul": 900.0, "collective": 1050.0}),
     memory_parts=compared({"parameters": 2**20, "activations": 2 * 2**20}, {"parameters": 2**20, "activations": 5 * 2**20}),
 )
@@ -27,13 +27,13 @@ OFF = report(
     (100, 100, False), (125, 100, False), (75, 100, False), (126, 100, True), (74, 100, True), (0, 0, False), (1, 0, True),
 ])
 def test_a_quarter_of_what_was_measured_is_the_limit(predicted, measured, off):
-    assert Compared("", predicted, measured).is_off == off
+    assert PredictedFigure("", predicted, measured).is_off == off
 
 
 def test_ratio_is_predicted_over_measured():
-    assert Compared("", 1, 2).ratio == 0.5
-    assert Compared("", 0, 0).ratio == 1.0
-    assert Compared("", 1, 0).ratio == float("inf")
+    assert PredictedFigure("", 1, 2).ratio == 0.5
+    assert PredictedFigure("", 0, 0).ratio == 1.0
+    assert PredictedFigure("", 1, 0).ratio == float("inf")
 
 
 def test_the_worst_is_the_farthest_off_not_the_largest():
@@ -85,24 +85,25 @@ def test_it_warns_where_correct_prices_could_have_led_to_another_plan(measured, 
 
 
 def test_scalars():
-    found = tensorboard.scalars(OFF)
+    found = tensorboard_scalars.scalars(OFF)
     assert found["hpml/step_time_ms/predicted"] == 1.0 and found["hpml/step_time_ms/measured"] == 2.0
     assert found["hpml/step_time_ratio"] == 0.5 and found["hpml/peak_memory_MiB/measured"] == 6.0
     assert found["hpml/class_ms/collective/measured"] == 1.05
-    assert "hpml/peak_memory_ratio" not in tensorboard.scalars(report())
+    assert "hpml/peak_memory_ratio" not in tensorboard_scalars.scalars(report())
 
 
 def test_without_the_package_the_option_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependency, match="pip install tensorboard"):
-        tensorboard.open_writer("logs")
+        tensorboard_scalars.open_writer("logs")
 
 
 def test_scalars_can_be_read_again(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tensorboard.write(tensorboard.open_writer(str(tmp_path)), OFF)
+    tensorboard_scalars.write(tensorboard_scalars.open_writer(str(tmp_path)), OFF)
     read = EventAccumulator(str(tmp_path)).Reload()
-    assert {tag: read.Scalars(tag)[0].value for tag in read.Tags()["scalars"]} == pytest.approx(tensorboard.scalars(OFF))
+    assert {tag: read.Scalars(tag)[0].value for tag in read.Tags()[
+        "scalars"]} == pytest.approx(tensorboard_scalars.scalars(OFF))
     assert read.Scalars("hpml/step_time_ratio")[0].step == 15

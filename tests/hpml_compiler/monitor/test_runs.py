@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
-from hpml_compiler.compile import session
 from hpml_compiler.monitor import report as report_of_a_run
-from hpml_compiler.monitor.classes import CLASSES
+from hpml_compiler.monitor.kernel_classes import CLASSES
+from hpml_compiler.session import session
 from passes.errors import BadInput
-from passes.machine.cluster import Cluster, DeviceSheet
-from passes.records import FrozenMap
+from passes.hardware.cluster import Cluster, DeviceSheet
+from passes.json_records import FrozenMap
 
 X = torch.linspace(-1, 1, 16 * 32).view(16, 32).sin()
 Y = torch.linspace(1, -1, 16 * 4).view(16, 4).cos()

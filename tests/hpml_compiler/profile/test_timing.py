@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from hpml_compiler.profile.runtime import COLLECTIVES, FEW, LINKS, MANY, RuntimeOverhead
-from hpml_compiler.profile.timing import FEWEST_ROUNDS, Timed, as_measurement, in_rounds
+from hpml_compiler.profile.runtime_overhead import COLLECTIVES, FEW, LINKS, MANY, RuntimeOverhead
+from hpml_compiler.profile.timing import FEWEST_ROUNDS, TimedCall, as_measurement, in_rounds
 
 
 def test_calls_take_turns():
     seen: list[str] = []
-    calls = {name: Timed(lambda name=name: seen.append(name), repeats=2, samples=3, warm=1) for name in "ab"}
+    calls = {name: TimedCall(lambda name=name: seen.append(name), repeats=2, samples=3, warm=1) for name in "ab"}
     samples = in_rounds(calls, 0.0)
     assert "".join(seen) == "aaaaaaabbbbbbb" * FEWEST_ROUNDS
     assert {name: len(us) for name, us in samples.items()} == dict.fromkeys("ab", 3 * FEWEST_ROUNDS)
@@ -19,7 +19,7 @@ def test_calls_take_turns():
 
 def test_a_call_is_left_out_after_its_rounds():
     seen: list[str] = []
-    calls = {"few": Timed(lambda: seen.append("f"), rounds=2), "all": Timed(lambda: seen.append("a"))}
+    calls = {"few": TimedCall(lambda: seen.append("f"), rounds=2), "all": TimedCall(lambda: seen.append("a"))}
     samples = in_rounds(calls, 0.0)
     assert "".join(seen) == "fafa" + "a" * (FEWEST_ROUNDS - 2)
     assert {name: len(us) for name, us in samples.items()} == {"few": 2, "all": FEWEST_ROUNDS}
@@ -27,7 +27,7 @@ def test_a_call_is_left_out_after_its_rounds():
 
 def test_a_sample_is_the_mean_of_its_calls_and_time_is_kept_to():
     began = time.perf_counter()
-    samples = in_rounds({"nap": Timed(lambda: time.sleep(2e-3), repeats=5)}, 0.3)
+    samples = in_rounds({"nap": TimedCall(lambda: time.sleep(2e-3), repeats=5)}, 0.3)
     assert min(samples["nap"]) >= 2e3 and 0.25 < time.perf_counter() - began < 3.0
 
 
@@ -45,9 +45,9 @@ def test_overheads_are_what_is_left_of_tiny_steps_and_of_a_chain():
 
 
 def _times(rank: int) -> dict[str, list[float]]:
-    calls = {"nap": Timed(lambda: time.sleep(1e-3 * (1 + 4 * rank))), "both": Timed(lambda: None)}
+    calls = {"nap": TimedCall(lambda: time.sleep(1e-3 * (1 + 4 * rank))), "both": TimedCall(lambda: None)}
     if rank:
-        calls["one rank's own"] = Timed(lambda: None)
+        calls["one rank's own"] = TimedCall(lambda: None)
     return in_rounds(calls, 0.0)
 
 

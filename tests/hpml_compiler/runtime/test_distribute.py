@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpml_compiler.loader import distribute
-from hpml_compiler.runtime.rows import Rows
+from hpml_compiler.runtime.batch.batch_shard import BatchShard
+from hpml_compiler.runtime.batch.distributed_loader import distribute
 from passes.errors import BadInput
 from tests.hpml_compiler.runtime.common import assert_same_parameters, full, mlp
 from tests.hpml_compiler.runtime.toy import Toy
@@ -38,10 +38,10 @@ def run_structures(rank):
     batches = [x, (x, y), [x, [y, "text"]], Named(x, y), {"x": x, "n": 3}, UserDict(x=x, y=None), Batch(x),
                {"deep": [{"x": x}, torch.tensor(2.0)]}]
     for batch, got in zip(batches, distribute(batches), strict=True):
-        assert type(got) is (Rows if batch is x else type(batch))
+        assert type(got) is (BatchShard if batch is x else type(batch))
     first, pair, nested, named, mapping, user, data, deep = distribute(batches)
     for rows in (first, pair[0], nested[0], named.x, mapping["x"], user["x"], data.x, deep["deep"][0]["x"]):
-        assert type(rows) is Rows and rows.shape == (8, 3)
+        assert type(rows) is BatchShard and rows.shape == (8, 3)
         assert torch.equal(rows.to_local(), x[4 * rank:4 * rank + 4])
         assert torch.equal(full(rows), x)
     assert nested[1][1] == "text" and mapping["n"] == 3 and user["y"] is None and data.text == "as it is"
@@ -57,9 +57,9 @@ def run_odd(rank):
     records = []
     handler = logging.Handler()
     handler.emit = records.append
-    logging.getLogger("hpml_compiler.loader").addHandler(handler)
+    logging.getLogger("hpml_compiler.runtime.batch.distributed_loader").addHandler(handler)
     batches = list(distribute([torch.ones(8), torch.ones(5), torch.ones(3)]))
-    assert [type(batch) for batch in batches] == [Rows, torch.Tensor, torch.Tensor]
+    assert [type(batch) for batch in batches] == [BatchShard, torch.Tensor, torch.Tensor]
     assert len(records) == 1 and "5 rows stays whole" in records[0].getMessage()
 
 
@@ -100,7 +100,7 @@ def run_loader(rank):
         assert len(loader) == 3 and loader.batch_size == 8
         for _ in range(2):
             for inputs, labels in loader:
-                assert isinstance(inputs, Rows) == split
+                assert isinstance(inputs, BatchShard) == split
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(call(inputs), labels).backward()
                 optimizer.step()

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hpml_compiler
-from hpml_compiler.loader import sharing_sampler
-from hpml_compiler.runtime.rows import Rows
+from hpml_compiler.runtime.batch.batch_shard import BatchShard
+from hpml_compiler.runtime.batch.distributed_loader import sharing_sampler
 from passes.errors import BadInput
 from tests.hpml_compiler.runtime.common import full
 
@@ -72,7 +72,7 @@ def run_ddp_script(rank):
             other.sampler.set_epoch(epoch)
         loader.sampler.set_epoch(epoch)
         for batch, *parts in zip(loader, *loaders, strict=True):  # 4, 4 and 3 rows of each rank
-            assert type(batch[0]) is Rows and batch[0].to_local().equal(parts[rank][0])
+            assert type(batch[0]) is BatchShard and batch[0].to_local().equal(parts[rank][0])
             assert_same_step(*trio, batch, joined(parts))
             steps += 1
     assert steps == 6
@@ -88,7 +88,7 @@ def run_uneven(rank):
         parts = [part[number] for part in batches if number < len(part)]
         seen.append((type(batch[0]), batch[0].shape[0]))
         assert_same_step(*trio, batch, joined(parts))
-    assert seen == [(Rows, 8), (torch.Tensor, 5), (torch.Tensor, 3)]
+    assert seen == [(BatchShard, 8), (torch.Tensor, 5), (torch.Tensor, 3)]
     with pytest.raises(BadInput, match="rank 1 has no batch at all"):
         list(hpml_compiler.distribute([] if rank else [{"x": torch.ones(2)}], rows="own"))
 
@@ -171,7 +171,7 @@ def run_errors(rank):
     records = []
     handler = logging.Handler()
     handler.emit = records.append
-    logging.getLogger("hpml_compiler.loader").addHandler(handler)
+    logging.getLogger("hpml_compiler.runtime.batch.distributed_loader").addHandler(handler)
     list(hpml_compiler.distribute([torch.ones(4)], rows="own"))
     assert len(records) == 1 - rank and all("the same on every rank" in r.getMessage() for r in records)
 

@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from hpml_compiler import full_state_dict
-from hpml_compiler.runtime.compared import RanksDiffer
-from hpml_compiler.runtime.owned import Owned
-from hpml_compiler.runtime.parameters import place_parameter
-from hpml_compiler.runtime.placed import place
-from hpml_compiler.runtime.world import control_group, from_all_ranks
+from hpml_compiler.runtime.consistency.input_check import RanksDiffer
+from hpml_compiler.runtime.dtensor.placed_tensor import place
+from hpml_compiler.runtime.install.parameter_sharding import place_parameter
+from hpml_compiler.runtime.placements.single_rank_placement import SingleRank
+from hpml_compiler.runtime.process.world_group import control_group, from_all_ranks
 
 
 def tied(to):
@@ -29,7 +29,7 @@ def several_owners(to):
     """As of a pipeline: parameters of one shape, of other ranks, tied ones among them."""
     model = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
     for number, layer in enumerate(model):
-        layer.weight, layer.bias = to(layer.weight, Owned(number % 2)), to(layer.bias, Owned(number // 2))
+        layer.weight, layer.bias = to(layer.weight, SingleRank(number % 2)), to(layer.bias, SingleRank(number // 2))
     model[3].weight, model[2].bias = model[1].weight, model[0].bias
     return model
 
@@ -71,7 +71,7 @@ def frozen_and_sparse(to):
 
 
 MODELS = (tied, several_owners, aliased, empty, scalars, frozen_and_sparse)
-PLACEMENTS = (Shard(0), Shard(1), Replicate(), Owned(0), Owned(1))
+PLACEMENTS = (Shard(0), Shard(1), Replicate(), SingleRank(0), SingleRank(1))
 
 
 def plain(parameter, placement=None):

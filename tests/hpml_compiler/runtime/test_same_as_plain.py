@@ -16,15 +16,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from hpml_compiler.runtime.inner_shard import InnerShard
-from hpml_compiler.runtime.owned import Owned
-from hpml_compiler.runtime.placed import GatheredView, PlacedTensor, place
-from hpml_compiler.runtime.whole import local_part
+from hpml_compiler.runtime.dtensor.placed_tensor import GatheredView, PlacedTensor, place
+from hpml_compiler.runtime.placements.inner_shard import InnerShard
+from hpml_compiler.runtime.placements.shard_and_gather import local_shard
+from hpml_compiler.runtime.placements.single_rank_placement import SingleRank
 from passes import compat
 from tests.hpml_compiler.runtime.common import full
 from tests.hpml_compiler.runtime.lines import CHANGES, GRADIENTS, VALUES
 
-PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial(), Owned(1), InnerShard(0, 2))
+PLACEMENTS = (Shard(0), Shard(1), Replicate(), Partial(), SingleRank(1), InnerShard(0, 2))
 
 def environment(mesh=None, placement=None):
     torch.manual_seed(0)
@@ -80,7 +80,7 @@ def same(ours, theirs):
         if any(placement.is_partial() for placement in ours.placements):
             ours = full(ours)
         else:
-            theirs = local_part(theirs, ours.device_mesh, ours.placements)
+            theirs = local_shard(theirs, ours.device_mesh, ours.placements)
             ours = ours.to_local()
     if isinstance(theirs, torch.Tensor):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from hpml_compiler.runtime.placed import PlacedTensor
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
 from tests.hpml_compiler.runtime.common import X, assert_close, assert_same_parameters, full, mlp
 from tests.hpml_compiler.runtime.toy import Toy
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from hpml_compiler.runtime.inputs import InputPlacement, take_out_markers
-from hpml_compiler.runtime.parameters import install, placeable
+from hpml_compiler.runtime.install.parameter_sharding import placeable, shard_module
+from hpml_compiler.runtime.install.unwrap_inputs import InputPlacement, take_out_markers
 from passes import compat
 
 
@@ -52,11 +52,11 @@ class Toy:
         self.mesh = self.mesh or init_device_mesh("cpu", (dist.get_world_size(),))
         self.compiles += 1
         self.graphs.append(gm)
-        example_inputs = compat.as_given(example_inputs)
+        example_inputs = compat.original_inputs(example_inputs)
         gm, examples, placed = take_out_markers(gm, example_inputs, compat.fake_mode())
         self.placed.append(placed)
         placements = {i: self.choose(example_inputs[i]) for i in placeable(gm, example_inputs)}
-        installed = install(placements, gm, example_inputs, self.mesh)
+        installed = shard_module(placements, gm, example_inputs, self.mesh)
         placed = placed | {i: InputPlacement(self.mesh, p) for i, p in placements.items()}
         fn = gm.forward
         if self.aot:

@@ -10,9 +10,9 @@ import torch
 
 import hpml_compiler
 from hpml_compiler.demo.train import GPT
-from hpml_compiler.simulate import CONTENTION, Simulation, Stage, simulate
+from hpml_compiler.simulate import CONTENTION, Simulation, TimedStage, simulate
 from passes.errors import BadInput
-from passes.machine.cluster import Cluster
+from passes.hardware.cluster import Cluster
 from tests.helpers.plans import gpt_plan
 from tests.hpml_compiler.simulate.toy import (
     ACTIVATION_BYTES,
@@ -221,9 +221,9 @@ def test_what_forward_returns_is_gathered_and_held_by_the_caller():
 
 
 def test_energy_is_power_by_time():
-    """h100-80g: 70 W idle; matrix products at 700 W; the rest by the shares in passes/costs/energy.py."""
-    from passes.costs.energy import Power, link_j
-    from passes.machine.mesh import mesh_from_pin
+    """h100-80g: 70 W idle; matrix products at 700 W; the rest by the shares in passes/cost_model/energy_model.py."""
+    from passes.cost_model.energy_model import Power, link_j
+    from passes.hardware.mesh import mesh_from_pin
 
     plan = chain_plan(3, sharded=False)
     found, cluster = simulate(plan), Cluster.parse("1x2:h100-80g")
@@ -250,12 +250,12 @@ def test_ranks_that_do_the_same_are_simulated_once():
 
 def test_stages_are_lanes_that_share_the_ranks():
     plan = gpt_plan(2)  # 8 ranks
-    stage = Stage(10, 20, activation_bytes=1e6)
+    stage = TimedStage(10, 20, activation_bytes=1e6)
     found = simulate(plan, stages=[stage] * 4, microbatches=8)
     assert [len(ranks) for ranks in found.ranks_of_lane] == [2] * 4
     assert found.bubble_us / found.compute_us == pytest.approx(3 / 8)
     assert found.peak_bytes == 4e6
-    halves = [Stage(5, 10)] * 8
+    halves = [TimedStage(5, 10)] * 8
     assert simulate(plan, stages=halves, microbatches=8, virtual_stages=2).bubble_us == pytest.approx(found.bubble_us / 2)
 
 
@@ -275,8 +275,8 @@ def test_a_cost_model_is_asked_where_one_is_given():
 
 
 @pytest.mark.parametrize("options", [
-    {"microbatches": 0}, {"recompute": "some"}, {"contention": 3.0}, {"cluster": "1x3:cpu"}, {"stages": [Stage(1, 1)] * 3},
-    {"stages": [Stage(1, 1)] * 2, "virtual_stages": 2, "schedule": "gpipe"}, {"cluster": "no such thing"},
+    {"microbatches": 0}, {"recompute": "some"}, {"contention": 3.0}, {"cluster": "1x3:cpu"}, {"stages": [TimedStage(1, 1)] * 3},
+    {"stages": [TimedStage(1, 1)] * 2, "virtual_stages": 2, "schedule": "gpipe"}, {"cluster": "no such thing"},
 ])
 def test_what_does_not_fit_is_refused(options):
     with pytest.raises(BadInput):

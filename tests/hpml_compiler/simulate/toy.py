@@ -1,7 +1,7 @@
 """Hand-made plans of a chain of layers on one axis, with round times, so that timelines can be worked out on paper."""
 from __future__ import annotations
 
-from hpml_compiler.plans.plan import Plan
+from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import (
     GraphPlan,
     HopPlan,

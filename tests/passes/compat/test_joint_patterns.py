@@ -8,7 +8,7 @@ SCRIPT = """
 import torch
 from passes import compat
 from torch._inductor.fx_passes import fuse_attention, joint_graph
-from passes.tracing.trace import joint_graphs
+from passes.tracing.joint_trace import joint_graphs
 
 def plain(q):
     return (q @ q.t()).softmax(-1).sum()

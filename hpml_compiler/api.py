@@ -1,0 +1,49 @@
+"""`hpml_compiler.plan`: what would this model do on that cluster? No device is needed."""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from hpml_compiler.instruments.heterogeneous.share_planning import plan_mixed
+from hpml_compiler.options import Options
+from hpml_compiler.plan_api.mixed_plan import MixedPlan
+from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.traced_model import TracedModel, plan_traces
+from passes.errors import BadInput
+from passes.hardware.cluster import Cluster
+
+
+def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster | None = None, *,
+         run_breaks: bool = False, **options: Any) -> Plan | MixedPlan:
+    """Plan one training step of `model` on the global `batch`.
+
+    batch: arguments of the model, a mapping or a tuple. cluster: `8x8:h100-80g`, a JSON file, a `Cluster`, or None for
+    one device of this machine; one with several groups of devices gives a `MixedPlan`, in which each group takes a share
+    of the rows. run_breaks: Python code between the graphs of a model that breaks runs on the real weights and batch; else on
+    fake ones, and what that does not reach is in the plan's `unplanned`. options: those of `Options`. Tensors may be on the
+    meta device. Raises BadInput and Infeasible.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise BadInput(f"the model is {what}, not a torch.nn.Module", "plan(model, ...)",
+                       "give the module itself, as in plan(Model(), batch)")
+    if isinstance(cluster, (str, os.PathLike)):
+        options["cluster"] = os.fspath(cluster)
+    elif cluster is not None and not isinstance(cluster, Cluster):
+        raise BadInput(f"the cluster is a {type(cluster).__name__}: {cluster!r:.80}", "plan(cluster=...)",
+                       'write NODESxDEVICES:DEVICE, such as "8x8:h100-80g", a path, or a Cluster')
+    parsed = Options.parse(options)
+    if not isinstance(cluster, Cluster):
+        cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
+    if len(cluster.groups) > 1:
+        if parsed.stage_ranks > 1:
+            raise BadInput("a plan for unlike devices does not count stages of a pipeline", "options['mesh']", "leave pp out")
+        if parsed.microbatches > 1:
+            raise BadInput("a plan for unlike devices does not count microbatches", "options['microbatches']",
+                           "leave it out; `simulate` plays such a plan with microbatches")
+        return plan_mixed(model, batch, cluster, parsed)
+    parsed = parsed.with_plan(cluster.world_size)
+    alone = cluster.world_size == 1 and parsed.memory_budget is not None
+    return plan_traces(TracedModel(model, batch, parsed, alone, run_breaks), cluster)

@@ -1,1 +1,0 @@
-"""Fitting the figures of a device to measured steps."""

@@ -1,0 +1,267 @@
+"""What a graph was rewritten to, kept for the next launch: which then traces, plans and rewrites nothing.
+
+What is kept are the halves of the graph as they were compiled, or the parts of one in microbatches
+(`compile.program.loop_program`) or stages (`compile.program.pipeline_program`), and all that running them takes. They are
+compiled again, which inductor's own cache answers; AOTAutograd is given a stand-in (`compile.cache.stub_graph`) for the graph,
+and makes of it what stands around the halves. That is so for graphs around which it passes on, and copies the new values of
+inputs into them, and no more: `compat.results_as_traced`, `compat.mutated_inputs_as_traced`. Where a plan is made only when it
+is asked for, what it is made of is kept, too.
+
+All ranks take what an earlier launch left, of one and the same plan, or none does.
+"""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.cache.graph_cache_key import CacheInputs, Uncacheable, graph_key
+from hpml_compiler.compile.cache.lazy_plan import PLAN_SOURCES, PlanSource
+from hpml_compiler.compile.cache.stub_graph import StubResult, returns_new_tensors, stub_of
+from hpml_compiler.compile.program.loop_program import LoopProgram
+from hpml_compiler.compile.program.pipeline_program import PipelineProgram
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph import measured_costs
+from hpml_compiler.planner.graph.memory_budget import StepContext
+from hpml_compiler.plans.cache import graph_database, plan_database
+from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
+from hpml_compiler.profile.quick_profile_cache import HOLDS_S
+from hpml_compiler.runtime.placements.inner_shard import InnerShard
+from hpml_compiler.runtime.placements.single_rank_placement import SingleRank
+from hpml_compiler.runtime.process.world_group import from_all_ranks
+from hpml_compiler.runtime.watchdog.activity_scope import activity
+from hpml_compiler.runtime.watchdog.barrier_check import CALLING, require_all_ranks
+from hpml_compiler.session import session
+from hpml_compiler.session.run_cluster import local_cluster
+from passes import compat
+from passes.errors import BadInput, HpmlError
+from passes.graph.fx_nodes import memory_of, returned_nodes
+from passes.serialization import restricted_pickle
+from passes.serialization.serialized_graph import TRACED_META, CannotSerialize, check, pack, unpack
+from passes.transforms.microbatch.loop_split import LoopSplit
+
+log = logging.getLogger("hpml")
+KINDS = (RuntimeMetadata, LoopProgram, PipelineProgram, LoopSplit, SingleRank, InnerShard)
+"""Classes of what `keep` and `note` are given: the only ones, with those of their fields, that are read of a file."""
+
+
+@dataclass(frozen=True)
+class AOTEpilogue:
+    """What AOTAutograd makes of a graph that follows from what goes in and out of it: equal of the graph and its stand-in."""
+
+    results: tuple[StubResult, ...]
+    written: tuple[compat.MutatedInput, ...]
+
+    @staticmethod
+    def of(results: Sequence[torch.Tensor], written: tuple[compat.MutatedInput, ...]) -> AOTEpilogue:
+        """Inside the compiler of forward; raises compat.MoreAround. results: those of the traced graph."""
+        traced = compat.results_as_traced(results)
+        return AOTEpilogue(tuple(StubResult.like(x, differentiable) for x, differentiable in traced), written)
+
+
+@dataclass(frozen=True)
+class CachedGraph:
+    """What is in the cache. running: what a call of the graph takes besides compiled code. graphs: what is compiled, packed.
+    unplanned: what its plan is made of when somebody asks (`compile.cache.lazy_plan`), packed. around: what AOTAutograd sees of
+    the graph. writes_over: see `compat.overwritable_inputs`. plan: the same on ranks that obey one plan. prices: of what the
+    plan was priced with, where `hpml profile` measured it. until: when it is too old."""
+
+    running: RuntimeMetadata
+    graphs: bytes
+    unplanned: bytes | None
+    around: AOTEpilogue
+    writes_over: frozenset[int] | None
+    plan: str
+    prices: str
+    until: float
+
+
+@dataclass
+class PendingEntry:
+    """Of one compilation, what becomes an entry."""
+
+    graphs: bytes
+    unplanned: bytes | None = None
+    around: AOTEpilogue | None = None
+    writes_over: frozenset[int] | None = None
+
+
+@dataclass
+class GraphCache:
+    """What earlier launches know of one graph, and what the next one will. All ranks make it together, before it is traced.
+
+    found: what was left for it; `graph` and `restored` then take the place of tracing.
+    """
+
+    gm: GraphModule
+    given: CacheInputs
+    options: Options
+    sharing: StepContext | None = None
+    """Under a budget, what the graph shares with the others of its step."""
+    key: str = ""
+    found: CachedGraph | None = None
+    noted: PendingEntry | None = None
+    results: list[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.session = session.current()
+        self.number = len(self.session.graphs) + len(self.session.unplanned)
+        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self.cluster = local_cluster(self.options, self.world)
+        with compat.outside_tracing():
+            self.key = self._key()
+            found = self._read() if self.key else None
+            told = self._of_all_ranks((self.key, found and found.plan))
+        self.session.trail.append(self.key or "?")
+        if found is not None and all(each == told[0] for each in told):
+            self.found = found
+            if self.rank == 0:
+                log.info("graph_%d: rewritten as in an earlier launch; HPML_CACHE=0 does it anew", self.number)
+
+    def _of_all_ranks(self, mine: Any) -> list[Any]:
+        if self.world == 1:
+            return [mine]
+        with activity("looking for what an earlier launch made of this graph"):
+            require_all_ranks("compiling a graph", CALLING, every=0)
+            return from_all_ranks(mine)
+
+    def _key(self) -> str:
+        if not plan_database.is_on():
+            return ""
+        try:
+            if not returns_new_tensors(self.gm):
+                raise Uncacheable("it returns something else than tensors, or what it is given")
+            return graph_key(self.gm, self.given, self.options, self.cluster, self.session.trail, self.sharing)
+        except Uncacheable as why:
+            self._not_kept(str(why))
+            return ""
+
+    def _read(self) -> CachedGraph | None:
+        try:
+            packed = graph_database.get(self._name())
+        except BadInput as error:
+            warn_of_cache("what earlier launches made of graphs cannot be read", error)
+            return None
+        if packed is None:
+            return None
+        try:
+            found = restricted_pickle.loads(packed, restricted_pickle.classes_of(CachedGraph, *KINDS))
+            if type(found) is not CachedGraph:
+                raise restricted_pickle.NotPlain(f"it is {type(found).__name__}")
+            check(found.graphs, *KINDS)
+            if found.unplanned is not None:
+                check(found.unplanned, *PLAN_SOURCES)
+        except restricted_pickle.NotPlain as error:
+            warn_of_cache("what an earlier launch made of this graph is not read", BadInput(
+                f"the cache of graphs has an entry that hpml did not write: {error}", str(graph_database.path()),
+                "run `hpml doctor --clear-cache`, and find out who wrote it"))
+            return None
+        return found if time.time() < found.until and found.prices == self._prices(found.running.graph_hash) else None
+
+    def _name(self) -> str:
+        return f"{self.key} {self.rank}"
+
+    def _prices(self, graph_hash: str) -> str:
+        return measured_costs.digest(self.options, self.cluster, graph_hash)
+
+    # With what an earlier launch left.
+
+    @property
+    def graph(self) -> GraphModule:
+        """What AOTAutograd traces."""
+        return self.gm if self.found is None else stub_of(self.gm, self.found.around.results, self.found.around.written)
+
+    def restored(self) -> Any:
+        """What `note` was given."""
+        assert self.found is not None, "there is nothing else to restore"
+        mode = compat.fake_mode()
+        with compat.outside_tracing(), torch.no_grad():
+            return unpack(self.found.graphs, mode, *KINDS)
+
+    @property
+    def writes_over(self) -> frozenset[int] | None:
+        """What compiling backward may write over, if that is known: never more than then."""
+        return None if self.found is None else self.found.writes_over
+
+    # For the next launch.
+
+    def note_results(self, whole: GraphModule, outputs: int | None) -> None:
+        """whole: the traced graph, before it is rewritten. outputs: how many of its results are forward's; None for all."""
+        if self.key and self.found is None:
+            nodes = returned_nodes(whole)[:outputs]
+            self.results = [node.meta["val"] for node in nodes if node is not None]
+
+    def note(self, graphs: Any, handed: Iterable[Any] = (), unplanned: PlanSource | None = None) -> None:
+        """What is compiled, before that changes it: graphs, or data with graphs in it. handed: fakes of what forward makes."""
+        if self.results is None:
+            return
+        try:
+            if not all(x is None or isinstance(x, torch.Tensor) for x in handed):  # autograd is told of symbols, not of numbers
+                raise CannotSerialize("it hands numbers from forward to backward")
+            with compat.outside_tracing():
+                self.noted = PendingEntry(pack(graphs), unplanned and pack(unplanned, TRACED_META))
+        except CannotSerialize as why:
+            self._not_kept(str(why))
+
+    def note_forward(self) -> None:
+        """Inside the compiler of forward."""
+        if self.noted is not None and self.results is not None:
+            try:
+                written = self._written()
+                self.noted.around = AOTEpilogue.of(self.results[len(written):], written)
+            except compat.UnsupportedEpilogue as why:
+                self.noted = None
+                self._not_kept(str(why))
+        if self.found is not None:
+            self._check(self.found.around)
+
+    def _written(self) -> tuple[compat.MutatedInput, ...]:
+        written = compat.mutated_inputs_as_traced(len(self.given.values))
+        memory = [memory_of(example) for example in self.given.examples]
+        if any(memory.count(memory[each.position]) > 1 for each in written):
+            raise compat.UnsupportedEpilogue("it changes what shares memory with another input")
+        return written
+
+    def _check(self, then: AOTEpilogue) -> None:
+        now, why = None, None
+        try:
+            now = AOTEpilogue.of([x.empty() for x in then.results], self._written())
+        except compat.UnsupportedEpilogue as error:
+            why = error
+        if now != then:
+            raise HpmlError("a graph that an earlier launch has compiled is not traced as it was then", f"graph_{self.number}",
+                            "run `hpml doctor --clear-cache`, or set HPML_CACHE=0") from why
+
+    def note_backward(self) -> None:
+        """Inside the compiler of backward."""
+        if self.noted is not None:
+            self.noted.writes_over = compat.overwritable_inputs()
+
+    def keep(self, takes: RuntimeMetadata) -> None:
+        """Once all is compiled."""
+        noted = self.noted
+        if noted is None:
+            return
+        assert noted.around is not None, "forward is compiled before a graph is kept"
+        if {each.position for each in noted.around.written} != takes.written:
+            self._not_kept("what it changes is not what it was planned to")
+            return
+        until = float("inf") if self.session.quick is None else time.time() + HOLDS_S
+        entry = CachedGraph(takes.without_fakes(), noted.graphs, noted.unplanned, noted.around, noted.writes_over,
+                            plan_database.digest_of(takes.agreed()), self._prices(takes.graph_hash), until)
+        try:
+            with compat.outside_tracing():
+                graph_database.put(self._name(), restricted_pickle.dumps(entry))
+        except BadInput as error:
+            warn_of_cache("what this graph was rewritten to cannot be kept for the next launch", error)
+
+    def _not_kept(self, why: str) -> None:
+        log.info("graph_%d is not kept for the next launch: %s", self.number, why)
+

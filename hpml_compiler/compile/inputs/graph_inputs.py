@@ -1,0 +1,160 @@
+"""What the inputs of one Dynamo graph are to its plan: which can be placed, which are, and which it takes whole."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.inputs.pp_mesh import over_stage
+from hpml_compiler.options import Options
+from hpml_compiler.planner.pipeline.pp_axis import axes_of_stage, has_stages, same_mesh
+from hpml_compiler.runtime.install.parameter_sharding import placeable
+from hpml_compiler.runtime.install.unwrap_inputs import InputPlacement, copy_for_set_data, take_out_markers
+from hpml_compiler.session import session
+from passes import compat
+from passes.errors import BadInput
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.graph_signature import GraphInput, graph_inputs, inputs_in_outputs, parameter_name
+from passes.graph.layouts import as_layout, legal
+from passes.hardware.axis import device_axes
+from passes.presets import annotate
+
+
+def sizes_are_numbers(gm: GraphModule, values: Sequence[Any]) -> None:
+    """Where something is decided for a graph, a batch of another size is another graph, with decisions of its own."""
+    for value in values:
+        guard_on_sizes(value)
+    for number in compat.ints_of_sizes(gm):
+        int(number)  # a guard, as for sizes; other integers, such as a place in a queue, may differ from call to call
+
+
+def guard_on_rows(gm: GraphModule) -> None:
+    """Of a batch's rows, Dynamo guards on the local part alone."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        guard_on_sizes(getattr(node.meta["example_value"], "_local_tensor", None))
+
+
+def guard_on_sizes(value: Any) -> None:
+    if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
+        for size in (*value.shape, *value.stride()):
+            int(size)  # a guard: Dynamo comes back for another size
+
+
+class GraphInputs:
+    """`described`: the inputs in order, for planning. `examples`: whole plain tensors to trace with.
+
+    `rows`: positions of those that are rows of a batch. `gathered`: of placed ones that each call gathers. `written`: of
+    those that the graph changes in place. `mesh`: axes that this graph has to share, if any: those that its parameters are
+    placed on, or those of the graphs before it. Of a pipeline, those of a stage.
+    """
+
+    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options) -> None:
+        self._given = given
+        self.rows: set[int] = set()
+        self.gathered: set[int] = set()
+        self.written: set[int] = set()
+        copy_for_set_data(gm)
+        gm, self.examples, placed = take_out_markers(gm, given)
+        sources = compat.input_sources(gm)
+        self._placed_on = session.current().mesh
+        for position, placement in placed.items():
+            if isinstance(given[position], torch.nn.Parameter):
+                name = parameter_name(sources[position])
+                self._placed_on = self._shared(session.current().adopt(placement.mesh, name), name, options)
+                break
+        self.mesh = self._placed_on if not has_stages(self._placed_on) else axes_of_stage(self._placed_on or {})
+        can_be_placed = set(placeable(gm, given)) if torch.is_grad_enabled() else set()
+        self.described = graph_inputs(gm, self.examples, can_be_placed)
+        for position, placement in placed.items():
+            self.described[position] = self._placed(position, self.described[position], placement,
+                                                    self.examples[position].shape, options)
+
+    def _placed(self, position: int, described: GraphInput, placement: InputPlacement, shape: Sequence[int],
+                options: Options) -> GraphInput:
+        """An input that is placed already: planned for where it is, or gathered at each call."""
+        if placement.rows:
+            self.rows.add(position)
+            return described
+        if placement.output:
+            self.gathered.add(position)
+            return described
+        axes = self._placed_on
+        bound = described.kind == "parameter" or (options.mesh is None or same_mesh(options.mesh, axes))
+        mesh = session.current().device_mesh(axes) if axes is not None and bound else None
+        if axes is not None and placement.can_be_planned(shape, mesh):
+            stored = over_stage(session.from_dtensor(placement.placements), axes) if has_stages(axes) else (
+                session.from_dtensor(placement.placements))
+            if stored is not None:
+                return replace(described, kind="parameter", stored=stored)
+        self.gathered.add(position)
+        return described
+
+    def _shared(self, placed_on: dict[str, int], name: str, options: Options) -> dict[str, int] | None:
+        """Axes that parameters are placed on, if this graph can be planned on them: one without stages takes what the stages of
+        a pipeline share gathered."""
+        if options.stage_ranks > 1 and not same_mesh(options.mesh or {}, placed_on):
+            raise BadInput(f"it is placed on the mesh {placed_on} already, and {options.mesh} is asked for",
+                           f"parameter {name}", "give one mesh for all that a model is compiled for")
+        return placed_on if options.stage_ranks > 1 or not has_stages(placed_on) else None
+
+    def take_rows_whole(self) -> None:
+        self.gathered |= self.rows
+        self.rows.clear()
+
+    def annotate(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1,
+                 leaves: bool = True) -> AnalyzedGraph:
+        """What planning needs to know of the traced graph; on the way, some inputs turn out to be needed whole. microbatches:
+        that its step goes through. leaves: whether what it returns besides the loss may stay where it is made."""
+        if forward_outputs is None:  # no gradient flows, whether or not it may: parameters are placed by training alone
+            self.described = [replace(described, placeable=False) for described in self.described]
+        self.written = compat.mutated_inputs(gm)
+        for position in self.written | inputs_in_outputs(gm, forward_outputs):
+            self._take_whole(position)
+        annotated = annotate(gm, self.described, forward_outputs, microbatches, leaves)
+        views = self._viewed_in_other_parts(annotated)
+        for position in views:
+            self._take_whole(position)
+        return annotate(gm, self.described, forward_outputs, microbatches, leaves) if views else annotated
+
+    def _take_whole(self, position: int) -> None:
+        """The graph changes this input in place, and returns the new value whole; or it returns a view of it, which
+        AOTAutograd makes anew of what the graph was called with; or its parts do not fit how the graph views it."""
+        described = self.described[position]
+        if described.stored is not None or position in self.rows:
+            self.gathered.add(position)
+            self.rows.discard(position)
+        self.described[position] = replace(described, placeable=False, stored=None)
+
+    def _viewed_in_other_parts(self, annotated: AnalyzedGraph) -> list[int]:
+        """Positions of placed inputs whose parts this graph cannot use: 18 rows in 2 parts, seen as 3 times 6."""
+        interface, found = annotated.interface, []
+        mesh, world = device_axes(self.mesh or {}), device_axes({"world": dist.get_world_size()})
+        for value in annotated.graph.values:
+            if value.producer is not None or value.name not in interface.positions:
+                continue
+            position = interface.positions[value.name]
+            rows = position in self.rows
+            stored, axes = (((0, 1),), world) if rows else (interface.stored.get(value.name), mesh)
+            if stored is None:
+                continue
+            layout = as_layout(value, stored)
+            if layout is None or not legal(value, layout, axes):
+                found.append(position)
+        return found
+
+    def only_read(self, annotated: AnalyzedGraph) -> list[str]:
+        """Placeholders of what the graph reads and does nothing else with: it has no gradient, and is not written to."""
+        return [name for name, position in annotated.interface.positions.items()
+                if position not in self.written and not self.described[position].trainable]
+
+    def kept_gradients(self, annotated: AnalyzedGraph, forward_outputs: int | None) -> list[int]:
+        """Where among the outputs of the joint graph the gradients of leaves are: those that `.grad` will hold."""
+        if forward_outputs is None:
+            return []
+        values = [self._given[position] for position in annotated.interface.positions.values()]
+        return [forward_outputs + k for k, value in enumerate(values)
+                if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf]

@@ -1,0 +1,66 @@
+"""The mesh of a pipeline: one axis for its stages, and others, along which what a stage does is split.
+
+All stages have meshes of one shape, so a value has the same local shape at both ends of a message, which goes along `pp` alone.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, axes_of_stage, is_split
+from hpml_compiler.session import session
+from passes.graph.decision import Hop, Route
+from passes.graph.layouts import Layout, StoredLayout
+from passes.hardware.axis import device_axes
+from passes.op_rules.base import REPLICATE
+from passes.transforms.shard.redistributor import MeshGroups
+
+
+@dataclass(frozen=True)
+class PipelineMesh:
+    """sizes: of all axes, `pp` among them, in the order of the ranks. What is whole along `pp` has a layout over the others."""
+
+    sizes: Mapping[str, int]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return axes_of_stage(self.sizes)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a stage has more than one rank."""
+        return is_split(self.sizes)
+
+    @property
+    def devices(self) -> DeviceMesh:
+        """Of all ranks."""
+        return session.current().device_mesh(self.sizes)
+
+    def groups(self) -> MeshGroups:
+        """This rank's place in the mesh of its stages."""
+        mesh = self.devices
+        return MeshGroups(device_axes(self.axes), tuple(mesh.get_local_rank(name) for name in self.axes),
+                          session.names_of_groups(mesh, self.axes))
+
+    def options(self, options: Options) -> Options:
+        """For the plan of what all stages do, as if the ranks of one did it."""
+        return options.model_copy(update={"mesh": self.axes})
+
+    def over_all(self, layout: Layout) -> Layout:
+        """The same over all axes of the mesh."""
+        rest = iter(layout)
+        return tuple(REPLICATE if name == PP_AXIS else next(rest) for name in self.sizes)
+
+    def route_over_all(self, route: Route) -> Route:
+        return Route(route.value, self.over_all(route.source),
+                     tuple(Hop(self.over_all(hop.layout), hop.phase) for hop in route.hops))
+
+
+def over_stage(layout: StoredLayout, mesh: Mapping[str, int]) -> StoredLayout | None:
+    """A stored layout over all axes of a mesh as one over those of a stage; None if it is split along `pp`."""
+    if any(p != REPLICATE for p, name in zip(layout, mesh, strict=True) if name == PP_AXIS):
+        return None
+    return tuple(p for p, name in zip(layout, mesh, strict=True) if name != PP_AXIS)

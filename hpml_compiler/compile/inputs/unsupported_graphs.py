@@ -1,0 +1,38 @@
+"""What a graph may hold that cannot be split or even compiled: said before anything is traced, with a way around it."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from passes.errors import BadInput
+
+SPARSE_AT = {F.embedding: 6, F.embedding_bag: 7, torch.embedding: 4, torch.embedding_bag: 6}
+"""Look-ups -> where they are told to make sparse gradients, if not by name."""
+
+
+def check_supported(gm: GraphModule) -> None:
+    """Raises BadInput for a Dynamo graph that cannot be done, the same on all ranks."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and torch.is_grad_enabled() and _sparse(node):
+            raise BadInput(
+                "a sparse gradient cannot pass through a compiled graph (nor does it with torch's own compilers)",
+                f"{getattr(node.target, '__name__', node.target)} with sparse=True, {_module(node)}",
+                "make the embedding with sparse=False; or leave it out of the graph, whole on every rank, and keep its "
+                "optimizer: embedding.forward = torch.compiler.disable(embedding.forward) before the first call",
+            )
+
+
+def _sparse(node: Node) -> bool:
+    position = SPARSE_AT.get(node.target)  # pyright: ignore[reportArgumentType]
+    if position is None:
+        return False
+    given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("sparse")
+    return given is True
+
+
+def _module(node: Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return f"module {stack[-1][0]}" if stack else "outside of a module"

@@ -1,0 +1,1 @@
+"""Lowering of a rewritten graph to compiled code, through inductor."""

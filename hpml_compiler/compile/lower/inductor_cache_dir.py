@@ -1,0 +1,100 @@
+"""Folders that inductor and the C++ compiler write to: where they cannot, that is said, not what follows from it."""
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+
+from passes import compat
+from passes.errors import BadInput, HpmlError
+from passes.filesystem.private_files import is_written_by_others, make_private_folder
+from passes.filesystem.sqlite_table import cache_folder
+
+log = logging.getLogger("hpml")
+FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+TRIED_BYTES = 2**16
+"""Written for a moment to see whether a folder can be written: more than the rest of a block of a full disk."""
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EIO)
+"""What opening, making or writing a file says where it is the folder that does not allow it."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_writable: set[str] = set()
+
+
+@contextlib.contextmanager
+def check_cache_dir() -> Iterator[None]:
+    """Around what inductor compiles. Raises BadInput that names the folder which cannot be written, and why.
+
+    Before the first graph, since a C++ compiler that cannot write takes half a minute to say so, many times over; and again
+    when a graph cannot be compiled, since disks fill up.
+    """
+    if (folder := _trusted(compat.inductor_folder())) not in _writable:
+        _check(folder)
+        _writable.add(folder)
+    try:
+        yield
+    except HpmlError:
+        raise
+    except Exception as error:
+        _check(folder, error)
+        if refused := _refused(error, folder):
+            raise _unwritable(*refused) from error
+        raise
+
+
+def _trusted(folder: str) -> str:
+    """Folder for inductor's cache: it loads and runs what it finds there. A folder that another user may have written is left
+    for one in hpml's own cache folder, unless the environment names it: a team may share one."""
+    if folder in _writable or (why := is_written_by_others(folder)) is None:
+        return folder
+    if os.environ.get(FOLDER_VARIABLE):
+        log.warning("inductor loads compiled code from %s, which %s names, and another user may have written it: %s",
+                    folder, FOLDER_VARIABLE, why)
+        return folder
+    own = str(cache_folder() / "inductor")
+    if (own_why := is_written_by_others(own)) is not None:
+        raise BadInput(f"no folder for compiled code is this user's alone: {why}; {own_why}", folder,
+                       f"set {FOLDER_VARIABLE} or HPML_CACHE_DIR to a folder that you alone can write")
+    log.warning("compiled code is kept in %s, since inductor would run what it finds in %s: %s", own, folder, why)
+    os.environ[FOLDER_VARIABLE] = own
+    return own
+
+
+def _check(folder: str, cause: Exception | None = None) -> None:
+    try:
+        temporary = tempfile.gettempdir()
+    except OSError as error:  # whose text names all that were tried
+        raise _unwritable("the folder of temporary files", str(error)) from (cause or error)
+    for each in dict.fromkeys((folder, temporary)):
+        try:
+            make_private_folder(each)
+            with tempfile.TemporaryFile(dir=each) as file:
+                file.write(bytes(TRIED_BYTES))
+        except OSError as error:
+            number = errno.ENOTDIR if os.path.isfile(each) else error.errno
+            raise _unwritable(each, os.strerror(number) if number else str(error)) from (cause or error)
+
+
+def _refused(error: BaseException, folder: str) -> tuple[str, str] | None:
+    """Where and why something could not be written, of an error that is of that: a folder inside of these may belong to someone
+    else, and a disk may have room again."""
+    chain, here = error, (folder, tempfile.gettempdir())
+    while chain is not None:
+        path = str(chain.filename or folder) if isinstance(chain, OSError) else ""
+        if isinstance(chain, OSError) and chain.errno in REFUSALS and (path.startswith(here) or chain.errno in FULL):
+            return path, os.strerror(chain.errno)
+        for number in FULL:  # in the words of the C++ compiler
+            if os.strerror(number) in str(chain):
+                return f"{folder} or {here[1]}", os.strerror(number)
+        chain = chain.__cause__ or chain.__context__
+    return None
+
+
+def _unwritable(where: str, why: str) -> BadInput:
+    return BadInput(f"compiled code cannot be written: {why}", where,
+                    "make room there or give this user the right to write, or set TORCHINDUCTOR_CACHE_DIR (compiled code) and "
+                    "TMPDIR (temporary files) to folders on a local disk where there is room")

@@ -1,0 +1,295 @@
+"""From a rewritten joint graph to two callables: partition it, then compile each half."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.lower.compile_lock import CompileJob, Prefetch, compile_in_order, job_key
+from hpml_compiler.compile.lower.compile_timer import part, tell
+from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
+from hpml_compiler.compile.lower.regional_compile import RegionalCall
+from hpml_compiler.plans.schema import BlocksReport
+from passes import compat
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.graph.fx_nodes import on_cpus, returned_nodes
+from passes.presets import rematerializing
+from passes.serialization.serialized_graph import bare
+from passes.transforms.comm.prefetch_all_gather import starts_ahead
+
+log = logging.getLogger("hpml")
+
+Wanted = Literal["auto", "on", "off"]
+
+
+def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Marked as taking its arguments as one list, which it empties, so that they can be freed while it runs."""
+    call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+    return call
+
+
+def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """A callable that takes its arguments as one list and empties it."""
+
+    def call(arguments: list[Any]) -> Any:
+        taken = list(arguments)
+        arguments.clear()
+        return function(*taken)
+
+    return mark_boxed(call)
+
+
+def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
+    """The same for a graph that runs call by call, and lets go of each value, an argument or not, when it was last read."""
+    return mark_boxed(lambda arguments: torch.fx.Interpreter(gm).boxed_run(arguments))
+
+
+def values_of(gm: GraphModule) -> list[Any]:
+    """Fake values of the inputs of a graph: after rewriting, local ones."""
+    return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def drop_unused(half: GraphModule, other: str) -> None:
+    """Take out what belongs to the other half, by its tag, and is not read here. The partitioner copies what needs no inputs
+    into both halves, and elimination of dead code leaves random numbers: they would be drawn twice."""
+    for node in reversed(half.graph.nodes):
+        if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == other:
+            half.graph.erase_node(node)
+    half.recompile()
+
+
+Call = Callable[[list[Any]], Any]
+
+
+class Lowering:
+    """Partitioning and compiling for one graph, with inductor or without ("eager")."""
+
+    def __init__(self, compiler: str, forward_outputs: int | None = None, blocks: Wanted = "off"):
+        self.inductor = compiler == "inductor"
+        self.blocks = blocks
+        """Whether equal blocks are compiled once; "auto": where that costs little of a step of `step_us`."""
+        self.step_us = 0.0
+        """What a run of both halves is predicted to take: of a step that calls them several times, its share; 0 where nobody
+        has said."""
+        self.reports: dict[str, BlocksReport] = {}
+        """What was compiled in blocks, by half: "forward", "backward", or as `part` has them."""
+        self.forward_outputs = forward_outputs
+        self.of = ""
+        """Whose halves `part` compiles, as "stage 1 ", for who waits for it."""
+        self.reuse = True
+        """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
+        self.shares = True
+        """Whether graphs are compiled in turn with others: not where inductor's cache has them already."""
+        self.next: GraphModule | None = None
+        """Backward, until forward is compiled."""
+
+    def cut(self, joint: GraphModule, kept: CheckpointDecision, forward_outputs: int, folder: str = "") -> Any:
+        """Forward and backward of a joint graph, with its tape, of which it was decided what is kept. folder: for what is
+        offloaded."""
+        self.forward_outputs = forward_outputs
+        self.count_bytes()
+        rematerializing(kept, folder)(joint)
+        forward, backward = compat.split_by_tags(joint, forward_outputs)
+        drop_unused(forward, "is_backward")
+        drop_unused(backward, "is_forward")
+        return forward, backward
+
+    def count_bytes(self) -> None:
+        """In blocks, and with memory that is held on to, what is held at a time would be other than was counted."""
+        self.reuse, self.blocks = False, "off"
+
+    def partition(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
+        self.forward_outputs = forward_outputs
+        if not self.inductor:
+            forward, backward = compat.default_partition(joint, inputs, forward_outputs, static_inputs)
+            drop_unused(forward, "is_backward")
+            drop_unused(backward, "is_forward")
+            return forward, backward
+        forward, self.next = compat.min_cut_partition(joint, inputs, forward_outputs, static_inputs)
+        return forward, self.next
+
+    def forward(self, gm: GraphModule, _whole: Any) -> Callable[[list[Any]], Any]:
+        following, self.next = self.next, None
+        ahead, saved = Prefetch(), _names_returned(gm)
+        if following is not None:
+            ahead = Prefetch(lambda: self._ahead(following, saved))
+        with self.waiting_once(gm):
+            call = self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=False, ahead=ahead)
+            ahead.all()  # the C++ compiler is at forward meanwhile
+        return call
+
+    def backward(self, gm: GraphModule, inputs: Any, half: str = "backward") -> Callable[[list[Any]], Any]:
+        # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
+        with self.waiting_once(gm):
+            return self._lower(half, gm, inputs, is_backward=True, is_inference=False)
+
+    def part(self, forward: GraphModule, backwards: Mapping[str, GraphModule], outputs: int) -> tuple[Call, dict[str, Call]]:
+        """Both halves of a part of what AOTAutograd takes for one graph; backward in one graph, or in several that run one
+        after another, by name. outputs: how many results of forward come before what it saves, which backward takes by name,
+        with the strides that lowering forward gave it; so does a second graph of backward what the first one returns.
+
+        What AOTAutograd asks for around this, and says, is of the whole graph: strides, and inputs that may be written over.
+        None of what a part takes may be: parameters, rows of the batch, what other parts or microbatches read, too. What its
+        blocks make for each other may.
+        """
+        with self.waiting_once(forward):
+            return self._part(forward, backwards, outputs)
+
+    def _part(self, forward: GraphModule, backwards: Mapping[str, GraphModule], outputs: int) -> tuple[Call, dict[str, Call]]:
+        names = _names_returned(forward)
+        with part("compile forward", f"compiling {self.of}forward"), compat.strides_of_results() as strides:
+            run = self.forward(forward, None)
+        given = dict(zip(names[outputs:], (strides or [])[outputs:]))
+        calls: dict[str, Call] = {}
+        for half, backward in backwards.items():
+            if all(node.op != "call_function" for node in backward.graph.nodes):
+                calls[half] = interpreted(backward)
+                continue
+            names = _names_returned(backward)
+            inputs = [_with_strides(node.meta["val"], given.get(node.name))
+                      for node in backward.graph.find_nodes(op="placeholder")]
+            with (part("compile backward", f"compiling {self.of}{half}"), compat.strides_of_results() as strides,
+                  compat.restrict_overwriting(frozenset())):
+                calls[half] = self.backward(backward, inputs, half)
+            given.update(zip(names, strides or []))
+        return run, calls
+
+    def inference(self, gm: GraphModule) -> Callable[[list[Any]], Any]:
+        with self.waiting_once(gm):
+            return self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=True)
+
+    @contextlib.contextmanager
+    def waiting_once(self, gm: GraphModule) -> Any:
+        """A context at whose end all is there that the C++ compiler makes of what is lowered inside."""
+        with (check_cache_dir() if self.inductor else contextlib.nullcontext(),
+              compat.deferred_cpp_kernels() if self.inductor and on_cpus(gm) else contextlib.nullcontext()):
+            yield
+
+    def _lower(self, half: str, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
+               ahead: Prefetch | None = None) -> Call:
+        """ahead: what is compiled next, if others are at this."""
+        blocks = self._blocks(gm, inputs, is_backward)
+        if blocks is not None:
+            made, jobs = {}, self._segments(blocks, is_inference)
+            tell(f"block 1 of {len(jobs)}")
+            for number, call in compile_in_order([*jobs.values()], ahead):
+                if call is None:
+                    log.info("Blocks are not compiled apart: one of them has results of other strides than were traced")
+                    break
+                made[[*jobs][number]] = call
+                tell(f"block {min(len(made) + 1, len(jobs))} of {len(jobs)}")
+            else:
+                self.reports[half] = report = blocks.report
+                log.info("%d of %d calls of a graph are compiled, in %d segments of which %d differ", report.compiled,
+                         report.calls, report.segments, report.different)
+                return mark_boxed(blocks.run(made))
+        if not self.inductor:
+            return boxed(torch.fx.GraphModule(gm, gm.graph).forward) if self.reuse else interpreted(gm)
+        ((_, call),) = compile_in_order([self._whole(bare(gm), inputs, is_backward, is_inference)], ahead)
+        return call
+
+    def _ahead(self, gm: GraphModule, results: Sequence[str | None]) -> list[CompileJob[Any]]:
+        """A graph of backward, as it will be compiled: if forward is lowered already, with the strides that this gave what is
+        saved. results: names of what forward returns."""
+        copied = bare(gm)
+        if copied is gm or not self.inductor or compat.inductor_cache_folder() is None:
+            return []
+        given = dict(zip(results, compat.strides_reported()))
+        inputs = [_with_strides(node.meta["val"], given.get(node.name)) for node in copied.graph.find_nodes(op="placeholder")]
+        blocks = self._blocks(copied, inputs, True)
+        jobs = [self._whole(copied, inputs, True, False)] if blocks is None else [*self._segments(blocks, False).values()]
+        return [CompileJob(job.name, functools.partial(_apart, job.compile)) for job in jobs if job.name is not None]
+
+    def _blocks(self, gm: GraphModule, inputs: Any, is_backward: bool) -> RegionalCall | None:
+        auto = self.blocks == "auto"
+        if self.blocks == "off" or auto and not (self.inductor and self.step_us) or not all(map(_same_layout, values_of(gm),
+                                                                                                inputs)):
+            return None
+        blocks = RegionalCall.of(gm, compat.overwritable_inputs() if is_backward and self.inductor else ())
+        return None if blocks is None or auto and not blocks.costs_little(self.step_us) else blocks
+
+    def _whole(self, gm: GraphModule, inputs: Any, is_backward: bool, is_inference: bool) -> CompileJob[Call]:
+        """gm: for itself, since compiling changes it."""
+        inputs = [compat.substitute_symbols(x) for x in inputs]
+        output = gm.graph.find_nodes(op="output")[0]
+        results = compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
+        visible = len(results) if is_backward or is_inference else self.forward_outputs or 0
+        # Under a budget, also what forward hands on as it is given: inductor would save a copy of a convolution's weight.
+        output.meta["user_visible_output_idxs"] = [
+            i for i, x in enumerate(results)
+            if isinstance(x, torch.fx.Node) and (i < visible or not self.reuse and x.op == "placeholder")
+        ]
+        # Saved tensors and parameters keep their addresses between calls only for cudagraphs, which are not used here.
+        compile_whole = functools.partial(
+            compat.compile_with_inductor, gm, inputs, static_inputs=(), is_backward=is_backward, is_inference=is_inference,
+            reuse=self.reuse, keep_order=starts_ahead(gm.graph))
+        return CompileJob(self._name(gm, inputs, is_backward, is_inference), compile_whole)
+
+    def _segments(self, blocks: RegionalCall, is_inference: bool) -> dict[Hashable, CompileJob[Call | None]]:
+        return {key: self._segment(segment.graph(blocks.gm), segment.donated, is_inference)
+                for key, segment in blocks.parts().items()}
+
+    def _segment(self, gm: GraphModule, donated: Sequence[int], is_inference: bool) -> CompileJob[Call | None]:
+        """A part of a graph; None where its results would not have the strides that they were traced with, which other parts
+        rely on."""
+        if not self.inductor:
+            return CompileJob(None, lambda: interpreted(gm))
+        (output,) = gm.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        inputs = values_of(gm)
+
+        def compile_segment() -> Call | None:
+            traced = [node.meta["val"] for node in output.args[0]]
+            # As backward, since inductor writes over inputs of nothing else.
+            with compat.strides_of_results() as strides, compat.allow_overwriting(donated) as can:
+                call = compat.compile_with_inductor(gm, inputs, static_inputs=(), is_backward=can, is_inference=is_inference,
+                                                    keep_order=starts_ahead(gm.graph))
+            return call if all(map(_has_strides, traced, strides or [None] * len(traced))) else None
+
+        return CompileJob(self._name(gm, inputs, False, is_inference), compile_segment)
+
+    def _name(self, gm: GraphModule, inputs: Sequence[Any], is_backward: bool, is_inference: bool) -> str | None:
+        return job_key(gm, inputs, is_backward, is_inference, self.reuse) if self.shares else None
+
+
+def lowering_of_part(compiler: str, shares: bool, blocks: Wanted = "off") -> Lowering:
+    """Of a part of what AOTAutograd takes for one graph."""
+    lowering = Lowering(compiler, blocks=blocks)
+    lowering.shares = shares
+    lowering.reuse = lowering.inductor  # call by call, each value is let go of when it was last read
+    return lowering
+
+
+def _apart(compile_whole: Callable[[], Any]) -> Any:
+    """Compiled while something else is, whose results have strides that are asked for."""
+    with compat.strides_of_results():
+        return compile_whole()
+
+
+def _names_returned(gm: GraphModule) -> list[str | None]:
+    return [None if node is None else node.name for node in returned_nodes(gm)]
+
+
+def _with_strides(value: Any, strides: Any) -> Any:
+    """strides: None for what has none, or keeps its own."""
+    if strides is None or tuple(map(int, strides)) == tuple(value.stride()):
+        return value
+    return value.as_strided(value.shape, tuple(map(int, strides)))
+
+
+def _has_strides(value: torch.Tensor, strides: Any) -> bool:
+    """Whether strides place a tensor's elements where its own do. strides: None for what has none, or keeps its own."""
+    return strides is None or all(size == 1 or own == int(other) for size, own, other in zip(
+        value.shape, value.stride(), strides, strict=True))
+
+
+def _same_layout(traced: Any, given: Any) -> bool:
+    """Whether an input is laid out as it was traced: lowering forward may have given what it saves other strides."""
+    if not isinstance(traced, torch.Tensor) or not isinstance(given, torch.Tensor):
+        return traced is given
+    return traced.shape == given.shape and _has_strides(traced, given.stride())

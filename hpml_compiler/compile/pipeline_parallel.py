@@ -1,0 +1,152 @@
+"""A graph whose step goes through the stages of a pipeline, each on a rank of its own, microbatch by microbatch.
+
+Every rank traces and cuts the whole graph, and compiles what is around its loop and the stages that it runs. Where the mesh has
+other axes than `pp`, the whole graph is planned on these, as if one stage did all, and what is cut is a rank's part of it.
+Parameters are placed on these axes; along `pp`, one that a single rank's stages read is that rank's alone, with its gradient
+(`hpml_compiler.compile.program.stage_parameters`), and others are on every rank: their gradients are made where their stage is,
+and given to the others. A graph that goes through no stages borrows what it reads, at each call.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.cache.graph_cache import CachedGraph, GraphCache
+from hpml_compiler.compile.cache.graph_cache_key import CacheInputs
+from hpml_compiler.compile.cache.lazy_plan import PipelinePlanSource, PlanSource, unpacked
+from hpml_compiler.compile.decide.pipeline_planner import PipelinePlanner
+from hpml_compiler.compile.graph_compiler import GraphCompiler, Halves
+from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
+from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
+from hpml_compiler.compile.program.microbatch_autograd import MakesWhole
+from hpml_compiler.compile.program.pipeline_inference import forward_only
+from hpml_compiler.compile.program.pipeline_program import PipelineProgram
+from hpml_compiler.compile.program.pipeline_runtime import PipelineRuntime
+from hpml_compiler.compile.recompile_limit import note_function
+from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runtime_wrapper
+from hpml_compiler.monitor.stage_monitor import StageMonitor
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.microbatching import joint_of_loss
+from hpml_compiler.planner.pipeline.stage_halves import warn_of_empty_stages, warn_without_stages
+from hpml_compiler.runtime.consistency.rank_sync import when_all_succeed
+from hpml_compiler.runtime.placements.single_rank_placement import owner_of
+from hpml_compiler.runtime.program.microbatch_loop import Call
+from hpml_compiler.session import session
+from hpml_compiler.session.run_cluster import local_cluster
+from hpml_compiler.session.run_monitor import watch_of
+from passes import compat
+from passes.graph.graph_copy import copy_graph
+from passes.pipeline.find_stages import TooFewBlocks
+from passes.pipeline.stage_assignment import StageAssignment as FoundStages
+from passes.tracing.joint_trace import JointTrace
+
+
+class PipelineCompiler(GraphCompiler):
+    """One graph whose step goes through stages where it has the blocks for it."""
+
+    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options):
+        super().__init__(gm, given, options, f"graph of a pipeline, {len(session.current().graphs)}")
+        self.cluster = local_cluster(options, dist.get_world_size())
+        self.mesh = PipelineMesh(options.mesh or {})
+        self.watched: StageMonitor | None = None
+
+    def compile(self) -> Callable[..., Any]:
+        note_function()
+        guard_on_rows(self.gm)
+        self.inputs = GraphInputs(self.gm, self.given, self.options)
+        self.inputs.take_rows_whole()
+        sizes_are_numbers(self.gm, examples := self.inputs.examples)
+        self.planner = PipelinePlanner(self.name, self.given, self.inputs, self.options, self.mesh, self.seconds)
+        self.earlier = GraphCache(self.gm, CacheInputs.of(self.inputs, self.given), self.options)
+        if self.earlier.found is not None:
+            self.mesh.groups()  # what was cut knows them by their names
+            self.planner.as_in(self.earlier.found.running)
+        function = self.trace(examples)
+        if self.program is not None:
+            session.save_plan()  # which says now what was compiled in blocks
+        takes = self.planner.takes()
+        self.earlier.keep(takes)
+        return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.mesh.devices, self.holding,
+                               self.watched, self.options)
+
+    def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
+        planner, traced = self.planner, JointTrace(copy_graph(joint), self.inputs.described, forward_outputs, 0.0)
+        planner.training = True
+        planner.together(joint)
+        whole = self._whole_step(lambda: traced.gm, forward_outputs)
+        try:
+            cut = planner.cut(joint_of_loss(joint), forward_outputs, whole is not None, traced)
+        except TooFewBlocks as error:
+            if dist.get_rank() == 0:
+                warn_without_stages(self.name, error.what)
+            planner.whole(joint, forward_outputs)
+            self._note_held()
+            return self.halves(joint, inputs, forward_outputs, static_inputs)
+        assert planner.found is not None, "what is cut has stages"
+        self.program = program = PipelineRuntime(self.options, cut, whole)
+        unplanned = PipelinePlanSource(traced, self.options, self.cluster, planner.times, planner.planned,
+                                       starts_of(planner.found))
+        self._note_stages(unplanned, program, planner.found)
+        self.earlier.note(cut, cut.parts.saved, unplanned)
+        return None
+
+    def restore(self, restored: Any, found: CachedGraph, forward_outputs: int) -> None:
+        packed, stages = found.unplanned, self.planner.found
+        if not isinstance(restored, PipelineProgram):
+            if dist.get_rank() == 0:
+                warn_without_stages(self.name, "as in an earlier launch")
+            self._note_held()
+            return
+        assert packed is not None and stages is not None, "of what has stages, a plan can be asked for"
+        whole = self._whole_step(lambda: unpacked(packed).traced.gm, forward_outputs)
+        self.program = program = PipelineRuntime(self.options, restored, whole, shares=False)
+        self._note_stages(packed, program, stages)
+
+    def backward_of(self, call: Call, gm: GraphModule) -> Call:
+        return backward_wrapper(self.name, call, gm, (), self.watched)
+
+    def inference(self, gm: GraphModule) -> PipelineProgram | GraphModule:
+        """Forward alone goes through the stages that have its parameters; else the ranks of each stage do all of it."""
+        planner = self.planner
+        if any(owner_of(x) is not None for x in self.given) and (cut := planner.evaluation(copy_graph(gm))) is not None:
+            return cut
+        if self.mesh.is_split:
+            planner.together(gm)
+            planner.whole(gm, None)
+        return gm
+
+    def run_inference(self, graph: Any) -> Call:
+        self._note_held()
+        if isinstance(graph, PipelineProgram):
+            return forward_only(PipelineRuntime(self.options, graph, shares=self.earlier.found is None))
+        return super().run_inference(graph)
+
+    def together(self, half: str, lower: Callable[[], Call]) -> Call:
+        """All ranks come to each half of a graph without stages together, in its first call where not before."""
+        return when_all_succeed(f"compile {half} of the {self.name}", lower)
+
+    def _whole_step(self, traced: Callable[[], GraphModule], forward_outputs: int) -> MakesWhole | None:
+        """The same for gradients at all outputs; None where a stage has several ranks."""
+        if self.mesh.is_split:
+            return None
+        return lambda: PipelineRuntime(self.options, self.planner.cut(copy_graph(traced()), forward_outputs, False))
+
+    def _note_stages(self, unplanned: PlanSource | bytes, program: PipelineRuntime, found: FoundStages) -> None:
+        self._note_held()
+        if dist.get_rank() == 0:
+            warn_of_empty_stages(self.name, found)
+        self.session.stage_starts[compat.frame_being_compiled()] = starts_of(found)
+        self.plan_later(unplanned, self.cluster)
+        if self.options.monitor:
+            self.watched = watch_of(self.name, program.table, program.place, found, self.options)
+
+    def _note_held(self) -> None:
+        self.holding.note(self.planner.held)
+
+
+def starts_of(stages: FoundStages) -> tuple[str, ...]:
+    """The block that each stage but the first begins with."""
+    return tuple(blocks[0] for blocks in stages.blocks[1:])

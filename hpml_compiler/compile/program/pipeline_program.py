@@ -1,0 +1,95 @@
+"""A graph that goes through the stages of a pipeline, cut into what one rank runs of it: what is kept for the next launch."""
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.program.loop_program import StepInterface, compile_around_loop
+from hpml_compiler.compile.program.lowered_stages import StageProgram
+from hpml_compiler.compile.program.stage_parameters import StageDependencies
+from hpml_compiler.options import Options
+from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, stage_body, structure_of
+from hpml_compiler.runtime.consistency.rank_sync import from_rank_0, same_graph, when_all_succeed
+from hpml_compiler.session import session
+from hpml_compiler.session.run_cluster import local_cluster
+from passes.errors import BadInput
+from passes.graph.graph_signature import GraphSignature
+from passes.pipeline.find_stages import TooFewBlocks
+from passes.transforms.microbatch.loop_split import LoopInput, split_at_markers
+
+log = logging.getLogger("hpml")
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """What a rank runs: its stages, and what is around their loop. reads, outputs, gradients: see `StagedBody`. alone,
+    elsewhere, lent: see `runtime.program.pipeline_step.PipelineLoop`."""
+
+    parts: StepInterface
+    stages: tuple[StageProgram, ...]
+    reads: Mapping[str, LoopInput]
+    outputs: Mapping[int, int]
+    gradients: Mapping[int, tuple[int, ...]]
+    alone: frozenset[int]
+    elsewhere: Mapping[str, torch.Tensor]
+    lent: Mapping[str, tuple[int, torch.Tensor]]
+
+
+class StageCutter:
+    """Cuts a graph, all ranks together. interface: of the marked graph. starts: the block that each stage but the first begins
+    with; else it is cut where stages take about the same time. own: whether it is cut at these alone, or by its own times if it
+    has no such blocks."""
+
+    def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
+                 interface: GraphSignature,
+                 starts: tuple[str, ...] = ()):
+        self.options, self.marked, self.microbatches, self.forward_outputs = options, marked, microbatches, forward_outputs
+        self.interface, self.starts, self.loop = interface, starts, split_at_markers(marked)
+        self.place = session.current().device_mesh(options.mesh or {}).get_local_rank(PP_AXIS)
+        self.table = schedule_of(options, microbatches)
+        text = structure_of(self.loop.body)
+        same_graph(hashlib.sha256(text.encode()).hexdigest(), lambda: text)
+        self.staged = self._staged()
+        times = self.staged.stages.time_us  # of one microbatch
+        self.stages = when_all_succeed("cut its stages in two", lambda: tuple(
+            StageProgram.of(graph, options.compiler, self.table.splits_backward, times[graph.index])
+            for graph in self.staged.graphs if self.table.ranks[graph.index] == self.place))
+        self.needs = StageDependencies(marked, self.loop, self.staged, self.table, interface)
+        if dist.get_rank() == 0:
+            log.info("%d stages under %s with %d microbatches: %s", self.table.stages, self.table.name, microbatches,
+                     "; ".join(", ".join(blocks) for blocks in self.staged.stages.blocks))
+
+    def _staged(self) -> StagedBody:
+        device = local_cluster(self.options, dist.get_world_size()).device
+        cut = lambda starts: stage_body(  # noqa: E731
+            self.marked, self.interface.kinds, self.loop, self.table.stages, device, from_rank_0, starts)
+        if self.interface.training or not self.starts:
+            return cut(self.starts)
+        try:
+            return cut(self.starts)
+        except TooFewBlocks:
+            raise
+        except BadInput:  # an evaluation of what has no such blocks is cut by its own times
+            return cut(())
+
+    def given_to(self, owners: Mapping[str, int], written: Container[int], others: bool) -> PipelineProgram:
+        """owners: of parameters that one rank has alone, by the names of their placeholders. Those that its stages do not need
+        alone are lent to all ranks for the step. written, others: see `StepInterface.of`."""
+        needed_alone = self.needs.owners(owners)
+        own = {name: rank for name, rank in owners.items() if needed_alone.get(name) == rank}
+        values = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}
+        lent = {name: (rank, values[name]) for name, rank in owners.items() if name not in own}
+        elsewhere = {name: values[name] for name in self.needs.gradients_elsewhere(self.place, owners)}
+        saved = [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.halves.saved.values()]
+        parts = StepInterface.of(self.marked, compile_around_loop(self.needs.around(self.place, own), self.options.compiler),
+                                 self.microbatches,
+                                 self.forward_outputs, written, others, saved)
+        return PipelineProgram(parts, self.stages, self.staged.reads, self.staged.outputs, self.staged.gradients,
+                               self.needs.gradients_alone(own), elsewhere, lent)

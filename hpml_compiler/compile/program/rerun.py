@@ -1,0 +1,61 @@
+"""Whether a step in microbatches may have to run once more in backward, and what it takes; see
+`runtime.program.fused_forward_backward`."""
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from hpml_compiler.runtime.program.fused_forward_backward import RerunState, random_states
+from hpml_compiler.runtime.program.microbatch_loop import MicrobatchLoop
+from passes import compat
+from passes.errors import HpmlError
+from passes.graph.graph_signature import input_position
+from passes.op_rules.rule_table import is_random
+
+SMALL_RANGE = 1e6
+"""Largest number of a type whose range a loss scale is chosen for: float16 has 65,504, the 8-bit ones less."""
+
+
+def rerun_state_of(marked: GraphModule, loss: str | None, written: Container[int], whole: bool) -> RerunState | None:
+    """marked: the graph that the loop is cut out of. None where the loss is computed outside, and where gradients can arrive at
+    the loss alone, and may be scaled. written: positions of the inputs that the model changes in place. whole: whether the
+    step can be made with gradients at all outputs."""
+    placeholders = marked.graph.find_nodes(op="placeholder")
+    narrow = any(_is_narrow(node.meta.get("val")) for node in marked.graph.nodes)
+    others = any(node.name.startswith("tangents") and node.name != loss for node in placeholders)
+    if loss is None or not (narrow or (others and whole)):
+        return None
+    primals = [node for node in placeholders if not node.name.startswith("tangents")]
+    (device,) = {node.meta["val"].device for node in placeholders if node.name == loss}
+    numbers = {node.name: number for node in primals if (number := compat.static_int(node.meta["val"])) is not None}
+    return RerunState(
+        tuple(node.name for node in primals if node.name not in numbers), numbers,
+        frozenset(node.name for k, node in enumerate(primals) if input_position(node, k) in written),
+        any(is_random(node.target) for node in marked.graph.nodes), device, narrow)
+
+
+def saved_for_rerun(marked: GraphModule, again: RerunState | None) -> list[Any]:
+    """Fakes of what is kept until then."""
+    if again is None:
+        return []
+    by_name = {node.name: node.meta["val"] for node in marked.graph.find_nodes(op="placeholder")}
+    states = random_states(again.device) if again.draws else []
+    with compat.fake_mode_of(marked):
+        return [*(by_name[name] for name in again.names), *(torch.empty(x.shape, dtype=x.dtype) for x in states)]
+
+
+def compiled_rerun(whole: Callable[[], Any]) -> MicrobatchLoop:
+    """What makes the step with gradients at all outputs, compiled in a backward that is running already."""
+    runs = whole()
+    if runs is None:
+        raise HpmlError("with gradients that arrive at another output than the loss, the step does not go through microbatches",
+                        "backward", "compute all of the loss in the compiled model, or leave options['microbatches'] out")
+    with compat.nested_compilation(runs.parts.given[runs.parts.loss]):
+        return runs.schedule()
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point and torch.finfo(value.dtype).max < SMALL_RANGE

@@ -1,0 +1,96 @@
+"""Runtime metadata: what a call of a compiled graph takes besides compiled code, whatever was decided about the graph."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Placement
+
+from hpml_compiler.compile.wrapper.sharded_outputs import ShardedTangent
+from hpml_compiler.planner.graph import memory_budget
+from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.runtime.dtensor.lazy_outputs import ShardedOutput
+from hpml_compiler.runtime.placements.unsharded_params import GatheredInput
+from hpml_compiler.session import session
+from passes import compat
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.decision import Decision
+from passes.graph.layouts import stored_layout
+from passes.pipeline.stage_assignment import StageAssignment
+from passes.transforms.shard.hoist_batch_slice import Taken
+
+
+@dataclass(frozen=True)
+class SessionEntry:
+    """What the session is told of a graph when its plan is made at once. unruled: calls that were left whole since no rule says
+    how to split them. structure: by which later graphs find its decisions (`planner.graph.same_structure`), on rank 0."""
+
+    record: GraphPlan
+    cluster: str
+    rejected: tuple[MeshAttempt, ...]
+    unruled: Mapping[str, tuple[str, ...]]
+    structure: str
+
+
+@dataclass(frozen=True)
+class RuntimeMetadata:
+    """Data, which is kept for the next launch. On one rank, nothing of it but `written` and `budgeted` is there.
+
+    draws: whether the graph draws random numbers. placements: of the parameters that it places, by position. held: parameters
+    that it takes gathered, by placeholder. gathered, written: positions of arguments that each call gathers, and of those that
+    it changes. left, tangents: results that stay in parts, and their gradients. taken: parts of arguments that are taken before
+    the graph runs, by position. owned: parameters that one rank has alone in it, by placeholder; None without stages. own_here:
+    positions of those that have the right owner already. stages: those of its backward, if any. budgeted: under a budget, what
+    later graphs of the step find held by it. graph_hash: of what was planned at once. entry: None where the plan is made when
+    somebody asks for it.
+    """
+
+    training: bool = False
+    draws: bool = False
+    placements: Mapping[int, tuple[Placement, ...]] = field(default_factory=dict)
+    held: Mapping[str, GatheredInput] = field(default_factory=dict)
+    gathered: frozenset[int] = frozenset()
+    written: frozenset[int] = frozenset()
+    left: tuple[ShardedOutput, ...] = ()
+    tangents: tuple[ShardedTangent, ...] = ()
+    taken: Mapping[int, Taken] = field(default_factory=dict)
+    owned: Mapping[str, int] | None = None
+    own_here: frozenset[int] = frozenset()
+    stages: StageAssignment | None = None
+    budgeted: memory_budget.GraphMemory | None = None
+    graph_hash: str = ""
+    entry: SessionEntry | None = None
+
+    def without_fakes(self) -> RuntimeMetadata:
+        """With what tensors are like as meta tensors, which belong to no trace."""
+        with compat.outside_tracing():
+            return replace(self, left=tuple(replace(each, like=_meta(each.like)) for each in self.left),
+                           tangents=tuple(replace(each, part=_meta(each.part)) for each in self.tangents))
+
+    def agreed(self) -> list[Any]:
+        """What is the same on all ranks that obey one plan."""
+        record = self.entry and self.entry.record.model_dump_json(exclude={"seconds", "frame", "blocks"})
+        stages = self.stages and (self.stages.blocks, self.stages.time_us)
+        return [record, self.training, self.placements, self.owned, stages]
+
+
+def held_by(annotated: AnalyzedGraph, decision: Decision) -> dict[str, GatheredInput]:
+    """What a graph takes gathered, by placeholder."""
+    positions, values = annotated.interface.positions, annotated.graph.values
+    named = {values[v].name: route for v, route in decision.held.items()}
+    return {name: GatheredInput.along(route, positions[name]) for name, route in named.items()}
+
+
+def placements_of(annotated: AnalyzedGraph, decision: Decision) -> dict[int, tuple[Placement, ...]]:
+    """Placements of every parameter that gets placed now, by position."""
+    values, interface = annotated.graph.values, annotated.interface
+    if not interface.training:
+        return {}
+    return {interface.positions[values[v].name]: session.to_dtensor(stored_layout(values[v], decision.stored(v)))
+            for v in decision.inputs if values[v].kind == "parameter" and values[v].name not in interface.stored}
+
+
+def _meta(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")

@@ -1,0 +1,80 @@
+"""Runtime wrapper: what a script calls in the place of a graph, around compiled code that takes a rank's parts of arguments."""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
+from hpml_compiler.monitor.hooks import WatchedGraph, watch_optimizers
+from hpml_compiler.monitor.stage_monitor import StageMonitor
+from hpml_compiler.options import Options
+from hpml_compiler.runtime.consistency.call_hooks import backward_call, forward_call
+from hpml_compiler.runtime.consistency.initial_sync import params_and_buffers, sync_module_states
+from hpml_compiler.runtime.consistency.input_check import backward_check, forward_check
+from hpml_compiler.runtime.dtensor.lazy_outputs import OutputWrapper
+from hpml_compiler.runtime.install.parameter_sharding import shard_module
+from hpml_compiler.runtime.optimizer.optimizer_offload import offload_state, watch_steps
+from hpml_compiler.runtime.placements.single_rank_placement import owner_of
+from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
+from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
+from hpml_compiler.runtime.watchdog.rank_status import Location
+from hpml_compiler.session.run_monitor import current_monitor
+from passes.transforms.shard.hoist_batch_slice import part_of
+
+Watched = WatchedGraph | StageMonitor | None
+"""What the monitor hears of a graph's calls; None where nobody asked."""
+
+
+def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, given: Sequence[Any], inputs: GraphInputs,
+                    takes: RuntimeMetadata, devices: DeviceMesh, holding: UnshardedInputs, watched: Watched, options: Options,
+                    ) -> Callable[..., Any]:
+    """function: the compiled graph, which takes local parts. Places its parameters on `devices`, all ranks together."""
+    sync_module_states(params_and_buffers(inputs.described, given))
+    if options.offloads("optimizer"):
+        offload_state((value for value in given if isinstance(value, torch.nn.Parameter)), options.offload_folder or "")
+    function = with_undefined_gradients(gm, given)(function)
+    borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
+    installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
+    outputs = OutputWrapper(name, devices, takes.left)
+
+    def parts(args: Sequence[Any]) -> list[Any]:
+        local = installed.locals(args)
+        for position, taken in takes.taken.items():
+            local[position] = part_of(local[position], taken)
+        return local
+
+    def call(*args: Any) -> Any:
+        return function(*parts(args))
+
+    def call_and_leave(*args: Any) -> Any:
+        return outputs.given(function(*parts(args)))
+
+    def call_and_write(*args: Any) -> Any:
+        local = parts(args)
+        results = function(*local)
+        installed.write_back(args, local)
+        return outputs.given(results) if takes.left else results
+
+    if takes.left:
+        call = call_and_leave
+    if installed.writes:
+        call = call_and_write
+    half = forward_check(name, inputs.described, given, takes.draws)
+    if watched is not None:
+        watch_optimizers(current_monitor)
+        call = watched.forward(call)
+    if options.offloads("optimizer"):
+        watch_steps()
+    return forward_call(call, Location(f"forward of {name}"), half, takes.training)
+
+
+def backward_wrapper(name: str, call: Callable[[list[Any]], Any], gm: GraphModule, in_parts: Collection[str], watched: Watched,
+                     ) -> Callable[[list[Any]], Any]:
+    """The same around its backward `gm`. in_parts: gradients of which each rank gets a part, by placeholder."""
+    call = call if watched is None else watched.backward(call)
+    return backward_call(call, Location(f"backward of {name}"), backward_check(name, gm, in_parts))

@@ -1,0 +1,52 @@
+"""Which outputs of a graph its plan leaves in parts, and which gradients come in parts."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hpml_compiler.runtime.dtensor.lazy_outputs import ShardedOutput
+from hpml_compiler.session import session
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.decision import Decision
+from passes.graph.graph_signature import ShardableOutput
+from passes.graph.layouts import Layout, stored_layout
+from passes.op_rules.base import REPLICATE
+
+
+def _left_sharded(annotated: AnalyzedGraph, decision: Decision) -> Iterator[tuple[ShardableOutput, Layout]]:
+    for each in annotated.interface.unread:
+        layout = decision.outputs[each.number].target
+        if any(p != REPLICATE for p in layout):
+            yield each, layout
+
+
+def sharded_outputs_of(annotated: AnalyzedGraph, decision: Decision) -> tuple[ShardedOutput, ...]:
+    """To be asked before the rewrite: afterwards, the graph knows the parts alone."""
+    values = {node.name: node.meta.get("val") for node in annotated.gm.graph.nodes}
+    found = []
+    for each, layout in _left_sharded(annotated, decision):
+        name = annotated.interface.outputs[each.number][0]
+        whole = values[name]
+        value = annotated.graph.values[annotated.graph.outputs[each.number][0]]
+        with torch.no_grad():
+            like = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device="meta")
+        found.append(ShardedOutput(each.position, session.to_dtensor(stored_layout(value, layout)), like, name))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class ShardedTangent:
+    """A gradient that comes in parts. number: among those that backward is given. part: what it is like, on this rank."""
+
+    number: int
+    name: str
+    part: torch.Tensor
+
+
+def sharded_tangents_of(annotated: AnalyzedGraph, decision: Decision) -> tuple[ShardedTangent, ...]:
+    """To be asked after the rewrite, when the graph knows the parts."""
+    tangents = [node for node in annotated.gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    names = {each.tangent for each, _ in _left_sharded(annotated, decision)}
+    return tuple(ShardedTangent(k, str(node.name), node.meta["val"]) for k, node in enumerate(tangents) if node.name in names)

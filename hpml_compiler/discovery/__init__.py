@@ -1,1 +1,0 @@
-"""Finding out what machines a process runs on."""

@@ -1,0 +1,1 @@
+"""Fits the efficiencies of a device to measured steps."""

@@ -1,0 +1,1 @@
+"""Trade-offs between time and energy: plans under power caps, and their Pareto front."""

@@ -1,0 +1,184 @@
+"""Wrappers that reduce gradients by themselves, around a model that is split already: made harmless, or refused.
+
+DDP and FSDP hang on to the parameters that they were given. The backend places others in their stead, so nothing of what
+they do reaches the gradients, and no error says so. Importing this is cheap: it is loaded with the backend's entry point.
+"""
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+from collections.abc import Callable, Set
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpml_compiler.integrations.sync_batch_norm import use_global_batch
+from hpml_compiler.runtime.install import uncompiled_models
+from passes import compat
+from passes.errors import BadInput
+
+_backends: list[Callable[..., Any]] = []
+"""The functions that `torch.compile` calls for this backend: one, once its module is loaded."""
+
+REMEDY = "leave the wrapper out: torch.compile(model, backend='hpml') shards and reduces by itself"
+
+
+def watch(backend: Callable[..., Any]) -> None:
+    """From now on, wrappers around what is compiled with this backend are noticed."""
+    _backends.append(backend)
+    watch_ddp()
+    watch_compiled_modules()
+    uncompiled_models.report_at_first_step()
+
+
+@functools.cache
+def watch_ddp() -> None:
+    """From now on, DDP around a model that is compiled for this backend is a `SplitDDP`."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        module = kwargs.get("module", args[0] if args else None)
+        if isinstance(module, nn.Module) and several_ranks():
+            cls = _class_for(cls, module)
+        return object.__new__(cls)
+
+    DistributedDataParallel.__new__ = new
+
+
+def _class_for(cls: type, module: nn.Module) -> type:
+    if is_split(module):
+        from hpml_compiler.integrations.ddp_shim import SplitDDP
+
+        if cls is not DistributedDataParallel and not issubclass(cls, SplitDDP):
+            raise BadInput(f"{cls.__name__} is a DDP of its own around a model compiled with backend='hpml', and would reduce "
+                           "nothing", "torch.compile(..., backend='hpml')", "leave it out")
+        return SplitDDP if cls is DistributedDataParallel else cls
+    inside = [name for name, inner in module.named_modules() if is_split(inner)]
+    if inside:
+        raise BadInput("DDP is put around a module of which only a part is compiled with backend='hpml', "
+                       f"{', '.join(inside[:3])}: gradients would be reduced in two ways", "DistributedDataParallel",
+                       "compile the whole module, or leave DDP out (Lightning: strategy=HpmlStrategy(), see "
+                       "docs/integrations.md)")
+    return cls
+
+
+def watch_compiled_modules() -> None:
+    """From now on, `torch.compile(module, backend="hpml")` looks at what the module is."""
+    watch_fsdp()
+    kind = compat.compiled_module_type()
+    if kind is None or getattr(kind.__init__, "_hpml", False):  # Dynamo is not loaded, or watched already
+        return
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: nn.Module, context: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, module, context, *args, **kwargs)
+        if several_ranks() and is_split(self):
+            _before_compiling(module)
+            uncompiled_models.report_after_first_call(self)
+
+    init._hpml = True  # type: ignore[attr-defined]
+    kind.__init__ = init
+
+
+def watch_fsdp() -> None:
+    """From now on, FullyShardedDataParallel refuses what is compiled for this backend, and `fully_shard` what is placed by it.
+    (That is a function that scripts import by name: where nothing is placed yet, it is noticed at the next compilation.)"""
+    compat.on_fully_shard(_before_sharding)
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is None or getattr(kind.__init__, "_hpml", False):
+        return
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if several_ranks() and any(is_split(inner) for inner in module.modules()):
+            raise BadInput("FullyShardedDataParallel is put around a model compiled with backend='hpml'",
+                           "FullyShardedDataParallel", REMEDY)
+        original(self, module, *args, **kwargs)
+
+    init._hpml = True  # type: ignore[attr-defined]
+    kind.__init__ = init
+
+
+def _before_sharding(parameter: Any) -> None:
+    """torch, which takes a placed parameter for one of tensor parallelism, says that something is None."""
+    module = sys.modules.get("hpml_compiler.runtime.dtensor.placed_tensor")
+    if module is not None and isinstance(parameter, module.PlacedTensor):
+        raise BadInput("fully_shard is put around a model that was compiled with backend='hpml' and split already",
+                       "fully_shard", REMEDY)
+
+
+def _before_compiling(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        what = _shards_by_itself(inner)
+        if what:
+            raise BadInput(f"{what} shards the parameters of this model already", f"torch.compile of {_named(name)}", REMEDY)
+        if isinstance(inner, DistributedDataParallel):
+            from hpml_compiler.integrations.ddp_shim import SplitDDP
+
+            if not isinstance(inner, SplitDDP):
+                SplitDDP.adopt(inner)
+        if isinstance(inner, nn.SyncBatchNorm):
+            use_global_batch(name, inner)
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether `torch.compile(module, backend="hpml")` made it, or `module.compile(backend="hpml")` was called."""
+    return compat.backend_of(module) in _backends
+
+
+def several_ranks() -> bool:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def refuse_other_wrappers(inputs: Any) -> None:
+    """Raise BadInput if a parameter among a graph's inputs belongs to a wrapper that was not seen above: one that was made
+    before this was loaded, or whose forward is part of what is compiled."""
+    wanted = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
+    if _wrapper_of(wanted) is not None:
+        gc.collect()  # what is only waiting to be collected wraps nothing any more, and does not wait on all ranks alike
+    if (wrapper := _wrapper_of(wanted)) is not None:
+        what = _shards_by_itself(wrapper)
+        raise BadInput(f"{what} shards the parameters of this model already" if what else
+                       "DDP is around this model, and its reductions would not see the gradients",
+                       type(wrapper).__name__, REMEDY)
+
+
+def _wrapper_of(wanted: Set[int]) -> Any:
+    """One that holds any of these parameters, by their ids, or a model that is compiled for this backend."""
+    return next((wrapper for wrapper in _wrappers() if any(map(is_split, wrapper.modules()))
+                 or any(id(parameter) in wanted for parameter in wrapper.parameters())), None)
+
+
+def _wrappers() -> list[Any]:
+    """All modules that shard or reduce by themselves, of this process."""
+    objects, kinds = gc.get_objects(), (*_sharding_types(), DistributedDataParallel)
+    present = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds) and not _is_ours(kind)}
+    return [item for item in objects if type(item) in present] if present else []
+
+
+def _is_ours(kind: type) -> bool:
+    module = sys.modules.get("hpml_compiler.integrations.ddp_shim")
+    return module is not None and issubclass(kind, module.SplitDDP)
+
+
+def _sharding_types() -> tuple[type, ...]:
+    module = sys.modules.get("torch.distributed.fsdp")
+    return tuple(kind for name in ("FSDPModule", "FullyShardedDataParallel")
+                 if (kind := getattr(module, name, None)) is not None)
+
+
+def _shards_by_itself(module: nn.Module) -> str:
+    if not isinstance(module, _sharding_types()):
+        return ""
+    return "FullyShardedDataParallel" if type(module).__name__ == "FullyShardedDataParallel" else "fully_shard"
+
+
+def _named(name: str) -> str:
+    return f"`{name}`" if name else "the model"

@@ -1,0 +1,91 @@
+"""When one step is profiled: once, if it is wanted, and while nobody else profiles."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hpml_compiler.monitor.prediction import GraphRuns
+from hpml_compiler.monitor.profiled_step import KernelTimes, StepProfile
+from hpml_compiler.monitor.step_recorder import RecordedStep
+from passes import compat
+
+TRIES = 5
+
+
+class ProfileTrigger:
+    """Profiles from the first call of a graph in a step to the optimizer step that ends it.
+
+    make: starts a profile. result: what was seen, and `step` what ran meanwhile; None until then. A step that turns out
+    otherwise than the one that it was to be like is given up, and the next one tried.
+    """
+
+    def __init__(self, make: Callable[[], StepProfile]) -> None:
+        self.make = make
+        self.result: KernelTimes | None = None
+        self.step: RecordedStep | None = None
+        self._like: RecordedStep | None = None
+        self._tries_left = TRIES
+        self._running: StepProfile | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._like is not None and self.is_possible
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether nothing was seen yet, and it may still be tried."""
+        return self.result is None and self._tries_left > 0
+
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None
+
+    def want(self, like: RecordedStep) -> None:
+        """Profile a step that does the same as this one."""
+        self._like = like
+
+    def result_for(self, runs: tuple[GraphRuns, ...]) -> KernelTimes | None:
+        """What was seen, if it was in a step that ran this."""
+        return self.result if self.step is not None and self.step.runs == runs else None
+
+    def call_begins(self, step: RecordedStep, first: bool) -> Any:
+        """A graph is called. first: whether it is the first training graph in the step. Returns what `call_ends` wants."""
+        if self._running is None:
+            if not first or step.disturbed or not self.is_wanted:
+                return None
+            if compat.profiler_is_on():
+                self._tries_left -= 1
+                return None
+            self._running = self.make()
+            step.disturbed = True
+        assert self._like is not None
+        if step.calls > 2 * self._like.calls:  # something long goes on, such as an evaluation
+            self.give_up()
+            return None
+        return self._running, self._running.begin_graph()
+
+    @staticmethod
+    def call_ends(token: Any) -> None:
+        if token is not None:
+            profile, entered = token
+            profile.end_graph(entered)
+
+    def optimizer_ended(self, step: RecordedStep, steady_bytes: int) -> None:
+        if self._running is None or self._like is None or step.optimizer_steps < self._like.optimizer_steps:
+            return
+        if step.runs != self._like.runs:
+            self.give_up()
+            return
+        running, self._running = self._running, None
+        result = running.stop(steady_bytes)
+        if result is None:  # the script has profiled inside
+            self._tries_left -= 1
+        else:
+            self.result, self.step = result, step
+
+    def give_up(self) -> None:
+        """Stop a profile that is running."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._tries_left -= 1
+            running.cancel()

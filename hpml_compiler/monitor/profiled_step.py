@@ -1,0 +1,218 @@
+"""One step under torch's profiler: time by class of work, and the peak of tensor memory on the device."""
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hpml_compiler.monitor.kernel_classes import class_of_event
+from hpml_compiler.monitor.step_recorder import StepTimes
+from passes import compat
+
+GRAPH_RANGE = "hpml graph"
+MEMORY_EVENT = "[memory]"
+_STICKY = frozenset(("optimizer", "collective", "attention", "convolution", "matmul"))
+
+
+@dataclass(frozen=True)
+class ProfilerEvent:
+    """What the profiler saw: an operation or range of a thread or, on a device, a kernel. `operation`: of a kernel, the
+    `id` of the operation that launched it."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int = 0
+    on_device: bool = False
+    id: int = 0
+    operation: int = 0
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """µs by class. kernels: whether they are those of kernels on a device, which may overlap; otherwise those of the
+    calling thread inside compiled graphs alone. peak_bytes: of tensors, None if it was not looked at."""
+
+    classes_us: Mapping[str, float]
+    kernels: bool
+    peak_bytes: int | None
+
+    def of_step(self, times: StepTimes) -> dict[str, float]:
+        """µs by class of steps that took so long without a profiler, which makes short operations longer.
+
+        Of what the calling thread did in graphs, only the shares count; kernels took as long as they took.
+        """
+        found = dict(self.classes_us)
+        if self.kernels:
+            found["overhead"] = max(times.step_us - sum(found.values()), 0.0)
+            return found
+        total = sum(found.values()) or 1.0
+        found = {name: us / total * times.graphs_us for name, us in found.items()}
+        found["optimizer"] = times.optimizer_us
+        found["overhead"] = found.get("overhead", 0.0) + times.between_us
+        return found
+
+
+class StepProfile:
+    """A profile that is running. varying_bytes: asked now and then for what is held from before and may be dropped
+    meanwhile, since the profiler does not see that go."""
+
+    def __init__(self, device_type: str, varying_bytes: Callable[[], int] = lambda: 0) -> None:
+        self.on_device, self.varying_bytes = device_type == "cuda", varying_bytes
+        self._notes: list[tuple[int, int]] = []
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
+        self._profile = profile(activities=activities, profile_memory=True)
+        self._log_level = compat.set_cpp_log_level(2)  # it warns of each such thing that goes
+        with _quiet_kineto(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11, even where there were none
+            self._profile.start()
+
+    def begin_graph(self) -> Any:
+        """Returns what `end_graph` wants back."""
+        self.note()
+        entered = record_function(GRAPH_RANGE)
+        entered.__enter__()
+        return entered
+
+    def end_graph(self, entered: Any) -> None:
+        entered.__exit__(None, None, None)
+        self.note()
+
+    def note(self) -> None:
+        """Look at the varying bytes."""
+        self._notes.append((time.time_ns(), self.varying_bytes()))
+
+    def stop(self, steady_bytes: int = 0) -> KernelTimes | None:
+        """What was seen; None if the script profiled something meanwhile. steady_bytes: held from before the profile until
+        after it."""
+        self.note()
+        if not self.cancel():
+            return None
+        found: Any = self._profile.profiler
+        raw = found.kineto_results.events()
+        events = [_event(each) for each in raw if each.name() != MEMORY_EVENT and not _is_mirrored(each)]
+        kind = torch.profiler.DeviceType.CUDA if self.on_device else torch.profiler.DeviceType.CPU
+        changes = [(each.start_ns(), each.nbytes()) for each in raw
+                   if each.name() == MEMORY_EVENT and each.device_type() == kind]
+        by_class = kernel_us(events) if self.on_device else graph_us(events)
+        return KernelTimes(by_class, self.on_device, steady_bytes + peak(changes, self._notes))
+
+    def cancel(self) -> bool:
+        """Stop, and look at nothing. Returns whether there is anything to look at: the end of a profile that was begun
+        inside this one has ended both, and what was seen is in the other."""
+        running = compat.profiler_is_on()
+        try:
+            if running:
+                self._profile.stop()
+        finally:
+            if self._log_level is not None:
+                compat.set_cpp_log_level(self._log_level)
+        return running
+
+
+def graph_us(events: Iterable[ProfilerEvent]) -> dict[str, float]:
+    """Own time by class, inside the ranges of compiled graphs, of the threads that run them."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for _, own_ns, chain in _with_parents(events):
+        inside = _inside_graph(chain)
+        if inside:
+            found[_class_in(inside) or "overhead"] += own_ns / 1e3
+    return dict(found)
+
+
+def kernel_us(events: Iterable[ProfilerEvent]) -> dict[str, float]:
+    """Time of kernels by class: of those that an optimizer or a compiled graph launched."""
+    events = list(events)
+    chains = {event.id: chain for event, _, chain in _with_parents(events) if event.id}
+    found: defaultdict[str, float] = defaultdict(float)
+    for kernel in (event for event in events if event.on_device):
+        chain = chains.get(kernel.operation, ())
+        launched_by = _class_in(_inside_graph(chain) or chain)
+        if launched_by == "optimizer" or _inside_graph(chain):
+            name = launched_by if launched_by in _STICKY else class_of_event(kernel.name) or "pointwise"
+            found[name] += (kernel.end_ns - kernel.start_ns) / 1e3
+    return dict(found)
+
+
+def _inside_graph(chain: Sequence[ProfilerEvent]) -> Sequence[ProfilerEvent]:
+    """Of nested events, those from the range of a compiled graph on; none where there is no such range."""
+    return next((chain[i:] for i in reversed(range(len(chain))) if chain[i].name == GRAPH_RANGE), ())
+
+
+def _class_in(chain: Sequence[ProfilerEvent]) -> str | None:
+    """The class of the last of nested events: that of the outermost one which is more than pointwise, else its own."""
+    classes = [class_of_event(event.name) for event in chain]
+    return next((found for found in classes if found in _STICKY), classes[-1] if classes else None)
+
+
+def _with_parents(events: Iterable[ProfilerEvent]) -> Iterable[tuple[ProfilerEvent, int, tuple[ProfilerEvent, ...]]]:
+    """Each event of a thread with its time that none of its children takes, in ns, and the events around it and itself,
+    outermost first."""
+    by_thread: dict[int, list[ProfilerEvent]] = {}
+    for event in events:
+        if not event.on_device:
+            by_thread.setdefault(event.thread, []).append(event)
+    for each in by_thread.values():
+        open_events: list[list[Any]] = []  # event, ns of its children so far, chain
+        for event in sorted(each, key=lambda e: (e.start_ns, -e.end_ns)):
+            while open_events and open_events[-1][0].end_ns <= event.start_ns:
+                yield _closed(open_events.pop())
+            chain = (*open_events[-1][2], event) if open_events else (event,)
+            if open_events:
+                open_events[-1][1] += event.end_ns - event.start_ns
+            open_events.append([event, 0, chain])
+        while open_events:
+            yield _closed(open_events.pop())
+
+
+def _closed(entry: list[Any]) -> tuple[ProfilerEvent, int, tuple[ProfilerEvent, ...]]:
+    event, children_ns, chain = entry
+    return event, max(event.end_ns - event.start_ns - children_ns, 0), chain
+
+
+def peak(changes: Iterable[tuple[int, int]], notes: Sequence[tuple[int, int]] = ()) -> int:
+    """The highest running sum of allocations and frees, `(ns, bytes)`, plus what the next of the notes, `(ns, bytes
+    held)` in order of time, says is held besides."""
+    changes = sorted(changes, key=lambda change: change[0])
+    times = [at for at, _ in notes]
+    running = itertools.accumulate((size for _, size in changes), initial=0)
+    moments = [times[0] if times else 0, *(at for at, _ in changes)]
+
+    def besides(at: int) -> int:
+        return notes[min(bisect.bisect_left(times, at), len(notes) - 1)][1] if notes else 0
+
+    return max(total + besides(at) for at, total in zip(moments, running))
+
+
+def _event(raw: Any) -> ProfilerEvent:
+    on_device = raw.device_type() != torch.profiler.DeviceType.CPU
+    linked = raw.linked_correlation_id()
+    return ProfilerEvent(raw.name(), raw.start_ns(), raw.start_ns() + raw.duration_ns(), raw.start_thread_id(), on_device,
+                         id=0 if linked or on_device else raw.correlation_id(), operation=linked if on_device else 0)
+
+
+def _is_mirrored(raw: Any) -> bool:
+    """Ranges appear on the device again, around the kernels that were launched in them; async ones overlap others."""
+    return raw.is_async() or raw.is_user_annotation() and raw.device_type() != torch.profiler.DeviceType.CPU
+
+
+class _quiet_kineto:
+    """The profiler's library prints its starts and stops, unless told otherwise when it is first used."""
+
+    def __enter__(self) -> None:
+        self.ours = "KINETO_LOG_LEVEL" not in os.environ
+        if self.ours:
+            os.environ["KINETO_LOG_LEVEL"] = "6"
+
+    def __exit__(self, *_: Any) -> None:
+        if self.ours:
+            os.environ.pop("KINETO_LOG_LEVEL", None)

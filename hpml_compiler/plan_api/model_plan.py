@@ -1,0 +1,108 @@
+"""The plan: where every parameter and value lives, what is communicated, what it is predicted to cost.
+
+A plan is data. It is what the partition passes decided, written down so that it can be saved, read, compared, edited by
+hand and obeyed again (`options={"plan": path}`) without a solver. Nothing here imports torch or a solver. Its fields are
+in content.py, its parts, and the words for placements, in schema.py.
+
+Files are strict JSON: unknown fields, NaN and infinities are refused, and nothing in them is ever executed.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from hpml_compiler.plans.content import PlanContent
+from hpml_compiler.plans.plan_json import json_content
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.plans.validation_errors import describe_errors
+from hpml_compiler.visualize.explanation import explain
+from hpml_compiler.visualize.plan_diff import PlanDiff, diff
+from passes.errors import BadInput
+
+if TYPE_CHECKING:
+    from graphviz import Digraph
+
+
+
+class PlanMismatch(BadInput):
+    """A plan was given for another graph, another torch release or another number of ranks."""
+
+
+class Plan(PlanContent):
+    """A mesh and the plans of all graphs on it; see the module's docstring."""
+
+    # -- files and checks ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> Plan:
+        """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid plan."""
+        remake = "make it again with `hpml plan TARGET --save PLAN.json`"
+        content = json_content(text, where, remake)
+        if content.get("kind") == "mixed":
+            raise BadInput(what="this plan is for groups of different devices; such plans cannot be run or drawn as one yet",
+                           where=where, next_step="read it with hpml_compiler.plan_api.mixed_plan.MixedPlan.load; each of its "
+                                                  "groups "
+                           "has a plan for like devices")
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise BadInput(what=f"not a valid plan: {describe_errors(error)}", where=where, next_step=remake) from error
+
+    def check(self, graph_hash: str, torch_version: str, world_size: int) -> GraphPlan:
+        """The plan of the graph with that hash. Raises PlanMismatch if there is none, if the number of ranks differs,
+        or the torch release (2.13; a patch or build such as +cu126 may differ: the hash guards the graph itself)."""
+        where = f"plan for {self.world_size} ranks, torch {self.torch_version}"
+        again = "plan again, or leave out options={'plan': ...}"
+        if world_size != self.world_size:
+            what = f"the plan is for {self.world_size} ranks (mesh {self.mesh}), here are {world_size}"
+            raise PlanMismatch(what=what, where=where, next_step=f"start {self.world_size} ranks, or {again}")
+        if _release(torch_version) != _release(self.torch_version):
+            raise PlanMismatch(what=f"the plan was made with torch {self.torch_version}, here is {torch_version}",
+                               where=where, next_step=again)
+        for graph in self.graphs:
+            if graph.graph_hash == graph_hash:
+                return graph
+        known = ", ".join(f"{graph.name} ({graph.graph_hash[:12]})" for graph in self.graphs) or "none"
+        what = f"the plan is of another model or batch: it has no graph {graph_hash[:12]}, it has {known}"
+        raise PlanMismatch(what=what, where=where, next_step=again)
+
+    # -- for people (hpml_compiler/visualize; imported late, so that a plan loads without rich) ------------------------
+
+    def table(self, width: int | None = None) -> str:
+        """The plan as text, as wide as the terminal: a row per class of equal blocks."""
+        from hpml_compiler.visualize.plan_table import render_text
+
+        return render_text(self, width)
+
+    def explain(self, name: str, width: int | None = None) -> str:
+        """Where the node or parameter `name` lives, why and at what cost, in lines of at most `width` (None: of any
+        length). Raises BadInput with the closest names."""
+        from hpml_compiler.visualize.terminal import wrapped
+
+        text = explain(self, name)
+        return text if width is None else wrapped(text, width)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to `other`; `str()` of the result is text for people."""
+        return diff(self, other)
+
+    def graphviz(self, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300) -> Digraph:
+        """The plan as a graph: a node per class of equal blocks; all of them, or those named, opened as clusters."""
+        from hpml_compiler.visualize.graphviz_drawing import digraph
+
+        return digraph(self, expanded=expanded, expand=expand, max_nodes=max_nodes)
+
+    def render(self, path: str | os.PathLike[str], **options: Any) -> Path:
+        """Draw `graphviz(**options)` into `path` (.svg, .png, .pdf). Without `dot` writes the .gv beside it and raises
+        MissingDependency."""
+        from hpml_compiler.visualize.graphviz_drawing import render
+
+        return render(self, Path(path), **options)
+
+
+def _release(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])

@@ -1,0 +1,77 @@
+"""What earlier launches decided to keep: looked up by the tape of the graph, and walked anew before it is believed."""
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+from pydantic import ValidationError
+from torch.fx import GraphModule
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.memory_budget import BudgetShare
+from hpml_compiler.plans.cache import plan_database
+from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
+from hpml_compiler.plans.record_fields import Record
+from passes.annotations import read
+from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, STORAGE_PROGRAM, CheckpointDecision
+from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
+from passes.errors import BadInput
+from passes.presets import obeying_checkpointing
+
+log = logging.getLogger("hpml")
+
+
+class CachedCheckpointing(Record):
+    """Names of what was kept and, of these, offloaded, with what a walk counted then."""
+
+    names: tuple[str, ...]
+    offloaded: tuple[str, ...]
+    peak_bytes: int
+    again_us: float
+
+
+def cached_checkpointing(joint: GraphModule, room: BudgetShare, options: Options, strict: bool,
+                         decide: Callable[[], CheckpointDecision]) -> CheckpointDecision:
+    """decide: what to keep of a graph that has its tape, in this room. What it answers, or once answered of the same tape in
+    the same room, if a walk counts the same today."""
+    if not plan_database.is_on():
+        return decide()
+    key = _key(joint, room, options, strict)
+    try:
+        text = plan_database.get(key)
+    except BadInput as error:
+        warn_of_cache("what earlier launches kept cannot be read", error)
+        return decide()
+    if text is not None and (kept := _obeyed(joint, room, text)) is not None:
+        log.info("what is kept was decided in an earlier launch; HPML_CACHE=0 searches anew")
+        return kept
+    kept = decide()
+    entry = CachedCheckpointing(names=tuple(sorted(kept.names)), offloaded=tuple(sorted(kept.offloaded)),
+                                peak_bytes=kept.peak_bytes, again_us=kept.again_us)
+    try:
+        plan_database.put(key, entry.model_dump_json())
+    except BadInput as error:
+        warn_of_cache("what is kept cannot be noted for the next launch", error)
+    return kept
+
+
+def _key(joint: GraphModule, room: BudgetShare, options: Options, strict: bool) -> str:
+    tape = read(STORAGE_PROGRAM, joint)
+    parts = tape.runs, tape.storages, sorted(tape.returned), sorted(tape.gradients), tape.stand_ins, tape.early
+    asked = room.left, round(room.after), round(room.between), strict, options.model_copy(update={"plan": None}).to_json()
+    return plan_database.digest_of(["kept", parts, asked, torch.__version__, plan_database.planners_code()])
+
+
+def _obeyed(joint: GraphModule, room: BudgetShare, text: str) -> CheckpointDecision | None:
+    try:
+        found = CachedCheckpointing.model_validate_json(text)
+        obeying_checkpointing(ObeyCheckpointing(frozenset(found.names), frozenset(found.offloaded), room.left,
+                                                round(room.after)))(joint)
+    except (ValidationError, BadInput):
+        log.warning("what an earlier launch kept is damaged: it is decided anew")
+        return None
+    kept = read(CHECKPOINT_DECISION, joint)
+    same = kept.peak_bytes == found.peak_bytes and math.isclose(kept.again_us, found.again_us, rel_tol=1e-9)
+    return kept if same else None

@@ -1,0 +1,151 @@
+"""Under a byte budget: what of one graph's forward is kept for backward, and how a plan says it."""
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from torch.fx import GraphModule
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.checkpointing.checkpointing_cache import cached_checkpointing
+from hpml_compiler.planner.graph.graph_planning import solver_options
+from hpml_compiler.planner.graph.memory_budget import BudgetShare
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan, OffloadedValue, PeakRecord, RecomputedCall, SavedValue
+from hpml_compiler.plans.peak_memory import counted_peak
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.visualize.formatting import format_bytes, format_us
+from passes.annotations import read
+from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, CheckpointDecision
+from passes.checkpointing.checkpoint_search import BudgetTooSmall
+from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
+from passes.checkpointing.solve_checkpointing import SolveCheckpointing
+from passes.errors import BadInput, Infeasible
+from passes.presets import obeying_checkpointing, solving_checkpointing
+from passes.simulation.memory.memory_breakdown import report_memory
+from passes.simulation.memory.memory_trace import MemoryTrace
+from passes.solver.work_limit import WorkLimit
+
+log = logging.getLogger("hpml")
+WHERE = "options['memory_budget']"
+
+
+def choose_checkpointing(joint: GraphModule, forward_outputs: int, room: BudgetShare, options: Options, name: str, strict: bool,
+                         allowance: WorkLimit | None = None) -> CheckpointDecision:
+    """Of a graph that has its tape. strict: raise Infeasible where the budget cannot be met; else the answer is what holds
+    least. allowance: in place of the options' time limit."""
+    within = allowance or WorkLimit(options.time_limit)
+    kept = cached_checkpointing(
+        joint, room, options, strict, lambda: _decided(joint, forward_outputs, room, options, strict, within))
+    log.info("%s: %d values are kept for backward, %d calls run once more (%s); it holds %s at most besides %s of parameters "
+             "and optimizer state", name, len(kept.names), kept.again, format_us(kept.again_us), format_bytes(kept.peak_bytes),
+             format_bytes(room.state))
+    if kept.offloaded:
+        log.info("%s: %d of these, %s, are offloaded (%s)", name, len(kept.offloaded), format_bytes(kept.offloaded_bytes),
+                 format_us(kept.offload_us))
+    return kept
+
+
+def _decided(joint: GraphModule, forward_outputs: int, room: BudgetShare, options: Options, strict: bool, allowance: WorkLimit,
+             ) -> CheckpointDecision:
+    keep = SolveCheckpointing(room.left, solver_options(options), strict, after_bytes=round(room.after), allowance=allowance)
+    try:
+        try:  # without graphs after it there is nothing to leave, and what follows would find the same
+            between = round(room.between)
+            solving_checkpointing(forward_outputs, replace(keep, strict=strict or between > 0, between_bytes=between))(joint)
+        except BudgetTooSmall:  # graphs after it have less, then, and say so where it is too little
+            if not room.between:
+                raise
+            solving_checkpointing(forward_outputs, keep)(joint)
+    except BudgetTooSmall as error:
+        assert error.walk is not None, "the least that was found comes with it"
+        raise _too_small(error.walk, room, options) from None
+    return read(CHECKPOINT_DECISION, joint)
+
+
+def apply_checkpointing_plan(joint: GraphModule, room: BudgetShare, pinned: CheckpointingPlan,
+                             name: str) -> CheckpointDecision | None:
+    """What a plan keeps of a graph that has its tape; None where it was made for another budget and does not fit this one.
+    Raises BadInput where it cannot be obeyed."""
+    obeying_checkpointing(ObeyCheckpointing(frozenset({*pinned.saved, *pinned.offloaded}), frozenset(pinned.offloaded),
+                                            room.left,
+                                            round(room.after)))(joint)
+    kept = read(CHECKPOINT_DECISION, joint)
+    held = format_bytes(room.budget - room.left + kept.peak_bytes)
+    if kept.fits:
+        log.info("%s: %d values are kept for backward, as the plan says; a step holds %s", name, len(kept.names), held)
+        return kept
+    if room.budget == pinned.budget_bytes:
+        raise BadInput(f"by what the plan keeps a step holds {held}, where its budget, as the one here, is "
+                       f"{format_bytes(room.budget)}", "options['plan']",
+                       "plan again with the optimizer and the graphs that this step has")
+    log.warning("%s: by what the plan keeps a step holds %s: for a budget of %s it is decided anew", name, held,
+                format_bytes(room.budget))
+    return None
+
+
+def _too_small(least: MemoryTrace, room: BudgetShare, options: Options) -> Infeasible:
+    """The error that says whose bytes they are, and what would make them fewer. least: what holds least of all tried."""
+    smallest = round(room.budget - room.left + least.peak)
+    when, parts = _fullest(least, room)
+    told = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes)
+    fewer = ("more devices, which store parameters in parts" if 2 * room.state > smallest else
+             "fewer rows, or more devices which share them")
+    remedies = [f"{room.remedy} (the optimizer)"] if room.made and least.after == least.peak and room.remedy else []
+    remedies += [f"give {smallest} bytes", fewer]
+    if not least.tape.offloadable:
+        remedies.append("offload saved values")
+    if room.others:
+        remedies.append("take out the break between these graphs, which are decided together then")
+    if not options.offloads("saved"):
+        remedies.append('offload="saved"')
+    if 2 * room.state > smallest and options.resident_states:
+        remedies.append('offload="optimizer"')
+    offloaded = " or offloaded" if options.offloads("saved") else ""
+    error = Infeasible(
+        f"a step holds {format_bytes(smallest)} at least, whatever is computed once more{offloaded}, and the budget is "
+        f"{format_bytes(room.budget)}; when {when}: {told}", WHERE, ", or ".join(remedies))
+    error.smallest_budget_bytes = smallest
+    return error
+
+
+def _fullest(walk: MemoryTrace, room: BudgetShare) -> tuple[str, dict[str, float]]:
+    """When most is held, and bytes by part."""
+    parts = {"parameters and optimizer state": room.state, "gradients of other graphs of the step": room.later}
+    if walk.after == walk.peak:
+        own = walk.tape.bytes_of(walk.tape.gradients)
+        return "the optimizer makes its step", {**parts, "gradients": own, "what it makes": room.made}
+    found = report_memory(walk)
+    at = max(found.forward, found.backward, key=lambda each: sum(each.parts.values()))
+    others = {f"saved by {name}, another graph of the step,": nbytes for name, nbytes in room.others.items()}
+    return f"{at.name} runs", {**parts, **others, **at.parts}
+
+
+def with_checkpointing(record: GraphPlan, kept: CheckpointDecision, options: Options) -> GraphPlan:
+    """The plan of a graph with what it keeps, with the time that this takes and the bytes that it holds so."""
+    said, before = checkpointing_plan(kept, options), record.predicted
+    again_us = said.again_us + said.offload_us
+    record = record.model_copy(update={"kept": said, "predicted": before.model_copy(update={
+        "again_us": again_us, "step_time_us": before.step_time_us - before.again_us + again_us})})
+    peak = counted_peak([record])
+    assert peak is not None, "it says what is kept"
+    memory = record.memory.model_copy(update={"activations": kept.saved_bytes, "peak": peak.bytes})
+    return record.model_copy(update={"memory": memory, "at_peak": peak})
+
+
+def checkpointing_plan(kept: CheckpointDecision, options: Options) -> CheckpointingPlan:
+    """What is kept, in the words of a plan. options: with the budget in bytes."""
+    assert isinstance(options.memory_budget, int), "there is a budget, in bytes"
+    account, layers = kept.account, kept.account.layers
+    forward, backward = (
+        PeakRecord(node=each.name, block=each.block, again=each.again, parts=dict(each.parts))
+        for each in (account.forward, account.backward))
+    return CheckpointingPlan(
+        budget_bytes=options.memory_budget, saved_bytes=kept.saved_bytes, gradient_bytes=account.gradient_bytes,
+        step_bytes=max(round(kept.after_bytes + options.memory_budget - kept.budget_bytes), 0),
+        saved={name: SavedValue(block=block, bytes=nbytes, layers=layers.get(name, 1)) for name, block,
+               nbytes in account.saved},
+        offloaded={name: OffloadedValue(block=block, bytes=nbytes, predicted_us=us, layers=layers.get(name, 1))
+                   for name, block, nbytes, us in account.offloaded},
+        again={name: RecomputedCall(block=block, predicted_us=us, layers=layers.get(name, 1)) for name, block,
+               us in account.again},
+        forward=forward, backward=backward, ahead=kept.ahead)

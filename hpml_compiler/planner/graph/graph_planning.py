@@ -1,0 +1,147 @@
+"""Plan one graph: run the passes that decide, and say their answer in the words of a `Plan`."""
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from hpml_compiler.options import Options
+from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.graph import measured_costs
+from hpml_compiler.planner.graph.same_structure import Pins, SavedDecisions, decisions_of, reused_status
+from hpml_compiler.plans.from_decision.graph_record import graph_plan
+from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from passes.annotations import drop, read
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.cost_model.energy_model import capped_cluster
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
+from passes.errors import BadInput, Infeasible
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.decision import Decision
+from passes.graph.placement_graph import PlacementGraph
+from passes.hardware.cluster import Cluster
+from passes.json_records import FrozenMap
+from passes.presets import deciding
+from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
+from passes.sharding.search.mesh_search import SearchConfig, SearchTables
+from passes.sharding.search.placement_passes import SEARCH_RESULT
+from passes.sharding.strategies.zero_levels import ZeroRules
+from passes.solver.solvers import SolverOptions
+from passes.solver.work_limit import WorkLimit
+
+log = logging.getLogger("hpml")
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """What every rank needs to rewrite its graph, and the record for people."""
+
+    mesh: dict[str, int]
+    decision: Decision
+    record: GraphPlan
+    rejected: tuple[MeshAttempt, ...]
+    cluster: str = ""
+    kept: CheckpointDecision | None = None
+    """Where there is a budget: what this rank's graph keeps for backward (`hpml_compiler.planner.search.budget_search`)."""
+
+
+def solver_options(options: Options) -> SolverOptions:
+    return SolverOptions(options.solver, options.time_limit, options.gap, extra=FrozenMap(options.solver_options))
+
+
+def zero_of(options: Options, obeys: bool) -> ZeroRules:
+    """How parameters may be stored and gathered. What is gathered is held where that was asked for, or may be where bytes are
+    weighed; obeys: or where a plan says so."""
+    if options.zero == "auto":
+        return ZeroRules(None, holds=obeys or options.memory_budget is not None)
+    level = 2 if options.zero == 1 else options.zero
+    return ZeroRules(level, holds=level == 2)
+
+
+def plan_graph(
+    annotated: AnalyzedGraph, options: Options, cluster: Cluster, *, fixed_mesh: Mapping[str, int] | None = None,
+    name: str = "graph", rows: frozenset[str] = frozenset(), given: Plan | None = None,
+    shorter: PlacementGraph | None = None, further: int = 0, like: SavedDecisions | None = None,
+    as_in: SavedDecisions | None = None,
+    quick: CachedMeasurements | None = None, lifetimes: MemoryModel = STEP_PEAK, budget_bytes: float | None = None,
+    allowance: WorkLimit | None = None, memos: SearchTables | None = None,
+) -> PlanResult:
+    """Try every candidate mesh and keep the cheapest answer.
+
+    A mesh whose bound is above the best answer so far is dropped without an answer. `like`: the plan of a graph of the
+    same structure (`hpml_compiler.planner.graph.same_structure`), whose decisions are taken where they fit; `as_in`: of the
+    graph itself, whose decisions are taken, or what they do not fit is raised. `quick`: what prices are scaled by where no
+    profile has anything. `lifetimes`: when bytes are counted; `budget_bytes`, `allowance`: in place of the options' budget and
+    time limit; `memos`: of earlier calls that differ in these three alone. Raises Infeasible if no mesh meets the budget, with
+    the smallest budget that any meets.
+    """
+    capped = capped_cluster(cluster, options.power_cap)
+    if budget_bytes is None:
+        budget_bytes = options.budget_bytes(capped.device.memory_bytes)
+    conditions = SearchConfig(
+        capped, options.objective, budget_bytes, options.optimizer_states,
+        measured=_measured(annotated, options, capped, name, quick, full_speed=capped == cluster),
+        solver=solver_options(options), zero=zero_of(options, given is not None or options.plan is not None),
+        rows=rows, shorter=shorter, further=further, lifetimes=lifetimes, resident_states=options.resident_states,
+        memos=memos, allowance=allowance or WorkLimit(options.time_limit),
+    )
+
+    def planned(mesh: Mapping[str, int] | None, pins: Pins | None) -> PlanResult:
+        deciding(conditions, mesh, pins)(annotated.gm)
+        return _told(annotated, conditions, name)
+
+    if as_in is not None:
+        return _as_like(as_in, planned(as_in.mesh, decisions_of(as_in)))
+    if like is not None and given is None and (fixed_mesh is None or [*fixed_mesh.items()] == [*like.mesh.items()]):
+        try:
+            return _as_like(like, planned(like.mesh, decisions_of(like)))
+        except (BadInput, Infeasible) as refusal:  # sizes that an axis does not divide, or more bytes than the budget
+            log.info("the decisions of %s do not fit a graph of the same structure, which is solved for itself: %s",
+                     like.name, refusal.what)
+    mesh = fixed_mesh or options.mesh
+    if not mesh and (obeyed := given or options.load_plan()) is not None:
+        mesh = obeyed.mesh
+    return planned(mesh, _pins(given, annotated))
+
+
+def _as_like(like: SavedDecisions, planned: PlanResult) -> PlanResult:
+    """Its solver's report says whose decisions these are, and claims no bound."""
+    solver = planned.record.solver.model_copy(update={"status": reused_status(like), "bound": None, "gap": None})
+    return replace(planned, record=planned.record.model_copy(update={"solver": solver}))
+
+
+def _measured(annotated: AnalyzedGraph, options: Options, cluster: Cluster, name: str, quick: CachedMeasurements | None,
+              full_speed: bool,
+              ) -> CachedMeasurements | None:
+    measured = measured_costs.load(options, cluster, annotated.hash()) or quick
+    if measured is not None and not full_speed:
+        log.warning("%s: what was measured is of full speed: under the power cap of %g W, the roofline prices", name,
+                    options.power_cap)
+        return None
+    return measured
+
+
+def _told(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> PlanResult:
+    """The answer that lies on the graph, in the words of a plan."""
+    answer = read(SEARCH_RESULT, annotated.gm)
+    drop(SEARCH_RESULT, annotated.gm)  # the problem in it is large, and told now
+    record = graph_plan(
+        annotated, answer.mesh, answer.placed, name=name, seconds={**annotated.seconds, "solve": answer.seconds},
+        shortened=conditions.shorter is not None, objective=conditions.objective, energy_j=answer.energy_j,
+        prices=conditions.prices(answer.mesh))
+    rejected = tuple(
+        MeshAttempt(mesh=dict(zip(each.mesh.names, each.mesh.shape)), cost=each.cost, bound=each.bound,
+                    reason=each.reason, objective=conditions.objective)
+        for each in answer.rejected)
+    return PlanResult(dict(zip(answer.mesh.names, answer.mesh.shape)), answer.placed.decision, record, rejected,
+                      str(conditions.cluster))
+
+
+def _pins(given: Plan | None, annotated: AnalyzedGraph) -> Pins | None:
+    if given is None:
+        return None
+    digest = annotated.hash()
+    for graph in given.graphs:
+        if graph.graph_hash == digest:
+            return decisions_of(graph)
+    return None

@@ -1,0 +1,68 @@
+"""Which measurements a plan is priced with: those of this machine's devices, where the plan is for them."""
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+
+from hpml_compiler.options import Options
+from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
+from passes.cost_model.measured.measured_collectives import CollectivePoint, MeasuredCollectives, read_points
+from passes.cost_model.measured.measured_kernels import DeviceMeasurements
+from passes.cost_model.measured.measurement_cache import MeasurementCache, device_key
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
+from passes.errors import BadInput
+from passes.hardware.cluster import Cluster
+
+
+def sharing_key(device_type: str, ranks: int) -> str:
+    """What operations are measured on: a device, and on a CPU how many ranks compute on the host at once."""
+    return device_key(device_type) + (f", {ranks} ranks" if device_type == "cpu" else "")
+
+
+def load(options: Options, cluster: Cluster, graph: str = "") -> CachedMeasurements | None:
+    """What `hpml profile` measured on the devices here, if the plan is for them and `costs` allows it.
+
+    graph: hash of the graph that is planned.
+
+    Raises BadInput if costs="measured" and there is nothing, or nothing that can be read; else the latter costs a warning.
+    """
+    found, points = _read(options, cluster, graph)
+    if found is None and not points:
+        if options.costs == "measured":
+            raise BadInput("nothing was measured on the devices of this plan", "option costs",
+                           "run `hpml profile TARGET` on as many ranks as the plan has (under torchrun), or leave out costs")
+        return None
+    kind = cluster.device.kind
+    name = torch.cuda.get_device_name() if kind == "cuda" else ""
+    collectives = MeasuredCollectives(points, lambda g: g.axis(kind, name), cluster.world_size) if points else None
+    return CachedMeasurements(found or DeviceMeasurements(), collectives)
+
+
+def digest(options: Options, cluster: Cluster, graph: str) -> str:
+    """Of all that `load` would price with; another one where something was measured since."""
+    return hashlib.sha256(repr(_read(options, cluster, graph)).encode()).hexdigest()[:16]
+
+
+def _read(options: Options, cluster: Cluster, graph: str) -> tuple[DeviceMeasurements | None, list[CollectivePoint]]:
+    kind, group = cluster.device.kind, cluster.groups[0]
+    elsewhere = options.costs == "auto" and options.cluster is not None
+    if options.costs == "roofline" or elsewhere or (kind == "cuda" and not torch.cuda.is_available()):
+        return None, []
+    try:
+        with MeasurementCache() as cache:
+            return (DeviceMeasurements.load(cache, sharing_key(kind, group.devices_per_node), graph),
+                    read_points(cache, device_key(kind)))
+    except BadInput as error:
+        if options.costs == "measured":
+            raise
+        if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that plans
+            warn_of_cache("prices are estimated, since what `hpml profile` measured cannot be read", error)
+        return None, []
+
+
+def local_ranks() -> int:
+    """Ranks of the present process group on this host; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1

@@ -1,0 +1,69 @@
+"""What a plan says of a step that goes through its batch in microbatches, and what such a step takes and holds."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpml_compiler.plans.pipeline_records import MicrobatchPlan
+from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, PredictedCost
+from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
+from hpml_compiler.simulate.plan_step_graph import step_graph
+from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.graph.placement_graph import PlacementGraph
+from passes.hardware.mesh import Mesh
+from passes.op_rules.base import REPLICATE, format_placement
+from passes.sharding.microbatch_axis import AFTER, MicrobatchPlacement
+from passes.simulation.step_graph import StepGraph
+
+WHOLE, SUM = format_placement(REPLICATE), "P"
+
+
+def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: MicrobatchPlacement, loss_inside: bool, mesh: Mesh,
+                      states: int,
+                      ) -> GraphPlan:
+    """The plan of a whole batch as that of the same in microbatches. mesh, states: what times for fewer rows follow from."""
+    said = microbatch_plan(record, graph, times, loss_inside)
+    record = record.model_copy(update={"microbatches": said})
+    prices = PlannedPrices(record, RepricedPlan(record, MeshPrices(mesh, states)))
+    step = step_graph(record, prices)
+    return record.model_copy(update={
+        "solver": record.solver.of_another(), "predicted": _predicted(record, step, said.count),
+        "memory": _memory(record, step)})
+
+
+def microbatch_plan(record: GraphPlan, graph: PlacementGraph, times: MicrobatchPlacement, loss_inside: bool) -> MicrobatchPlan:
+    before, after, sums = [], [], []
+    for op in graph.operations:
+        if op.name not in record.operations:
+            continue
+        labels = {*times.reads[op.index], *times.makes[op.index]}
+        if labels <= {WHOLE}:
+            before.append(op.name)
+        elif AFTER in labels:
+            after.append(op.name)
+        elif SUM in times.makes[op.index]:
+            sums.append(op.name)
+    return MicrobatchPlan(count=times.microbatches, share=times.share, before=tuple(before), after=tuple(after),
+                          sums=tuple(sums), whole=times.whole, loss_inside=loss_inside)
+
+
+def _predicted(record: GraphPlan, step: StepGraph, count: int) -> PredictedCost:
+    """All parts one after another, as in the plan of a whole batch."""
+    compute = sum(call.us * call.runs * (count if call.when == "loop" else 1) for call in step.calls)
+    compute += (count - 1) * step.accumulate_us
+    communication = sum(hop.us * leg.multiplicity * (1 if leg.once or leg.gradient else count)
+                        for leg in step.legs for hop in leg.hops)
+    overhead = count * record.predicted.overhead_us
+    return record.predicted.model_copy(update={
+        "compute_us": compute, "communication_us": communication, "overhead_us": overhead, "energy_j": None,
+        "energy_label": None, "step_time_us": compute + communication + overhead + record.predicted.optimizer_us})
+
+
+def _memory(record: GraphPlan, step: StepGraph) -> MemoryBytes:
+    """Activations are what is saved at a time."""
+    held = sum(_saved(step, 1 if step.at_once else step.microbatches))
+    return record.memory.model_copy(update={"activations": round(held)})
+
+
+def _saved(step: StepGraph, times: int) -> Iterator[float]:
+    for call in step.calls:
+        yield call.saved_bytes * call.runs * (times if call.when == "loop" else 1)

@@ -1,0 +1,84 @@
+"""Whether a graph can go through its batch in microbatches, in how many, and what of it is in their loop."""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from torch.fx import GraphModule
+
+from passes.analyses.cross_sample_ops import mixing_operations
+from passes.analyses.microbatch_dims import common_rows, most_that_fit
+from passes.graph.graph_copy import copy_graph
+from passes.graph.placement_graph import PlacementGraph
+from passes.sharding.microbatch_axis import MicrobatchPlacement, solve_time_axis
+from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
+from passes.solver.solvers import SolverOptions
+from passes.solver.work_limit import WorkLimit
+from passes.transforms.cleanup.drop_tangents import DropTangents
+
+log = logging.getLogger("hpml")
+LEAST_SHARE = 0.5
+"""Of the work on rows: with less of it in the loop, microbatches save little and cost much."""
+
+
+def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: SolverOptions, allowance: WorkLimit | None = None,
+                         ) -> MicrobatchPlacement | None:
+    """Placement of each value on the axis of time; None, with a warning, where rows of the batch depend on each other.
+    allowance: in place of the solver's time limit."""
+    if not any(value.microbatch for value in graph.values):
+        log.warning("no microbatches: no input of this graph has rows that could be split into %d", microbatches)
+        return None
+    if mixed := mixing_operations(graph):
+        log.warning("no microbatches: rows of the batch depend on each other at %s", _named(mixed))
+        return None
+    times = solve_time_axis(graph, microbatches, solver, allowance)
+    if times.share < LEAST_SHARE:
+        log.warning("no microbatches: %.0f %% of the work on rows would be outside of their loop, most at %s",
+                    100 * (1 - times.share), _named(times.whole))
+        return None
+    log.info("%d microbatches, with %.1f %% of the work on rows in their loop", microbatches, 100 * times.share)
+    return times
+
+
+def memory_model_in_time(times: MicrobatchPlacement | None, loss_inside: bool) -> MemoryModel:
+    """When bytes are counted in microbatches: with the loss inside, the saved values of one are there at a time."""
+    return MemoryModel(in_flight=1.0 / times.microbatches) if times is not None and loss_inside else STEP_PEAK
+
+
+def fitting_microbatches(shapes: Iterable[Sequence[int]], microbatches: int, ranks: int = 1, speaks: bool = True) -> int:
+    """How many microbatches data of these shapes goes through; said, where that is fewer than asked for. ranks: among which the
+    rows of each are shared out."""
+    rows = common_rows(shapes)
+    on_ranks = f" on {ranks} ranks" if ranks > 1 and rows % ranks == 0 else ""
+    found = most_that_fit(rows // ranks if on_ranks else rows, microbatches) if rows else microbatches
+    if found < microbatches and speaks:
+        log.warning("a batch of %d rows%s goes through in %s: it does not divide into %d", rows, on_ranks,
+                    f"{found} microbatches" if found > 1 else "one piece", microbatches)
+    return found
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def loss_of(joint: GraphModule) -> str | None:
+    """Name of the tangent of the one scalar among the outputs: the loss, if there is one."""
+    scalars = [node.name for node in joint.graph.find_nodes(op="placeholder")
+               if node.name.startswith("tangents") and node.meta["val"].dim() == 0]
+    return scalars[0] if len(scalars) == 1 else None
+
+
+def other_tangents(joint: GraphModule) -> frozenset[str]:
+    """Where the loss is computed inside: names of the tangents beside its own, which are taken for zero."""
+    loss = loss_of(joint)
+    return frozenset(node.name for node in joint.graph.find_nodes(op="placeholder")
+                     if loss is not None and node.name.startswith("tangents") and node.name != loss)
+
+
+def joint_of_loss(joint: GraphModule) -> GraphModule:
+    """A copy of a joint graph in which gradients arrive at the loss alone, if it has one."""
+    gm = copy_graph(joint)
+    DropTangents(other_tangents(gm))(gm)
+    return gm

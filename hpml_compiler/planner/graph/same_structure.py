@@ -1,0 +1,53 @@
+"""The decisions of one graph for another of the same structure: a sequence of another length, the last rows of a data set.
+
+Every size that a model is called with is a graph of its own. Solving for each would give nearly the same answer each time,
+so the first answer is taken for all: priced and checked for the new sizes as any answer is, but not searched for again.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Protocol
+
+from hpml_compiler.options import Options
+from hpml_compiler.plans.schema import DecisionRecord
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.sharding.formulation.problem_entities import Pin
+
+Pins = dict[str, Pin]
+
+
+class SavedDecisions(Protocol):
+    """What was chosen for a graph, and what that choice is called."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+
+    @property
+    def decisions(self) -> Mapping[str, DecisionRecord]: ...
+
+
+def structural_hash(annotated: AnalyzedGraph, options: Options, rows: frozenset[str] = frozenset()) -> str:
+    """A hash of all that decides what should be done with a graph, except its sizes: operations, which reads what, dtypes and
+    numbers of dims, and what the user asked for. rows: names of inputs that come split by rows. (Where parameters are stored
+    already may rule decisions out; `plan_graph` finds that.)"""
+    lines = [repr(sorted(rows)), json.dumps(options.to_json(), sort_keys=True)]
+    for node in annotated.gm.graph.nodes:
+        value = node.meta.get("val")
+        kind = (len(getattr(value, "shape", ())), str(getattr(value, "dtype", "")))
+        lines.append(f"{node.name} {node.op} {node.target} {[n.name for n in node.all_input_nodes]} {kind}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def reused_status(record: SavedDecisions) -> str:
+    """The solver's status of a plan whose decisions are those of another one."""
+    return f"as {record.name}"
+
+
+def decisions_of(record: SavedDecisions) -> Pins:
+    """What was chosen for each entity, as `place` takes it."""
+    return {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in record.decisions.items()}

@@ -1,0 +1,1 @@
+"""Pipeline stages of a graph: the cut, their costs and their plan."""

@@ -1,0 +1,110 @@
+"""From what the stages of a pipeline are to what a plan says of them: times, what is held and sent, and the step."""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, over_all_axes
+from hpml_compiler.plans.pipeline_records import PipelinePlan, SentPlan, StagePlan
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
+from hpml_compiler.simulate.scheduled_stages import StageTimes, sends_us, stages_of, times_of_stages
+from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.hardware.cluster import Cluster
+from passes.hardware.mesh import mesh_from_pin
+from passes.pipeline.pipeline_schedule import PipelineSchedule
+from passes.pipeline.pipeline_timeline import TimedStage, pipeline_tasks, simulate_pipeline
+from passes.simulation.event_simulator import simulate_tasks
+from passes.simulation.step_timeline import breakdown
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What one stage is. operations: how often it runs each that the record lists. reads: its parameters, and whether it makes
+    their gradients whole. saved_bytes: of one microbatch; sends: on to the next stage's rank, then back to that of the one
+    before, for one microbatch. weight_share: the part of backward's work that runs later, where the schedule cuts it in two."""
+
+    blocks: tuple[str, ...]
+    operations: Mapping[str, int]
+    reads: Mapping[str, bool]
+    saved_bytes: int
+    sends: tuple[SentPlan, ...]
+    weight_share: float | None = None
+
+
+def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, mesh: Mapping[str, int],
+                  cluster: Cluster,
+                  states: int) -> GraphPlan:
+    """record: what the ranks of one stage would do of all. mesh: of all ranks of the cluster. states: of the optimizer."""
+    record = over_all_axes(record, mesh)
+    # What was solved is where the ranks of one stage would place all of it.
+    record = record.model_copy(update={"solver": record.solver.of_another()})
+    held = [sum(_held(record, {name for k in own for name in parts[k].reads})) for own in _stages_of_ranks(table)]
+    most = max(range(len(held)), key=held.__getitem__)
+    fullest = _held(record, {name for k in _stages_of_ranks(table)[most] for name in parts[k].reads})
+    prices = MeshPrices(mesh_from_pin(mesh, cluster), states)
+    times = times_of_stages(record, [part.operations for part in parts], PlannedPrices(record, RepricedPlan(record, prices)))
+    in_flight = table.in_flight()
+    stages = tuple(_stage(k, record, parts, table, times[k], in_flight[k]) for k in range(table.stages))
+    pipe = PipelinePlan(schedule=table.name, ranks=mesh[PP_AXIS], microbatches=table.microbatches, step_us=0.0, bubble=0.0,
+                        stages=stages)
+    pipe = pipe.model_copy(update={"stages": tuple(
+        stage.model_copy(update={"send_us": on, "return_us": back})
+        for stage, (on, back) in zip(stages, sends_us(pipe, prices), strict=True))})
+    record = _with_memory(record, pipe, fullest)
+    prices = PlannedPrices(record, RepricedPlan(record, prices))
+    known = stages_of(pipe, times, None, prices.optimizer_us(), prices.accumulate_us())
+    played = simulate_pipeline(table, known)
+    pipe = pipe.model_copy(update={"step_us": played.step_us, "bubble": played.bubble})
+    return _with_times(record.model_copy(update={"pipeline": pipe}), known)
+
+
+def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, times: StageTimes,
+           in_flight: int) -> StagePlan:
+    part = parts[k]
+    # What an earlier stage of its rank reads, too, is there once.
+    held = {name for name in part.reads
+            if not any(name in parts[j].reads for j in range(k) if table.ranks[j] == table.ranks[k])}
+    parameters = tuple(name for name, makes in part.reads.items() if makes)
+    return StagePlan(
+        blocks=part.blocks, rank=table.ranks[k], operations={name: n for name, n in part.operations.items() if n},
+        parameters=parameters, parameter_bytes=sum(record.parameters[name].bytes_whole for name in parameters),
+        forward_us=times.forward_us, backward_us=times.backward_us,
+        weight_us=None if part.weight_share is None else times.backward_us * part.weight_share,
+        send_us=0.0, return_us=0.0, saved_bytes=part.saved_bytes, in_flight=in_flight,
+        memory_bytes=sum(_held(record, held)) + part.saved_bytes * in_flight, sends=part.sends)
+
+
+def _stages_of_ranks(table: PipelineSchedule) -> list[list[int]]:
+    return [[stage for stage, rank in enumerate(table.ranks) if rank == own] for own in range(len(table.actions))]
+
+
+def _held(record: GraphPlan, names: Collection[str]) -> tuple[int, int, int]:
+    """Bytes of these parameters, of their gradients and of their optimizer state: of all, in proportion."""
+    memory, total = record.memory, sum(each.bytes_per_device for each in record.parameters.values())
+    share = sum(record.parameters[name].bytes_per_device for name in names) / total if total else 0.0
+    return round(memory.parameters * share), round(memory.gradients * share), round(memory.optimizer * share)
+
+
+def _with_memory(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, int]) -> GraphPlan:
+    """held: see `_held`, of the rank that holds most; the optimizer steps as much less as it holds less than all."""
+    share = held[0] / record.memory.parameters if record.memory.parameters else 0.0
+    of_rank = [[stage for stage in pipe.stages if stage.rank == rank] for rank in range(pipe.ranks)]
+    activations = max(sum(stage.saved_bytes * stage.in_flight for stage in own) for own in of_rank)
+    return record.model_copy(update={
+        "predicted": record.predicted.model_copy(update={"optimizer_us": record.predicted.optimizer_us * share}),
+        "memory": record.memory.model_copy(update={
+            "parameters": held[0], "gradients": held[1], "optimizer": held[2], "activations": activations,
+            "peak": sum(held) + activations})})
+
+
+def _with_times(record: GraphPlan, stages: Sequence[TimedStage]) -> GraphPlan:
+    """Compute and communication are those of a rank, on average."""
+    pipe = record.pipeline
+    assert pipe is not None, "it was put there"
+    built = pipeline_tasks(stages, pipe.microbatches, pipe.schedule, pipe.ranks)
+    spans = simulate_tasks(built.tasks, [1.0] * pipe.ranks)
+    parts = breakdown(built.tasks, built.labels, spans, [1] * pipe.ranks)
+    return record.model_copy(update={"predicted": record.predicted.model_copy(update={
+        "step_time_us": spans.end_us, "compute_us": parts.compute_us, "communication_us": parts.communication_us,
+        "overhead_us": 0.0, "energy_j": None, "energy_label": None})})

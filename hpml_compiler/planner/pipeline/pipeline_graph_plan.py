@@ -1,0 +1,141 @@
+"""The plan of a graph that runs as the stages of a pipeline: made when somebody asks for it.
+
+A rank holds the parameters that its stages read. Times of a stage are those of the calls of its blocks, as the plan prices
+them; what goes between stages, and what one saves, is read off the graphs that run.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.checkpointing.single_device_checkpointing import NO_LIMIT
+from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
+from hpml_compiler.planner.graph.microbatching import joint_of_loss, loss_of
+from hpml_compiler.planner.pipeline.pipeline_estimate import StagePart, with_pipeline
+from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, cluster_of_stage, memory_model_of
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageHalves, halves_of
+from hpml_compiler.plans.pipeline_records import SentPlan
+from hpml_compiler.plans.schema import GraphPlan
+from passes.analyses.flops import FLOPS
+from passes.annotations import read
+from passes.graph.graph_signature import GraphInput
+from passes.graph.step_phase import BACKWARD, FORWARD
+from passes.hardware.cluster import Cluster
+from passes.hardware.mesh import mesh_from_pin
+from passes.pipeline.find_blocks import BLOCK_CHAIN, FindBlocks, learned_nodes
+from passes.pipeline.find_stages import places
+from passes.pipeline.pipeline_schedule import PipelineSchedule
+from passes.pipeline.stage_assignment import SentValue, StageAssignment
+from passes.presets import annotate
+from passes.sharding.microbatch_axis import MicrobatchPlacement
+from passes.transforms.pipeline.stage_graphs import StageGraph
+
+
+class PipelinePlanBuilder:
+    """joint: as it was traced. times: where everything is on the axis of time, None where the whole batch is one microbatch.
+    cluster: of all ranks. planned: what the ranks of a stage do, where there are several; where there is one, it does all."""
+
+    def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options,
+                 cluster: Cluster, times: MicrobatchPlacement | None, planned: PlanResult | None = None):
+        self.joint, self.inputs, self.forward_outputs = joint, inputs, forward_outputs
+        self.options, self.cluster, self.times, self.planned = options, cluster, times, planned
+
+    def plan(self, name: str, marked: GraphModule, staged: StagedBody, table: PipelineSchedule) -> GraphPlan:
+        """marked, staged: what is cut, before it is and after. table: the schedule."""
+        count = 1 if self.times is None else self.times.microbatches
+        joint = joint_of_loss(self.joint)
+        annotated = annotate(joint, self.inputs, self.forward_outputs, count, leaves=False)
+        mesh = {PP_AXIS: len(table.actions)}
+        alone = cluster_of_stage(self.cluster, mesh[PP_AXIS])
+        if self.planned is None:  # one rank has no choice
+            own = self.options.model_copy(update={"mesh": None, "plan": None})
+            planned = plan_graph(annotated, own, alone, name=name, lifetimes=memory_model_of(table), budget_bytes=NO_LIMIT)
+        else:
+            planned, mesh = self.planned, dict(self.options.mesh or {})
+        record = planned.record.model_copy(update={"name": name})
+        if self.times is not None:
+            record = with_microbatches(record, annotated.graph, self.times, loss_of(joint) is not None,
+                                       mesh_from_pin(planned.mesh, alone), self.options.optimizer_states)
+        read = _parameters(marked, staged, annotated.interface.names)
+        listed = _listed(annotated.gm, staged.stages, record.operations)
+        parts = [self._part(k, listed[k], staged, table, read[k]) for k in range(table.stages)]
+        return with_pipeline(record, parts, table, mesh, self.cluster, self.options.optimizer_states)
+
+    def _part(self, k: int, listed: Collection[str], staged: StagedBody, table: PipelineSchedule, read: Mapping[str, bool],
+              ) -> StagePart:
+        stages = staged.stages
+        on = stages.over(k, FORWARD) if k + 1 < table.stages and table.ranks[k + 1] != table.ranks[k] else ()
+        back = stages.over(k - 1, BACKWARD) if k and table.ranks[k - 1] != table.ranks[k] else ()
+        saved, share = saved_by(k, staged, self.options.compiler, table)
+        return StagePart(stages.blocks[k], dict.fromkeys(listed, 1), read, saved, sent((*on, *back)), share)
+
+
+def sent(values: Iterable[SentValue]) -> tuple[SentPlan, ...]:
+    return tuple(SentPlan(value=each.value, bytes=round(each.bytes), backward=each.phase == BACKWARD) for each in values)
+
+
+def saved_by(k: int, staged: StagedBody, compiler: str, table: PipelineSchedule) -> tuple[int, float | None]:
+    """Bytes that a stage saves of one microbatch, and the part of its backward that runs later, if the schedule cuts it."""
+    halves = halves_of(staged.graphs[k], compiler, table.splits_backward)
+    return _saved_bytes(staged, halves), _share_of_weights(staged.graphs[k], halves) if table.splits_backward else None
+
+
+def _listed(gm: GraphModule, stages: StageAssignment, names: Container[str]) -> list[list[str]]:
+    """Of each stage, the calls of the whole graph that it runs, by their blocks: what one rank does of a call has another name
+    where it is split. A block that has nothing in the loop is with the one before it."""
+    stage_of = {block: k for k, blocks in enumerate(stages.blocks) for block in blocks}
+    FindBlocks()(gm)
+    chain = read(BLOCK_CHAIN, gm)
+    latest, of_block = 0, []
+    for block in chain.blocks:
+        latest = stage_of.get(block.name, latest)
+        of_block.append(latest)
+    found: list[list[str]] = [[] for _ in stages.blocks]
+    for node, place in places(gm, chain, learned_nodes(gm)).items():
+        if node.name in names:
+            found[of_block[place]].append(node.name)
+    return found
+
+
+def _saved_bytes(staged: StagedBody, halves: StageHalves) -> int:
+    """Of one microbatch: what backward takes of forward, but for what was whole before the loop. If what its second part takes
+    is more, that."""
+    whole = {name for name, read in staged.reads.items() if read.rows is None}
+
+    def held(values: Mapping[str, Any]) -> int:
+        return sum(value.numel() * value.element_size() for name, value in values.items()
+                   if name not in whole and hasattr(value, "element_size"))
+
+    late = [] if halves.weight is None else halves.weight.gm.graph.find_nodes(op="placeholder")
+    return max(held(halves.saved), held({node.name: node.meta["val"] for node in late}))
+
+
+def _share_of_weights(graph: StageGraph, halves: StageHalves) -> float:
+    """Of backward's work, by FLOPs, that of its second part."""
+    if halves.backward is None or halves.weight is None:
+        return float(halves.backward is None)
+    flops = {node.name: read(FLOPS, node) for node in graph.gm.graph.nodes if FLOPS.selects(node)}
+    first, second = (sum(flops.get(node.name, 0.0) for node in half.gm.graph.nodes)
+                     for half in (halves.backward, halves.weight))
+    return second / (first + second) if first + second else 0.5
+
+
+def _parameters(marked: GraphModule, staged: StagedBody, names: Mapping[str, str]) -> list[dict[str, bool]]:
+    """Of each stage, the parameters that it reads, also where something is made of them before the loop; whether it is the one
+    that their gradients are made whole in."""
+    made_of: dict[str, set[str]] = {}
+    for node in marked.graph.nodes:
+        made_of[node.name] = {names[node.name]} if node.name in names else {
+            name for x in node.all_input_nodes for name in made_of[x.name]}
+    found: list[dict[str, bool]] = [{} for _ in staged.graphs]
+    seen: set[str] = set()
+    for given, readers in staged.stages.parameters.items():
+        for name in sorted(made_of.get(staged.reads[given].name, ())):
+            for k, stage in enumerate(readers):
+                found[stage][name] = found[stage].get(name, False) or (k == 0 and name not in seen)
+            seen.add(name)
+    return found

@@ -1,0 +1,86 @@
+"""Of the axes of a mesh, the one that stages lie along, and the others, along which what a stage does is split.
+
+All stages have meshes of one shape. What is whole along `pp` has a layout over the others, and one over all axes.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hpml_compiler.options import Options
+from hpml_compiler.plans.record_fields import Placements
+from hpml_compiler.plans.schema import GraphPlan
+from passes.errors import BadInput
+from passes.hardware.cluster import Cluster
+from passes.op_rules.base import REPLICATE, format_placement
+from passes.pipeline.pipeline_schedule import PipelineSchedule, make_schedule
+from passes.sharding.oracle.memory_model import MemoryModel
+
+PP_AXIS = "pp"
+WHOLE = format_placement(REPLICATE)
+
+
+def same_mesh(one: Mapping[str, int], other: Mapping[str, int] | None) -> bool:
+    """True if two meshes have the same axes in the same order."""
+    return other is not None and [*one.items()] == [*other.items()]
+
+
+def has_stages(mesh: Mapping[str, int] | None) -> bool:
+    return (mesh or {}).get(PP_AXIS, 1) > 1
+
+
+def axes_of_stage(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Those of a mesh along which a stage is split."""
+    return {name: size for name, size in mesh.items() if name != PP_AXIS}
+
+
+def is_split(mesh: Mapping[str, int]) -> bool:
+    """Whether a stage has more than one rank."""
+    return any(size > 1 for size in axes_of_stage(mesh).values())
+
+
+def devices_of_stage(cluster: Cluster, stages: int) -> Cluster:
+    """Those of one stage: whole nodes if the stages divide these, else a part of one."""
+    group = cluster.group
+    if group.nodes % stages == 0:
+        return Cluster((replace(group, nodes=group.nodes // stages),))
+    if group.devices_per_node % stages == 0:
+        return Cluster((replace(group, devices_per_node=group.devices_per_node // stages),))
+    raise BadInput(f"{stages} stages do not divide {group.nodes} nodes of {group.devices_per_node} devices",
+                   "options['mesh']['pp']", "give a number of stages that divides the nodes, or the devices of each")
+
+
+def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:
+    """The same, each with the memory of those in its place in every stage: it is planned as if one stage did what all do."""
+    group = devices_of_stage(cluster, stages).group
+    return Cluster((replace(group, device=replace(group.device, memory_bytes=stages * group.device.memory_bytes)),))
+
+
+def schedule_of(options: Options, microbatches: int) -> PipelineSchedule:
+    """microbatches: as many as rows divide into."""
+    return make_schedule(options.schedule_name, options.stage_ranks, microbatches, options.virtual_stages)
+
+
+def memory_model_of(table: PipelineSchedule) -> MemoryModel:
+    """When bytes of what all stages do are counted on such devices: those of the rank that has most microbatches in flight."""
+    in_flight = [sum(n for n, rank in zip(table.in_flight(), table.ranks) if rank == own) for own in range(len(table.actions))]
+    return MemoryModel(in_flight=max(in_flight) / table.microbatches * len(table.actions) / table.stages)
+
+
+def over_all_axes(record: GraphPlan, mesh: Mapping[str, int]) -> GraphPlan:
+    """The plan of what one stage's ranks would do of everything, with placements over all axes of a mesh: whole along `pp`."""
+
+    def all_of(placements: Placements) -> Placements:
+        rest = iter(placements)
+        return tuple(WHOLE if name == PP_AXIS else next(rest) for name in mesh) if placements else ()
+
+    parameters = {name: each.model_copy(update={
+        "placements": all_of(each.placements), "held": all_of(each.held)})
+        for name, each in record.parameters.items()}
+    operations = {name: each.model_copy(update={
+        "inputs": tuple(map(all_of, each.inputs)), "outputs": tuple(map(all_of, each.outputs))})
+        for name, each in record.operations.items()}
+    moves = tuple(each.model_copy(update={"source": all_of(each.source), "target": all_of(each.target)})
+                  for each in record.redistributions)
+    return record.model_copy(update={
+        "mesh": dict(mesh), "parameters": parameters, "operations": operations, "redistributions": moves})

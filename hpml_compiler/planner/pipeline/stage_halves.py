@@ -1,0 +1,153 @@
+"""The body of a loop over microbatches as the stages of a pipeline: split, and each cut into forward and backward.
+
+What is around the loop is no stage's. So what a microbatch reads is an input of the body, and random numbers, which are drawn
+before the loop, are the same everywhere. A run and a plan split alike.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from passes import compat
+from passes.annotations import read
+from passes.errors import BadInput, HpmlError
+from passes.graph.fx_nodes import returned_nodes
+from passes.graph.graph_copy import copy_graph
+from passes.graph.placement_graph import InputKind
+from passes.hardware.device import Device
+from passes.op_rules.recomputable import uses_rng
+from passes.pipeline.stage_assignment import STAGES, StageAssignment
+from passes.presets import adopting_stages, analyzing_stage_body, finding_stages, one_stage
+from passes.transforms.microbatch.loop_split import LoopInput, LoopSplit
+from passes.transforms.pipeline.backward_split import split_backward
+from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
+
+log = logging.getLogger("hpml")
+WITHOUT_STAGES = "give pp fewer ranks or leave it out of options['mesh'], and split the model by dp, tp or zero instead"
+"""Remedy for a graph that is not pipelined."""
+
+
+def warn_without_stages(name: str, why: str) -> None:
+    """Warn that a graph is not pipelined though stages were asked for. name: of the graph."""
+    log.warning("%s is not pipelined; every stage runs it in full: %s; %s", name, why, WITHOUT_STAGES)
+
+
+@dataclass(frozen=True)
+class StagedBody:
+    """reads: of a body's inputs, by name, what they are of the whole graph. outputs, gradients: of what its forward and its
+    backward return, by place, the stages that make it; several make parts, in the order in which these are added up."""
+
+    stages: StageAssignment
+    graphs: tuple[StageGraph, ...]
+    reads: Mapping[str, LoopInput]
+    outputs: Mapping[int, int]
+    gradients: Mapping[int, tuple[int, ...]]
+
+
+def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSplit, count: int, device: Device,
+               agreed: Callable[[Callable[[], StageAssignment]], StageAssignment], starts: tuple[str, ...] = ()) -> StagedBody:
+    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: gives all ranks what one finds.
+    starts: the block that each stage but the first begins with, where they are not to be found."""
+    body = copy_graph(loop.body)
+    for node in body.graph.nodes:
+        if uses_rng(node):
+            raise HpmlError(
+                "random numbers that are drawn in a stage of a pipeline would be others than one device's",
+                node.name, "draw them without regard to what the model computes, or leave pp out of options['mesh']")
+    analyzing_stage_body(_kinds(body, marked, kinds, loop), len(loop.forward))(body)
+
+    def found() -> StageAssignment:
+        finding_stages(count, device, starts)(body)
+        return read(STAGES, body)
+
+    adopting_stages(agreed(found))(body)
+    names = [node.name for node in body.graph.find_nodes(op="placeholder")]
+    graphs = split_stages(body, (), aligned=False)
+    _check_sizes(graphs)
+    return StagedBody(
+        read(STAGES, body), graphs, dict(zip(names, (*loop.reads, *loop.late), strict=True)),
+        {place: graph.index for graph in graphs for place in graph.outputs}, makers_of_gradients(body))
+
+
+def _check_sizes(graphs: Sequence[StageGraph]) -> None:
+    """Raises BadInput where a stage could not know how much it receives."""
+    for graph in graphs:
+        for name, fake in graph.fakes.items():
+            if any(not isinstance(size, int) for size in fake.shape):
+                raise BadInput(f"stage {graph.index} of a pipeline would receive or send something whose size depends on data: "
+                               f"{tuple(fake.shape)}", name, "leave pp out of options['mesh'], or make its size a fixed one")
+
+
+def warn_of_empty_stages(name: str, stages: StageAssignment) -> None:
+    """Warn of stages without parameters of their own, which save no memory. name: of the graph."""
+    empty = stages.without_parameters()
+    if not empty:
+        return
+    which = ", ".join(f"stage {stage} ({' to '.join(dict.fromkeys((own[0], own[-1])))})"
+                      for stage in empty if (own := stages.blocks[stage]))
+    log.warning("%s: of %d stages, %s makes no parameter's gradient whole, so that its rank holds only what other ranks hold, "
+                "too; %s", name, stages.count, which, WITHOUT_STAGES)
+
+
+def structure_of(body: GraphModule) -> str:
+    """What is the same on all ranks, whichever parts of the values they have: calls by name, and what each reads."""
+    return "\n".join(f"{node.name} = {node.target} {[x.name for x in node.all_input_nodes]}" for node in body.graph.nodes
+                     if node.op == "call_function")
+
+
+def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSplit) -> dict[str, InputKind]:
+    """Of a body: what was made of parameters before the loop counts as one."""
+    learned: set[str] = set()
+    for node in marked.graph.nodes:
+        given = kinds.get(node.name) == "parameter" or getattr(node.meta.get("val"), "requires_grad", False)
+        if node.op == "placeholder" and given or any(x.name in learned for x in node.all_input_nodes):
+            learned.add(node.name)
+    found: dict[str, InputKind] = {}
+    for k, (node, each) in enumerate(zip(body.graph.find_nodes(op="placeholder"), (*loop.reads, *loop.late), strict=True)):
+        late = k >= len(loop.reads)
+        found[node.name] = "tangent" if late else "parameter" if each.name in learned else kinds.get(each.name, "constant")
+    return found
+
+
+@dataclass(frozen=True)
+class StageHalf:
+    """A graph, and the names of what it takes and returns: lowering may put other nodes in the places of these."""
+
+    gm: GraphModule
+    takes: tuple[str, ...]
+    returns: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class StageHalves:
+    """Forward and backward of a stage. weight: the part of backward that runs later, where it is split; it may be all of it.
+    saved: by name, fakes of what backward takes of forward."""
+
+    forward: StageHalf
+    backward: StageHalf | None
+    weight: StageHalf | None
+    saved: Mapping[str, torch.Tensor]
+
+
+def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False) -> StageHalves:
+    joint = copy_graph(graph.gm)
+    one_stage(compiler, graph.forward_outputs)(joint)
+    if len(returned_nodes(joint)) == graph.forward_outputs:
+        return StageHalves(_half(joint), None, None, {})
+    given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    # The cut that saves little, with either compiler: saved values are held for many microbatches.
+    forward, whole = compat.min_cut_partition(joint, given, graph.forward_outputs, None)
+    parts = split_backward(whole, len(graph.gradients)) if splits_backward else (whole, None)
+    backward, weight = (None if part is None else _half(part) for part in parts)
+    made = {node.name: node for node in returned_nodes(forward)[graph.forward_outputs:] if node is not None}
+    taken = dict.fromkeys(name for half in (backward, weight) if half is not None for name in half.takes)
+    return StageHalves(_half(forward), backward, weight, {name: made[name].meta["val"] for name in taken if name in made})
+
+
+def _half(gm: GraphModule) -> StageHalf:
+    return StageHalf(gm, tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
+                     tuple(None if node is None else node.name for node in returned_nodes(gm)))

@@ -1,0 +1,77 @@
+"""A plan under a byte budget: placements, each tried out on a copy of the graph, and what is kept by them for backward."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.planner.graph.optimality_gap import with_gap
+from hpml_compiler.planner.search.budget_search import search_within_budget
+from hpml_compiler.planner.search.dry_run import MOST_OF_THE_TIME, DryRun
+from hpml_compiler.planner.search.plan_cache import PlanCache
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.sharding.oracle.memory_model import MemoryModel
+from passes.sharding.search.mesh_search import SearchTables
+from passes.solver.work_limit import WorkLimit
+
+
+def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: WorkLimit,
+                   pinned: CheckpointingPlan | None = None,
+                   ) -> PlanResult:
+    """plan: `plan_graph` of the trial's graph, but for when bytes are counted, how many there may be, and how long it looks.
+    allowance: for all of it. pinned: what a plan that is obeyed keeps. Raises Infeasible, with the smallest budget that is
+    known to work."""
+    sharing, plan = trial.sharing, partial(plan, memos=SearchTables())
+    if pinned is not None and (planned := plan_as_pinned(plan, trial, allowance, pinned)) is not None:
+        return planned
+
+    def placed(lifetimes: MemoryModel, budget_bytes: float, part: WorkLimit) -> PlanResult:
+        return _placed(plan, trial, lifetimes, budget_bytes, part)
+
+    def try_out(planned: PlanResult) -> CheckpointDecision:
+        return trial(planned, allowance.part(MOST_OF_THE_TIME * allowance.seconds))
+
+    remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
+    if sharing.options.resident_states and trial.cluster.device.kind == "cpu":  # on several GPUs that is refused
+        remedies.append('offload="optimizer"')
+    return search_within_budget(placed, try_out, sharing.budget, allowance, sharing.held_by_others, sharing.options.gap,
+                                remedies)
+
+
+def cached_or_new(memory: PlanCache, plan: Callable[..., PlanResult], trial: DryRun | None = None,
+                  allowance: WorkLimit | None = None,
+                  ) -> PlanResult:
+    """The plan of an earlier launch, if there is one that fits, else a new one. plan: as above; trial: where there is a
+    budget. allowance: for a new one; the options' time limit if None."""
+    within = allowance or WorkLimit(memory.options.time_limit)
+    if trial is None:
+        return memory.plan(lambda found: plan(as_in=found), lambda: plan(allowance=within), within)
+    budgeted = memory.about(trial.sharing, trial.forward_outputs, trial.kept_gradients, sorted(trial.written), trial.device)
+    return budgeted.plan(
+        lambda found: plan_as_pinned(partial(plan, as_in=found), trial, within, found.kept) if found.kept else None,
+        lambda: plan_by_trials(plan, trial, within), within)
+
+
+def cached_or_new_within(memory: PlanCache, plan: Callable[..., PlanResult], allowance: WorkLimit | None = None, **limits: Any,
+                         ) -> PlanResult:
+    """The same without a budget, by these limits in place of those of the plan: see
+    `hpml_compiler.planner.search.fitting_search`."""
+    return cached_or_new(memory.about(*limits.items()) if limits else memory, partial(plan, **limits), allowance=allowance)
+
+
+def plan_as_pinned(plan: Callable[..., PlanResult], trial: DryRun, allowance: WorkLimit,
+                   pinned: CheckpointingPlan) -> PlanResult | None:
+    """With what a plan keeps that is obeyed; None where that was made for another budget and does not fit this one."""
+    sharing = trial.sharing
+    planned = _placed(plan, trial, MemoryModel(0.0), sharing.budget - sharing.held_by_others, allowance)
+    kept = trial.obey(planned, pinned)
+    return None if kept is None else with_gap(replace(planned, kept=kept), planned, sharing.options.gap)
+
+
+def _placed(plan: Callable[..., PlanResult], trial: DryRun, lifetimes: MemoryModel, budget_bytes: float, allowance: WorkLimit,
+            ) -> PlanResult:
+    lifetimes = replace(lifetimes, made=trial.sharing.making.at_once)
+    return plan(lifetimes=lifetimes, budget_bytes=budget_bytes, allowance=allowance)

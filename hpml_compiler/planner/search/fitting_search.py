@@ -1,0 +1,185 @@
+"""Plans that fit the memory of their devices, or a refusal that says by how much they do not, and what would make them fit.
+
+The placement problem adds bytes up at a moment or two. Whether a step fits is decided by the one count that its plan reports
+(`hpml_compiler.planner.graph.plan_assembly`): where that is more than a device has, placements are sought that leave as much
+more room.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.planner.graph.plan_assembly import with_peak
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.visualize.formatting import format_bytes
+from passes import compat
+from passes.errors import Infeasible
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.hardware.cluster import Cluster
+from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
+
+log = logging.getLogger("hpml")
+MOST_SEARCHES = 4
+LEAST = 1.0
+"""A budget that nothing meets, by which the answer that takes least is found."""
+FAR_BELOW = 0.5
+"""Part of a device's memory up to which what the placement problem adds up needs no closer look before a first step."""
+
+
+class PlacementSearch(Protocol):
+    """Placements by these limits: see `plan_graph`."""
+
+    def __call__(self, *, lifetimes: MemoryModel, **limits: Any) -> PlanResult: ...
+
+
+def record_of(planned: PlanResult) -> GraphPlan:
+    return planned.record
+
+
+@dataclass(frozen=True)
+class FittingSearch:
+    """Searches until an answer fits. cluster: of all devices. finish: makes the record of the step that an answer is for, but
+    for its peak. lifetimes: when a search counts bytes; where it finds nothing so, and in further searches, saved values and
+    gradients count when they are there. devices: the number of those whose bytes a search adds up, as of all stages."""
+
+    options: Options
+    cluster: Cluster
+    finish: Callable[[PlanResult], GraphPlan] = record_of
+    lifetimes: MemoryModel = STEP_PEAK
+    devices: int = 1
+
+    def __call__(self, search: PlacementSearch, hurried: bool = False) -> tuple[PlanResult, GraphPlan]:
+        """The first answer of the search that fits, and its finished record. hurried: what is far below a device's memory is
+        taken as it is, and its peak is counted when somebody asks.
+
+        Raises Infeasible with the least that was found to work."""
+        limit = memory_limit(self.options, self.cluster)
+        again = partial(search, lifetimes=MemoryModel(self.lifetimes.in_flight))
+        is_least = False
+        try:
+            planned = search(lifetimes=self.lifetimes)
+        except Infeasible as refusal:
+            log.info("saved values and gradients do not fit as if all were there at once: %s", refusal.what)
+            planned, is_least = _or_least(again)
+        record = self.finish(planned)
+        if hurried and record.memory.peak <= FAR_BELOW * limit:
+            return planned, record
+        tried: list[GraphPlan] = []
+        budget = float(self.devices * limit)
+        while True:
+            record = self._counted(record)
+            tried.append(record)
+            excess = record.memory.peak - limit
+            if excess <= 0:
+                return planned, record
+            if is_least or len(tried) == MOST_SEARCHES:
+                break
+            log.info("%s: a device would hold %s and has %s; searching for placements that hold less", record.name,
+                     format_bytes(record.memory.peak), format_bytes(limit))
+            budget = min(budget, _held(planned.record, self.lifetimes.in_flight)) - self.devices * excess
+            if budget <= 0 or len(tried) == MOST_SEARCHES - 1:
+                budget = LEAST
+            try:
+                planned, is_least = _or_least(partial(again, budget_bytes=budget))
+            except Infeasible:
+                break
+            planned = _without_bound(planned)
+            record = self.finish(planned)
+        raise over_budget(min(tried, key=lambda record: record.memory.peak), limit, self.options)
+
+    def _counted(self, record: GraphPlan) -> GraphPlan:
+        return with_peak(record, self.options, str(self.cluster))
+
+
+def _or_least(search: Callable[..., PlanResult]) -> tuple[PlanResult, bool]:
+    """An answer within the budget or, where there is none, the one that takes least, and whether it is that. Raises Infeasible
+    where nothing is known to take least."""
+    try:
+        return search(), False
+    except Infeasible as refusal:
+        if refusal.smallest_budget_bytes is None:
+            raise
+        return search(budget_bytes=refusal.smallest_budget_bytes), True
+
+
+def first_answer(search: PlacementSearch) -> tuple[PlanResult, GraphPlan]:
+    """The first answer of a search, whether it fits or not, and its record: in place of a `FittingSearch`."""
+    planned = search(lifetimes=STEP_PEAK)
+    return planned, planned.record
+
+
+def check_fits(record: GraphPlan, options: Options, cluster: Cluster) -> GraphPlan:
+    """The plan with its peak; raises Infeasible where that is more than a device may hold."""
+    record = with_peak(record, options, str(cluster))
+    limit = memory_limit(options, cluster)
+    if record.memory.peak > limit:
+        raise over_budget(record, limit, options)
+    return record
+
+
+def fits_replicated(annotated: AnalyzedGraph, options: Options, cluster: Cluster) -> bool:
+    """True if a device could hold twice all that a graph computes, with its parameters, their gradients and the optimizer's
+    state: its peak needs no closer look before a first step, then."""
+    total = (2 + options.optimizer_states) * sum(x.bytes for x in annotated.graph.values if x.kind == "parameter")
+    for node in annotated.gm.graph.nodes:
+        for value in compat.pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor):
+                elements = compat.static_int(value.numel())
+                if elements is None:
+                    return False
+                total += elements * value.element_size()
+    return total <= FAR_BELOW * memory_limit(options, cluster)
+
+
+def memory_limit(options: Options, cluster: Cluster) -> int:
+    """Bytes that a device may hold: its memory, or a budget that is less."""
+    memory_bytes = cluster.device.memory_bytes
+    budget = options.budget_bytes(memory_bytes)
+    return memory_bytes if budget is None else min(budget, memory_bytes)
+
+
+def over_budget(record: GraphPlan, limit: int, options: Options) -> Infeasible:
+    """The error that says whose bytes they are, and what would make them fewer."""
+    parts = "" if record.at_peak is None else "; of these bytes, " + ", ".join(
+        f"{part} {format_bytes(nbytes)}" for part, nbytes in record.at_peak.parts.items())
+    pipe, times = record.pipeline, record.microbatches
+    who = f"the fullest rank of {len(pipe.stages)} stages" if pipe is not None else (
+        f"in {times.count} microbatches a device" if times is not None else "a device")
+    may = f"the budget is {format_bytes(limit)}" if options.memory_budget is not None else f"it has {format_bytes(limit)}"
+    error = Infeasible(f"{who} holds {format_bytes(record.memory.peak)} at the peak, and {may}{parts}", record.name,
+                       ", or ".join(_remedies(record, options)))
+    error.smallest_budget_bytes = record.memory.peak
+    return error
+
+
+def _remedies(record: GraphPlan, options: Options) -> list[str]:
+    found = [f"devices of {record.memory.peak} bytes or more"]
+    if record.pipeline is not None:
+        found += ["more stages", "a stage on more devices", f"more microbatches than {record.pipeline.microbatches}"]
+    elif record.microbatches is not None:
+        found += [f"more microbatches than {record.microbatches.count}", "more devices, which store parameters in parts"]
+    else:
+        found += ["more devices", "fewer rows", "microbatches"]
+        if options.memory_budget is None:
+            found.append('memory_budget="100%", by which saved values may be computed once more')
+        elif not options.trace_all_layers:
+            found.append("trace_all_layers=True, by which it is decided which values are computed once more")
+    return ["take " + found[0], *found[1:]]
+
+
+def _without_bound(planned: PlanResult) -> PlanResult:
+    """Drop the claim to be optimal: a plan found with less room than there is may be slower than the best one."""
+    return replace(planned, record=planned.record.model_copy(update={"solver": planned.record.solver.without_bound()}))
+
+
+def _held(record: GraphPlan, in_flight: float) -> float:
+    """Bytes at the fuller of the two moments that the placement problem counts: see `MemoryModel`."""
+    memory = record.memory
+    return float(memory.parameters + memory.optimizer + max(in_flight * memory.activations, memory.gradients))

@@ -1,0 +1,165 @@
+"""Plans of earlier launches: what was decided for a graph is looked up in a file before it is searched for again.
+
+What is found is obeyed as a saved plan is: the problem is built anew, of this graph and at the prices of today, and every
+choice is priced and checked in it. So an entry that is stale, damaged or of another graph costs a search, and nothing else.
+"""
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field, ValidationError
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.checkpointing.checkpointing_choice import checkpointing_plan
+from hpml_compiler.planner.graph import measured_costs
+from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.plans.cache import plan_database
+from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.record_fields import Mesh, Record
+from hpml_compiler.plans.schema import DecisionRecord, MeshAttempt, SolverReport
+from passes import compat
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
+from passes.errors import BadInput, Infeasible
+from passes.graph.analyzed_graph import AnalyzedGraph as AnnotatedGraph
+from passes.hardware.cluster import Cluster
+from passes.hardware.mesh import mesh_from_pin
+from passes.serialization.extension_fingerprint import extension_fingerprint_of, source_of
+from passes.solver.work_limit import WorkLimit
+
+log = logging.getLogger("hpml")
+
+NAME = "an earlier launch"
+CLOSE = 1e-6
+"""How far, as a part of it, the cost may be from the one found then, if prices are the same."""
+LIKE_PRICES = 1.5
+"""By how much what a quick look finds may differ from what it found then: it is a short look, at a machine that may be busy."""
+PROBES_BYTES = (2.0**12, 2.0**18, 2.0**22)
+
+
+class CachedPlan(Record):
+    """What was decided for one graph, with the report of the search. look: prices by which a quick look scaled all others."""
+
+    name: str = NAME
+    mesh: Mesh
+    decisions: dict[str, DecisionRecord]
+    solver: SolverReport
+    rejected: Annotated[tuple[MeshAttempt, ...], Field(strict=False)]
+    kept: CheckpointingPlan | None = None
+    look: dict[str, float] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanCache:
+    """Of one graph's plan. key: a digest of all that decides it but the prices of a quick look, which are in `look`.
+    options: with a budget, if there is one, in bytes."""
+
+    key: str
+    look: Mapping[str, float]
+    options: Options
+
+    def about(self, *others: object) -> PlanCache:
+        """Of a plan that depends on these besides, told apart by their `repr`."""
+        return replace(self, key=plan_database.digest_of([self.key, *others]))
+
+    def plan(self, obey: Callable[[CachedPlan], PlanResult | None], search: Callable[[], PlanResult], allowance: WorkLimit,
+             ) -> PlanResult:
+        """obey: plans the graph as it was planned then; None, BadInput or Infeasible where that does not fit. search: plans it
+        anew, within this allowance."""
+        if not plan_database.is_on():
+            return search()
+        found = self._found()
+        if found is not None:
+            if (planned := self._obeyed(obey, found)) is not None:
+                log.info("%s: planned as in an earlier launch; HPML_CACHE=0 searches anew", planned.record.name)
+                return planned
+            log.info("what an earlier launch decided does not fit any more: it is searched anew")
+        planned = search()
+        if not allowance.was_over:  # else it was cut short, and with more of the time that others share may be better
+            self._remember(planned)
+        return planned
+
+    def _found(self) -> CachedPlan | None:
+        """None where there is nothing, nothing that can be read, or prices were others."""
+        try:
+            text = plan_database.get(self.key)
+        except BadInput as error:
+            warn_of_cache("plans of earlier launches cannot be read", error)
+            return None
+        try:
+            found = None if text is None else CachedPlan.model_validate_json(text)
+        except ValidationError:
+            log.warning("the plan of an earlier launch is damaged: it is made anew")
+            return None
+        return found if found is not None and _alike(found.look, self.look) else None
+
+    def _obeyed(self, obey: Callable[[CachedPlan], PlanResult | None], found: CachedPlan) -> PlanResult | None:
+        """With the report of the search, whose bound holds as long as prices do; None if the answer is another one."""
+        try:
+            planned = obey(found)
+        except (BadInput, Infeasible) as refusal:
+            log.info("%s", refusal)
+            return None
+        if planned is None or found.look or self.look:
+            return planned
+        record = planned.record
+        if not math.isclose(record.solver.cost or 0.0, found.solver.cost or 0.0, rel_tol=CLOSE):
+            return None
+        report = found.solver.model_copy(update={"seconds": record.solver.seconds})
+        return replace(planned, record=record.model_copy(update={"solver": report}), rejected=found.rejected)
+
+    def _remember(self, planned: PlanResult) -> None:
+        record = planned.record
+        kept = None if planned.kept is None else checkpointing_plan(planned.kept, self.options)
+        entry = CachedPlan(mesh=record.mesh, decisions=record.decisions, solver=record.solver, rejected=planned.rejected,
+                           kept=kept, look=dict(self.look))
+        try:
+            plan_database.put(self.key, entry.model_dump_json())
+        except BadInput as error:
+            warn_of_cache("this plan cannot be kept for the next launch", error)
+
+
+def plan_cache_of(annotated: AnnotatedGraph, options: Options, cluster: Cluster, look: CachedMeasurements | None,
+                  *others: object) -> PlanCache:
+    """others: what else the plan of the graph depends on, told apart by their `repr`."""
+    if not plan_database.is_on():
+        return PlanCache("", {}, options)
+    digest = annotated.hash()
+    prices = measured_costs.digest(options, cluster, digest)
+    interface = annotated.interface
+    roles = [dict(interface.kinds), dict(interface.trainable), dict(interface.stored), interface.outputs,
+             interface.forward_outputs, interface.training]
+    given = json.dumps(options.to_json(), sort_keys=True)
+    parts = [digest, roles, given, cluster, prices, torch.__version__, plan_database.planners_code(), _rules(annotated),
+             extension_fingerprint_of(), _operators(annotated), *others]
+    return PlanCache(plan_database.digest_of(parts), {} if look is None else _prices(look, cluster), options)
+
+
+def _rules(annotated: AnnotatedGraph) -> list[tuple[object, ...]]:
+    """Strategies that the rules allow each operation."""
+    return [(op.strategies, op.heavy, op.linear) for op in annotated.graph.operations]
+
+
+def _operators(annotated: AnnotatedGraph) -> dict[str, str]:
+    """Source of the custom operators that are called, by name."""
+    return {name: source_of(function) for name, function in compat.custom_op_functions(annotated.gm).items()}
+
+
+def _prices(look: CachedMeasurements, cluster: Cluster) -> dict[str, float]:
+    """What a look found, as numbers that can be compared."""
+    found = {f"kernels: {kind}": factor for kind, factor in look.measurements.factors.items()}
+    (axis,) = mesh_from_pin({"all": cluster.world_size}, cluster).axes
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        if look.collectives is not None and look.collectives.is_measured(kind):
+            found |= {f"{kind}: {nbytes:.0f}": look.collectives.collective_us(kind, axis, nbytes) for nbytes in PROBES_BYTES}
+    return found
+
+
+def _alike(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
+    return a.keys() == b.keys() and all(a[k] <= LIKE_PRICES * b[k] and b[k] <= LIKE_PRICES * a[k] for k in a)

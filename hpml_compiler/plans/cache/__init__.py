@@ -1,0 +1,1 @@
+"""SQLite files of earlier launches: plans as text, compiled graphs as bytes."""

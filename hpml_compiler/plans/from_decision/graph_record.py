@@ -1,0 +1,285 @@
+"""The record of an answer: from layouts and indices to names, strings and bytes."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hpml_compiler.plans.from_decision.replicated_values import left_whole
+from hpml_compiler.plans.from_decision.user_names import UserNames, listing
+from hpml_compiler.plans.schema import (
+    DecisionRecord,
+    GraphPlan,
+    HopPlan,
+    MemoryBytes,
+    Objective,
+    OperationPlan,
+    ParameterPlan,
+    PredictedCost,
+    Redistribution,
+    SolverReport,
+)
+from passes.cost_model.cost_terms import Kernel, Message, Slice, price
+from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.layouts import Layout, local_bytes, parse_layout
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.graph.step_phase import BACKWARD
+from passes.hardware.mesh import Mesh
+from passes.op_rules.base import format_placement
+from passes.sharding.formulation.decision_decoder import pins
+from passes.sharding.oracle.comm_attribution import CommAttribution, readers_of
+from passes.sharding.oracle.cost_check import boundary
+from passes.sharding.pricing.decision_terms import LocalSizes, group_kernels, hop_term, reduction_messages
+from passes.sharding.search.mesh_placement import MeshPlacement
+from passes.solver.problem import Edge
+
+SHORTENED = "shortened:"
+"""Prefix of the hash of a graph with fewer layers than its model."""
+
+
+def placements(layout: Layout) -> tuple[str, ...]:
+    return tuple(format_placement(p) for p in layout)
+
+
+def graph_plan(annotated: AnalyzedGraph, mesh: Mesh, answer: MeshPlacement, *, name: str, seconds: Mapping[str, float],
+               prices: MeshPrices, shortened: bool = False, objective: Objective = "time", energy_j: float | None = None,
+               ) -> GraphPlan:
+    """Record of an answer, its `cost` in µs whatever the `objective` was. `energy_j`: of its kernels and collectives, on
+    all devices; they wait through what else a call takes. `shortened`: the graph has fewer layers than the model, so one
+    of each class is listed with its multiplicity in the model, and the plan cannot be passed back (its hash says so)."""
+    graph, cost, solution = annotated.graph, answer.cost, answer.solution
+    overhead_us = prices.overhead_us * (2 if annotated.interface.training else 1)
+    if energy_j is not None:
+        energy_j += overhead_us * 1e-6 * mesh.device.idle_power_w * mesh.size
+    listed = listing(annotated, answer.problem, once=shortened)
+    peak = max(answer.problem.lifetimes.of(cost)) + _largest_transient(graph, answer)
+    return GraphPlan(
+        graph_hash=(SHORTENED if shortened else "") + annotated.hash(),
+        name=name,
+        training=annotated.interface.training,
+        mesh=dict(zip(mesh.names, mesh.shape)),
+        parameters=_parameters(annotated, answer, listed),
+        operations=_operations(graph, mesh, answer, prices, listed),
+        redistributions=(
+            *(_class_redistributions if shortened else _redistributions)(graph, mesh, answer, prices, listed),
+            *_reductions(graph, mesh, answer, prices, listed, shortened),
+        ),
+        left_whole=tuple(left_whole(annotated, mesh, listed)),
+        predicted=PredictedCost(
+            step_time_us=cost.step + overhead_us, overhead_us=overhead_us, compute_us=cost.compute,
+            communication_us=cost.communication, optimizer_us=cost.optimizer, energy_j=energy_j,
+            energy_label=None if energy_j is None else "estimated",
+        ),
+        memory=MemoryBytes(
+            parameters=round(cost.parameter_bytes), gradients=round(cost.gradient_bytes),
+            optimizer=round(cost.optimizer_bytes), activations=round(cost.activation_bytes), peak=round(peak),
+        ),
+        solver=SolverReport(
+            status=solution.status, cost=solution.cost, bound=solution.bound, gap=solution.gap,
+            variables=solution.variables, binaries=solution.binaries, constraints=solution.constraints,
+            seconds=solution.seconds, solver=solution.solver, objective=objective,
+        ),
+        seconds=dict(seconds),
+        multiplicity={
+            e.name: e.multiplicity for e in answer.solved.entities if e.kind == "operations"
+        } if shortened else {},
+        decisions={
+            entity: DecisionRecord(inputs=tuple(inputs), outputs=tuple(outputs))
+            for entity, (inputs, outputs) in pins(answer.problem, solution).items()
+        },
+        tangents={graph.values[v].name: round(local_bytes(graph.values[v], layout, answer.decision.axes))
+                  for v, layout in answer.decision.inputs.items() if graph.values[v].kind == "tangent"},
+        rows=_rows(graph),
+    )
+
+
+def _rows(graph: PlacementGraph) -> int | None:
+    """The size of dim 0 that the batch's tensors share."""
+    sizes = {value.spec.shape[0] for value in graph.values if value.kind == "batch" and value.spec.shape}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _largest_transient(graph: PlacementGraph, answer: MeshPlacement) -> float:
+    """Bytes of the largest call's operands and results that are not held through the step."""
+    largest = 0.0
+    for op in graph.operations:
+        rows = answer.decision.operations[op.index]
+        pairs = [*zip(op.inputs, rows.inputs), *zip(op.outputs, rows.made)]
+        largest = max(largest, sum(
+            local_bytes(graph.values[v], p, answer.decision.axes) for v, p in pairs if v not in answer.problem.saved))
+    return largest
+
+
+def _parameters(annotated: AnalyzedGraph, answer: MeshPlacement, listed: UserNames) -> dict[str, ParameterPlan]:
+    found = {}
+    named = {value.name: listed.values[value.index] for value in annotated.graph.values}
+    gradients = {parameter: named.get(name, "") for name, parameter in annotated.interface.outputs if parameter}
+    for v, layout in answer.decision.inputs.items():
+        value = annotated.graph.values[v]
+        if value.kind == "parameter":
+            stored = answer.decision.stored(v)
+            found[annotated.interface.names[value.name]] = ParameterPlan(
+                shape=value.spec.shape, dtype=value.spec.dtype, placements=placements(stored),
+                trainable=value.trainable, bytes_whole=value.bytes,
+                bytes_per_device=round(local_bytes(value, stored, answer.decision.axes)),
+                gradient=gradients.get(value.name, "") if value.trainable else "",
+                held=placements(layout) if v in answer.decision.held else (),
+            )
+    return found
+
+
+def _operations(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
+                ) -> dict[str, OperationPlan]:
+    found: dict[int, OperationPlan] = {}
+    for number, groups in listed.groups.items():
+        entity = answer.solved.entities[number]
+        for c in groups:
+            edge = ((graph.values[v], p) for v, p in boundary(graph, c, answer.decision))
+            kernels = group_kernels(graph, [graph.operations[i] for i in c.operations], answer.decision.operations, edge,
+                                    LocalSizes(answer.decision.axes), prices.keyed)
+            for i in c.operations:
+                op, rows = graph.operations[i], answer.decision.operations[i]
+                found[i] = OperationPlan(
+                    op=op.target, block=listed.blocks[i], backward=op.phase == BACKWARD, class_id=entity.name,
+                    inputs=tuple(map(placements, rows.inputs)), outputs=tuple(map(placements, rows.outputs)),
+                    predicted_us=price(kernels[i], prices) if i in kernels else 0.0,
+                    sources=tuple(listed.values[v] for v in op.inputs), **_priced_by(graph, answer, op, kernels.get(i)),
+                )
+    return {graph.operations[i].name: found[i] for i in sorted(found)}
+
+
+def _priced_by(graph: PlacementGraph, answer: MeshPlacement, op: Operation, kernel: Kernel[float] | None) -> dict[str, Any]:
+    """What the cost of an operation follows from, on one device: see `OperationPlan`."""
+    at = answer.decision.operations[op.index]
+    first = graph.values[op.outputs[0]] if op.outputs else None
+    return {
+        "kind": kernel.kind if kernel and kernel.bytes else op.kind if op.heavy else "view",
+        "dtype": first.spec.dtype if first else "float32", "flops": kernel.flops if kernel else 0.0,
+        "bytes_moved": kernel.bytes if kernel else 0.0,
+        "result_bytes": tuple(round(local_bytes(graph.values[v], p, answer.decision.axes))
+                              for v, p in zip(op.outputs, at.outputs)),
+        "saved": tuple(v in answer.problem.saved for v in op.outputs),
+    }
+
+
+def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
+                     ) -> list[Redistribution]:
+    readers = readers_of(graph, answer.decision)
+    found = []
+    problem = answer.problem
+    for leg in CommAttribution(graph, problem.groups, problem.saved, answer.decision).legs:
+        route, value = leg.route, graph.values[leg.route.value]
+        layouts = [route.layout(k) for k in range(leg.start, leg.stop + 1)]
+        found.append(Redistribution(
+            value=listed.values[route.value], shape=value.spec.shape, dtype=value.spec.dtype,
+            consumer=readers.get((route.value, route), ""), source=placements(layouts[0]),
+            target=placements(layouts[-1]), hops=_hops(value, layouts, mesh, answer, prices, leg.gradient), held=leg.held,
+        ))
+    return found
+
+
+def _reduced(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
+             operations: Sequence[int], multiplicity: int = 1) -> list[Redistribution]:
+    """Small partial sums that these operations reduce right where they make them, inside a group."""
+    found = []
+    for i in operations:
+        op, rows = graph.operations[i], answer.decision.operations[i]
+        hops: dict[int, list[HopPlan]] = {}
+        for v, message in reduction_messages(graph, op, rows, LocalSizes(answer.decision.axes)):
+            hops.setdefault(v, []).append(_hop(message, mesh, prices))
+        for v, made, after in zip(op.outputs, rows.made, rows.outputs):
+            if v in hops:
+                value = graph.values[v]
+                found.append(Redistribution(
+                    value=listed.values[v], shape=value.spec.shape, dtype=value.spec.dtype, consumer=op.name,
+                    source=placements(made), target=placements(after), hops=tuple(hops[v]), multiplicity=multiplicity,
+                ))
+    return found
+
+
+def _hop(term: Message[float] | Slice, mesh: Mesh, prices: MeshPrices, axis: int = 0) -> HopPlan:
+    """axis: of a slice, which is no message."""
+    if isinstance(term, Slice):
+        return HopPlan(collective="slice", axis=mesh.names[axis], bytes=0, predicted_us=price(term, prices))
+    return HopPlan(
+        collective=term.collective, axis=mesh.names[term.axis], bytes=max(round(term.bytes), 1),
+        predicted_us=price(term, prices), outer=tuple(map(int, term.outer)), bucket_bytes=term.bucket_bytes,
+    )
+
+
+def _reductions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames, once: bool,
+                ) -> list[Redistribution]:
+    """Those of the groups that are listed, with their multiplicity if one stands for its class."""
+    found: list[Redistribution] = []
+    for number, groups in listed.groups.items():
+        count = answer.solved.entities[number].multiplicity if once else 1
+        for c in groups:
+            found += _reduced(graph, mesh, answer, prices, listed, c.operations, count)
+    return found
+
+
+def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
+                           ) -> list[Redistribution]:
+    """One per class of edges, with its multiplicity."""
+    by_name = {value.name: value for value in graph.values}
+    found = []
+    for edge, path in zip(answer.solved.edges, answer.solution.paths, strict=True):
+        if not path or not edge.multiplicity:
+            continue
+        value = by_name[edge.name]
+        layouts = [parse_layout(label) for label in (path[0].source, *(arc.target for arc in path))]
+        gradient = answer.solved.entities[edge.target].kind == "parameter"
+        read, consumer = _end(graph, answer, listed, edge) or (value.index, "")
+        # The parameter is that of the layer that is listed; a result comes from the edge's source, which the listed
+        # consumer need not be next to: the first layer stands for those that read the layer before.
+        name = listed.values[read if value.producer is None else value.index]
+        found.append(Redistribution(
+            value=name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(layouts[0]),
+            consumer=consumer, target=placements(layouts[-1]), multiplicity=edge.multiplicity,
+            hops=_hops(value, layouts, mesh, answer, prices, gradient),
+        ))
+    return [*found, *_class_held(graph, mesh, answer, prices, listed)]
+
+
+def _class_held(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
+                ) -> Iterator[Redistribution]:
+    """One per class of parameters that are gathered once a step and held."""
+    told: set[int] = set()
+    trained = {parameter for _, parameter in graph.outputs}
+    for v, route in answer.decision.held.items():
+        number = answer.problem.entities.of_input[v]
+        if number in told or v not in trained:
+            continue
+        told.add(number)
+        value, layouts = graph.values[v], [route.layout(k) for k in range(len(route.hops) + 1)]
+        yield Redistribution(
+            value=listed.values[v], shape=value.spec.shape, dtype=value.spec.dtype, source=placements(layouts[0]),
+            consumer=next((graph.operations[i].name for i in value.users), ""), target=placements(layouts[-1]),
+            multiplicity=answer.solved.entities[number].multiplicity, held=True,
+            hops=_hops(value, layouts, mesh, answer, prices, False),
+        )
+
+
+def _end(graph: PlacementGraph, answer: MeshPlacement, listed: UserNames, edge: Edge) -> tuple[int, str] | None:
+    """The value that comes to a listed operation along an edge, if need be through copies that several share, and the
+    name of that operation; None where the graph's output or the optimizer is at the end."""
+    if edge.target in listed.groups:
+        (c,) = listed.groups[edge.target]
+        v = c.inputs[edge.target_port]
+        return v, next(graph.operations[i].name for i in c.operations if v in graph.operations[i].inputs)
+    ends = (_end(graph, answer, listed, e) for e in answer.solved.edges
+            if e.source == edge.target and answer.solved.entities[edge.target].kind in ("kept", "shared"))
+    return next((end for end in ends if end is not None), None)
+
+
+def _hops(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, gradient: bool,
+          ) -> tuple[HopPlan, ...]:
+    """One per pair of layouts that follow each other."""
+    bucket_bytes = answer.problem.bucket_bytes if gradient else 0.0
+    hops = []
+    for layout, after in itertools.pairwise(layouts):
+        (axis,) = [a for a in range(len(layout)) if layout[a] != after[a]]
+        term = hop_term(value, layout, axis, after[axis], LocalSizes(answer.decision.axes), bucket_bytes)
+        hops.append(_hop(term, mesh, prices, axis))
+    return tuple(hops)

@@ -1,0 +1,67 @@
+"""What a device holds when it holds most in a step, by part, where a byte budget decided what is kept for backward."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan, PeakRecord
+from hpml_compiler.plans.memory_records import PARTS, Peak
+from hpml_compiler.plans.schema import GraphPlan, ParameterPlan
+
+
+def counted_peak(graphs: Sequence[GraphPlan]) -> Peak | None:
+    """Of a step that runs forward of these graphs in order and backward in reverse; None where no budget decided what each
+    of them keeps."""
+    kept = [graph.kept for graph in graphs if graph.kept is not None]
+    if not kept or len(kept) < len(graphs):
+        return None
+    state = _state(graphs)
+    moments = [_moment(graph, each, state, kept, number, backward) for number, (graph, each) in enumerate(zip(graphs, kept))
+               for backward in (False, True)]
+    return max((*moments, _optimizer(state, kept)), key=lambda moment: moment.bytes)
+
+
+def _optimizer(state: Mapping[str, int], kept: Sequence[CheckpointingPlan]) -> Peak:
+    """While it makes its step, which the graph that was compiled last knows most of."""
+    rest = max(kept[-1].step_bytes - sum(state.values()), 0)
+    gradients = min(rest, sum(each.gradient_bytes for each in kept))
+    parts = {**state, "gradients": gradients, "transient": rest - gradients}
+    return Peak(parts=_shown(parts), node="optimizer", phase="optimizer")
+
+
+def _moment(graph: GraphPlan, kept: CheckpointingPlan, state: Mapping[str, int], of_step: Sequence[CheckpointingPlan],
+            number: int,
+            backward: bool) -> Peak:
+    """With what graphs before it have saved and, in backward, the gradients that those after it have made."""
+    at: PeakRecord = kept.backward if backward else kept.forward
+    parts = {**at.parts, **state}
+    parts["saved"] = parts.get("saved", 0) + sum(other.saved_bytes for other in of_step[:number])
+    if backward:
+        parts["gradients"] = parts.get("gradients", 0) + sum(other.gradient_bytes for other in of_step[number + 1:])
+    phase = "recompute" if at.again else "backward" if backward else "forward"
+    return Peak(parts=_shown(parts), graph=graph.name, node=at.node, block=at.block, phase=phase)
+
+
+def _shown(parts: Mapping[str, int]) -> dict[str, int]:
+    return {part: parts[part] for part in PARTS if parts.get(part)}
+
+
+def _state(graphs: Sequence[GraphPlan]) -> dict[str, int]:
+    """Parameters, what of them is held besides as it was gathered, and the optimizer's state; a parameter that several graphs
+    use counts once."""
+    parameters, gathered, optimizer = 0.0, 0.0, 0.0
+    seen: set[str] = set()
+    for graph in graphs:
+        new = [each for name, each in graph.parameters.items() if name not in seen]
+        seen.update(graph.parameters)
+        stored = _bytes(new)
+        parameters += stored
+        if stored:
+            gathered += max(graph.memory.parameters - _bytes(graph.parameters.values()), 0) * stored / _bytes(
+                graph.parameters.values())
+        if trained := _bytes(each for each in graph.parameters.values() if each.trainable):
+            optimizer += graph.memory.optimizer * _bytes(each for each in new if each.trainable) / trained
+    return {"parameters": round(parameters), "gathered": round(gathered), "optimizer": round(optimizer)}
+
+
+def _bytes(parameters: Iterable[ParameterPlan]) -> int:
+    return sum(each.bytes_per_device for each in parameters)

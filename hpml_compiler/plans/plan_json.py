@@ -1,0 +1,63 @@
+"""Files of plans: strict JSON of one format version, written whole or not at all."""
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from typing_extensions import Self
+
+from hpml_compiler.plans.record_fields import Record
+from passes.errors import BadInput
+from passes.filesystem.text_files import read_text, write_file
+from passes.json_records import parse_json
+
+FORMAT_VERSION = 6
+
+
+class PlanFile(Record):
+    """A record with files of its own; who inherits it says in `from_json` what a file has to be."""
+
+    def to_json(self) -> str:
+        """The whole plan as strict JSON text."""
+        return json.dumps(self.model_dump(mode="json"), allow_nan=False, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "plan") -> Self:
+        """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid plan."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan; an older file at `path` stays whole until the new one is."""
+        write_file(path, self.to_json(), "the plan")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote. Raises BadInput."""
+        return cls.from_json(read_plan(path), where=str(path))
+
+
+def is_mixed(text: str) -> bool:
+    """Whether this looks like the file of a mixed plan."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("kind") == "mixed"
+
+
+def json_content(text: str, where: str, next_step: str) -> dict[str, Any]:
+    """The object in `text`, with the format version that this hpml reads. Raises BadInput."""
+    content = parse_json(text, where, next_step, "not a plan")
+    if not isinstance(content, dict) or "format_version" not in content:
+        raise BadInput(what="this JSON is no plan: it has no format_version", where=where, next_step=next_step)
+    version = content["format_version"]
+    if version != FORMAT_VERSION:
+        raise BadInput(what=f"this hpml reads plans of format_version {FORMAT_VERSION}, this one has {version!r}",
+                       where=where, next_step=next_step)
+    return content
+
+
+def read_plan(path: str | os.PathLike[str]) -> str:
+    """The text of a plan's file. Raises BadInput."""
+    return read_text(path, "the plan", "give a file that `hpml plan TARGET --save PLAN.json` wrote")

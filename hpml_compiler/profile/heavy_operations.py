@@ -1,0 +1,99 @@
+"""The heavy operations of a model as calls on this rank's device, as one rank would call them."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from hpml_compiler.profile.strategy_variants import StrategyVariant
+from hpml_compiler.profile.timing import TimedCall, time_us
+from passes import compat
+
+SAMPLE_US = 400.0
+"""A sample is of as many calls as make it last that long."""
+
+
+class CannotRun(Exception):
+    """The operation does not take these operands: its arguments name sizes that a rank's part does not have."""
+
+
+def operation_calls(found: Iterable[StrategyVariant]) -> tuple[dict[str, TimedCall], dict[str, str]]:
+    """How each is to be timed, by key, and why those are missing that could not be run."""
+    calls: dict[str, TimedCall] = {}
+    failed: dict[str, str] = {}
+    for variant in found:
+        try:
+            call = prepare(variant)
+        except (CannotRun, RuntimeError, IndexError, TypeError) as error:
+            failed[variant.key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            continue
+        us = time_us(call)
+        if us < SAMPLE_US:  # else the sample is one call, however exactly its time is known
+            us = min(us, time_us(call, 2))
+        calls[variant.key] = TimedCall(call, repeats=max(1, round(SAMPLE_US / max(us, 1e-3))), warm=1)
+    return calls, failed
+
+
+def prepare(variant: StrategyVariant) -> Callable[[], Any]:
+    """The call on random operands of the local shapes, in the memory order of the traced ones. Raises CannotRun."""
+    node = variant.node
+    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if len(tensors) != len(variant.inputs):
+        raise CannotRun("operands are not all tensors")
+    limit = _index_limit(tensors, variant)
+    local = {n: _operand(n.meta["val"], shape, limit) for n, shape in zip(tensors, variant.inputs)}
+    wanted = [tuple(shape) for shape in variant.outputs]
+    for sizes in ({}, _sizes(node, variant)):
+        args, kwargs = compat.pytree.tree_map_only(
+            fx.Node, lambda n: local.get(n, n), _with_sizes((node.args, dict(node.kwargs)), sizes))
+        call = functools.partial(cast("Callable[..., Any]", node.target), *args, **kwargs)
+        try:
+            made = call()
+        except RuntimeError:
+            if not sizes:
+                continue
+            raise
+        shapes = [tuple(t.shape) for t in compat.pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+        if all(shape in shapes for shape in wanted):
+            return call
+    raise CannotRun("results have other shapes than the plan's")
+
+
+def _operand(traced: torch.Tensor, shape: Sequence[int], limit: int) -> torch.Tensor:
+    order = sorted(range(traced.dim()), key=lambda d: (-traced.stride(d), d))
+    back = [order.index(d) for d in range(traced.dim())]
+    packed = [shape[d] for d in order]
+    if traced.dtype.is_floating_point:
+        made = torch.randn(packed, device=traced.device).to(traced.dtype)
+    elif traced.dtype == torch.bool:
+        made = torch.ones(packed, dtype=torch.bool, device=traced.device)
+    else:
+        made = torch.randint(0, max(limit, 1), packed, dtype=torch.int64, device=traced.device).to(traced.dtype)
+    return made.permute(back) if order else made.reshape(())
+
+
+def _index_limit(tensors: Sequence[fx.Node], variant: StrategyVariant) -> int:
+    """What indices must stay below: the smallest dim of any operand or result that holds numbers."""
+    dims = [size for n, shape in zip(tensors, variant.inputs) if n.meta["val"].dtype.is_floating_point for size in shape]
+    return min([*dims, *(size for shape in variant.outputs for size in shape)], default=1)
+
+
+def _sizes(node: fx.Node, variant: StrategyVariant) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Whole shapes that arguments may name, and what they are here."""
+    values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    values += [v for v in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+    return {tuple(v.shape): shape for v, shape in zip(values, variant.inputs + variant.outputs) if v.dim() > 1}
+
+
+def _with_sizes(arguments: Any, sizes: dict[tuple[int, ...], tuple[int, ...]]) -> Any:
+    if not sizes:
+        return arguments
+
+    def is_shape(x: Any) -> bool:
+        return isinstance(x, (list, tuple)) and bool(x) and all(type(i) is int for i in x)
+
+    return compat.pytree.tree_map(
+        lambda x: list(sizes.get(tuple(x), tuple(x))) if is_shape(x) else x, arguments, is_leaf=is_shape)

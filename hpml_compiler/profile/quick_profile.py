@@ -1,0 +1,165 @@
+"""A quick look at the devices of a run that has no profile, so that its first plan is of this machine.
+
+In about a second, all ranks together: the largest operations of the graph to be planned, kernels bound by memory, the
+optimizer, and each kind of collective at a few sizes. What is found scales the formulas (a factor per kind of kernel);
+single operations keep the formula's proportions, since one short look at each would be more noise than news. It holds for a
+day (`hpml_compiler.profile.quick_profile_cache`). `hpml profile` measures longer, goes before it, and is kept.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.graph_planning import measured_costs
+from hpml_compiler.profile import quick_profile_cache
+from hpml_compiler.profile.collective_timing import measured_group, time_collective
+from hpml_compiler.profile.heavy_operations import operation_calls
+from hpml_compiler.profile.model_profile import one_device
+from hpml_compiler.profile.quick_profile_cache import QuickProfile
+from hpml_compiler.profile.runtime_overhead import COLLECTIVES, between_us, collective_calls
+from hpml_compiler.profile.strategy_variants import StrategyVariant, variants
+from hpml_compiler.profile.timing import TimedCall, in_rounds
+from hpml_compiler.profile.training_steps import optimizer_step
+from hpml_compiler.runtime.consistency.rank_sync import from_rank_0
+from hpml_compiler.runtime.process.compute_device import device_type
+from passes import compat
+from passes.cost_model import OptimizerModel, RooflineCost
+from passes.cost_model.measured.measured_kernels import OPTIMIZER
+from passes.cost_model.measured.measurement_key import measurement_key_of
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.placement_graph import Operation, PlacementGraph
+from passes.hardware.cluster import Cluster
+
+log = logging.getLogger("hpml")
+
+SECONDS = 0.3
+"""For all that is no collective, beyond what five rounds take."""
+COLLECTIVE_SECONDS = 0.03
+COLLECTIVE_SIZES = (2**12, 2**18, 2**22)
+MOST_OPERATIONS = 4
+"""Of one kind."""
+LONG_US, LONG_CALL_ROUNDS = 500.0, 3
+"""What the formula finds to take longer is timed so often: its time varies less, and there are others of its kind."""
+LARGEST_BYTES, LONGEST_US = 2**26, 2e4
+"""Of an operation that is looked at: larger ones would take long, or would not fit whole on one device."""
+POINTWISE_ELEMENTS = (2**16, 2**20, 2**22)
+OPTIMIZER_TENSORS, OPTIMIZER_ELEMENTS = 8, 2**19
+
+
+def wanted(options: Options, cluster: Cluster, graph_hash: str) -> bool:
+    """Whether a plan for this run would be priced from data sheets alone. The same answer on every rank.
+
+    HPML_QUICK_PROFILE=0 in the environment says no, where a start must be as fast, or plans as repeatable, as can be.
+    """
+    if options.costs != "auto" or options.cluster is not None or options.plan is not None:
+        return False
+    if os.environ.get("HPML_QUICK_PROFILE", "1") == "0":
+        return False
+    return from_rank_0(lambda: measured_costs.load(options, cluster, graph_hash) is None)
+
+
+def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeasurements:
+    """Measure, or take what was found in the last day; every rank calls it, inside a Dynamo backend or outside, and gets the
+    same."""
+    start, key = time.perf_counter(), quick_profile_cache.profile_key(annotated.hash(), cluster)
+    found = from_rank_0(lambda: quick_profile_cache.cached_profile(key))
+    before = found is not None
+    if found is None:
+        with _plain_tensors():
+            found = _measure(annotated)
+        if dist.get_rank() == 0:
+            quick_profile_cache.store_profile(key, found)
+    if dist.get_rank() == 0:
+        factors = ", ".join(f"{kind} {factor:.2f}" for kind, factor in found.factors.items())
+        when = (f"{max(0.0, time.time() - found.made) / 3600:.1f} h ago" if before
+                else f"of {time.perf_counter() - start:.1f} s")
+        log.info("no profile: a look %s at these devices finds kernels to take, times the formula: %s; `hpml profile` "
+                 "measures more", when, factors)
+    return found.measured()
+
+
+@contextlib.contextmanager
+def _plain_tensors() -> Iterator[None]:
+    """Real tensors, whatever the script and Dynamo are in the middle of, and no trace in the script's random numbers."""
+    kind = device_type()
+    devices = [torch.cuda.current_device()] if kind == "cuda" else []
+    with (compat.outside_tracing(), torch.random.fork_rng(devices, device_type="cuda"), torch.no_grad(),
+          torch.autocast(kind, enabled=False)):
+        yield
+
+
+def _measure(annotated: AnalyzedGraph) -> QuickProfile:
+    _, mesh = one_device()
+    roofline = RooflineCost(mesh.device, mesh)
+    expected = _heaviest(annotated, roofline)
+    heavy, _ = operation_calls(variant for variant, _, _ in expected.values())
+    # A long call hardly differs by what others left in the caches, and one to warm these would take as long again.
+    heavy = {key: replace(timed, warm=0, rounds=LONG_CALL_ROUNDS) if expected[key][2] > LONG_US else timed
+             for key, timed in heavy.items()}
+    adam = RooflineCost(mesh.device, mesh, OptimizerModel(4, 4, 2 * 4))
+    parameters = [torch.zeros(OPTIMIZER_ELEMENTS, dtype=torch.float32, device=device_type())] * OPTIMIZER_TENSORS
+    with torch.enable_grad():
+        step = optimizer_step(parameters)
+    calls = {**heavy, **_pointwise_calls(), "optimizer": TimedCall(step), **collective_calls()}
+    us = {name: statistics.median(some) for name, some in in_rounds(calls, SECONDS).items()}
+    launch_us = mesh.device.launch_latency_us
+    ratios: dict[str, list[float]] = {}
+    for key, (_, kind, predicted_us) in expected.items():
+        if key in us:
+            ratios.setdefault(kind, []).append(us[key] / predicted_us)
+    for elements in POINTWISE_ELEMENTS:
+        predicted_us = roofline.compute_us(0.0, 12.0 * elements, "float32", "pointwise") - launch_us
+        ratios.setdefault("pointwise", []).append(us[f"add {elements}"] / predicted_us)
+    factors = {kind: statistics.median(some) for kind, some in ratios.items()}
+    factors[OPTIMIZER] = us["optimizer"] / (OPTIMIZER_TENSORS * adam.optimizer_us(OPTIMIZER_ELEMENTS))
+    assert dist.group.WORLD is not None, "there is a process group"
+    ranks = list(range(dist.get_world_size()))
+    group = measured_group(len(ranks), 1)
+    timings = [timing.point for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+               for timing in time_collective(kind, dist.group.WORLD, ranks, group, sizes=COLLECTIVE_SIZES,
+                                             seconds=COLLECTIVE_SECONDS)]
+    in_step_us = between_us(us) if all(k in us for k in (*COLLECTIVES, "chain", "products")) else 0.0
+    return QuickProfile.of(factors, in_step_us, timings, group)
+
+
+def _heaviest(annotated: AnalyzedGraph, roofline: RooflineCost) -> dict[str, tuple[StrategyVariant, str, float]]:
+    """By key, the whole operations of each kind that the formula finds to take longest, with kind and the formula's µs."""
+    graph: PlacementGraph = annotated.graph
+    found: dict[str, tuple[Operation, str, float]] = {}
+    for op in graph.operations:
+        if not op.heavy or not op.outputs:
+            continue
+        key = measurement_key_of(graph, op, ((),) * len(op.inputs), ((),) * len(op.outputs), ())
+        values = [graph.values[v] for v in (*op.inputs, *op.outputs)]
+        nbytes, kind = float(sum(v.bytes for v in values)), op.kind
+        us = roofline.compute_us(op.flops, nbytes, graph.values[op.outputs[0]].spec.dtype, kind)
+        us -= roofline.device.launch_latency_us
+        if nbytes <= LARGEST_BYTES and 0 < us <= LONGEST_US:
+            found.setdefault(key, (op, kind, us))
+    by_kind: dict[str, list[str]] = {}
+    for key, (_, kind, _us) in sorted(found.items(), key=lambda item: (-item[1][2], item[0])):
+        by_kind.setdefault(kind, []).append(key)
+    chosen = {key for keys in by_kind.values() for key in keys[:MOST_OPERATIONS]}
+    calls = variants(annotated.gm, graph, 1)
+    return {key: (calls[key], found[key][1], found[key][2]) for key in found if key in chosen and key in calls}
+
+
+def _pointwise_calls() -> dict[str, TimedCall]:
+    """Sums of two tensors into a third: what a kernel does that is bound by memory."""
+    calls: dict[str, TimedCall] = {}
+    for elements in POINTWISE_ELEMENTS:
+        a, b, c = torch.ones(3, elements, dtype=torch.float32, device=device_type()).unbind()
+        call: Callable[[], Any] = lambda a=a, b=b, c=c: torch.add(a, b, out=c)  # noqa: E731
+        calls[f"add {elements}"] = TimedCall(call, repeats=max(1, 2**20 // elements), warm=1)
+    return calls

@@ -1,0 +1,97 @@
+"""Quick looks at devices, as numbers, and those of earlier launches: a look holds for a day, for the same graph and devices.
+
+For so long only, since a moment in which the machine was busy must not decide for good. `HPML_CACHE=0` looks anew.
+"""
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field, ValidationError
+
+from hpml_compiler.plans.cache import plan_database
+from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
+from hpml_compiler.plans.record_fields import Record
+from hpml_compiler.runtime.process.compute_device import device_type
+from passes.cost_model.measured.measured_collectives import CollectivePoint, MeasuredCollectives, MeasuredGroup
+from passes.cost_model.measured.measured_kernels import DeviceMeasurements
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
+from passes.errors import BadInput
+from passes.hardware.cluster import Cluster
+
+log = logging.getLogger("hpml")
+
+HOLDS_S = 24 * 3600.0
+
+
+class CollectiveTime(Record):
+    """µs of one collective of so many bytes, on all ranks."""
+
+    kind: str
+    bytes: int
+    us: float
+
+
+class QuickProfile(Record):
+    """What a look found: factors by kind of kernel, µs that a collective in a step takes besides. made: seconds since 1970."""
+
+    made: float
+    factors: dict[str, float]
+    collective_us: float
+    collectives: Annotated[tuple[CollectiveTime, ...], Field(strict=False)]
+    group: Annotated[tuple[int, int, int, int, str], Field(strict=False)]
+
+    @staticmethod
+    def of(factors: dict[str, float], collective_us: float, points: Sequence[CollectivePoint],
+           group: MeasuredGroup) -> QuickProfile:
+        return QuickProfile(
+            made=time.time(), factors=factors, collective_us=collective_us,
+            collectives=tuple(CollectiveTime(kind=point.kind, bytes=point.nbytes, us=point.us) for point in points),
+            group=(group.size, group.stride, group.world_size, group.devices_per_node, group.backend))
+
+    def measured(self) -> CachedMeasurements:
+        kind, group = device_type(), MeasuredGroup(*self.group)
+        name = torch.cuda.get_device_name() if kind == "cuda" else ""
+        points = [CollectivePoint(each.kind, group, each.bytes, each.us) for each in self.collectives]
+        return CachedMeasurements(DeviceMeasurements(factors=self.factors, collective_us=self.collective_us),
+                                  MeasuredCollectives(points, lambda g: g.axis(kind, name), group.world_size))
+
+
+def profile_key(graph_hash: str, cluster: Cluster) -> str:
+    """Of what a look depends on: what is looked at, where, and by which code."""
+    kind = device_type()
+    name = torch.cuda.get_device_name() if kind == "cuda" else platform.processor()
+    return plan_database.digest_of(["a look", graph_hash, cluster, platform.node(), os.cpu_count(), name,
+                                    torch.get_num_threads(),
+                                    torch.__version__, plan_database.planners_code()])
+
+
+def cached_profile(key: str) -> QuickProfile | None:
+    """Of the last day; None where there is none, or none that can be read."""
+    if not plan_database.is_on():
+        return None
+    try:
+        text = plan_database.get(key)
+        found = None if text is None else QuickProfile.model_validate_json(text)
+    except BadInput as error:
+        warn_of_cache("an earlier look at these devices cannot be read, they are looked at anew", error)
+        return None
+    except ValidationError:
+        log.warning("an earlier look at these devices is damaged, they are looked at anew")
+        return None
+    return found if found is not None and 0 <= time.time() - found.made < HOLDS_S else None
+
+
+def store_profile(key: str, look: QuickProfile) -> None:
+    """For launches of the next day."""
+    if not plan_database.is_on():
+        return
+    try:
+        plan_database.put(key, look.model_dump_json())
+    except BadInput as error:
+        warn_of_cache("what was found of these devices cannot be kept for the next launch", error)

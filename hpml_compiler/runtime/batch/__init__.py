@@ -1,0 +1,1 @@
+"""Batches of which each rank holds some rows."""

@@ -1,0 +1,215 @@
+"""`distribute(loader)`: each rank holds, moves and computes only its rows of every batch."""
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hpml_compiler.runtime.batch.batch_pytree import map_named_tensors, named_tensors
+from hpml_compiler.runtime.batch.batch_shard import shard_batch
+from hpml_compiler.runtime.batch.per_rank_batch import Ended, Padding, PerRankBatches
+from hpml_compiler.runtime.consistency.input_check import EVERY
+from hpml_compiler.runtime.process.world_group import control_group, ensure_process_group, world_mesh
+from hpml_compiler.runtime.watchdog.activity_scope import activity
+from passes.errors import BadInput
+
+log = logging.getLogger(__name__)
+WhoseRows = Literal["same", "own"]
+
+
+def distribute(loader: Iterable[Any], rows: WhoseRows | None = None, pad: Padding = None) -> Iterable[Any]:
+    """Wrap an iterable of batches so that each rank holds only its rows of the global batch.
+
+    rows="same": every rank iterates the same batches in the same order, as a script written for one device does (a seed
+    before a shuffling loader), and each takes its share of the rows. Compared on the first batches of each iteration, and
+    now and then later. A tensor whose first dim the ranks do not divide stays whole on every rank, with a warning.
+    rows="own": every rank iterates rows of its own, as a script written for DDP does. The global batch is all of them
+    together, in order of ranks, so losses and gradients are those of all rows, also where the last batches or the numbers
+    of batches differ. All tensors of a batch have one row per sample.
+    None: "own" where the loader has a sampler that shares out rows (`DistributedSampler` and its like), else "same".
+    pad: for rows="own", name of a tensor -> what to fill it up with, where ranks padded to other lengths:
+    `{"input_ids": 0, "attention_mask": 0, "labels": -100}`; in a tuple, the name is its place: "0".
+
+    A batch is a tensor or any nest of tensors in lists, tuples, dicts and dataclasses; what is no tensor, or has no dims,
+    stays as it is. Its tensors become DTensors, `Shard(0)` over all ranks, that the script may use as the whole tensor.
+    Length and attributes (`loader.sampler.set_epoch`) are those of `loader`. With one rank, batches are left as they are.
+    Raises BadInput where `rows` and the loader's sampler do not fit.
+    """
+    return _DistributedLoader(loader, rows, pad)
+
+
+def distribute_batch(batch: Any, *, rows: WhoseRows, pad: Padding = None) -> Any:
+    """One batch of tensors, as `distribute` gives it; all ranks must call this together, each with its batch.
+
+    For a batch that comes from no loader, or that somebody else's loader has given: rows="own" makes the global batch of
+    what each rank has, rows="same" takes this rank's rows of a batch that all have. Tensors that are distributed already
+    stay as they are.
+    """
+    _check_rows(rows)
+    if ensure_process_group() == 1:
+        return batch
+    return PerRankBatches(pad).join(batch) if rows == "own" else _BatchSlicer().of(batch)
+
+
+def _check_rows(rows: Any) -> None:
+    if rows not in ("same", "own"):
+        raise BadInput(f"rows={rows!r} is not known", "hpml_compiler.distribute",
+                       "'own' if each rank has other rows, 'same' if all ranks have the same batch")
+
+
+class _DistributedLoader:
+    def __init__(self, loader: Iterable[Any], rows: WhoseRows | None, pad: Padding) -> None:
+        if rows is not None:
+            _check_rows(rows)
+        self._loader, self._asked, self._pad = loader, rows, pad
+        self._share = _BatchSlicer()
+
+    def __len__(self) -> int:
+        return len(self._loader)  # pyright: ignore[reportArgumentType]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not yet there, while being unpickled
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        world = ensure_process_group()
+        if world == 1:
+            yield from self._loader
+            return
+        if self._whose(world) == "own":
+            yield from self._joined()
+            return
+        batches = _noted(iter(self._loader))
+        number = 0
+        while (batch := next(batches, Ended)) is not Ended:
+            if number & (number - 1) == 0 or number % EVERY == 0:
+                _check_equal(batch, number)
+            yield self._share.of(batch)
+            number += 1
+
+    def _whose(self, world: int) -> str:
+        shares = sharing_sampler(self._loader)
+        if shares is None or shares == 1:
+            return self._asked or "same"
+        if shares != world:
+            raise BadInput(f"the loader's sampler shares rows out among {shares} ranks, and there are {world}",
+                           "hpml_compiler.distribute", f"make it with num_replicas={world}")
+        if self._asked == "same":
+            raise BadInput("rows='same', but the loader's sampler gives each rank other rows", "hpml_compiler.distribute",
+                           "leave rows='same' out, or the sampler")
+        return "own"
+
+    def _joined(self) -> Iterator[Any]:
+        joiner, drawn = PerRankBatches(self._pad), _PerRankRng()
+        with drawn:
+            batches = _noted(iter(self._loader))
+            batch = next(batches, Ended)
+        if not _different(batch) and batch is not Ended and dist.get_rank() == 0:
+            log.warning("the first batch is the same on every rank, and rows='own' takes it %d times. Shard the data by rank, "
+                        "or use rows='same'", dist.get_world_size())
+        while (joined := joiner.join(batch)) is not Ended:
+            yield joined
+            with drawn:
+                batch = next(batches, Ended)
+
+
+def _noted(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches; a rank that waits for one says so."""
+    while True:
+        with activity("loading a batch"):
+            batch = next(batches, Ended)
+        if batch is Ended:
+            return
+        yield batch
+
+
+class _PerRankRng:
+    """A context for what a rank does with rows of its own: it draws from the generator's state as it was there before, and
+    leaves the script's state alone. For ranks may draw unlike many numbers for their rows (in shuffling, augmentation), and
+    must draw the same ones in the model (masks of dropout)."""
+
+    def __init__(self) -> None:
+        self.state = torch.get_rng_state()
+
+    def __enter__(self) -> None:
+        self.outside = torch.get_rng_state()
+        torch.set_rng_state(self.state)
+
+    def __exit__(self, *_: Any) -> None:
+        self.state = torch.get_rng_state()
+        torch.set_rng_state(self.outside)
+
+
+def sharing_sampler(loader: Any) -> int | None:
+    """Among how many ranks a loader's sampler shares the rows out; None if it does not.
+
+    That is what torch's DistributedSampler calls `num_replicas` and accelerate's shards `num_processes`; it may be the
+    sampler, the batch sampler, or inside these or a loader around a loader.
+    """
+    seen: list[Any] = []
+    queue = [loader]
+    while queue and len(seen) < 20:
+        item = queue.pop(0)
+        if item is None or any(item is other for other in seen):
+            continue
+        seen.append(item)
+        held = getattr(item, "__dict__", {})
+        for name in ("num_replicas", "num_processes"):
+            if isinstance(held.get(name), int):
+                return held[name]
+        queue.extend(held.get(name) for name in ("sampler", "batch_sampler", "base_dataloader", "base_loader", "dataset",
+                                                 "_loader"))
+    return None
+
+
+class _BatchSlicer:
+    """Takes this rank's rows of batches that are equal on all ranks."""
+
+    def __init__(self) -> None:
+        self.warned = False
+
+    def of(self, batch: Any) -> Any:
+        return map_named_tensors(self._rows, batch)
+
+    def _rows(self, _name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        mesh = world_mesh()
+        if tensor.dim() and tensor.shape[0] % mesh.size() == 0:
+            return shard_batch(tensor, mesh)
+        if tensor.dim() and not self.warned:
+            self.warned = True
+            log.warning("a tensor with %d rows stays whole on every rank: %d ranks do not divide it. Use a batch size "
+                        "that they divide, and drop_last=True", tensor.shape[0], mesh.size())
+        return tensor
+
+
+def _different(batch: Any) -> list[int]:
+    """Ranks whose batch is another than rank 0's; `Ended` counts as an empty one."""
+    found = list(named_tensors(batch).values())
+    checksum = zlib.crc32(repr([tuple(tensor.shape) for tensor in found]).encode())
+    for tensor in found:
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
+        checksum = zlib.crc32(data.numpy().tobytes(), checksum)
+    mine = torch.tensor([checksum])
+    sums = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    with activity("comparing a batch with the other ranks'"):
+        dist.all_gather(sums, mine, group=control_group())
+    return [rank for rank, other in enumerate(sums) if int(other) != int(sums[0])]
+
+
+def _check_equal(batch: Any, number: int) -> None:
+    different = _different(batch)
+    if different:
+        raise BadInput(
+            "ranks iterate different batches, but hpml_compiler.distribute takes each rank's rows out of the same one",
+            f"batch {number} of the loader on rank {dist.get_rank()}: other data on ranks {different} than on rank 0",
+            "seed the loader's shuffling alike on all ranks (torch.manual_seed); or, if each rank is to have rows of its "
+            "own (an IterableDataset that is sharded by rank), distribute(loader, rows='own')",
+        )

@@ -1,0 +1,1 @@
+"""Checks and broadcasts that keep graphs, inputs, parameters and random numbers equal on all ranks."""

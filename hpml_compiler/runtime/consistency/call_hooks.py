@@ -1,0 +1,68 @@
+"""Around each call of a compiled graph: what this rank does is noted, what it was given is compared across ranks."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hpml_compiler.runtime.consistency.input_check import InputCheck
+from hpml_compiler.runtime.watchdog.barrier_check import CALLING, all_failed_or_none, note_failure, require_all_ranks
+from hpml_compiler.runtime.watchdog.heartbeat import name_lost_rank, neighbor_is_there
+from hpml_compiler.runtime.watchdog.rank_status import Location, this_rank
+
+
+def forward_call(call: Callable[..., Any], spot: Location, half: InputCheck | None, training: bool = True) -> Callable[...,
+                                                                                                                       Any]:
+    """A call of several arguments. Where it fails because another rank is late or gone, the error names that rank.
+
+    training: False for a graph without backward, which one rank may call alone by mistake; that is looked at when it comes
+    after another graph.
+    """
+
+    def noted(*arguments: Any) -> Any:
+        all_failed_or_none()
+        neighbor_is_there()
+        if not training and this_rank.at is not spot:
+            require_all_ranks(f"calling the model ({spot.what})", CALLING, every=1)
+        this_rank.calls += 1
+        spot.calls += 1
+        this_rank.at, this_rank.inside = spot, True
+        try:
+            if half is not None:
+                half.before(arguments)
+            result = call(*arguments)
+        except Exception as error:
+            _raise(error)
+        this_rank.inside = False
+        return result
+
+    return noted
+
+
+def backward_call(call: Callable[[list[Any]], Any], spot: Location, half: InputCheck | None) -> Callable[[list[Any]], Any]:
+    """The same around a call of one list of arguments, which it empties."""
+
+    def noted(arguments: list[Any]) -> Any:
+        all_failed_or_none()
+        this_rank.calls += 1
+        spot.calls += 1
+        this_rank.at, this_rank.inside = spot, True
+        try:
+            if half is not None:
+                half.before(arguments)
+            result = call(arguments)
+        except Exception as error:
+            _raise(error)
+        this_rank.inside = False
+        return result
+
+    noted._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+    return noted
+
+
+def _raise(error: Exception) -> Any:
+    lost = name_lost_rank(error)  # while this rank still counts as inside
+    this_rank.inside = False
+    note_failure(lost)
+    if lost is error:
+        raise error
+    raise lost from error

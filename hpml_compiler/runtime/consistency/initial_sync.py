@@ -1,0 +1,145 @@
+"""Ranks begin alike: where their parameters, buffers or random numbers differ, rank 0's are everybody's."""
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hpml_compiler.runtime.consistency.checksums import exact_sum
+from hpml_compiler.runtime.process.compute_device import device_type
+from hpml_compiler.runtime.process.world_group import from_all_ranks
+from passes import compat
+from passes.graph.graph_signature import GraphInput
+
+log = logging.getLogger("hpml")
+_compared: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_told: list[str] = []
+
+
+def sync_module_states(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give all ranks rank 0's values of these parameters and buffers, where they differ, before they are placed.
+
+    All ranks must call this at the same point, with tensors of the same names, shapes and dtypes. Tensors that were
+    compared before are passed over, and placed ones, of which each rank has a part. If anything differs, as in a script
+    without a seed, so may all parameters and buffers of the modules that are there: they are compared, too.
+    """
+    with compat.outside_tracing(), torch.no_grad():
+        told = _same_values(tensors)
+        if told:
+            _same_values(_of_all_modules())
+    _told.extend(told)
+
+
+def sync_rng() -> None:
+    """Give all ranks the states of rank 0's generators, where they differ, before the first call of a graph. (Not while it is
+    compiled: Dynamo puts the states back that were there before.) One line on rank 0 tells of this and of
+    `sync_module_states`."""
+    told = [*_told, *(["the state of torch's random number generators"] if _same_generators() else [])]
+    _told.clear()
+    if told and dist.get_rank() == 0:
+        log.warning("ranks do not begin alike: %s differed; rank 0's are everybody's now. A seed at the top of the script "
+                    "(torch.manual_seed) makes runs repeatable", " and ".join(told))
+
+
+def params_and_buffers(inputs: Sequence[GraphInput], arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers among a graph's arguments, under names of their own."""
+    found: dict[str, torch.Tensor] = {}
+    for i, (described, value) in enumerate(zip(inputs, arguments)):
+        if described.kind in ("parameter", "buffer") or "_buffers" in described.name:
+            found[described.name if described.name not in found else f"{described.name} ({i})"] = value
+    return found
+
+
+def sync_for_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Before its first step, and the first after its state was loaded: the parameters that are not placed, their gradients,
+    and the whole tensors of its state."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for p, parameter in enumerate(group["params"]):
+            name = f"parameter {p} of group {g}"
+            tensors[name] = parameter
+            if parameter.grad is not None:
+                tensors[f"the gradient of {name}"] = parameter.grad
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key} of {name}"] = value
+    with torch.no_grad():
+        told = _same_values(tensors)
+    if told and dist.get_rank() == 0:
+        log.warning("ranks came unlike to the step of %s: %s differed; rank 0's are everybody's now",
+                    type(optimizer).__name__, " and ".join(told))
+
+
+def _same_values(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    fresh = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor) and tensor not in _compared}
+    sums = [exact_sum(tensor) for tensor in fresh.values()]
+    mine = {name: (tuple(tensor.shape), tensor.dtype, value)
+            for (name, tensor), value in zip(fresh.items(), _to_host(sums), strict=True)}
+    found = from_all_ranks(mine)
+    for tensor in fresh.values():
+        _compared[tensor] = True
+    common = [name for name in found[0] if all(name in other and other[name][:2] == found[0][name][:2] for other in found)]
+    different = [name for name in common if any(other[name] != found[0][name] for other in found)]
+    for name in different:
+        value = fresh[name].detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(compat.as_transferable(value), src=0)
+        fresh[name].detach().copy_(value)
+    if not different:
+        return []
+    rank = next(r for r, other in enumerate(found) if other[different[0]] != found[0][different[0]])
+    return [f"{len(different)} of {len(common)} parameters and buffers (first `{different[0]}`, on rank {rank})"]
+
+
+def _is_plain(tensor: Any) -> bool:
+    return (isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not compat.is_fake(tensor)
+            and tensor.layout is torch.strided and tensor.device.type in ("cpu", device_type()) and tensor.numel() > 0)
+
+
+def _to_host(values: list[torch.Tensor]) -> list[int]:
+    """With one wait for each device."""
+    result: dict[int, int] = {}
+    for device in {value.device for value in values}:
+        places = [i for i, value in enumerate(values) if value.device == device]
+        result.update(zip(places, torch.stack([values[i] for i in places]).tolist(), strict=True))
+    return [result[i] for i in range(len(values))]
+
+
+def _of_all_modules() -> dict[str, torch.Tensor]:
+    """Parameters and buffers of all modules that are there, as far as a name tells which is which on every rank."""
+    gc.collect()  # a copy that only waits to be collected, on one rank perhaps, would have the same names
+    modules = [item for item in gc.get_objects() if isinstance(type(item), type) and issubclass(type(item), nn.Module)]
+    below = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
+    found: list[tuple[str, torch.Tensor]] = []
+    for root in modules:
+        if id(root) not in below:
+            kind = f"{type(root).__module__}.{type(root).__qualname__}"
+            found.extend((f"{kind}.{name}", tensor) for name, tensor in [*root.named_parameters(), *root.named_buffers()])
+    counts = Counter(name for name, _ in found)
+    return {name: tensor for name, tensor in sorted(found, key=lambda item: item[0]) if counts[name] == 1}
+
+
+def _same_generators() -> bool:
+    """Give every rank rank 0's states of the generators of the CPU and the current device; whether they differed."""
+    states = generator_states()
+    found = from_all_ranks([bytes(state.numpy()) for state in states])
+    if all(other == found[0] for other in found):
+        return False
+    torch.set_rng_state(torch.frombuffer(bytearray(found[0][0]), dtype=torch.uint8))
+    if len(states) > 1:
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(found[0][1]), dtype=torch.uint8))
+    return True
+
+
+def generator_states() -> list[torch.Tensor]:
+    """Of the CPU, and of the current CUDA device where that computes; no device is waited for."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device_type() == "cuda" else [])]

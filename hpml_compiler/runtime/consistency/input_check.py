@@ -1,0 +1,212 @@
+"""What a script gives a compiled graph is compared across ranks: on the first calls, and now and then later."""
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from hpml_compiler.runtime.consistency.checksums import differs, fingerprint, tolerance
+from hpml_compiler.runtime.consistency.initial_sync import generator_states, sync_rng
+from hpml_compiler.runtime.process.compute_device import device_type
+from hpml_compiler.runtime.process.world_group import check_group
+from passes.errors import HpmlError
+from passes.graph.graph_signature import GraphInput
+
+FIRST_CALLS, EVERY = 32, 64  # calls 1, 2, 4 ... up to the first number, and then every so many
+SLOTS, HEADER = 60, 4
+SEEDS = ("numpy and random have generators of their own, which torch.manual_seed does not seed: call numpy.random.seed(0) and "
+         "random.seed(0), too; torch.seed() takes another seed on each rank")
+REMEDY = ("all ranks pass the same batch, and each computes its share: take the DistributedSampler out and seed the loader "
+          "alike on all ranks; or wrap it, loader = hpml_compiler.distribute(loader), which also takes a loader that gives "
+          f"each rank rows of its own, as under DDP; {SEEDS}")
+_halves: list[InputCheck] = []
+
+
+class RanksDiffer(HpmlError):
+    """Ranks gave other values where all must give the same."""
+
+
+@dataclass(frozen=True)
+class CheckedArgument:
+    """An argument that must be the same on all ranks: its position, what to call it, and its dtype."""
+
+    position: int
+    name: str
+    dtype: torch.dtype
+
+
+class InputCheck:
+    """One half of a graph (forward or backward), whose arguments are compared.
+
+    The first call waits for the other ranks. Later ones do not: what was found of the arguments in one call is sent while
+    the script goes on, and looked at in the next call of the same half, by when it is there. On CUDA it is sent in the
+    next call and looked at in the one after it, so that no kernel is waited for.
+    """
+
+    def __init__(self, graph: str, half: str, watched: Sequence[CheckedArgument], draws: bool) -> None:
+        self.graph, self.half, self.watched, self.draws = graph, half, tuple(watched), draws
+        self.number = len(_halves)
+        _halves.append(self)
+        self.calls, self.next_call = 0, 1
+        self.found: _PendingFingerprints | None = None
+        self.sent: tuple[Any, _PendingFingerprints, list[torch.Tensor]] | None = None
+        self.windows = max(1, -(-len(watched) // SLOTS))
+
+    def before(self, arguments: Sequence[Any]) -> None:
+        """To be called before each call, with its arguments. Raises RanksDiffer on all ranks."""
+        self.calls += 1
+        if self.calls == self.next_call:
+            self._act(arguments)
+
+    def _act(self, arguments: Sequence[Any]) -> None:
+        looks = self.calls == 1 or self.sent is not None
+        self.next_call = self._due() if looks else self.calls + 1
+        if self.calls == 1:
+            if self.half == "forward":
+                sync_rng()
+            for window in range(self.windows):
+                self._send(self._find(arguments, window))
+                self._look()
+        elif looks:
+            self._look()
+        elif self.found is not None:
+            self._send(self.found)
+        else:
+            self.found = self._find(arguments, self.calls.bit_length() % self.windows)
+            if device_type() != "cuda":
+                self._send(self.found)
+
+    def _due(self) -> int:
+        """The next call of which the arguments are compared."""
+        power = 1 << self.calls.bit_length()
+        return power if power <= FIRST_CALLS else (self.calls // EVERY + 1) * EVERY
+
+    def _find(self, arguments: Sequence[Any], window: int) -> _PendingFingerprints:
+        chosen = self.watched[window * SLOTS:(window + 1) * SLOTS]
+        drawn = zlib.crc32(b"".join(bytes(state.numpy()) for state in generator_states())) if self.draws else 0
+        with torch.no_grad():
+            prints = [fingerprint(arguments[w.position]) for w in chosen]
+        return _PendingFingerprints([self.number, self.calls, drawn, window], chosen, prints)
+
+    def _send(self, found: _PendingFingerprints) -> None:
+        mine = found.message()
+        others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        self.sent = dist.all_gather(others, mine, group=check_group(), async_op=True), found, others
+        self.found = None
+
+    def _look(self) -> None:
+        assert self.sent is not None
+        (work, found, others), self.sent = self.sent, None
+        work.wait()
+        try:
+            self._compare(found, torch.stack(others))
+        except RanksDiffer:
+            self.calls, self.next_call = 0, 1  # a script that goes on is compared again at once
+            raise
+
+    def _compare(self, found: _PendingFingerprints, all_ranks: torch.Tensor) -> None:
+        headers = all_ranks[:, :HEADER].long().tolist()
+        where = f"{self.graph}, {self.half}, call {found.header[1]}"
+        for rank, header in enumerate(headers):
+            if header[:2] != headers[0][:2]:
+                raise RanksDiffer(f"rank {rank} is at {_place(header)} while rank 0 is at {_place(headers[0])}", where,
+                                  "all ranks make the same calls of compiled models in the same order: look for code that "
+                                  "depends on the rank, such as an evaluation on rank 0 alone")
+        for rank, header in enumerate(headers):
+            if header[2] != headers[0][2]:
+                raise RanksDiffer(f"rank {rank} has drawn other random numbers than rank 0, so the masks of dropout differ",
+                                  where, "draw alike on all ranks, or give what one rank draws for itself a torch.Generator "
+                                  f"of its own; {SEEDS}")
+        prints = all_ranks[:, HEADER:].view(len(headers), SLOTS, 2)[:, :len(found.watched)]
+        tolerances = torch.tensor([tolerance(w.dtype) for w in found.watched], dtype=torch.float64)
+        other = [differs(prints[0], mine, tolerances).tolist() for mine in prints]
+        for place, watched in enumerate(found.watched):
+            ranks = [rank for rank in range(len(headers)) if other[rank][place]]
+            if ranks:
+                raise RanksDiffer(f"{watched.name} is not the same on all ranks: {_ranks(ranks)} other values than rank 0",
+                                  where, REMEDY)
+
+
+class _PendingFingerprints:
+    """Fingerprints of one call, on their way from the devices."""
+
+    def __init__(self, header: list[int], watched: Sequence[CheckedArgument], prints: list[torch.Tensor]) -> None:
+        self.header, self.watched = header, watched
+        self.places: list[tuple[list[int], torch.Tensor]] = []
+        self.events: list[Any] = []
+        for device in dict.fromkeys(value.device for value in prints):
+            places = [i for i, value in enumerate(prints) if value.device == device]
+            values = torch.stack([prints[i] for i in places])
+            if device.type == "cuda":
+                values = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+                self.events.append(torch.cuda.current_stream(device).record_event())
+            self.places.append((places, values))
+
+    def message(self) -> torch.Tensor:
+        for event in self.events:
+            event.synchronize()
+        prints = torch.zeros(SLOTS, 2, dtype=torch.float64)
+        for places, values in self.places:
+            prints[places] = values
+        return torch.cat([torch.tensor(self.header, dtype=torch.float64), prints.flatten()])
+
+
+def _place(header: list[int]) -> str:
+    number, calls = header[:2]
+    half = _halves[number] if number < len(_halves) else None
+    return f"call {calls} of {half.graph} ({half.half})" if half else "a graph that is not compiled here"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks} have"
+
+
+def draws_random_numbers(gm: GraphModule) -> bool:
+    """Whether a graph of aten operations does."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in gm.graph.nodes)
+
+
+def forward_check(graph: str, inputs: Sequence[GraphInput], arguments: Sequence[Any], draws: bool) -> InputCheck:
+    """Of a graph's inputs, those that are neither parameters nor buffers, nor shared out already."""
+    watched = [CheckedArgument(i, _said(described.name), value.dtype) for i,
+               (described, value) in enumerate(zip(inputs, arguments))
+               if described.kind in ("batch", "constant") and _can_be_compared(value)]
+    return InputCheck(graph, "forward", watched, draws)
+
+
+def backward_check(graph: str, gm: GraphModule, in_parts: Collection[str] = ()) -> InputCheck | None:
+    """The gradients that backward is given: they come from what the script computes outside of compiled graphs. in_parts:
+    those of which each rank has a part."""
+    watched = []
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        # Not the tokens that keep effects of backward in order (`tangents_token`), in whose place None is given.
+        if re.fullmatch(r"tangents_\d+", node.name) and isinstance(value, torch.Tensor) and node.name not in in_parts:
+            watched.append(CheckedArgument(i, _gradient(node.name.removeprefix("tangents_")), value.dtype))
+    return InputCheck(graph, "backward", watched, draws=False) if watched else None
+
+
+def gradient_check(graph: str, output: int, like: torch.Tensor) -> InputCheck:
+    """The same of one output that stays in parts: its gradient is whole where the script has used it."""
+    return InputCheck(graph, "backward", [CheckedArgument(0, _gradient(str(output + 1)), like.dtype)], draws=False)
+
+
+def _gradient(output: str) -> str:
+    return (f"the gradient that backward is given for output {output} (of a loss outside of the graph, from other targets?)")
+
+
+def _can_be_compared(value: Any) -> bool:
+    return (isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.layout is torch.strided
+            and value.numel() > 0 and not value.is_quantized)
+
+
+def _said(expression: str) -> str:
+    """`L['x']` as the script calls it: `x`."""
+    return "`" + re.sub(r"^L\[(.)(\w+)\1\]", r"\2", expression) + "`"

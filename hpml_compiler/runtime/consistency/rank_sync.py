@@ -1,0 +1,130 @@
+"""All ranks use one plan: they compare graphs, rank 0 plans, the others receive. An error on one is an error on all.
+
+Over a group of its own, so that the messages of a rank that compiles alone meet none of the others' collectives.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from hpml_compiler.runtime.process.world_group import control_group, from_all_ranks
+from hpml_compiler.runtime.watchdog.activity_scope import activity
+from hpml_compiler.runtime.watchdog.store_wait import wait_for_all, wait_for_rank_0
+from passes import compat
+from passes.errors import HpmlError
+
+T = TypeVar("T")
+
+
+class GraphMismatch(HpmlError):
+    """Ranks traced different graphs."""
+
+
+def first_difference(mine: str, reference: str) -> str:
+    """The first line in which two graphs differ, as text."""
+    ours, theirs = mine.splitlines(), reference.splitlines()
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=False), 1):
+        if a != b:
+            return f"node {number}: here `{a}`, on rank 0 `{b}`"
+    return f"here {len(ours)} nodes, on rank 0 {len(theirs)}"
+
+
+def same_graph(digest: str, text: Callable[[], str]) -> None:
+    """Raises GraphMismatch on every rank if any rank's graph differs from rank 0's, showing the first difference."""
+    with compat.outside_tracing(), activity("comparing the graph with the other ranks'"):
+        _compare(digest, text)
+
+
+def _compare(digest: str, text: Callable[[], str]) -> None:
+    digests = from_all_ranks(digest)
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not different:
+        return
+    shared = [text() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared, src=0, group=control_group())
+    found = from_all_ranks(first_difference(text(), str(shared[0])) if dist.get_rank() in different else None)
+    raise GraphMismatch(
+        f"rank {different[0]} traced another graph than rank 0: {found[different[0]]}",
+        where=f"ranks {different}",
+        next_step="give every rank the same model, batch shape and options; look for code that depends on the rank",
+    )
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make()` gives on rank 0, on every rank, however long that takes; what it raises there is raised everywhere."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            with activity("planning"):
+                box = [(True, make())]
+        except Exception as error:  # sent to the ranks that wait for the answer, and raised again below
+            box = [(False, error)]
+    with compat.outside_tracing(), activity("waiting for the plan, which rank 0 makes"):
+        wait_for_rank_0()
+        dist.broadcast_object_list(box, src=0, group=control_group())
+    good, answer = box[0]
+    if good:
+        return answer
+    raise answer
+
+
+def when_all_succeed(what: str, make: Callable[[], T], apart: Callable[[], bool] = lambda: True) -> T:
+    """What `make()` gives here, once all ranks are done, however long each takes; what it raises on one is raised on all.
+
+    apart: whether ranks do not meet any more in what is left of `make()`. An error before that is raised at once: the others
+    wait for this rank elsewhere, or have the same error.
+    """
+    made: list[T] = []
+    error: Exception | None = None
+    try:
+        with activity(f"a rank that is to {what}"):
+            made.append(make())
+    except Exception as raised:  # told to the ranks that wait, and raised again below
+        if not apart():
+            raise
+        error = raised
+    with compat.outside_tracing(), activity(f"waiting for all ranks to {what}"):
+        wait_for_all()
+        found = from_all_ranks(f"{type(error).__name__}: {error}" if error else None)
+    if error is not None:
+        raise error
+    bad = [rank for rank, said in enumerate(found) if said]
+    if bad:
+        raise HpmlError(f"rank {bad[0]} could not {what}: {found[bad[0]]}", f"rank {bad[0]}", "see the error on that rank")
+    return made[0]
+
+
+class CompiledTogether:
+    """One graph that all ranks compile: an error on one is told to all, forward's at once, backward's in its first call.
+
+    agreed: whether ranks do not meet any more until `whole` is done.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.agreed, self._done = name, False, False
+        self._of_backward: Exception | None = None
+
+    def whole(self, make: Callable[[], T]) -> T:
+        """What `make()` gives: all that AOTAutograd compiles before the first call."""
+        made = when_all_succeed(f"compile {self.name}", lambda: self._with_backward(make), lambda: self.agreed)
+        self._done = True
+        return made
+
+    def _with_backward(self, make: Callable[[], T]) -> T:
+        made = make()
+        if self._of_backward is not None:
+            raise self._of_backward
+        return made
+
+    def backward(self, make: Callable[[], T]) -> T:
+        """What `make()` gives: backward. Where forward saves sizes, AOTAutograd asks for it within `whole`, passes over an
+        error, and would ask again in the first call, then on this rank alone."""
+        if self._done:
+            return when_all_succeed(f"compile backward of {self.name}", make)
+        try:
+            return make()
+        except Exception as error:
+            self._of_backward = error
+            raise

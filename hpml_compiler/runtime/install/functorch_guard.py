@@ -1,0 +1,32 @@
+"""`torch.func` on a model with placed parameters: per-sample gradients, Jacobians, products with Hessians."""
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
+from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
+from passes import compat
+
+
+@functools.cache
+def watch_transforms() -> None:
+    """From now on, placed tensors that are differentiated by are whole inside of a transform, and so are their results."""
+    compat.convert_before_differentiating(_plain)
+    compat.convert_before_vmap(_plain_output)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, PlacedTensor):
+        return tensor
+    if torch.compiler.is_compiling():
+        compat.break_graph("torch.func differentiates by parameters that hpml has placed: no graph can hold that; "
+                           "call it outside of what is compiled, or leave fullgraph out")
+    return to_full_tensor(tensor)
+
+
+def _plain_output(value: Any) -> Any:
+    return value.used() if isinstance(value, LazyOutput) else value

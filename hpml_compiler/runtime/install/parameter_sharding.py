@@ -1,0 +1,253 @@
+"""Parameters become placed tensors under the script's feet, while Dynamo compiles the first graph that uses them."""
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from hpml_compiler.runtime.batch.batch_shard import BatchShard, write_back_views
+from hpml_compiler.runtime.dtensor.export_guard import watch_torchscript
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
+from hpml_compiler.runtime.dtensor.op_dispatch import shares_memory, store_value
+from hpml_compiler.runtime.dtensor.parameter_aliases import aliases_of, check_links, held_gradients, inseparable, links
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, in_place_of, place, place_like
+from hpml_compiler.runtime.dtensor.script_collectives import watch_collectives
+from hpml_compiler.runtime.install.functorch_guard import watch_transforms
+from hpml_compiler.runtime.install.other_backends import watch_backends
+from hpml_compiler.runtime.install.swap_parameters import holder_on_the_way, rebind, rebind_attributes, rebind_in
+from hpml_compiler.runtime.install.to_local import ToLocal
+from hpml_compiler.runtime.optimizer.optimizer_step import watch_optimizers
+from hpml_compiler.runtime.placements.inner_shard import blocks_along
+from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
+from hpml_compiler.runtime.placements.single_rank_placement import at_owner, from_owner
+from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
+from passes import compat
+from passes.errors import BadInput
+from passes.graph.graph_signature import parameter_name
+
+log, told = logging.getLogger(__name__), logging.getLogger("hpml")
+
+
+class BoundParameters:
+    """How one compiled graph gets this rank's parts of its arguments.
+
+    gathered: placed arguments that the graph takes whole. written: arguments that it changes in place. rows: arguments that
+    are rows of a batch. outputs: arguments that other graphs returned. holding: what it takes gathered of parameters that
+    are stored in parts. borrowed: parameters that one rank of an axis owns, of which the graph needs its part on all.
+    aliases: tensors that the script has of all of an old one, with its index.
+    """
+
+    def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
+                 olds: list[nn.Parameter], news: Sequence[nn.Parameter], gathered: Sequence[int] = (),
+                 written: Collection[int] = (), rows: Sequence[int] = (), holding: UnshardedInputs | None = None,
+                 outputs: Sequence[int] = (), borrowed: Collection[int] = (),
+                 aliases: Sequence[tuple[weakref.ref[torch.Tensor], int]] = ()) -> None:
+        self._placed, self._trainable = tuple(placed), tuple(trainable)
+        self._names, self._olds, self._news, self._aliases = list(names), olds, list(news), aliases
+        self._gathered, self._written, self._rows = tuple(gathered), sorted(set(written) & set(gathered)), tuple(rows)
+        self._apart = [(i, k) for i in outputs for k in written if i != k]
+        self._holding, self._borrowed = holding or None, frozenset(borrowed)
+        self._borrowed_views = frozenset(k for k, index in enumerate(self._trainable) if index in self._borrowed)
+
+    def locals(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments of a call with plain local tensors for DTensors, connected to them by autograd.
+
+        At the first call, the parameters that were replaced are replaced in the rest of the script too. (Not earlier:
+        while Dynamo compiles, it still needs the old ones.)
+        """
+        if self._olds:
+            self._replace_elsewhere()
+        if links:
+            check_links()
+        for index in self._rows:
+            write_back_views(args[index])
+        result = list(args)
+        for index in self._placed:
+            result[index] = args[index]._local_tensor
+        if self._trainable and torch.is_grad_enabled():
+            views = ToLocal.apply(self._borrowed_views, *[args[index] for index in self._trainable])
+            for index, view in zip(self._trainable, views, strict=True):
+                result[index] = view
+            lent = self._borrowed.difference(self._trainable)
+        else:
+            lent = self._borrowed
+        for index in sorted(lent):
+            result[index] = from_owner(args[index])
+        for index in self._gathered:
+            result[index] = to_full_tensor(args[index])
+        for one, other in self._apart:
+            if shares_memory(result[one], result[other]):
+                raise BadInput("a compiled function changes one of its arguments in place, and another, which shares memory "
+                               "with it, is what a compiled model returned: it was traced as if they had nothing in common",
+                               f"arguments {one} and {other} of its graph", "give it a clone() of one of them")
+        if self._holding is not None:
+            self._holding.take([lent_part(x) if k in self._borrowed else x for k, x in enumerate(args)])
+        return result
+
+    def write_back(self, args: Sequence[Any], results: Sequence[Any]) -> None:
+        """After a call with `results` of `locals(args)`: what the graph changed in place is kept by the placed ones."""
+        for index in self._written:
+            store_value(args[index], results[index].detach())
+
+    @property
+    def writes(self) -> bool:
+        """Whether `write_back` has anything to do."""
+        return bool(self._written)
+
+    def _replace_elsewhere(self) -> None:
+        for ref, at in self._aliases:
+            alias = ref()
+            if alias is not None:  # `p.detach()`, `p.data`: it goes on to share the parameter's memory
+                self._names.append(self._names[at])
+                self._olds.append(alias)  # type: ignore[arg-type]
+                self._news.append(self._news[at].detach())  # type: ignore[arg-type]
+        alias = None
+        out_of_reach = rebind(self._names, self._olds, self._news)
+        self._news.clear()
+        if out_of_reach:
+            log.info("old objects of these parameters are still held somewhere, and raise an error when used: %s",
+                     ", ".join(out_of_reach))
+
+
+def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
+    """Positions of the graph inputs that `shard_module` can place: plain parameters of modules, which can be replaced wherever
+    Dynamo found them. It looks there again at the end of the compilation, and a variable of a running function, such as the
+    argument of a compiled function, or a tuple in one, cannot be changed before."""
+    ways = _ways_to(gm)
+    found = {i: ways[source] for i, (value, source) in enumerate(zip(example_inputs, compat.input_sources(gm), strict=True))
+             if type(value) is nn.Parameter and source is not None}
+    _leave_out_inseparable(found, gm, example_inputs)
+    reached = [i for i, names in found.items() if all(
+        _is_of_module(each) or holder_on_the_way(example_inputs[i], compat.objects_to(each)) is not None for each in names)]
+    elsewhere = [i for i in reached if not any(map(_is_of_module, found[i]))]
+    sites = find_sites([example_inputs[i] for i in elsewhere]) if elsewhere else {}
+    return [i for i in reached if i not in elsewhere or id(example_inputs[i]) in sites]
+
+
+def _leave_out_inseparable(found: dict[int, list[Any]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Take out parameters that share memory with what would not follow them."""
+    parameters = [example_inputs[i] for i in found]
+    others = inseparable(parameters, {id(value) for value in example_inputs if isinstance(value, torch.Tensor)})
+    names = {i: parameter_name(compat.input_sources(gm)[i]) for i in found if id(example_inputs[i]) in others}
+    if not names:
+        return
+    first = min(names)
+    other = others[id(example_inputs[first])]
+    told.warning("%s%s on every rank, whole: it shares memory with another %s, of shape %s, which would not follow its parts. "
+                "Let go of that one, or give it a clone(), to have the parameter split", names[first],
+                " stays" if len(names) == 1 else f" and {len(names) - 1} more parameters stay",
+                "parameter" if isinstance(other, nn.Parameter) else "tensor of the script's", tuple(other.shape))
+    for i in names:
+        del found[i]
+
+
+def _ways_to(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
+    """Source of a graph input -> all sources at which Dynamo found the same tensor, the input's own first."""
+    return {source: [source, *others] for source, others in compat.duplicated_inputs(gm).items()}
+
+
+def _is_of_module(source: Any) -> bool:
+    """Whether a module's table of parameters is where Dynamo found something."""
+    return "._parameters[" in compat.source_name(source)
+
+
+def shard_module(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any],
+                 mesh: DeviceMesh, gathered: Collection[int] = (), written: Collection[int] = (),
+                 holding: UnshardedInputs | None = None, borrowed: Collection[int] = ()) -> BoundParameters:
+    """Place parameters of a graph, inside a Dynamo backend and before it returns.
+
+    placements: position of a graph input -> its placement, one per axis of `mesh`; sizes must divide. `gm` and
+    `example_inputs` as Dynamo gave them. Modules hold the placed parameters when this returns; names, order, ties,
+    `requires_grad`, gradients and hooks stay. Inputs placed before (parameters in a recompile, rows of a batch) need
+    no entry. `gathered`, `written`, `holding` and `borrowed`: see `BoundParameters`. Raises BadInput for an input that cannot
+    be placed.
+    """
+    olds = [example_inputs[i] for i in placements]
+    sites = find_sites(olds) if olds else {}
+    sources = compat.input_sources(gm)
+    names = [parameter_name(source) for source in sources]
+    for i, old in zip(placements, olds, strict=True):
+        if type(old) is not nn.Parameter or id(old) not in sites:
+            raise BadInput("only plain parameters that a module holds can be placed", f"graph input {names[i]}",
+                           "leave it out of the placements (see `placeable`)")
+        _check_divides(names[i], old, mesh, placements[i])
+    held, kept = held_gradients(olds), aliases_of(olds)
+    aliases = [(weakref.ref(alias), at) for at, old in enumerate(olds) for alias in kept.pop(id(old), ())]
+    news = [place_parameter(old, mesh, placements[i], id(old) in held) for i, old in zip(placements, olds, strict=True)]
+    ways = _ways_to(gm) if olds else {}
+    holders = [holder_on_the_way(old, compat.objects_to(each)) for i, old in zip(placements, olds, strict=True)
+               for each in ways[sources[i]] if not _is_of_module(each)]
+    for old, new in zip(olds, news, strict=True):
+        for module, name in sites[id(old)]:
+            module._parameters[name] = new
+    rebind_in([holder for holder in holders if holder is not None], olds, news)
+    # Other attributes of these modules, too, which Dynamo may have guarded on: recurrent layers have lists of their own.
+    rebind_attributes(dict.fromkeys(module for found in sites.values() for module, _ in found), olds, news)
+    before = [i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)]
+    placed = sorted([*placements, *(i for i in before if i not in gathered)])
+    trainable = [i for i in placed if example_inputs[i].requires_grad]
+    at = dict(zip(placements, news, strict=True))
+    guarded = [i for i in sorted([*placements, *before]) if isinstance(example_inputs[i], nn.Parameter)]
+    for i in guarded:
+        parameter: Any = at.get(i, example_inputs[i])
+        parameter._spec = compat.interned_spec(parameter._spec)
+    compat.guard_on_placement([sources[i] for i in guarded])
+    watch_optimizers()
+    watch_transforms()
+    watch_torchscript()
+    watch_collectives(PlacedTensor)
+    watch_backends()
+    compat.trace_as(PlacedTensor)
+    return BoundParameters(placed, trainable, [names[i] for i in placements], olds, news, sorted(gathered), written,
+                           [i for i in before if isinstance(example_inputs[i], BatchShard)], holding,
+                           [i for i in before if isinstance(example_inputs[i], LazyOutput)], borrowed, aliases)
+
+
+def lent_part(tensor: DTensor) -> DTensor:
+    """The same on every rank of its stages, with the owner's part."""
+    with compat.plain_torch_functions():
+        return compat.make_dtensor(PlacedTensor, *at_owner(tensor._local_tensor, tensor._spec))
+
+
+def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    for dim, size in enumerate(parameter.shape):
+        blocks = blocks_along(dim, mesh, placements)
+        if size % blocks:
+            raise BadInput(f"{blocks} parts do not divide dim {dim} of size {size}", f"parameter {name}",
+                           "choose another placement for it")
+
+
+def place_parameter(old: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement], held: bool = False) -> nn.Parameter:
+    """A parameter with a placement, in all else like the old one: values, attributes, hooks, accumulated gradient. held: the
+    script has something else in the gradient's memory, too."""
+    new: Any = place(old, mesh, placements).requires_grad_(old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    new._is_param = True  # what nn.Parameter's isinstance asks for; calling it would make another object
+    if old.grad is not None:
+        gradient = old.grad if old.grad.layout is torch.strided else old.grad.to_dense()
+        new.grad = in_place_of(gradient, new) if held else place_like(gradient, new)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, hooks) is not None:  # the dict itself, so that the handles that the script holds remove from it
+            setattr(new, hooks, getattr(old, hooks))
+    return new
+
+
+def find_sites(parameters: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Module, str]]]:
+    """id of a parameter -> the modules that hold it, with the name it has there; tied ones have several."""
+    wanted = {id(parameter) for parameter in parameters}
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
+    for module in [item for item in objects if type(item) in kinds]:  # isinstance would wake up lazy proxies
+        for name, parameter in module.__dict__.get("_parameters", {}).items():
+            if id(parameter) in wanted:
+                sites.setdefault(id(parameter), []).append((module, name))
+    return sites

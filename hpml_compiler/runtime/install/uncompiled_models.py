@@ -1,0 +1,88 @@
+"""Reports models of which Dynamo made no graph: every rank runs all of such a model. Importing this is cheap."""
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from passes import compat
+
+log = logging.getLogger("hpml")
+
+
+class _GraphCount:
+    """graphs: how many came to the backend. why: of the last model that is not compiled."""
+
+    graphs = 0
+    why = ""
+    listens = False
+
+
+def report_at_first_step() -> None:
+    """From now on until an optimizer steps after Dynamo gave up: for functions and `module.compile()`, of which nobody sees the
+    end of the first call."""
+    if not _GraphCount.listens and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _GraphCount.listens = True
+        register_optimizer_step_pre_hook(lambda *_: _report_once())  # which stays: none can be removed while they are called
+
+
+def graph_came() -> None:
+    """To be called by the backend."""
+    _GraphCount.graphs += 1
+    atexit.unregister(_at_exit)
+
+
+def why_nothing_is_compiled() -> str:
+    """Empty where graphs came to the backend, or nothing was called yet."""
+    if _GraphCount.graphs:
+        return ""
+    return _GraphCount.why or (_said("the model", compat.graph_break_reasons()) if compat.dynamo_made_no_graph() else "")
+
+
+def report_after_first_call(module: Any) -> None:
+    """From now on until its first call. module: what `torch.compile(module)` returned."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside of another model that is compiled
+            return forward(*args, **kwargs)
+        graphs, reasons = _GraphCount.graphs, compat.graph_break_reasons()
+        result = forward(*args, **kwargs)
+        module.forward = forward
+        new = compat.graph_break_reasons() - reasons
+        if new and _GraphCount.graphs == graphs:
+            _report(_said(type(module._orig_mod).__name__, new))
+        return result
+
+    module.forward = first
+
+
+def _report(why: str) -> None:
+    _GraphCount.why = why
+    if int(os.environ.get("RANK", "0")) == 0:
+        log.warning("%s", why)
+
+
+def _said(what: str, reasons: Counter[str]) -> str:
+    because = [*reasons][-1] if reasons else "TORCH_LOGS=graph_breaks says why"
+    return f"{what} is not compiled, and every rank does all of its work: Dynamo made no graph of it. {because}"
+
+
+def _report_once() -> None:
+    if not _GraphCount.graphs and not _GraphCount.why and (why := why_nothing_is_compiled()):
+        _report(why)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Of scripts without an optimizer."""
+    if not hasattr(sys, "last_value") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _report_once()

@@ -1,0 +1,93 @@
+"""Graph inputs that are placed already look to the compiler like any other: whole plain tensors."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from hpml_compiler.runtime.batch.batch_shard import BatchShard
+from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
+from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor
+from hpml_compiler.runtime.placements.inner_shard import blocks_along
+from passes import compat
+from passes.errors import BadInput
+from passes.graph.graph_signature import parameter_name
+
+
+@dataclass(frozen=True)
+class InputPlacement:
+    """Where a graph input lives already: one placement per axis of the mesh. `rows`: it is rows of a batch; `output`: what
+    another graph has returned."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    rows: bool = False
+    output: bool = False
+
+    def can_be_planned(self, shape: Sequence[int], mesh: DeviceMesh | None) -> bool:
+        """Whether a plan on this mesh can start from the parts as they are: even ones, of which nothing is to be reduced.
+
+        All else is gathered when the graph is called.
+        """
+        if mesh is None or self.mesh is not mesh or any(p.is_partial() for p in self.placements):
+            return False
+        if any(p.is_shard() and type(p) is not Shard for p in self.placements):
+            return False
+        return all(size % blocks_along(dim, mesh, self.placements) == 0 for dim, size in enumerate(shape))
+
+
+def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fake_mode: Any = None,
+                     ) -> tuple[torch.fx.GraphModule, list[Any], dict[int, InputPlacement]]:
+    """Make the placed inputs of a Dynamo graph whole and plain.
+
+    Parameters in a recompile, rows of a batch (`hpml_compiler.distribute`), and what a script computed from parameters
+    (a mask, the weights of another model) arrive as placed tensors. Dynamo traced them as whole tensors, so the nodes of
+    the graph need no change: the class is the marker. Returned are the graph, the example inputs with a fake plain
+    tensor of the whole shape for each (sizes stay symbolic where Dynamo made them so), and position -> placement. At run
+    time `BoundParameters.arguments` takes their local parts, or gathers them.
+    Raises BadInput for a DTensor that was made by the script itself.
+    """
+    fake_mode = fake_mode or compat.fake_mode()
+    examples = list(example_inputs)
+    placed: dict[int, InputPlacement] = {}
+    sources = compat.input_sources(gm)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = examples[position]
+        if not isinstance(value, DTensor):
+            continue
+        if not isinstance(value, PlacedTensor):
+            users = ", ".join(str(user) for user in node.users)
+            raise BadInput("the script made this DTensor itself, and hpml cannot plan around it",
+                           f"graph input {parameter_name(sources[position])}, used by {users}",
+                           "leave the model and its batch on one device, or give rows with hpml_compiler.distribute")
+        placed[position] = InputPlacement(value.device_mesh, tuple(value.placements), isinstance(value, BatchShard),
+                                          isinstance(value, LazyOutput))
+        examples[position] = node.meta["example_value"] = _whole_fake(node.meta["example_value"], value, fake_mode)
+    return gm, examples, placed
+
+
+def copy_for_set_data(gm: torch.fx.GraphModule) -> None:
+    """Let `p.data = value` copy the value into `p`, where shapes are equal: what a plan can do to a placed parameter.
+
+    Dynamo writes it as `set_`, since torch 2.15 as `shallow_copy_data_`, which AOTAutograd refuses.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and compat.sets_data(node.target) and len(node.args) == 2 and len(
+                {tuple(x.meta["example_value"].shape) for x in node.args}) == 1:
+            node.target = torch.Tensor.copy_
+    gm.recompile()
+
+
+def _whole_fake(fake: torch.Tensor, value: PlacedTensor, fake_mode: Any) -> torch.Tensor:
+    with compat.plain_torch_functions(), fake_mode:
+        plain: Any = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+        plain.requires_grad_(value.requires_grad)
+    if isinstance(value, nn.Parameter):
+        plain._is_param = True
+    return plain

@@ -1,0 +1,170 @@
+"""Optimizer state out of the device's memory: between steps it lies elsewhere, and a step is made a part at a time.
+
+On a CPU it lies in maps of files, where the optimizer's own code reads and writes it; a state dict holds tensors as before.
+On a GPU it lies in pinned memory of the host, and each part of it is on the GPU while it is stepped, by the same kernels as
+ever, so that losses stay what they are.
+
+A part is some parameters, of no more bytes than the largest has. What a step makes of new state, before it is moved, and of
+tensors of its own, is that of one part.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hpml_compiler.runtime.optimizer.optimizer_step import ELEMENTWISE, has_closure, placed_groups
+from hpml_compiler.runtime.optimizer.resident_memory import local
+from passes import compat
+from passes.errors import BadInput
+from passes.transforms.memory.offload_storage import is_offload_storage, moved
+
+WHERE = "options['offload']"
+LEAST_BYTES = 4096
+"""Smaller tensors, such as step counts, stay where they are."""
+
+_MARK = "hpml_state_folder"
+_without_gradients: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
+
+
+def offload_state(parameters: Iterable[torch.Tensor], folder: str) -> None:
+    """Optimizers keep the state of these elsewhere, once `watch_steps` was called. Raises BadInput where that cannot be."""
+    for parameter in parameters:
+        if _moves(parameter) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise BadInput("optimizer state of several GPUs cannot be offloaded yet", WHERE, "leave the optimizer out")
+        setattr(parameter, _MARK, folder)  # a parameter that takes its place has the same attributes
+
+
+@functools.cache
+def watch_steps() -> None:
+    """From now on; after all others that watch optimizers, since it makes the step before torch does."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@torch.compiler.disable(reason="hpml steps an optimizer part by part, which no graph can hold; leave fullgraph out, or call "
+                               "step() outside of the compiled function")
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _after_step(optimizer, args, kwargs)  # in case the step before raised an error
+    with compat.plain_torch_functions():
+        folders = _folders(optimizer)
+        if folders:
+            _refuse(optimizer, args, kwargs)
+            _without_gradients[optimizer] = _step(optimizer, folders)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    with compat.plain_torch_functions():
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for parameter, gradient in _without_gradients.pop(optimizer, ()):
+            if id(parameter) in held and parameter.grad is None:
+                parameter.grad = gradient
+
+
+def _folders(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
+    """By what is stepped, which may be the local part of a parameter."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    placed = placed_groups(optimizer)
+    marked = stepped if placed is None else [p for params in placed for p in params]
+    found = zip(stepped, (getattr(p, _MARK, None) for p in marked), strict=True)
+    return {parameter: folder for parameter, folder in found if folder is not None}
+
+
+def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    kind = type(optimizer)
+    hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    if kind not in ELEMENTWISE:
+        why = f"{kind.__module__}.{kind.__qualname__} may look at all parameters together"
+    elif has_closure(args, kwargs):
+        why = "a step with a closure runs the model in between"
+    elif hooks:
+        why = "the optimizer has hooks of its own, which see the parameters before and after a step of all"
+    elif any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+        why = "its step is differentiable or capturable, and holds on to what it reads"
+    else:
+        return
+    raise BadInput(f"state is offloaded by stepping a part of the parameters at a time, and {why}", WHERE,
+                   "leave the optimizer out, or take one of " + ", ".join(sorted(each.__name__ for each in ELEMENTWISE)))
+
+
+def _step(optimizer: torch.optim.Optimizer, folders: dict[Any, str]) -> list[tuple[Any, Any]]:
+    """Step all parameters. Returns those that had gradients with them: they are without, so that torch's own step does
+    nothing."""
+    raw_step = compat.step_without_hooks(type(optimizer))
+    groups = [group["params"] for group in optimizer.param_groups]
+    for parameter, folder in folders.items():
+        _put_away(optimizer.state.get(parameter, {}), parameter, folder)  # what is from before, or from a state dict
+    stepped: list[tuple[Any, Any]] = []
+    try:
+        for part in _parts(groups):
+            for k, group in enumerate(optimizer.param_groups):
+                group["params"] = [parameter for number, parameter in part if number == k]
+            there = {parameter: _bring(optimizer.state[parameter], parameter) for _, parameter in part
+                     if parameter in optimizer.state}
+            raw_step(optimizer)
+            for _, parameter in part:
+                state = optimizer.state.get(parameter, {})
+                _return(state, there.get(parameter, {}))
+                if parameter in folders:
+                    _put_away(state, parameter, folders[parameter])
+            stepped += [(parameter, parameter.grad) for _, parameter in part]
+    finally:
+        for group, params in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = params
+    for parameter, _ in stepped:
+        parameter.grad = None
+    return stepped
+
+
+def _parts(groups: list[list[Any]]) -> Iterator[list[tuple[int, Any]]]:
+    """Parameters with gradients, each with the number of its group."""
+    todo = [(k, parameter) for k, params in enumerate(groups) for parameter in params if parameter.grad is not None]
+    most = max((_nbytes(parameter) for _, parameter in todo), default=0)
+    part: list[tuple[int, Any]] = []
+    nbytes = 0
+    for k, parameter in todo:
+        if part and nbytes + _nbytes(parameter) > most:
+            yield part
+            part, nbytes = [], 0
+        part.append((k, parameter))
+        nbytes += _nbytes(parameter)
+    if part:
+        yield part
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return local(tensor).numel() * local(tensor).element_size()
+
+
+def _moves(parameter: torch.Tensor) -> bool:
+    """Whether what is elsewhere must be copied to be stepped."""
+    return local(parameter).is_cuda
+
+
+def _put_away(state: dict[str, Any], parameter: Any, folder: str) -> None:
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and not is_offload_storage(local(value)) and _nbytes(value) >= LEAST_BYTES:
+            there = moved(local(value), folder)
+            if _moves(parameter):
+                state[key] = there
+            else:  # whoever holds the tensor sees the same numbers, from another memory
+                local(value).set_(there.untyped_storage(), 0, there.shape, there.stride())
+
+
+def _bring(state: dict[str, Any], parameter: Any) -> dict[str, torch.Tensor]:
+    """Puts copies on the parameter's device into its state. Returns what was there, by name."""
+    away = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and is_offload_storage(value)
+            } if _moves(parameter) else {}
+    state.update((key, value.to(parameter.device, non_blocking=True, copy=True)) for key, value in away.items())
+    return away
+
+
+def _return(state: dict[str, Any], away: dict[str, torch.Tensor]) -> None:
+    for key, there in away.items():
+        there.copy_(state[key])
+        state[key] = there

@@ -1,0 +1,1 @@
+"""The device and the process group of this rank."""

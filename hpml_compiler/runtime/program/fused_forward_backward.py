@@ -1,0 +1,150 @@
+"""A step in microbatches whose loss is computed inside the graph: forward runs all of it, backward hands out gradients.
+
+Gradients are linear in the loss's tangent: forward takes the one that the last backward got, and backward scales by what has
+arrived. Where that is not enough, the step runs once more, in backward, with all that has arrived: numbers of few bits, which
+lie in another range under another loss scale, and gradients that arrive at other outputs than the loss.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpml_compiler.runtime.program.microbatch_loop import MicrobatchLoop, Values, numbers_first, numbers_last
+from passes import compat
+from passes.errors import HpmlError
+
+log = logging.getLogger("hpml")
+FEW_BITS_LOST = 4.0
+"""By how much the tangent of a loss may be larger than the one that numbers of small range were computed with: by so much are
+the smallest of them rounded more coarsely. With a smaller one they are computed once more: they may have been too large."""
+
+
+@dataclass(frozen=True)
+class RerunState:
+    """What it takes to run a step once more. names: of the graph's inputs, but for `numbers` that are the same at every call;
+    written: of these, those whose values change after forward; draws: whether the step draws random numbers; device: on which.
+    narrow: whether it has numbers of small range. whole: makes a schedule that takes gradients at all outputs; None where that
+    is not possible."""
+
+    names: tuple[str, ...]
+    numbers: Mapping[str, Any]
+    written: frozenset[str]
+    draws: bool
+    device: torch.device
+    narrow: bool
+    whole: Callable[[], MicrobatchLoop] | None = None
+
+    def keep(self, values: Mapping[str, Any]) -> list[Any]:
+        """To be held until backward: inputs, and what random numbers come next."""
+        kept = [values[name].clone() if name in self.written else values[name] for name in self.names]
+        return kept + (random_states(self.device) if self.draws else [])
+
+    @contextlib.contextmanager
+    def drawing(self, kept: Sequence[Any]) -> Iterator[Values]:
+        """The inputs; random numbers that are drawn inside are those of forward."""
+        count = len(self.names)
+        devices = [self.device] if self.draws and self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices) if self.draws else contextlib.nullcontext():
+            if self.draws:
+                torch.set_rng_state(kept[count])
+            if devices:
+                torch.cuda.set_rng_state(kept[count + 1], self.device)
+            yield {**dict(zip(self.names, kept[:count], strict=True)), **self.numbers}
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+class FusedForwardBackward:
+    """forward returns the graph's forward outputs, its gradients, the tangent that these are of, and what it takes to run it
+    `again`, where that may be needed: gradients are empty, and the tangent not a number, where it will be. saved: examples of
+    all that. Of the graph's inputs that are tangents, `loss` is the one of the loss; at the others, no gradient is expected."""
+
+    def __init__(self, schedule: MicrobatchLoop, forward_outputs: int, loss: str, saved: Sequence[Any],
+                 again: RerunState | None):
+        self.schedule, self.forward_outputs, self.loss, self.again = schedule, forward_outputs, loss, again
+        self.as_taken = numbers_first(range(len(saved)), saved)
+        self.like, self.last = saved, 1.0
+        self.gradients = sum(name is not None for name in schedule.loop.results[forward_outputs:])
+        self.dtype, self.device = saved[self.gradients].dtype, saved[self.gradients].device
+        self.known = again is None or not again.narrow
+        """Whether the next tangent may be what it was last: a guess is not worth much where numbers have a small range."""
+        self.others = False
+        self.whole: MicrobatchLoop | None = None
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        loop = self.schedule.loop
+        names = [name for name in loop.given if not name.startswith("tangents")]
+        values = dict(zip(names, arguments, strict=True))
+        arguments.clear()
+        kept = [] if self.again is None else self.again.keep(values)
+        if self.known and not self.others:
+            values[self.loss] = used = torch.full((), self.last, dtype=self.dtype, device=self.device)
+            self.schedule.at_once(values)
+            gradients = [x for x in self.schedule.results(values, loop.results[self.forward_outputs:]) if x is not None]
+        else:
+            self.schedule.all_forward(values, saves=False)
+            used = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
+            gradients = [used.new_empty(0, dtype=x.dtype, device=x.device) for x in self.like[:self.gradients]]
+        results = self.schedule.results(values, loop.results[:self.forward_outputs])
+        return [*results, *numbers_last([*gradients, used, *kept], self.like)]
+
+    def backward(self, arguments: list[Any]) -> list[Any]:
+        saved: list[Any] = [None] * len(self.as_taken)
+        for place, value in zip(self.as_taken, arguments, strict=False):
+            saved[place] = value
+        tangents = [name for name in self.schedule.loop.given if name.startswith("tangents")]
+        given = dict(zip(tangents, arguments[len(saved):], strict=True))
+        arguments.clear()
+        used, gradients, kept = saved[self.gradients], saved[:self.gradients], saved[self.gradients + 1:]
+        saved.clear()
+        value, before = float(given[self.loss]), float(used)
+        if value != 0.0 and math.isfinite(value):
+            self.last, self.known = value, True
+        schedule = self.schedule
+        others = any(bool(given[name].any()) for name in tangents if name != self.loss)
+        if others:
+            schedule = self._whole()
+        if others or self._anew(value, before):
+            return self._repeated(schedule, kept, given)
+        if value != before:
+            gradients = [(x.to(torch.promote_types(x.dtype, torch.float32)) * (value / before)).to(x.dtype)
+                         if x.is_floating_point() or x.is_complex() else x for x in gradients]
+        elif compat.keeps_graph():  # they are asked for again, and `.grad` may be changed in place until then
+            gradients = [x.clone() for x in gradients]
+        remaining = iter(gradients)
+        return [None if name is None else next(remaining) for name in self.schedule.loop.results[self.forward_outputs:]]
+
+    def _anew(self, value: float, before: float) -> bool:
+        """Whether what forward has computed, if it has, cannot be scaled."""
+        if self.again is None or value == before:
+            return False
+        return math.isnan(before) or (self.again.narrow and not 1 <= value / before <= FEW_BITS_LOST)
+
+    def _whole(self) -> MicrobatchLoop:
+        if self.whole is None:
+            if self.again is None or self.again.whole is None:
+                raise HpmlError(
+                    "a gradient arrives at another output than the loss, which the microbatches have taken none for",
+                    "backward",
+                    "compute all of the loss in the compiled model or none of it, or leave options['microbatches'] out")
+            self.whole = self.again.whole()
+            log.warning("a gradient arrives at another output than the loss: from now on, microbatches compute forward a "
+                        "second time in backward; compute all of the loss in the compiled model, or none of it, to save that")
+        self.others = True
+        return self.whole
+
+    def _repeated(self, schedule: MicrobatchLoop, kept: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
+        """The step once more, with the tangents that have arrived."""
+        assert self.again is not None, "what it takes was kept"
+        with self.again.drawing(kept) as values:
+            values.update(given)
+            schedule.at_once(values)
+        return schedule.results(values, schedule.loop.results[self.forward_outputs:])

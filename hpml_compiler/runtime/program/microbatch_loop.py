@@ -1,0 +1,200 @@
+"""Run a step microbatch by microbatch, inside what autograd takes for one forward and one backward.
+
+Where the loss is computed inside, both run in forward, one microbatch after the other, so that only one microbatch's saved
+values are alive (`hpml_compiler.runtime.program.fused_forward_backward`). Where it is computed outside, forward holds what all
+microbatches save.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from passes.transforms.microbatch.loop_markers import place_of, taken
+from passes.transforms.microbatch.loop_split import GraphFragment, LoopInput, LoopOutput, PrologueEpilogue
+
+Call = Callable[[list[Any]], Any]
+Values = dict[str, torch.Tensor]
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LoopCalls:
+    """What the parts of a loop were compiled to; None where there is nothing to do. saved: of the values that the body's
+    forward hands to its backward, the places, in the order in which backward takes them."""
+
+    before: tuple[Call | None, Call | None]
+    forward: Call
+    backward: Call | None
+    after: tuple[Call | None, Call | None]
+    saved: tuple[int, ...] = ()
+
+
+class Collector:
+    """Puts together, or adds up, one thing that every microbatch makes. in_place: whether what the first one makes may be
+    added to."""
+
+    def __init__(self, what: LoopOutput, microbatches: int, in_place: bool):
+        self.what, self.microbatches, self.in_place = what, microbatches, in_place
+        self.total: torch.Tensor | None = None
+
+    def add(self, part: torch.Tensor, number: int) -> None:
+        rows = self.what.rows
+        if rows is not None:
+            if self.total is None:
+                self.total = part.new_empty(rows.size)
+            place = place_of(self.total, rows.apart, rows.dim, number)
+            place.copy_(part.reshape(place.shape))
+        elif self.total is None:
+            self.total = part.float() if part.dtype in HALF else part  # many small terms, in the precision of few bits
+        elif self.in_place:
+            self.total.add_(part)
+        else:
+            self.total = self.total + part
+
+    def result(self) -> torch.Tensor:
+        assert self.total is not None and self.what.value is not None, "there is at least one microbatch"
+        return self.total.to(self.what.value.dtype)
+
+
+class MicrobatchLoop:
+    """Runs the parts of a loop in order, on values by the name of their nodes."""
+
+    def __init__(self, loop: PrologueEpilogue, calls: LoopCalls, microbatches: int):
+        self.loop, self.calls, self.microbatches = loop, calls, microbatches
+
+    @property
+    def parts(self) -> list[int]:
+        """How many values `all_forward` returns in each of its lists."""
+        return [len(self.calls.saved)] * self.microbatches
+
+    def segment(self, half: int, when: str, values: Values) -> None:
+        part: GraphFragment = getattr(self.loop, when)[half]
+        call = getattr(self.calls, when)[half]
+        if call is not None:
+            values.update(zip(part.makes, call([values[name] for name in part.reads]), strict=True))
+
+    def reads(self, reads: Iterable[LoopInput], values: Mapping[str, torch.Tensor], number: int) -> list[torch.Tensor]:
+        return [values[r.name] if r.rows is None else
+                taken(values[r.name], r.rows.apart, r.rows.dim, r.rows.size, number) for r in reads]
+
+    def collectors(self, what: Sequence[LoopOutput], in_place: bool) -> list[Collector]:
+        return [Collector(each, self.microbatches, in_place) for each in what]
+
+    def forward(self, values: Values, number: int, collectors: Sequence[Collector]) -> list[torch.Tensor]:
+        """One microbatch; returns what it saves."""
+        made = list(self.calls.forward(self.reads(self.loop.reads, values, number)))
+        for collector, part in zip(collectors, made[:len(collectors)], strict=True):
+            collector.add(part, number)
+        return made[len(collectors):]
+
+    def backward(self, saved: list[torch.Tensor], values: Values, number: int, collectors: Sequence[Collector]) -> None:
+        if self.calls.backward is None:
+            return
+        given = [saved[place] for place in self.calls.saved] + self.reads(self.loop.late, values, number)
+        saved.clear()
+        made = list(self.calls.backward(given))
+        while made:  # from the end, each let go of when it is added
+            collectors[len(made) - 1].add(made.pop(), number)
+
+    def collect(self, collectors: Sequence[Collector], values: Values) -> None:
+        for collector in collectors:
+            values[collector.what.name] = collector.result()
+            collector.total = None
+
+    def at_once(self, values: Values) -> None:
+        """The whole step: forward and backward of one microbatch after the other."""
+        for half in (0, 1):
+            self.segment(half, "before", values)
+        made, gradients = self.collectors(self.loop.forward, False), self.collectors(self.loop.backward, True)
+        for number in range(self.microbatches):
+            self.backward(self.forward(values, number, made), values, number, gradients)
+        self.collect(made, values)
+        self.collect(gradients, values)
+        for half in (0, 1):
+            self.segment(half, "after", values)
+
+    def all_forward(self, values: Values, saves: bool = True) -> list[list[torch.Tensor]]:
+        """Forward of all microbatches; returns what each saves, unless nothing is to be saved."""
+        self.segment(0, "before", values)
+        made, saved = self.collectors(self.loop.forward, False), []
+        for number in range(self.microbatches):
+            own = self.forward(values, number, made)
+            saved += [own] if saves else []
+        self.collect(made, values)
+        self.segment(0, "after", values)
+        return saved
+
+    def all_backward(self, saved: list[list[torch.Tensor]], values: Values) -> None:
+        self.segment(1, "before", values)
+        gradients = self.collectors(self.loop.backward, True)
+        for number in range(self.microbatches):
+            own, saved[number] = saved[number], []
+            self.backward(own, values, number, gradients)
+        self.collect(gradients, values)
+        self.segment(1, "after", values)
+
+    def results(self, values: Mapping[str, torch.Tensor], names: Iterable[str | None]) -> list[torch.Tensor | None]:
+        return [None if name is None else values[name] for name in names]
+
+
+class SplitForwardBackward:
+    """forward returns the graph's forward outputs, values that the rest of backward needs, by name in `kept`, and what each
+    microbatch saves. saved: examples of these."""
+
+    def __init__(self, schedule: MicrobatchLoop, forward_outputs: int, saved: Sequence[Any]):
+        self.schedule, self.forward_outputs = schedule, forward_outputs
+        self.kept = saved_for_backward(schedule.loop, forward_outputs)
+        self.as_taken = numbers_first(range(len(saved)), saved)
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        loop = self.schedule.loop
+        names = [name for name in loop.given if not name.startswith("tangents")]
+        values = dict(zip(names, arguments, strict=True))
+        arguments.clear()
+        saved = self.schedule.all_forward(values)
+        results = self.schedule.results(values, loop.results[:self.forward_outputs])
+        return [*results, *numbers_last([*(values[name] for name in self.kept), *(x for own in saved for x in own)])]
+
+    def backward(self, arguments: list[Any]) -> list[Any]:
+        loop = self.schedule.loop
+        given: list[Any] = [None] * len(self.as_taken)
+        for place, value in zip(self.as_taken, arguments, strict=False):
+            given[place] = value
+        values = dict(zip(self.kept, given, strict=False))
+        tangents = [name for name in loop.given if name.startswith("tangents")]
+        values.update(zip(tangents, arguments[len(given):], strict=True))
+        arguments.clear()
+        saved, first = [], len(self.kept)
+        for count in self.schedule.parts:
+            saved.append(given[first:first + count])
+            first += count
+        given.clear()
+        self.schedule.all_backward(saved, values)
+        return self.schedule.results(values, loop.results[self.forward_outputs:])
+
+
+def numbers_last(values: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
+    """Tensors, then the others: AOTAutograd's order for what a forward graph saves. like: says which are which."""
+    return _sorted(values, values if like is None else like, False)
+
+
+def numbers_first(values: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
+    """Its order for what the backward graph is given."""
+    return _sorted(values, values if like is None else like, True)
+
+
+def _sorted(values: Sequence[Any], like: Sequence[Any], numbers: bool) -> list[Any]:
+    are = [not isinstance(x, torch.Tensor) for x in like]
+    return [x for which in (numbers, not numbers) for x, its in zip(values, are, strict=True) if its is which]
+
+
+def saved_for_backward(loop: PrologueEpilogue, forward_outputs: int) -> tuple[str, ...]:
+    """What backward reads of the values that forward has, but for what microbatches save."""
+    there = {name for name in loop.given if not name.startswith("tangents")}
+    there.update(loop.before[0].makes, loop.after[0].makes, (each.name for each in loop.forward))
+    read = [*loop.before[1].reads, *(each.name for each in loop.late), *loop.after[1].reads,
+            *(name for name in loop.results[forward_outputs:] if name is not None)]
+    return tuple(dict.fromkeys(name for name in read if name in there))

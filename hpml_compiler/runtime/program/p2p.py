@@ -1,0 +1,123 @@
+"""What ranks of a pipeline send each other: values between stages, what each makes of a step's results, and what has failed."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpml_compiler.runtime.placements.gather_parts import in_memory_as
+from hpml_compiler.runtime.program.stage_errors import carried, stage_error
+from hpml_compiler.runtime.program.stage_timer import note_sent
+
+
+@dataclass(frozen=True)
+class StageFailure:
+    """A failure of this rank, and its time. stage, microbatch: None before the first microbatch."""
+
+    what: str
+    error: Exception
+    stage: int | None = None
+    microbatch: int | None = None
+    when: float = field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        return f"{self.what} failed: {type(self.error).__name__}: {self.error}"
+
+
+class P2P:
+    """What ranks of a pipeline send each other. ranks: of the group, by place in the pipeline. everybody: a group of all ranks,
+    where several share a stage, with messages between hosts."""
+
+    def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None,
+                 everybody: dist.ProcessGroup | None = None):
+        self.ranks, self.device, self.group, self.everybody = tuple(ranks), device, group, everybody
+        self.sent: list[tuple[Any, torch.Tensor]] = []
+        """Each with what it reads, which has to be there until it is done."""
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1)
+            self.sent.append((dist.isend(flat, self.ranks[to], self.group), flat))
+            note_sent(flat.nbytes)
+
+    def receive(self, like: Sequence[torch.Tensor], source: int) -> Received:
+        """like: fakes of what comes; it is packed, whatever their strides."""
+        buffers = [torch.empty(tuple(x.shape), dtype=x.dtype, device=self.device) for x in like]
+        return Received([dist.irecv(x.view(-1), self.ranks[source], self.group) for x in buffers],
+                        [_like(x, fake) for x, fake in zip(buffers, like)], buffers)
+
+    def share(self, values: Sequence[torch.Tensor | None], owners: Sequence[int], like: Sequence[torch.Tensor],
+              rank: int) -> list[torch.Tensor]:
+        """What one rank has each of, `owners` by place in the pipeline, on all of them. like: fakes of the values."""
+        found = list(values)
+        for owner in sorted(set(owners)):
+            own = [k for k, each in enumerate(owners) if each == owner]
+            for dtype in dict.fromkeys(like[k].dtype for k in own):
+                places = [k for k in own if like[k].dtype == dtype]
+                sizes = [like[k].numel() for k in places]
+                flat = (torch.cat([_there(found[k]).reshape(-1) for k in places]) if rank == owner
+                        else torch.empty(sum(sizes), dtype=dtype, device=self.device))
+                dist.broadcast(flat.view(torch.uint8), self.ranks[owner], self.group)
+                if rank == owner:
+                    note_sent(flat.nbytes * (len(self.ranks) - 1))
+                if rank != owner:
+                    for k, part in zip(places, flat.split(sizes)):
+                        x = _like(part.view(tuple(map(int, like[k].shape))), like[k], int(like[k].storage_offset()))()
+                        # No view for autograd, which lets nobody write to a view that it has not made.
+                        found[k] = x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        return [_there(x) for x in found]
+
+    def agree(self, failed: StageFailure | None) -> None:
+        """Raises on all ranks what has failed on one, the first if on several, as an error of the same class."""
+        group, device = (self.group, self.device) if self.everybody is None else (self.everybody, torch.device("cpu"))
+        any_failed = torch.tensor([failed is not None], dtype=torch.int32, device=device)
+        dist.all_reduce(any_failed, dist.ReduceOp.MAX, group)
+        if not int(any_failed):
+            return
+        rank = dist.get_rank()
+        said: list[Any] = [None] * dist.get_world_size(group)
+        own = None if failed is None else (
+            failed.when, rank, str(failed), failed.stage, failed.microbatch, carried(failed.error))
+        dist.all_gather_object(said, own, group)
+        _, first, text, stage, microbatch, error = min((each for each in said if each is not None), key=lambda each: each[:2])
+        here = failed is not None and first == rank
+        raise stage_error(
+            failed.error if failed is not None and here else error, first, stage, microbatch, f"rank {first}: {text}",
+            f"rank {rank}, in a pipeline",
+            "see the error that this one was raised from" if here else f"look at rank {first}",
+        ) from (None if failed is None else failed.error)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for work, _ in self.sent:
+            work.wait()
+        self.sent.clear()
+
+
+@dataclass
+class Received:
+    works: list[Any]
+    shaped: list[Callable[[], torch.Tensor]]
+    buffers: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        for work in self.works:
+            work.wait()
+        return [shaped() for shaped in self.shaped]
+
+
+def _there(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None, "whoever makes a value has it"
+    return value
+
+
+def _like(buffer: torch.Tensor, fake: torch.Tensor, offset: int = 0) -> Callable[[], torch.Tensor]:
+    """A received tensor in the order of dims in memory that the stage's graph knows."""
+    if tuple(buffer.stride()) == tuple(fake.stride()) and not offset:
+        return lambda: buffer
+    shape, stride = tuple(map(int, fake.shape)), tuple(map(int, fake.stride()))
+    return lambda: in_memory_as(buffer, shape, stride, offset)

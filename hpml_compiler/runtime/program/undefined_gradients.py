@@ -1,0 +1,203 @@
+"""Gradients that do not exist: where no gradient arrives at an output, what only that output reads gets None, as in eager.
+
+torch.compile makes zeros of gradients that are missing, and backward returns zeros for whatever they alone would reach.
+Optimizers then decay weights that eager leaves alone.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from passes import compat
+from passes.graph.fx_nodes import returned_nodes
+from passes.graph.graph_copy import copy_graph
+
+log = logging.getLogger("hpml")
+Call = Callable[..., Any]
+NODE = "CompiledFunctionBackward"
+
+
+def with_undefined_gradients(gm: GraphModule, given: Sequence[Any]) -> Callable[[Call], Call]:
+    """A wrapper of calls of a graph that sees to its gradients. To be made before the graph is compiled, which may change it.
+
+    gm, given: the graph and its inputs, as Dynamo gave them. The wrapped call takes the same inputs, or this rank's parts of
+    them, and returns the graph's results.
+    """
+    results = [node for node in returned_nodes(gm) if node is not None]
+    inputs = [_Input.of(value) for value in given]
+    if not torch.is_grad_enabled() or len(results) < 2 or any(each is None for each in inputs):
+        return lambda function: function
+    missing = UndefinedGradients(copy_graph(gm), inputs)
+
+    def around(function: Call) -> Call:
+        def call(*arguments: Any) -> Any:
+            results = function(*arguments)
+            missing.watch(arguments, results)
+            return results
+
+        return call
+
+    return around
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An input of a graph without its data. number: where it is no tensor."""
+
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    requires_grad: bool = False
+    is_leaf: bool = True
+    number: Any = None
+
+    @staticmethod
+    def of(value: Any) -> _Input | None:
+        if not isinstance(value, torch.Tensor):
+            return _Input(number=value)
+        if value.layout is not torch.strided or not (type(value) in (torch.Tensor, torch.nn.Parameter) or
+                                                     isinstance(value, DTensor)):
+            return None
+        return _Input(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, value.is_leaf)
+
+    def fake(self) -> tuple[Any, Any]:
+        """A tensor that a graph may be given under a fake mode, and the leaf that its gradient goes to."""
+        if self.dtype is None:
+            return self.number, None
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if not self.requires_grad:
+            return made, None
+        made.requires_grad_()
+        return (made if self.is_leaf else made.view_as(made) * 1), made
+
+
+class UndefinedGradients:
+    """Inputs of one compiled graph that get no gradient when some outputs get none."""
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        self._gm, self._inputs = gm, inputs
+        self._places: dict[int, list[int]] = {}
+        """Output of the graph's autograd node -> results that its gradient is of: views of one base share it."""
+        self._positions: list[int | None] = []
+        """For each edge of that node, which input its gradient is of."""
+        self._first: int | None = None
+        """A result that the node is found by; -1 where fewer than two have gradients, None before the first call."""
+        self._dropped: dict[frozenset[int], frozenset[int]] = {}
+        """Outputs of the node that gradients arrived at -> edges whose gradients are None then, once known."""
+
+    def watch(self, arguments: Sequence[Any], results: Sequence[Any]) -> None:
+        """After a call. What leads where is the same in each call that autograd records, so it is looked up once."""
+        if not torch.is_grad_enabled():
+            return
+        if self._first is None:
+            self._first = self._look(arguments, results)
+        if self._first >= 0 and (place := _place_of(results[self._first])) is not None:
+            _CallHooks(self, place[0])
+
+    def _look(self, arguments: Sequence[Any], results: Sequence[Any]) -> int:
+        """Find the node and what it leads to. Returns one of its results, or -1 where fewer than two have gradients."""
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        before = {id(x.grad_fn) for x in tensors}
+        found = {k: place for k, x in enumerate(results) if isinstance(x, torch.Tensor) and x.requires_grad
+                 if (place := _place_of(x)) is not None and id(place[0]) not in before}
+        places: dict[int, list[int]] = {}
+        for k, (_, number) in found.items():
+            places.setdefault(number, []).append(k)
+        if len(places) < 2 or len({id(node) for node, _ in found.values()}) != 1:
+            return -1
+        first = min(found)
+        self._places, self._positions = places, _positions_of(found[first][0], arguments)
+        return first
+
+    def drops(self, arrived: frozenset[int]) -> bool | None:
+        """Whether gradients have to be dropped when gradients arrived at these outputs of the node; None if unknown yet."""
+        if not arrived <= self._places.keys():  # at an input that the graph has changed: not looked into
+            return False
+        if arrived == self._places.keys():
+            return False
+        known = self._dropped.get(arrived)
+        return None if known is None else bool(known)
+
+    def kept(self, arrived: frozenset[int], gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Gradients for the edges, without those that do not exist."""
+        if arrived not in self._dropped:
+            self._dropped[arrived] = self._without_path(arrived, gradients)
+        dropped = self._dropped[arrived]
+        return tuple(None if k in dropped else gradient for k, gradient in enumerate(gradients))
+
+    def _without_path(self, arrived: frozenset[int], gradients: Sequence[Any]) -> frozenset[int]:
+        # A gradient that is not all zeros has a path, and a graph has the same paths at each call.
+        zeros = [k for k, gradient in enumerate(gradients) if gradient is not None and _may_be_zero(gradient)
+                 and self._positions[k] is not None]
+        if not zeros:
+            return frozenset()
+        try:
+            reached = self._reached([place for number in arrived for place in self._places[number]])
+        except Exception as error:
+            log.warning("parameters that no used output reads may get gradients of zeros, where eager gives None: the graph "
+                        "cannot be run without data (%s: %s)", type(error).__name__, str(error).split("\n")[0])
+            return frozenset()
+        return frozenset(k for k in zeros if self._positions[k] not in reached)
+
+    def _reached(self, places: Sequence[int]) -> set[int]:
+        """Inputs that eager gives gradients when they arrive at these results, found out with fake tensors."""
+        with compat.outside_tracing(), compat.tracing_fake_mode(), torch.enable_grad():
+            values, leaves = zip(*(each.fake() for each in self._inputs), strict=True)
+            results = self._gm(*values)
+            used = [results[k] for k in places if isinstance(results[k], torch.Tensor) and results[k].requires_grad]
+            wanted = [(k, leaf) for k, leaf in enumerate(leaves) if leaf is not None]
+            found = torch.autograd.grad(used, [leaf for _, leaf in wanted], [torch.empty_like(x) for x in used],
+                                        allow_unused=True)
+        return {k for (k, _), gradient in zip(wanted, found, strict=True) if gradient is not None}
+
+
+class _CallHooks:
+    """The hooks of one call. They hold no reference to the node, which holds them."""
+
+    def __init__(self, missing: UndefinedGradients, node: Any) -> None:
+        self.missing, self.follows = missing, False
+        node.register_prehook(self.before)
+
+    def before(self, arriving: Sequence[Any]) -> None:
+        """A hook that is called after backward keeps all incoming gradients until then: it is added only where it is needed."""
+        if not self.follows and self.missing.drops(_arrived(arriving)) is not False:
+            self.follows = True
+            compat.running_node().register_hook(self.after)
+
+    def after(self, gradients: Sequence[Any], arriving: Sequence[Any]) -> tuple[Any, ...] | None:
+        arrived = _arrived(arriving)
+        return None if self.missing.drops(arrived) is False else self.missing.kept(arrived, gradients)
+
+
+def _arrived(arriving: Sequence[Any]) -> frozenset[int]:
+    return frozenset(k for k, gradient in enumerate(arriving) if gradient is not None)
+
+
+def _place_of(result: torch.Tensor) -> tuple[Any, int] | None:
+    """The autograd node of the compiled graph behind a result, which may be a view of what the node made."""
+    node, number = result.grad_fn, result.output_nr
+    while node is not None and node.name() != NODE:
+        node, number = node.next_functions[0] if len(node.next_functions) == 1 else (None, 0)
+    return None if node is None else (node, number)
+
+
+def _positions_of(node: Any, arguments: Sequence[Any]) -> list[int | None]:
+    leaves = {id(x): k for k, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf}
+    made = {(id(x.grad_fn), x.output_nr): k for k, x in enumerate(arguments) if isinstance(x, torch.Tensor) and not x.is_leaf}
+    return [leaves.get(id(each.variable)) if hasattr(each, "variable") else made.get((id(each), number))
+            for each, number in node.next_functions]
+
+
+def _may_be_zero(gradient: torch.Tensor) -> bool:
+    """Zeros times infinities are no numbers, and say nothing."""
+    try:
+        return not bool(gradient.nan_to_num(0.0).any())
+    except NotImplementedError:  # torch cannot tell, as of float8
+        return True

@@ -1,0 +1,25 @@
+"""`with at("waiting for the plan"):` says what this rank does in there, and names the rank that is gone if that fails."""
+from __future__ import annotations
+
+from typing import Any
+
+from hpml_compiler.runtime.watchdog.heartbeat import name_lost_rank
+from hpml_compiler.runtime.watchdog.rank_status import Location, this_rank
+
+
+class activity:  # noqa: N801  # reads as a statement
+    """A context: inside, this rank is at a spot; after it, where it was before."""
+
+    def __init__(self, what: str) -> None:
+        self.spot = Location(what)
+
+    def __enter__(self) -> None:
+        self.before = this_rank.at, this_rank.inside
+        this_rank.at, this_rank.inside = self.spot, True
+
+    def __exit__(self, kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        if isinstance(error, Exception):
+            lost = name_lost_rank(error)
+            if lost is not error:
+                raise lost from error
+        this_rank.at, this_rank.inside = self.before

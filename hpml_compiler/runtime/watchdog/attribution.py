@@ -1,0 +1,143 @@
+"""From what the ranks posted to who is to blame: the rank that failed, not those that noticed."""
+from __future__ import annotations
+
+import linecache
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank posted last. beats: grows with every post. age_s: for how long it had been there when it posted. calls,
+    meetings, meets: see `RankStatus`. waits_in: the collective of torch.distributed that its script has been in for a while."""
+
+    beats: int
+    at: str
+    inside: bool
+    age_s: float
+    posted: float
+    ended: bool
+    raised: str
+    line: str
+    calls: int = 0
+    meetings: int = 0
+    meets: str = ""
+    waits_in: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"{'in' if self.inside else 'after'} {self.at}"
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An exception that ended a rank. secondary: it only noticed that another rank was late or gone."""
+
+    rank: int
+    error: str
+    place: str
+    when: float
+    secondary: bool
+
+
+_SYMPTOMS = re.compile(r"gloo|nccl|c10d|\bstore\b|connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
+_OPERATION = re.compile(r"(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast\w*|barrier|full_tensor)")
+
+
+def is_distributed(error: BaseException) -> bool:
+    """Whether an error says that a collective, or the store, did not get through."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_SYMPTOMS.search(str(error)))
+
+
+def operation_of(error: BaseException) -> str:
+    """The collective in whose line of code the error was raised, as `, all_reduce`; "" if no line tells."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    for filename, number in reversed(frames):
+        line = linecache.getline(filename, number)
+        if waited := re.search(r"wait_tensor\.default\((\w+)", line):  # compiled code: look where that was begun
+            for earlier in reversed(linecache.getlines(filename)[:number]):
+                if re.search(rf"\b{waited[1]}\b\s*=", earlier) and (found := _OPERATION.search(earlier)):
+                    return f", {found[1]}"
+        if found := _OPERATION.search(line):
+            return f", {found[1]}"
+    return ""
+
+
+def attribute_failure(rank: int, world: int, failures: Sequence[RankError], first: Mapping[int, Heartbeat],
+                      second: Mapping[int, Heartbeat], here: str) -> tuple[str, str]:
+    """What went wrong, and the next step, as `rank` sees it that waits at `here`.
+
+    first, second: the records of two readings, so far apart that whoever is alive has posted in between.
+    """
+    for failure in failures:
+        if not failure.secondary and failure.rank != rank:
+            return (f"rank {failure.rank} failed {_ago(time.time() - failure.when)} {failure.place}, with {failure.error}",
+                    f"look at the traceback of rank {failure.rank}; the other ranks only waited for it")
+    others = {r: record for r, record in second.items() if r != rank}
+    ended = [r for r, record in others.items() if record.ended]
+    gone = [r for r, record in others.items() if not record.ended and r in first and first[r].beats == record.beats]
+    noticed = {failure.rank: failure for failure in failures if failure.secondary and failure.rank != rank}
+    silent = [r for r in gone if r not in noticed]
+    if silent:
+        record = others[silent[0]]
+        return (f"{_ranks(silent)} gone without a word (killed, stopped, out of memory, or its machine is); what it posted "
+                f"last, {_ago(time.time() - record.posted)}: {record.place}{_caught(record)}{_line(record)}",
+                f"look at the exit code of rank {silent[0]} and at the kernel's log (dmesg)")
+    if noticed:
+        failure = min(noticed.values(), key=lambda f: f.when)
+        if re.search(rf"\branks? \[?{rank}\b", failure.error):
+            return (f"rank {failure.rank} waited for this rank no longer: {failure.error.split(': ', 1)[-1]}",
+                    "look at what this rank did instead; HPML_PG_TIMEOUT_S sets how long the others wait")
+        return (failure.error.split(": ", 1)[-1] + f" (as rank {failure.rank} found)",
+                "look at that rank first; the others only waited for it")
+    if ended:
+        record = others[ended[0]]
+        return (f"{_ranks(ended)} at the end of the script already ({_ago(time.time() - record.posted)}): "
+                f"{record.place}{_caught(record)} it made no more calls",
+                "give all ranks equally many batches (len of the loader on each rank)")
+    missing = sorted(set(range(world)) - set(second) - {rank})
+    if missing:
+        return (f"{_ranks(missing)} not there: nothing was compiled on it yet",
+                "all ranks call the compiled model together; see what that rank does instead")
+    raised = [r for r, record in others.items() if record.raised and not record.inside]
+    late = raised or [r for r, record in others.items() if not record.inside]
+    if late:
+        record = others[late[0]]
+        return (f"{_ranks(late)} late: for {record.age_s:.0f} s it has been in the script, {record.place}"
+                f"{_caught(record)}{_line(record)}",
+                "all ranks make the same calls in the same order: look for work of one rank alone (a checkpoint, an "
+                "evaluation, a slow loader); HPML_PG_TIMEOUT_S sets how long the others wait")
+    elsewhere = [r for r, record in others.items() if record.place != here]
+    if elsewhere:
+        record = others[elsewhere[0]]
+        return (f"{_ranks(elsewhere)} elsewhere: {record.place}{_line(record)}, while this rank is {here}",
+                "all ranks make the same calls in the same order: look for an evaluation on one rank alone, other numbers of "
+                "batches, and a model or batch of another shape that is compiled on one rank only")
+    return ("a collective failed although all ranks are at the same place and alive",
+            "look at the network between the ranks; a slow rank may need a longer HPML_PG_TIMEOUT_S")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"
+
+
+def _ago(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+def _caught(record: Heartbeat) -> str:
+    return f", having caught {record.raised}" if record.raised else ""
+
+
+def _line(record: Heartbeat) -> str:
+    return f", at {record.line}" if record.line else ""

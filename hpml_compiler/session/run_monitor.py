@@ -1,0 +1,53 @@
+"""The monitor of this process: one for all graphs that it compiles, and one for each graph that trains through stages."""
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from hpml_compiler.energy.power_meter import PowerMeter
+from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.stage_monitor import StageMonitor, StagesReport, gathered, say
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.plan_assembly import with_peak
+from hpml_compiler.runtime.process.compute_device import device_type
+from hpml_compiler.runtime.process.device_clock import clock_for
+from hpml_compiler.runtime.process.world_group import control_group
+from hpml_compiler.session import session
+from passes.pipeline.pipeline_schedule import PipelineSchedule
+from passes.pipeline.stage_assignment import StageAssignment
+
+
+def monitor_of(options: Options) -> Monitor:
+    """This process's monitor, made with the options of the graph that is compiled first."""
+    current = session.current()
+    if current.monitor is None:
+        speaks, kind = dist.get_rank() == 0, device_type()
+        current.monitor = Monitor(kind, speaks=speaks, folder=options.tensorboard,
+                                  power=PowerMeter.here(kind) if speaks else None, rival_us=lambda: rival_us(current),
+                                  complete=lambda plan: with_peak(plan, current.options, current.cluster))
+    return current.monitor
+
+
+def rival_us(made: session.Session) -> float | None:
+    """By how much the best plan on a mesh that was not taken was predicted to be slower, for the graph that chose the mesh. Of
+    a mesh that was left early, what is known is a bound."""
+    taken = next((graph.solver for graph in made.graphs if graph.training), None)
+    others = [each.bound if each.cost is None else each.cost for each in made.rejected if each.objective == "time"]
+    known = [each for each in others if each is not None]
+    if taken is None or taken.cost is None or taken.objective != "time" or not known:
+        return None
+    return max(min(known) - taken.cost, 0.0)
+
+
+def current_monitor() -> Monitor | None:
+    return session.current().monitor
+
+
+def watch_of(name: str, table: PipelineSchedule, place: int, stages: StageAssignment, options: Options) -> StageMonitor:
+    """A watch over the calls of a graph that was cut into these stages; place: this rank's, along `pp`."""
+
+    def done(report: StagesReport) -> None:
+        session.current().stages_report = report
+        if dist.get_rank() == 0:
+            say(report, options.tensorboard)
+
+    return StageMonitor(name, table, place, stages, clock_for(device_type()), lambda own: gathered(own, control_group()), done)

@@ -1,0 +1,186 @@
+"""What one process has decided so far: the mesh in use, and the plans made on it."""
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from hpml_compiler.monitor.monitor import Monitor
+from hpml_compiler.monitor.stage_monitor import StagesReport
+from hpml_compiler.options import Options
+from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.planner.graph.plan_assembly import as_plan, with_peak
+from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.runtime.install.uncompiled_models import why_nothing_is_compiled
+from hpml_compiler.runtime.placements.inner_shard import InnerShard
+from hpml_compiler.runtime.process.compute_device import device_type, forget_device
+from hpml_compiler.runtime.process.world_group import group_timeout
+from hpml_compiler.session.step_memory import StepGraphs
+from passes import compat
+from passes.cost_model.measured.mesh_prices import CachedMeasurements
+from passes.errors import BadInput
+from passes.graph.layouts import StoredLayout
+from passes.hardware.axis import device_axes
+from passes.op_rules.base import REPLICATE
+from passes.transforms.shard.redistributor import MeshGroups
+
+log = logging.getLogger("hpml")
+
+
+@dataclass
+class Session:
+    """`mesh` is set by the first graph whose parameters are placed: all graphs of a model share one mesh."""
+
+    mesh: dict[str, int] | None = None
+    graphs: list[GraphPlan] = field(default_factory=list)
+    decided: dict[str, GraphPlan] = field(default_factory=dict)
+    """On rank 0, which plans: by structure (`hpml_compiler.planner.graph.same_structure`), the first plan of a graph of that
+    structure."""
+    trail: list[str] = field(default_factory=list)
+    """What the graphs so far are called in the cache of graphs, since a plan may follow from those before it."""
+    rejected: list[MeshAttempt] = field(default_factory=list)
+    options: Options = field(default_factory=lambda: Options.parse(None))
+    cluster: str = ""
+    looked: bool = False
+    quick: CachedMeasurements | None = None
+    """What a quick look at these devices found (`hpml_compiler.profile.quick_profile`), where there is no profile."""
+    device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
+    stage_starts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By frame, the block that each stage but the first begins with: evaluations are cut as trainings are."""
+    monitor: Monitor | None = None
+    stages_report: StagesReport | None = None
+    step: StepGraphs = field(default_factory=StepGraphs)
+    """Under a memory budget, what the graphs of a step hold."""
+    unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)
+    """Of graphs whose plan is made when it is asked for: what makes each plan, given a name for it."""
+
+    def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
+        """The DeviceMesh of these axes; made once, by all ranks together."""
+        key = _key(axes)
+        if key not in self.device_meshes:
+            with compat.outside_tracing():
+                self.device_meshes[key] = _new_mesh(axes)
+        return self.device_meshes[key]
+
+    def adopt(self, mesh: DeviceMesh, name: str) -> dict[str, int]:
+        """The axes of the mesh that parameter `name` is placed on; from now on, graphs on these axes use this mesh.
+
+        Raises BadInput if its process group is gone, as after `destroy_process_group`.
+        """
+        names = mesh.mesh_dim_names or tuple(f"axis_{i}" for i in range(mesh.ndim))
+        try:
+            for axis in range(mesh.ndim):
+                mesh.get_group(axis)
+        except (RuntimeError, ValueError, LookupError) as error:
+            raise BadInput("the process group that the model was split over is gone", f"parameter {name}",
+                           "make the model anew after init_process_group, and load its state into it") from error
+        axes = dict(zip(names, mesh.shape, strict=True))
+        self.device_meshes.setdefault(_key(axes), mesh)
+        return axes
+
+    def groups(self, axes: Mapping[str, int]) -> MeshGroups:
+        mesh = self.device_mesh(axes)
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "every rank is in the mesh"
+        return MeshGroups(device_axes(axes), tuple(coordinate), names_of_groups(mesh, axes))
+
+
+def names_of_groups(mesh: DeviceMesh, axes: Iterable[str]) -> tuple[str, ...]:
+    """What this rank's groups along these axes are called in its graph: the same on all ranks."""
+    shape = "x".join(map(str, mesh.shape))
+    return tuple(compat.registered_as(f"hpml {shape} {axis}", mesh.get_group(axis)) for axis in axes)
+
+
+def _key(axes: Mapping[str, int]) -> tuple:
+    """What a mesh is kept under: another group of all ranks (`init_process_group` once more) has meshes of its own."""
+    return tuple(axes.items()), device_type(), dist.group.WORLD
+
+
+def _new_mesh(axes: Mapping[str, int]) -> DeviceMesh:
+    """A mesh on process groups of its own, with the time limit of the group of all ranks. For one axis, torch would take that
+    group, on which a script's other threads may communicate on CPUs meanwhile: `torch.distributed.checkpoint.async_save` does.
+    """
+    if device_type() == "cpu" and len(axes) == 1:
+        group: Any = dist.new_group(timeout=group_timeout())
+        return DeviceMesh.from_group(group, "cpu", mesh_dim_names=tuple(axes))
+    if len(axes) == 1:
+        return init_device_mesh(device_type(), tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return compat.subgroups_mesh(device_type(), axes, group_timeout())
+
+
+_session = Session()
+
+
+def current() -> Session:
+    return _session
+
+
+def reset() -> None:
+    """Forget the mesh and the plans: the next compilation starts afresh (a new process group, another model)."""
+    global _session
+    # Meshes stay, since each holds process groups, with threads and connections of their own: a sweep over many models
+    # would pile them up.
+    world = dist.group.WORLD if dist.is_initialized() else None
+    _session = Session(device_meshes={key: mesh for key, mesh in _session.device_meshes.items() if key[-1] is world})
+    forget_device()
+
+
+def reset_process() -> None:
+    """`hpml_compiler.reset`: forget what was compiled and decided, as if the process had just begun; all ranks call it.
+
+    For one model after another in a process. Dynamo's graphs go (as by `torch.compiler.reset`), the mesh, the plans, and the
+    monitor, which reports first if it has not yet. What was measured of the devices stays. A model from before may be used
+    on: it is compiled anew, on the mesh that its parameters are placed on.
+    """
+    before = current()
+    if before.monitor is not None:
+        before.monitor.finish()
+    torch.compiler.reset()
+    compat.forget_interned_specs()
+    reset()
+    _session.looked, _session.quick = before.looked, before.quick
+
+
+def to_dtensor(stored: StoredLayout) -> tuple[Placement, ...]:
+    """Placements of a stored parameter."""
+    return tuple(Replicate() if p == REPLICATE else Shard(p[0]) if p[1] == 1 else InnerShard(*p)  # type: ignore[arg-type]
+                 for p in stored)
+
+
+def from_dtensor(placements: tuple[Placement, ...]) -> StoredLayout:
+    """Inverse of `to_dtensor`; what one rank of an axis owns counts as replicated there."""
+    return tuple((p.dim, p.outer) if isinstance(p, InnerShard) else (p.dim, 1) if isinstance(p, Shard) else REPLICATE
+                 for p in placements)
+
+
+def last_plan() -> Plan:
+    """The plan of what this process compiled so far; raises BadInput if nothing was."""
+    made = current()
+    while made.unplanned:
+        made.graphs.append(made.unplanned[0](f"graph_{len(made.graphs)}"))
+        made.unplanned.pop(0)
+    if not made.graphs and (why := why_nothing_is_compiled()):
+        raise BadInput(why, "last_plan", "change that part of the model, or compile the parts that do without it")
+    if not made.graphs:
+        raise BadInput("nothing was compiled for several ranks yet, nor under a byte budget or in microbatches", "last_plan",
+                       "call the compiled model first")
+    made.graphs = [with_peak(graph, made.options, made.cluster) for graph in made.graphs]
+    trainings_first = sorted(made.graphs, key=lambda graph: not graph.training)
+    return as_plan(trainings_first, made.rejected, made.options, made.cluster)
+
+
+def save_plan() -> None:
+    """HPML_SAVE_PLAN=path: rank 0 leaves the plan there, so that a script need not ask for it."""
+    path = os.environ.get("HPML_SAVE_PLAN")
+    if path and not (dist.is_initialized() and dist.get_rank()):
+        try:
+            last_plan().save(path)
+        except BadInput as error:  # a training goes on without the file, and the other ranks know nothing of it
+            log.error("HPML_SAVE_PLAN: %s", error)

@@ -1,0 +1,98 @@
+"""What a plan says about one rank's part of things: bytes of operands, what they come from, which are views."""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from hpml_compiler.plans.record_fields import Shape
+from hpml_compiler.plans.schema import GraphPlan, Redistribution
+from hpml_compiler.simulate.checkpointing_view import CheckpointingView
+from passes.cost_model.efficiency_curves import item_bytes
+from passes.graph.step_phase import BACKWARD, FORWARD
+from passes.hardware.axis import Axes, device_axes
+from passes.op_rules.view_names import VIEWS, view_name
+from passes.simulation.step_graph import StepCall, When, returned_gradients, with_gradients
+
+
+def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], axes: Axes) -> float:
+    """Bytes on one rank of a value of that whole shape."""
+    shards = math.prod(axis.size for axis, place in zip(axes, placements) if place.startswith("S"))
+    return math.prod(shape) * item_bytes(dtype) / shards
+
+
+class LocalView:
+    """Look-ups in the plan of one graph. obeys_kept: whether what is saved is what the plan says, if it does; else it is what
+    torch's partitioner would save."""
+
+    def __init__(self, graph: GraphPlan, obeys_kept: bool = True):
+        self.graph, self.axes = graph, device_axes(graph.mesh)
+        listed_whole = not graph.multiplicity  # else what is kept in one layer is not what is kept in the one that is listed
+        self.kept = CheckpointingView(graph, graph.kept) if graph.kept is not None and obeys_kept and listed_whole else None
+
+    @cached_property
+    def calls(self) -> tuple[StepCall, ...]:
+        """What is called, yet without times and bytes."""
+        found = tuple(
+            StepCall(
+                name=name,
+                phase=BACKWARD if each.backward else FORWARD,
+                block=each.block,
+                us=0.0,
+                reads=tuple(zip(each.sources, each.inputs)),
+                saved=each.saved if self.kept is None else self.kept.saved[name],
+                view_of=each.sources[0] if each.sources and view_name(each.op) in VIEWS else None,
+                kernel=each.kind,
+                fused=each.class_id,
+                runs=self.graph.runs(each),
+                again_us=None if self.kept is None else self.kept.again_us.get(name),
+                when=self.when.get(name, "loop"),
+            ) for name, each in self.graph.operations.items())
+        return with_gradients(found) if self.graph.training else found
+
+    @cached_property
+    def fixed(self) -> frozenset[str]:
+        """Values that are as large for fewer rows: parameters and what forward makes of nothing else."""
+        found = set(self.graph.parameters)
+        for name, operation in self.graph.operations.items():
+            if not operation.backward and all(source in found for source in operation.sources):
+                found.add(name)
+        return frozenset(found)
+
+    @cached_property
+    def when(self) -> Mapping[str, When]:
+        """Of what a plan in microbatches does outside of their loop."""
+        said = self.graph.microbatches
+        before, after = ((), ()) if said is None else (said.before, said.after)
+        return {**dict.fromkeys(before, "before"), **dict.fromkeys(after, "after")}
+
+    def is_whole(self, name: str) -> bool:
+        """Whether a value is as large for fewer rows, or an operation does as much."""
+        return name in self.fixed or name in self.when
+
+    @cached_property
+    def gradients(self) -> frozenset[str]:
+        """Sums over rows: they are as large for fewer of them."""
+        sums = self.graph.microbatches.sums if self.graph.microbatches is not None else ()
+        return (returned_gradients(self.calls) if self.graph.training else frozenset()).union(sums)
+
+    def is_gradient(self, move: Redistribution) -> bool:
+        """Whether a redistribution reduces a gradient for the optimizer."""
+        made = self.graph.operations.get(move.value)
+        return self.graph.training and move.consumer == "" and made is not None and made.backward
+
+    def bytes_of(self, name: str, placements: Sequence[str]) -> float:
+        """Bytes of a parameter or of an operation's results on one rank; 0 for other arguments."""
+        if name in self.graph.parameters:
+            parameter = self.graph.parameters[name]
+            return placed_bytes(parameter.shape, parameter.dtype, placements, self.axes)
+        operation = self.graph.operations.get(name)
+        return float(sum(operation.result_bytes)) if operation else 0.0
+
+    def fixed_bytes(self, name: str) -> float:
+        """The part of an operation's traffic that does not shrink with the rows: weights read, gradients made."""
+        operation = self.graph.operations[name]
+        pairs = dict(zip(operation.sources, operation.inputs))
+        read = sum(self.bytes_of(source, placements) for source, placements in pairs.items() if source in self.fixed)
+        made = float(sum(operation.result_bytes)) if name in self.fixed or name in self.gradients else 0.0
+        return min(read + made, operation.bytes_moved)

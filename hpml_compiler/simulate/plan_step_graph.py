@@ -1,0 +1,61 @@
+"""From a plan's records to the step graph that is played: what one rank does of a part of the rows, in plain numbers."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpml_compiler.plans.schema import GraphPlan, Redistribution
+from hpml_compiler.simulate.local_sizes import LocalView, placed_bytes
+from hpml_compiler.simulate.plan_prices import PlanPrices
+from passes.simulation.step_graph import StepCall, StepGraph, Transfer, TransferHop
+
+
+def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_kept: bool = True) -> StepGraph:
+    """part: the share of the rows that a microbatch has, where the plan does not say it. obeys_kept: as in `LocalView`."""
+    view = LocalView(graph, obeys_kept)
+    said = graph.microbatches
+    part = part if said is None else 1.0 / said.count
+    return StepGraph(
+        name=graph.name,
+        training=graph.training,
+        calls=tuple(_call(view, call, prices, part) for call in view.calls),
+        legs=tuple(_leg(view, each, prices, part) for each in graph.redistributions),
+        tangents={name: nbytes * part for name, nbytes in graph.tangents.items()},
+        parameter_bytes=graph.memory.parameters,
+        gradient_bytes=graph.memory.gradients,
+        optimizer_bytes=graph.memory.optimizer,
+        trained_bytes=tuple(p.bytes_per_device for p in graph.parameters.values() if p.trainable),
+        call_us=prices.call_us(),
+        accumulate_us=prices.accumulate_us(),
+        optimizer_us=prices.optimizer_us(),
+        microbatches=1 if said is None else said.count,
+        at_once=said is None or said.loss_inside,
+    )
+
+
+def _call(view: LocalView, call: StepCall, prices: PlanPrices, part: float) -> StepCall:
+    share = 1.0 if view.is_whole(call.name) or call.gradient or call.name in view.gradients else part
+    operation, us = view.graph.operations[call.name], prices.operation_us(call.name, part)
+    again_us = call.again_us  # as the plan says; for other prices in proportion
+    if again_us is not None:
+        again_us *= us / operation.predicted_us if operation.predicted_us else part
+    return replace(call, us=us, result_bytes=tuple(nbytes * share for nbytes in operation.result_bytes), again_us=again_us)
+
+
+def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Transfer:
+    gradient = view.is_gradient(move)
+    share = 1.0 if gradient or (move.consumer and view.is_whole(move.value)) else part
+    before = view.graph.microbatches is not None and (
+        move.value in view.graph.parameters or view.when.get(move.value) == "before")
+    return Transfer(
+        value=move.value,
+        reader=move.consumer,
+        source=move.source,
+        target=move.target,
+        hops=tuple(TransferHop(hop.collective, hop.axis, hop.bytes, prices.hop_us(move, hop, part),
+                               prices.link_j(move, hop, part)) for hop in move.hops),
+        result_bytes=0.0 if move.held else placed_bytes(move.shape, move.dtype, move.target, view.axes) * share,
+        dtype=move.dtype,
+        gradient=gradient,
+        multiplicity=move.multiplicity,
+        once=move.held or before,
+    )

@@ -1,0 +1,115 @@
+"""What a plan says of its stages, as what a schedule is played with.
+
+A stage is the part of a plan's calls that it runs, as often as it runs them, with what moves between its devices. So its times
+follow from the prices of these, whatever the cluster.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpml_compiler.plans.pipeline_records import PipelinePlan, StagePlan
+from hpml_compiler.plans.schema import GraphPlan, MemoryBytes
+from hpml_compiler.simulate.plan_prices import PlanPrices
+from hpml_compiler.simulate.plan_step_graph import step_graph
+from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.graph.step_phase import FORWARD
+from passes.pipeline.pipeline_timeline import TimedStage
+from passes.simulation.event_simulator import simulate_tasks
+from passes.simulation.rank_program import ProgramEntry
+from passes.simulation.step_graph import StepGraph, Transfer
+from passes.simulation.step_lowering import lower_step
+from passes.simulation.step_timeline import EmbeddedCommunication
+
+PP_AXIS = "pp"
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """µs of one stage: forward and backward of one microbatch, without what adds its gradients up, and the communication inside
+    these. around_us, reduce_us: computed and moved once in a step, before the loop over microbatches or after it."""
+
+    forward_us: float
+    backward_us: float
+    around_us: float
+    reduce_us: float
+    forward_inside: EmbeddedCommunication
+    backward_inside: EmbeddedCommunication
+
+
+def times_of_stages(graph: GraphPlan, operations: Sequence[Mapping[str, int]], prices: PlanPrices, *, recompute: bool = False,
+                    overlap: bool = False, contention: float = 1.0) -> list[StageTimes]:
+    """operations: of each stage, how often it runs each call that is listed, for one microbatch. recompute: forward runs once
+    more for backward. overlap: whether the devices of a stage compute while something moves between them, both `contention`
+    times slower."""
+    step = step_graph(graph, prices)
+    return [_times(step, own, len(operations), recompute, overlap, contention) for own in operations]
+
+
+def _times(step: StepGraph, own: Mapping[str, int], stages: int, recompute: bool, overlap: bool, contention: float,
+           ) -> StageTimes:
+    calls = tuple(replace(call, runs=own[call.name]) for call in step.calls if own.get(call.name) and call.when == "loop")
+    around_us = sum(call.us * own.get(call.name, 0) for call in step.calls if call.when != "loop")
+    inside: list[Transfer] = []
+    once_us = 0.0
+    for leg in step.legs:
+        owner = step.by_name.get(leg.reader) or step.by_name.get(leg.value)
+        here = leg.multiplicity * (1 / stages if owner is None else own.get(owner.name, 0) / owner.runs)
+        if leg.gradient or leg.once or owner is None or owner.when != "loop":
+            once_us += here * sum(hop.us for hop in leg.hops)
+        elif here:
+            inside.append(replace(leg, multiplicity=max(1, round(here))))
+    alone = replace(step, calls=calls, legs=tuple(inside), optimizer_us=0.0, microbatches=1)
+    made = lower_step([alone], recompute=recompute)
+    spans = simulate_tasks(made.tasks(overlap), [contention])
+    forward_us = max((stop for stop, each in zip(spans.stop_us, made.entries) if each.kind == FORWARD), default=0.0)
+    within = [_inside(us, [each for stop, each in zip(spans.stop_us, made.entries) if (stop <= forward_us) == forward])
+              for us, forward in ((forward_us, True), (spans.end_us - forward_us, False))]
+    return StageTimes(forward_us, spans.end_us - forward_us, around_us, once_us, *within)
+
+
+def _inside(us: float, entries: Sequence[ProgramEntry]) -> EmbeddedCommunication:
+    """Of a turn that takes so long."""
+    work_us = sum(each.us for each in entries if each.is_work)
+    return EmbeddedCommunication(sum(each.us for each in entries if not each.is_work), max(0.0, us - work_us))
+
+
+def sends_us(pipe: PipelinePlan, prices: MeshPrices) -> list[tuple[float, float]]:
+    """Of each stage, what sending on takes, and sending back, for one microbatch. prices: of a mesh with the axis of stages."""
+    axis = prices.mesh.names.index(PP_AXIS)
+
+    def us(stage: StagePlan, backward: bool) -> float:
+        return sum(prices.collective("send_recv", axis, each.bytes) for each in stage.sends if each.backward == backward)
+
+    return [(us(stage, False), us(stage, True)) for stage in pipe.stages]
+
+
+def stages_of(pipe: PipelinePlan, times: Sequence[StageTimes], sends: Sequence[tuple[float, float]] | None = None,
+              optimizer_us: float = 0.0, accumulate_us: float = 0.0) -> list[TimedStage]:
+    """sends: other than the plan's. optimizer_us: on the rank that holds most, and accumulate_us for adding its gradients of
+    one microbatch to those there are; on others they take as much less as they hold less."""
+    held = [stage.memory_bytes - stage.saved_bytes * stage.in_flight for stage in pipe.stages]
+    most = max(sum(nbytes for stage, nbytes in zip(pipe.stages, held) if stage.rank == rank) for rank in range(pipe.ranks))
+    found = []
+    for k, (stage, own) in enumerate(zip(pipe.stages, times, strict=True)):
+        share = held[k] / most if most else 0.0
+        backward_us = own.backward_us + share * accumulate_us * (pipe.microbatches - 1) / pipe.microbatches
+        send_us, return_us = (stage.send_us, stage.return_us) if sends is None else sends[k]
+        found.append(TimedStage(
+            own.forward_us, backward_us, send_us, return_us, reduce_us=own.reduce_us, around_us=own.around_us,
+            optimizer_us=optimizer_us * share, activation_bytes=stage.saved_bytes, held_bytes=held[k],
+            weight_us=None if stage.weight_us is None else backward_us * _share(stage.weight_us, stage.backward_us),
+            forward_inside=own.forward_inside, backward_inside=own.backward_inside))
+    return found
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
+
+
+def held_by_part(held_bytes: float, memory: MemoryBytes) -> Mapping[str, float]:
+    """What a rank holds all the time, as parameters, state of the optimizer and gradients: in proportion to those of the rank
+    that holds most."""
+    total = memory.parameters + memory.optimizer + memory.gradients
+    parts = {"parameters": memory.parameters, "optimizer": memory.optimizer, "gradients": memory.gradients}
+    return {part: held_bytes * nbytes / total for part, nbytes in parts.items()} if total else {}

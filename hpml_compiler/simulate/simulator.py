@@ -1,0 +1,268 @@
+"""`simulate`: one step of a plan, event by event. What is modeled, and what not: docs/simulator.md."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from hpml_compiler.options import Options
+from hpml_compiler.plan_api.mixed_plan import MixedPlan
+from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.simulate.optimizer_transient import transient_of
+from hpml_compiler.simulate.plan_prices import PlannedPrices, PlanPrices, RepricedPlan
+from hpml_compiler.simulate.plan_step_graph import step_graph
+from hpml_compiler.simulate.scheduled_stages import held_by_part, sends_us, stages_of, times_of_stages
+from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
+from passes.cost_model import CostModel
+from passes.cost_model.cross_group_allreduce import sum_between_groups_j, sum_between_groups_us
+from passes.cost_model.energy_model import Power
+from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.errors import BadInput
+from passes.hardware.cluster import Cluster
+from passes.hardware.mesh import Mesh, mesh_from_pin
+from passes.pipeline.pipeline_timeline import TimedStage, pipeline_tasks
+from passes.pipeline.schedule_orders import ScheduleName
+from passes.simulation.event_simulator import TaskSpans
+from passes.simulation.rank_lanes import CONTENTION, RankLanes, one_lane, side_by_side
+from passes.simulation.step_timeline import breakdown, events
+
+MOST_MICROBATCHES = 4096
+STEADY = 3
+"""Microbatches of which forward and backward follow each other, after which nothing new is held."""
+
+
+def simulate(
+    plan: Plan | MixedPlan,
+    cluster: Cluster | str | None = None,
+    *,
+    cost: CostModel | None = None,
+    recompute: Literal["none", "full"] = "none",
+    microbatches: int = 1,
+    overlap: bool = True,
+    contention: float | None = None,
+    stages: Sequence[TimedStage] | None = None,
+    schedule: Literal["gpipe", "1f1b"] = "1f1b",
+    virtual_stages: int = 1,
+) -> Simulation:
+    """One step of `plan`; of a mixed one, a lane for each group of devices, those that idle included.
+
+    cluster: None takes the plan's own predicted times; else every operation and collective is priced anew for it (a
+    cluster, or its text as for `hpml plan --cluster`). cost: asked for prices instead of the roofline of that cluster.
+    recompute: "full" runs the repeated blocks' forward (all of forward where there are none) once more for backward; "none"
+    what the plan says, where a byte budget decided what is kept.
+    microbatches: forward and backward run that often, each on that part of the rows; gradients are reduced after the last.
+    1: as the plan says.
+    overlap: False runs everything one after another, which is what a plan's `predicted` adds up. contention: how much both
+    streams slow down while both run, 1 to 2; None: `CONTENTION` by the device's kind. stages: what each pipeline stage
+    takes; the step is then `schedule`'s, and the plan gives ranks (shared out among the devices of the pipeline, in order)
+    and their power only. virtual_stages: stages per device, above 1 for interleaved 1F1B.
+
+    Raises BadInput for a cluster of another size than the plan's, or options out of range.
+    """
+    if microbatches < 1:
+        raise BadInput(f"microbatches must be at least 1, got {microbatches}", "simulate", "1 is a whole batch at once")
+    _check_microbatches(plan, microbatches)
+    if recompute not in ("none", "full"):
+        raise BadInput(f"recompute must be none or full, got {recompute!r}", "simulate", "write recompute=\"full\"")
+    if contention is not None and not 1.0 <= contention <= 2.0:
+        raise BadInput(f"contention must be from 1 (overlap is free) to 2 (it gains nothing), got {contention}", "simulate",
+                       "leave it out to take what is usual for the device")
+    if isinstance(plan, MixedPlan):
+        if stages is not None or cost is not None:
+            raise BadInput("a mixed plan has no stages, and links of several kinds", "simulate", "leave stages and cost out")
+        built = _mixed(plan, cluster, recompute == "full", microbatches, overlap)
+    elif stages is not None:
+        built = _pipeline(plan, _mesh(plan, cluster), stages, microbatches, schedule, virtual_stages)
+    elif any(graph.pipeline for graph in plan.step_graphs):
+        built = _planned_pipeline(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", overlap,
+                                  contention)
+    else:
+        built = _plan(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", microbatches, overlap)
+    found = _simulation(built, built.run(contention))
+    if isinstance(plan, Plan) and stages is None and recompute == "none" and microbatches == 1 and (
+            plan.peak is not None and plan.peak.counted):
+        return replace(found, peak_bytes=plan.peak.bytes)
+    return found
+
+
+def steady(plan: Plan) -> Simulation:
+    """As `simulate` of the plan as it is, with no more microbatches than it takes until nothing new is held."""
+    mesh = _mesh(plan, None)
+    if any(graph.pipeline for graph in plan.step_graphs):
+        built = _planned_pipeline(plan, mesh, None, False, False, True, None)
+    else:
+        built = _plan(plan, mesh, None, False, False, 1, True, STEADY)
+    return _simulation(built, built.run())
+
+
+def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
+    """Every part of a plan that knows its rows has to be divided; of one that does not, there is a most."""
+    parts = [(f"the group {group.cluster}", group.rows) for group in plan.groups if group.plan] if isinstance(
+        plan, MixedPlan) else [(f"graph {graph.name}", graph.rows) for graph in plan.step_graphs]
+    own = {each.count for graph in plan.graphs if (each := graph.microbatches)} if isinstance(plan, Plan) else set()
+    if count > 1 and own:
+        raise BadInput(f"the plan goes through its batch in {max(own)} microbatches, and {count} are asked for", "simulate",
+                       "leave it out, or plan without microbatches")
+    if not parts:
+        raise BadInput("the plan has no graphs, so there is no step to simulate", "simulate",
+                       "make it again with `hpml plan TARGET --save PLAN.json`")
+    for name, rows in parts:
+        if rows is not None and rows % count:
+            fitting = [n for n in range(1, min(rows, 1024) + 1) if rows % n == 0]
+            raise BadInput(f"{count} microbatches do not divide the {rows} rows of {name}", "simulate",
+                           f"choose one of {', '.join(map(str, fitting[:12]))}{', ...' * (len(fitting) > 12)}")
+    if count > MOST_MICROBATCHES:
+        raise BadInput(f"{count} microbatches are more than the {MOST_MICROBATCHES:,} that a simulation takes", "simulate",
+                       "a steady step repeats itself: simulate fewer")
+
+
+def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, microbatches: int, overlap: bool) -> RankLanes:
+    """Groups in order; before their optimizers run, gradients are added up over those that take part."""
+    whole = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    if whole is not None and [group.size for group in whole.groups] != [group.devices for group in plan.groups]:
+        raise BadInput(f"the plan's groups have {[group.devices for group in plan.groups]} devices, those of {whole} "
+                       f"{[group.size for group in whole.groups]}", "simulate", "name a cluster with the same groups")
+    known = whole or _parsed(plan.cluster)
+    lanes: list[RankLanes] = []
+    for number, group in enumerate(plan.groups):
+        if group.plan is None:
+            lanes.append(RankLanes.idle(group.devices, known.groups[number].device if known else None))
+        else:
+            own = Cluster((whole.groups[number],)) if whole else None
+            lanes.append(_plan(group.plan, _mesh(group.plan, own), None, own is not None, recompute, microbatches, overlap))
+    active = [number for number, group in enumerate(plan.groups) if group.plan is not None]
+    sum_us = sum_between_groups_us(whole, active, plan.cross.bytes) if whole else plan.cross.predicted_us
+    sum_j = sum_between_groups_j(known, active, plan.cross.bytes) if known else 0.0
+    return side_by_side(lanes, active, sum_us, sum_j)
+
+
+def _mesh(plan: Plan, cluster: Cluster | str | None) -> Mesh | None:
+    """The plan's mesh on a cluster. With None, on the plan's own, if its text still says enough; else None."""
+    if cluster is None:
+        known = _parsed(plan.cluster)
+        return mesh_from_pin(plan.mesh, known) if known else None
+    return mesh_from_pin(plan.mesh, Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
+
+
+def _parsed(cluster: str | None) -> Cluster | None:
+    """None for a device file that is not here, or the machine that a plan was made on: its times are in the plan."""
+    try:
+        return Cluster.parse(cluster) if cluster else None
+    except BadInput:
+        return None
+
+
+def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, microbatches: int,
+          overlap: bool, most: int = MOST_MICROBATCHES) -> RankLanes:
+    """most: microbatches of a graph that has its own."""
+    graphs = plan.step_graphs
+    if cost is not None and mesh is None:
+        raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
+    states = _options(plan).optimizer_states
+    prices: list[PlanPrices] = []
+    for graph in graphs:
+        model = RepricedPlan(graph, MeshPrices(mesh, states, cost=cost)) if mesh else None
+        prices.append(model if model and (anew or cost is not None) else PlannedPrices(graph, model))
+    steps = [step_graph(graph, each, 1.0 / microbatches, not recompute) for graph, each in zip(graphs, prices)]
+    return one_lane([replace(step, microbatches=min(step.microbatches, most)) if step.at_once else step for step in steps],
+                    ranks=plan.world_size, device=mesh.device if mesh else None, microbatches=microbatches,
+                    recompute=recompute, overlap=overlap, update_bytes=_update_bytes(plan, mesh))
+
+
+def _options(plan: Plan) -> Options:
+    """Those that say which optimizer steps, and where its state is."""
+    known = {name: plan.options[name] for name in ("optimizer", "offload") if name in plan.options}
+    return Options.parse({name: value for name, value in known.items() if value != "saved"})  # which needs a budget
+
+
+def _update_bytes(plan: Plan, mesh: Mesh | None) -> float:
+    """What the optimizer makes while it steps."""
+    trained = {name: each.bytes_per_device for graph in plan.step_graphs if graph.training
+               for name, each in graph.parameters.items() if each.trainable}
+    made = transient_of(_options(plan), mesh.device.kind if mesh else "cpu")
+    return made.bytes_of(sum(trained.values()), max(trained.values(), default=0))
+
+
+def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, overlap: bool,
+                      contention: float | None) -> RankLanes:
+    """The stages that a plan says."""
+    graph, *others = plan.step_graphs
+    if others:
+        raise BadInput(f"stages of one graph are played, and the plan has {len(others)} more", "simulate",
+                       "take the breaks out of the graph (`hpml_compiler.last_plan()` names them by their frames)")
+    if cost is not None and mesh is None:
+        raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
+    pipe, memory = graph.pipeline, graph.memory
+    assert pipe is not None, "the caller has looked"
+    own = MeshPrices(mesh, _options(plan).optimizer_states, cost=cost) if mesh else None
+    model = RepricedPlan(graph, own) if own else None
+    prices = model if model and (anew or cost is not None) else PlannedPrices(graph, model)
+    slower = contention if contention is not None else CONTENTION[mesh.device.kind if mesh else "cpu"]
+    times = times_of_stages(graph, [stage.operations for stage in pipe.stages], prices, recompute=recompute, overlap=overlap,
+                            contention=slower)
+    # All parameters are listed, and the rank that holds most steps with its own.
+    trained = sum(each.bytes_per_device for each in graph.parameters.values())
+    optimizer_us = graph.predicted.optimizer_us if prices is not model else (
+        prices.optimizer_us() * memory.parameters / trained if trained else 0.0)
+    sends = sends_us(pipe, own) if own is not None and prices is model else None
+    stages = stages_of(pipe, times, sends, optimizer_us, prices.accumulate_us())
+    built = _pipeline(plan, mesh, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
+    return replace(built, held=[held_by_part(sum(held.values()), memory) for held in built.held])
+
+
+def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[TimedStage], microbatches: int, schedule: ScheduleName,
+              virtual: int) -> RankLanes:
+    world, devices = plan.world_size, max(1, len(stages) // max(1, virtual))
+    if virtual < 1 or (virtual > 1 and schedule == "gpipe"):
+        raise BadInput(f"virtual_stages={virtual} under {schedule}", "simulate", "interleave with 1f1b, by 1 or more")
+    if world % devices:
+        raise BadInput(f"{world} ranks cannot be shared out among {devices} devices of a pipeline", "simulate",
+                       "give a number of stages that divides the plan's ranks")
+    schedule = "interleaved" if virtual > 1 and schedule == "1f1b" else schedule
+    built = pipeline_tasks(stages, microbatches, schedule, devices)
+    each = world // devices
+    ranks = [tuple(range(d * each, (d + 1) * each)) for d in range(devices)]
+    kernels = ["" if not label.work else "pointwise" if label.kind == "optimizer" else "matmul" for label in built.labels]
+    return RankLanes(built.tasks, built.labels, built.intervals, [{"held": nbytes} for nbytes in built.held_bytes], ranks,
+                     [mesh.device if mesh else None] * devices, kernels, 0.0)
+
+
+def _simulation(built: RankLanes, spans: TaskSpans) -> Simulation:
+    parts = breakdown(built.tasks, built.labels, spans, [len(ranks) for ranks in built.ranks])
+    curves = built.memory(spans)
+    peaks = [max(nbytes for _, nbytes in curve) for curve in curves]
+    lane = peaks.index(max(peaks))
+    return Simulation(
+        step_us=spans.end_us,
+        compute_us=parts.compute_us,
+        communication_us=parts.communication_us,
+        exposed_communication_us=parts.exposed_communication_us,
+        bubble_us=parts.bubble_us,
+        optimizer_us=parts.optimizer_us,
+        peak_bytes=peaks[lane],
+        energy_j=_energy_j(built, spans),
+        energy_label=ESTIMATED,
+        events=events(built.tasks, built.labels, spans),
+        memory=curves[lane],
+        ranks_of_lane=tuple(built.ranks),
+        fullest_lane=lane,
+        parts=built.parts(spans, lane),
+    )
+
+
+def _energy_j(built: RankLanes, spans: TaskSpans) -> float | None:
+    """Idle power through the step, the power above it of each kernel and collective for its time, and the links'; None
+    where a device is not known."""
+    powers = [Power.of(device) for device in built.devices if device is not None]
+    if len(powers) < len(built.devices):
+        return None
+    micro_j = sum(power.idle_w * spans.end_us * len(ranks) for power, ranks in zip(powers, built.ranks))
+    for task, kernel, label in zip(built.tasks, built.kernels, built.labels):
+        for lane in task.lanes:
+            power = powers[lane]
+            moving_us = label.inside.exposed_us if kernel else task.us
+            watt_us = (power.communication_w - power.idle_w) * moving_us
+            if kernel:
+                watt_us += (power.kernel_w(kernel) - power.idle_w) * (task.us - moving_us)
+            micro_j += watt_us * len(built.ranks[lane])
+    return micro_j * 1e-6 + built.link_j

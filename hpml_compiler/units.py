@@ -1,0 +1,103 @@
+"""Bytes, watts and sizes of a mesh as people write them."""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from passes.errors import shortened
+from passes.hardware.cluster import MOST_DEVICES
+
+_UNITS = {"b": 1} | {f"{letter}{suffix}": base ** power
+                     for power, letter in enumerate("kmgt", start=1) for suffix, base in (("b", 1000), ("ib", 1024))}
+
+
+MOST_BYTES = 10**18
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes from an int or a text such as "64MiB" (2**20), "24GB" (10**9) or "1.5 TiB". Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+        unit = _UNITS.get(match[2].lower() or "b") if match else None
+        if match is None or unit is None:
+            raise ValueError(f"{shortened(repr(value))} is no number of bytes: write 64MiB (2**20), 24GB (10**9) or an "
+                             "integer")
+        exact = "." not in match[1] and len(match[1]) < 20
+        size = int(match[1]) * unit if exact else int(min(float(match[1]) * unit, 2.0 * MOST_BYTES))
+    if size < 1:
+        raise ValueError(f"{shortened(str(value))!r} is less than one byte")
+    if size > MOST_BYTES:
+        raise ValueError("it is more than an exabyte, which no device has")
+    return size
+
+
+def parse_budget(value: object) -> int | float:
+    """Bytes, as `parse_bytes` reads them, or the fraction of a device's memory that 0.8 and "80%" are. Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?\s*%|\d+\.\d+)\s*", value) if isinstance(value, str) else None
+    if match:
+        share = float(match[1].rstrip("% ")) / (100 if "%" in match[1] else 1)
+    elif isinstance(value, float):
+        share = value
+    else:
+        return parse_bytes(value)
+    if not 0 < share <= 1:
+        raise ValueError(f"{shortened(repr(value))} is no number of bytes, and no fraction of a device's memory, which is "
+                         "above 0 and not above 1: write 24GB, 0.8 or 80%")
+    return share
+
+
+def parse_watts(value: object) -> float:
+    """Watts from a number or a text such as "300W" or "0.3 kW". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k?)w?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    if match:
+        watts = float(match[1]) * (1000 if match[2] else 1)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        watts = float(min(value, 1e18))
+    else:
+        raise ValueError(f"{shortened(repr(value))} is no power: write 300 or 300W")
+    if not 0 < watts < 1e18:
+        raise ValueError(f"{shortened(repr(value))} is no positive, finite number of watts")
+    return watts
+
+
+def parse_axes(value: object) -> object:
+    """Sizes of a mesh by axis; anything but a mapping is handed on. Raises ValueError."""
+    if not isinstance(value, Mapping):
+        return value
+    if not value:
+        raise ValueError("it names no axis; leave it out to let the solver choose")
+    for name, size in value.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{name!r} is no name for an axis: use letters, digits and underscores")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"the size of axis {name!r} is {size!r}, not a positive integer")
+        if size > MOST_DEVICES:
+            raise ValueError(f"the size of axis {name!r} is more than {MOST_DEVICES:,}, the most devices that hpml plans for")
+    return dict(value)
+
+
+_PLACES = {"pp": 0, "dp": 1, "tp": 3}  # 2: axes of other names
+"""Outer axes first. What is sent along pp and dp is little or can wait, and may cross nodes; tp needs the fastest links."""
+
+
+def parse_names(value: object) -> object:
+    """Names from a text such as "pp,dp,tp"; lists become tuples, anything else is handed on."""
+    if isinstance(value, str):
+        return tuple(name.strip() for name in value.split(","))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -> dict[str, int] | None:
+    """The axes of a mesh, the outermost first: as `order` names them, else pp, dp, those of other names as given, and tp.
+
+    Raises ValueError where `order` does not name each axis once.
+    """
+    if order is not None and sorted(order) != sorted(mesh or {}):
+        raise ValueError(f"mesh_order names {', '.join(order) or 'no axis'}, and the axes of the mesh are "
+                         f"{', '.join(mesh or {}) or 'left to the solver'}: name each axis of the mesh once")
+    if mesh is None:
+        return None
+    names = order or sorted(mesh, key=lambda name: _PLACES.get(name, 2))
+    return {name: mesh[name] for name in names}

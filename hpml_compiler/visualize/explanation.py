@@ -1,0 +1,125 @@
+"""Why a node or parameter lives where it does: its placements in words, the redistributions around it, its costs."""
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from hpml_compiler.plans.content import PlanContent
+from hpml_compiler.plans.schema import ROOT, GraphPlan, OperationPlan, ParameterPlan, Redistribution
+from hpml_compiler.visualize.equal_blocks import block_classes, block_path, owner_path
+from hpml_compiler.visualize.formatting import describe_placements, format_bytes, format_mesh, format_placements, format_us
+from passes.errors import BadInput
+
+MOST_USERS = 8
+
+
+def explain(plan: PlanContent, name: str) -> str:
+    """Text on the node or parameter `name` in every graph that has it. Raises BadInput with the closest names."""
+    parts = []
+    for graph in plan.graphs:
+        lines: list[str] = []
+        if name in graph.parameters:
+            lines += _parameter(graph, name, graph.parameters[name])
+        if name in graph.operations:
+            lines += _operation(graph, graph.operations[name])
+        if lines:
+            heading = f"{name} in {graph.name}, mesh {format_mesh(graph.mesh)}"
+            parts.append("\n".join([heading, *(f"  {line}" for line in [*lines, *_around(graph, name)])]))
+    if not parts:
+        raise _unknown(plan, name)
+    return "\n\n".join(parts)
+
+
+def _parameter(graph: GraphPlan, name: str, parameter: ParameterPlan) -> Iterator[str]:
+    yield (f"{'trainable' if parameter.trainable else 'frozen'} parameter, {parameter.dtype}{list(parameter.shape)}, "
+           f"{format_bytes(parameter.bytes_whole)} whole, {format_bytes(parameter.bytes_per_device)} on a device")
+    yield "stored as"
+    yield from (f"  {line}" for line in describe_placements(parameter.placements, graph.mesh) or ["whole, one device"])
+    if stand_in := _stand_in(graph, name):
+        yield f"the operations of its block are not listed: {stand_in} stands for it"
+        yield from _gradient(graph, parameter)
+        return
+    yield from _gradient(graph, parameter)
+    users = [each for each, operation in graph.operations.items() if name in operation.sources]
+    if users:
+        more = f" and {len(users) - MOST_USERS} more" if len(users) > MOST_USERS else ""
+        yield f"read by {', '.join(users[:MOST_USERS])}{more}"
+
+
+def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
+    """How the gradient is made, and what adds it up or brings it to where the parameter is stored."""
+    if not parameter.gradient:
+        return
+    names, made = [parameter.gradient], graph.operations.get(parameter.gradient)
+    while made is not None and made.kind == "view" and len(made.sources) == 1:  # a reduction may lie before the views
+        names.append(made.sources[0])
+        made = graph.operations.get(made.sources[0])
+    moves = [move for move in graph.redistributions
+             if move.value in names and (not move.consumer or move.consumer in names) and move.hops]
+    if not moves:
+        yield f"its gradient {parameter.gradient} is made where it is wanted: nothing is reduced"
+    for move in moves:
+        hops = ", then ".join(f"{hop.collective} over {hop.axis}={graph.mesh[hop.axis]} ({format_bytes(hop.bytes)}, "
+                               f"{format_us(hop.predicted_us)})" for hop in move.hops)
+        total = f", {format_us(sum(hop.predicted_us for hop in move.hops))} in all" if len(move.hops) > 1 else ""
+        yield (f"its gradient {move.value} is made as {format_placements(move.source, graph.mesh)} and becomes "
+               f"{format_placements(move.target, graph.mesh)} by {hops}{total}")
+
+
+def _stand_in(graph: GraphPlan, name: str) -> str:
+    """The parameter of an equal block that is listed for the one of `name`; "" where that block itself is."""
+    path = block_path(owner_path(name))
+    for each in block_classes(graph):
+        for block in each.blocks:
+            if block.path == path and each.blocks[0].operations and not block.operations:
+                return each.blocks[0].path + name[len(path):]
+    return ""
+
+
+def _operation(graph: GraphPlan, operation: OperationPlan) -> Iterator[str]:
+    runs = graph.runs(operation)
+    yield (f"{operation.op}, {'backward' if operation.backward else 'forward'}, in {operation.block or ROOT}, "
+           f"class {operation.class_id}")
+    yield (f"predicted {format_us(operation.predicted_us)} a run, {runs} run{'s' if runs > 1 else ''} a step: "
+           f"{format_us(operation.predicted_us * runs)} of {format_us(graph.predicted.compute_us)} compute")
+    for position, output in enumerate(operation.outputs):
+        yield f"output {position} lives as" if len(operation.outputs) > 1 else "its value lives as"
+        yield from (f"  {line}" for line in describe_placements(output, graph.mesh) or ["no tensor, or one device"])
+    for position, placements in enumerate(operation.inputs):
+        source = f" from {operation.sources[position]}" if position < len(operation.sources) else ""
+        yield f"reads input {position}{source} as {format_placements(placements, graph.mesh)}"
+
+
+def _around(graph: GraphPlan, name: str) -> Iterator[str]:
+    """What is redistributed before and after `name`, and why it was left whole, if it was."""
+    before = [move for move in graph.redistributions if move.consumer == name]
+    after = [move for move in graph.redistributions if move.value == name]
+    if not before and not after and not (name in graph.parameters and _stand_in(graph, name)):
+        yield ("it is read as it is stored: nothing is gathered" if name in graph.parameters
+               else "nothing is redistributed before or after it")
+    yield from (f"before it, {describe_move(move, graph)}" for move in before)
+    yield from (f"after it, {describe_move(move, graph)}" for move in after)
+    yield from (f"left whole: {left.reason}" for left in graph.left_whole if left.name == name)
+
+
+def describe_move(move: Redistribution, graph: GraphPlan) -> str:
+    """One line: what goes from which placement to which, by which collectives, at what cost."""
+    costs = [f"{format_bytes(hop.bytes)}, {format_us(hop.predicted_us)}" for hop in move.hops]
+    hops = ", then ".join(f"{hop.collective} over {hop.axis} ({cost})"
+                           for hop, cost in zip(move.hops, costs, strict=True)) or "no collective"
+    times = f", {move.multiplicity} times a step" if move.multiplicity > 1 else ""
+    return (f"{move.value} {move.dtype}{list(move.shape)} for {move.consumer or 'the output'}: "
+            f"{format_placements(move.source, graph.mesh)} becomes {format_placements(move.target, graph.mesh)} "
+            f"by {hops}{times}")
+
+
+def _unknown(plan: PlanContent, name: str) -> BadInput:
+    if not plan.graphs:
+        return BadInput(what="the plan has no graphs: there is nothing to explain", where="explain",
+                        next_step="make it again with `hpml plan TARGET --save PLAN.json`")
+    known = list(dict.fromkeys(each for graph in plan.graphs for each in (*graph.parameters, *graph.operations)))
+    parts = [each for each in known if name and name in each]
+    close = list(dict.fromkeys([*difflib.get_close_matches(name, known, n=5, cutoff=0.5), *parts]))[:8]
+    advice = f"did you mean {', '.join(close)}?" if close else f"name one of {', '.join(known[:8])}, ..."
+    return BadInput(what=f"the plan has no node or parameter {name!r}", where="explain",
+                    next_step=advice if known else "make a plan of a model that has operations")

@@ -1,0 +1,112 @@
+"""Whether it fits, in words: bytes of a device by part when it holds most, what is saved and recomputed, what that costs."""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.content import PlanContent
+from hpml_compiler.plans.memory_records import Peak
+from hpml_compiler.plans.schema import ROOT, GraphPlan
+from hpml_compiler.visualize.formatting import format_bytes, format_us
+
+MOST_NAMES = 10
+COUNTED = "counted along what a rank runs"
+SIMULATED = "simulated, with what torch's partitioner would save"
+
+
+def memory_text(plan: PlanContent, peak: Peak) -> str:
+    lines = [f"a device holds {format_bytes(peak.bytes)} when it holds most ({COUNTED if peak.counted else SIMULATED})"]
+    lines += [f"  {part:<12} {format_bytes(nbytes):>9}" for part, nbytes in peak.parts.items()]
+    lines.append(f"  then runs {describe_moment(peak)}")
+    if budget := budget_of(plan):
+        room = budget - peak.bytes
+        lines.append(f"  the budget is {format_bytes(budget)}: " + (
+            f"{format_bytes(room)} are left" if room >= 0 else f"{format_bytes(-room)} too much"))
+    for graph in plan.step_graphs:
+        lines += ["", *_of_graph(graph)]
+    return "\n".join(lines)
+
+
+def memory_json(plan: PlanContent, peak: Peak) -> dict[str, Any]:
+    """The same as plain JSON values, with every name."""
+    return {
+        "peak_bytes": peak.bytes, "parts": dict(peak.parts), "counted": peak.counted, "budget_bytes": budget_of(plan),
+        "at": {"graph": peak.graph, "node": peak.node, "block": peak.block, "phase": peak.phase},
+        "graphs": {graph.name: {
+            "saved": {name: nbytes for name, (_, nbytes) in saved_values(graph).items()},
+            "offloaded": {name: each.bytes * each.layers for name, each in graph.kept.offloaded.items()} if graph.kept else {},
+            "recomputed_s": {name: each.predicted_us * each.layers * 1e-6 for name, each in graph.kept.again.items()}
+            if graph.kept else {},
+        } for graph in plan.step_graphs},
+    }
+
+
+def budget_of(plan: PlanContent) -> int | None:
+    budgets = [graph.kept.budget_bytes for graph in plan.step_graphs if graph.kept]
+    return budgets[0] if budgets else None
+
+
+def describe_moment(peak: Peak) -> str:
+    if not peak.node:
+        return "nothing that the plan lists"
+    where = f" of {peak.block}" if peak.block and peak.block != ROOT else ""
+    what = {"recompute": "once more in backward"}.get(peak.phase, f"in {peak.phase}")
+    return f"{peak.node}{where}, {what}" if peak.node != "optimizer" else "the optimizer"
+
+
+def saved_values(graph: GraphPlan) -> dict[str, tuple[str, int]]:
+    """Block and bytes of each value that is saved, the largest first; of one that stands for several layers, of all."""
+    if graph.kept is not None:
+        found = {name: (value.block, value.bytes * value.layers) for name, value in graph.kept.saved.items()}
+    else:
+        found = {}
+        for name, operation in graph.operations.items():
+            nbytes = sum(size for size, saved in zip(operation.result_bytes, operation.saved) if saved)
+            if nbytes and operation.kind != "view":
+                found[name] = (operation.block, nbytes * graph.runs(operation))
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def _of_graph(graph: GraphPlan) -> Iterator[str]:
+    saved = saved_values(graph)
+    yield f"{graph.name} saves {_values(len(saved))}, {format_bytes(sum(size for _, size in saved.values()))}"
+    yield from _largest({name: (block, size, format_bytes(size)) for name, (block, size) in saved.items()})
+    if graph.kept is not None:
+        yield from _offloaded(graph, graph.kept)
+        yield from _recomputed(graph, graph.kept)
+
+
+def _offloaded(graph: GraphPlan, kept: CheckpointingPlan) -> Iterator[str]:
+    if kept.offloaded:
+        values = kept.offloaded.values()
+        sizes = {name: (value.block, value.bytes * value.layers) for name, value in kept.offloaded.items()}
+        yield (f"{graph.name} offloads {_values(sum(value.layers for value in values))}, "
+               f"{format_bytes(sum(nbytes for _, nbytes in sizes.values()))}: "
+               f"{format_us(sum(value.predicted_us * value.layers for value in values))} to move them")
+        yield from _largest({name: (block, nbytes, format_bytes(nbytes)) for name, (block, nbytes) in sizes.items()})
+
+
+def _recomputed(graph: GraphPlan, kept: CheckpointingPlan) -> Iterator[str]:
+    if not kept.again:
+        yield f"{graph.name} recomputes nothing"
+        return
+    share = f", {kept.again_us / graph.predicted.step_time_us:.1%} of a step" if graph.predicted.step_time_us else ""
+    count = sum(call.layers for call in kept.again.values())
+    calls = "1 call" if count == 1 else f"{count} calls"
+    yield f"{graph.name} runs {calls} of forward once more in backward: {format_us(kept.again_us)}{share}"
+    took = {name: (call.block, call.predicted_us * call.layers) for name, call in kept.again.items()}
+    slowest = sorted(took.items(), key=lambda item: -item[1][1])
+    yield from _largest({name: (block, us, format_us(us)) for name, (block, us) in slowest})
+
+
+def _largest(named: Mapping[str, tuple[str, float, str]]) -> Iterator[str]:
+    """(block, size, its text) by name, the largest first."""
+    for name, (block, _, text) in list(named.items())[:MOST_NAMES]:
+        yield f"  {text:>9}  {name}" + (f"  ({block})" if block and block != ROOT else "")
+    if len(named) > MOST_NAMES:
+        yield f"  and {len(named) - MOST_NAMES} smaller ones"
+
+
+def _values(count: int) -> str:
+    return "1 value" if count == 1 else f"{count} values"

@@ -1,0 +1,61 @@
+"""What inductor makes of one call: whether its result takes memory, and what it takes besides while it runs."""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportCallIssue=false
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from passes.op_rules.families.convolutions import OPERANDS
+from passes.op_rules.rule_table import is_pointwise
+from passes.op_rules.view_names import view_name
+
+INLINED = {"clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
+           "new_full", "iota", "arange", "scalar_tensor", "where", "constant_pad_nd", "slice_scatter", "select_scatter", "flip",
+           "repeat", "_unsafe_index", "_low_memory_max_pool_offsets_to_indices"}
+"""Operators beside the pointwise ones that inductor computes wherever their results are read."""
+SCATTERING = {"index_put", "_unsafe_index_put", "scatter", "scatter_add"}
+FUSING = INLINED | SCATTERING | {
+    "sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "prod", "any", "all", "argmax", "argmin", "index",
+    "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random", "max_pool2d_with_indices_backward"}
+"""Operators whose kernels read other results before these are in memory."""
+COSTLY = {"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"}
+"""What inductor's kernels for CPUs do not compute twice: a result that is computed with one, and that several read, is written
+into memory (`StorageBox.should_realize_on_reuse`, torch 2.13)."""
+NOT_ADDED_TO = {torch.bfloat16, torch.int64, torch.bool}
+"""What inductor's kernels cannot add to memory that others add to, too: the operator's own kernel is called."""
+
+
+def is_inlined(node: Node) -> bool:
+    return is_pointwise(node.target) or view_name(node.target) in INLINED
+
+
+def is_costly(node: Node, device: str) -> bool:
+    """device: the type of what runs it."""
+    return device == "cpu" and view_name(node.target) in COSTLY
+
+
+def is_fusing(node: Node) -> bool:
+    name = view_name(node.target)
+    if name in SCATTERING:
+        return not _calls_adding_kernel(node) and node.args[0].meta["val"].dtype not in NOT_ADDED_TO
+    return is_inlined(node) or name in FUSING
+
+
+def scratch_bytes(node: Node) -> int:
+    """What a call takes while it runs. Convolutions on CPUs put weights into another order of dims, forward once, backward what
+    it reads and what it makes; what is added up by the operator's own kernel has its places in another order, too (measured,
+    torch 2.13)."""
+    if _calls_adding_kernel(node):
+        return torch.int64.itemsize * node.args[2].meta["val"].numel()
+    count = OPERANDS.get(node.target, 0)
+    if not count:
+        return 0
+    weight = node.args[count - 1].meta["val"]
+    return (count - 1) * weight.numel() * weight.element_size() if weight.device.type == "cpu" else 0
+
+
+def _calls_adding_kernel(node: Node) -> bool:
+    """On CPUs that kernel is called where a process has several threads, too, which would have to wait for each other."""
+    on_cpu = view_name(node.target) == "scatter_add" and node.args[0].meta["val"].device.type == "cpu"
+    return on_cpu and torch.get_num_threads() > 1

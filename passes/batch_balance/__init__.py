@@ -1,0 +1,1 @@
+"""Shares of a batch for groups of unlike devices."""

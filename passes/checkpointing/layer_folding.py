@@ -1,0 +1,128 @@
+"""The tape of a few equal layers as that of many: the two in the middle stand for all but the first and the last.
+
+Two, so that some layers may keep what others compute again: a budget that lies between all of one kind and all of the other
+is used up. The layers of one kind follow one another. What a layer hands on to the next is kept, so that none has to be
+computed again for another one; where it depends on parameters alone, as a weight that is gathered early, it is never kept.
+"""
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from passes.checkpointing.layer_boundary import LayerBoundary, LayersDiffer, boundary_between
+from passes.simulation.memory.memory_trace import MemoryTrace, simulate_memory
+from passes.simulation.memory.storage_program import FoldedLayer, ProgramOp, StorageProgram
+
+
+def fold_layers(tape: StorageProgram, lists: Sequence[Sequence[str]], layers: int) -> StorageProgram:
+    """lists: of each list of equal layers, the blocks on the tape: the first layer, two in the middle, the last. layers: how
+    many each list has. Raises LayersDiffer where these do not do the same, or hand on what the layers between them cannot."""
+    middle = layers - 2
+    stand_ins = [each for blocks in lists for each in _stand_ins(tape, blocks, (middle - middle // 2, middle // 2))]
+    taken = [run for each in stand_ins for run in each.runs]
+    if len(set(taken)) < len(taken):
+        raise LayersDiffer
+    early = tuple((run, place) for number, blocks in enumerate(lists) for run, place in _early(tape, blocks, 2 * number))
+    folded = replace(tape, stand_ins=tuple(stand_ins), early=early)
+    for number in range(len(lists)):
+        folded = _handing_on(folded, boundary_between(folded, *stand_ins[2 * number: 2 * number + 2]))
+    return folded
+
+
+def _stand_ins(tape: StorageProgram, blocks: Sequence[str], layers: tuple[int, int]) -> tuple[FoldedLayer, FoldedLayer]:
+    """A layer's part of a phase is from where it begins there to where the layer begins that comes next."""
+    turn = next((k for k, run in enumerate(tape.runs) if run.backward), len(tape.runs))
+    first, one, other, last = blocks
+    ahead = {block: _begin(tape, block, 0, turn) for block in (one, other, last)}
+    back = {block: _begin(tape, block, turn, len(tape.runs)) for block in blocks}
+    if not ahead[one] < ahead[other] < ahead[last] or not back[last] < back[other] < back[one] < back[first]:
+        raise LayersDiffer
+    return (FoldedLayer(one, (ahead[one], ahead[other]), (back[one], back[first]), layers[0]),
+            FoldedLayer(other, (ahead[other], ahead[last]), (back[other], back[one]), layers[1]))
+
+
+def _begin(tape: StorageProgram, block: str, start: int, stop: int) -> int:
+    """Where a layer begins in a phase. What it computes from parameters alone may come earlier, as where a weight is gathered
+    while the layer before is at work: that is part of the layer before."""
+    given = {s for s, storage in enumerate(tape.storages) if storage.given == "forward"}
+    for k in range(start, stop):
+        run = tape.runs[k]
+        if run.block == block:
+            if not run.repeatable or not given.issuperset(run.reads):
+                while k > start and tape.runs[k - 1].block == block:
+                    k -= 1
+                return k
+            given.update(run.makes)
+    raise LayersDiffer
+
+
+def _early(tape: StorageProgram, blocks: Sequence[str], place: int) -> Iterator[tuple[int, int | None]]:
+    """Runs of forward that are before their layer begins, and the place of that among the layers that stand for several."""
+    _, one, other, last = blocks
+    for block, of in ((one, place), (other, place + 1), (last, None)):
+        begin = _begin(tape, block, 0, len(tape.runs))
+        yield from ((k, of) for k in range(begin) if tape.runs[k].block == block)
+
+
+def _handing_on(tape: StorageProgram, seam: LayerBoundary) -> StorageProgram:
+    """What a layer hands on to the next is kept until that one's backward begins at least, or never."""
+    if any(tape.is_forward(s) and not _of_given(tape, seam.other, s) for s in seam.leaving):
+        raise LayersDiffer
+    said: dict[int, str] = {}
+    read_by: dict[int, list[int]] = {}
+    for s, before in seam.entering.items():
+        handed_on = before, s, seam.twins[s]  # to the first that stands for several, to the second, and to the last
+        if not all(map(tape.is_forward, handed_on)) or not set(handed_on).intersection(tape.candidates):
+            continue
+        never = _of_given(tape, seam.one, s)
+        if any(tape.storages[each].said == ("keep" if never else "again") for each in handed_on):
+            raise LayersDiffer
+        said.update(dict.fromkeys(handed_on, "again" if never else "keep"))
+        if not never:
+            begin, end = seam.one.backward[0], seam.other.backward[0]
+            readers = (next(k for k in range(begin, len(tape.runs)) if _is_kernel(tape.runs[k])),
+                       next(k for k in range(end, begin) if _is_kernel(tape.runs[k])),
+                       next(k for k in range(end - 1, -1, -1) if _is_kernel(tape.runs[k])))
+            for each, reader in zip(handed_on, readers, strict=True):
+                read_by.setdefault(reader, []).append(each)
+    storages = tuple(replace(storage, said=said[s], offload_us=math.inf) if s in said else storage
+                     for s, storage in enumerate(tape.storages))
+    runs = tuple(replace(run, reads=tuple(dict.fromkeys((*run.reads, *read_by.get(k, ()))))) for k, run in enumerate(tape.runs))
+    return replace(tape, storages=storages, runs=runs)
+
+
+def _of_given(tape: StorageProgram, layer: FoldedLayer, storage: int) -> bool:
+    """Whether a layer computes something from parameters, or other inputs, alone."""
+    found = {s for s, each in enumerate(tape.storages) if each.given == "forward"}
+    for run in (tape.runs[k] for k in layer.runs):
+        if run.repeatable and found.issuperset(run.reads):
+            found.update(run.makes)
+    return storage in found
+
+
+def _is_kernel(run: ProgramOp) -> bool:
+    """Whether it is a call of backward that is not computed by its readers."""
+    return run.backward and not run.inlined and bool(run.makes)
+
+
+def split_layers(walked: MemoryTrace, budget_bytes: float) -> MemoryTrace:
+    """The same kept, where there are as many layers as fit of the kind that takes less time. walked: what fits; it is the
+    answer itself where both kinds take as much, or no more fit."""
+    ones, others = (walked.tape.stand_ins[k].layers for k in (0, 1))
+    walks = {ones: walked}
+
+    def look(number: int) -> MemoryTrace:
+        if number not in walks:
+            tape = replace(walked.tape, stand_ins=tuple(
+                replace(each, layers=(ones + others - number) if k % 2 else number)
+                for k, each in enumerate(walked.tape.stand_ins)))
+            walks[number] = simulate_memory(tape, walked.kept, walked.offloaded)
+        return walks[number]
+
+    if others == 1 or look(ones + 1).us == walked.us:
+        return walked
+    numbers = range(ones, ones + others) if look(ones + 1).us < walked.us else range(ones, 0, -1)
+    too_many = bisect_left(numbers, True, key=lambda number: look(number).peak > budget_bytes)  # more of them hold more
+    return look(numbers[too_many - 1])

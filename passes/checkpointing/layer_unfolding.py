@@ -1,0 +1,139 @@
+"""The tape of all layers, from one on which some stand for several: what the folded one is checked by.
+
+It is as long as the model is deep, and so is a walk along it. Whether both count the same bytes is asked of a few layers
+(`counts_alike`): what is held grows by the same with each further one.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from passes.checkpointing.layer_boundary import LayerBoundary, layer_boundaries
+from passes.simulation.memory.memory_trace import MemoryTrace, simulate_memory
+from passes.simulation.memory.phase_timeline import PhaseTimeline
+from passes.simulation.memory.storage_program import FoldedLayer, ProgramOp, StorageProgram
+
+FEW = 3
+"""Layers for each that stands for several, where it is asked whether both tapes count the same."""
+CLOSE = 0.02
+
+
+@dataclass(frozen=True)
+class UnfoldedProgram:
+    """source, run_source: of each storage and run of `tape`, which one of the folded tape it is."""
+
+    tape: StorageProgram
+    source: tuple[int, ...]
+    run_source: tuple[int, ...]
+
+    def walk(self, walked: MemoryTrace) -> MemoryTrace:
+        """With what a walk along the folded tape keeps."""
+        kept, away = (frozenset(s for s, source in enumerate(self.source) if source in which)
+                      for which in (walked.kept, walked.offloaded))
+        return simulate_memory(self.tape, kept, away)
+
+    def most(self, phase: PhaseTimeline) -> dict[int, int]:
+        """By number of a run, as in the order of the folded tape's phase: bytes in that of its layers where most is held."""
+        found: dict[int, int] = {}
+        for number, nbytes in zip(phase.order, phase.nbytes, strict=True):
+            source = self.run_source[number] if number >= 0 else -1 - self.run_source[-1 - number]
+            found[source] = max(nbytes, found.get(source, 0))
+        return found
+
+
+def unfold_layers(tape: StorageProgram) -> UnfoldedProgram:
+    """Raises LayersDiffer."""
+    return _Unfolding(tape).unfolded()
+
+
+def counts_alike(walked: MemoryTrace) -> bool:
+    """Whether a walk along the folded tape counts at no run less than one along all layers, and at most no more to speak of."""
+    tape = walked.tape
+    few = replace(tape, stand_ins=tuple(replace(each, layers=min(each.layers, FEW)) for each in tape.stand_ins))
+    unfolded = unfold_layers(few)
+    folded, whole = simulate_memory(few, walked.kept, walked.offloaded), unfolded.walk(walked)
+    for ours, theirs in (folded.forward, whole.forward), (folded.backward, whole.backward):
+        counted, most = dict(zip(ours.order, ours.nbytes, strict=True)), unfolded.most(theirs)
+        if counted.keys() != most.keys() or any(most[number] > nbytes for number, nbytes in counted.items()):
+            return False
+    return folded.peak <= (1 + CLOSE) * whole.peak and abs(whole.us - folded.us) <= CLOSE * (1 + whole.us)
+
+
+class _Unfolding:
+    """numbers: by storage of the folded tape and which of its layers, from 1."""
+
+    def __init__(self, tape: StorageProgram):
+        self.tape, self.seams = tape, layer_boundaries(tape)
+        self.runs: list[ProgramOp] = []
+        self.source: list[int] = []
+        self.run_source: list[int] = []
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.makers: list[int | None] = []
+        self.sections: dict[int, tuple[LayerBoundary, FoldedLayer, tuple[int, int]]] = {
+            section[0]: (each, stand_in, section) for each in self.seams for stand_in in (each.one, each.other)
+            for section in (stand_in.forward, stand_in.backward) if section[0] < section[1]}
+        self.back = [{t: s for s, t in each.twins.items()} for each in self.seams]
+
+    def unfolded(self) -> UnfoldedProgram:
+        tape = self.tape
+        for s, storage in enumerate(tape.storages):
+            if storage.maker is None:
+                self._storage(s, 1, None)
+        at = 0
+        while at < len(tape.runs):
+            if at in self.sections:
+                seam, stand_in, section = self.sections[at]
+                layers = range(1, stand_in.layers + 1)
+                for layer in layers if section == stand_in.forward else reversed(layers):
+                    for k in range(*section):
+                        self._run(k, seam, stand_in, layer)
+                at = section[1]
+            else:
+                self._run(at, None, None, 1)
+                at += 1
+        storages = tuple(replace(tape.storages[s], maker=maker) for s, maker in zip(self.source, self.makers, strict=True))
+        returned, gradients = (frozenset(s for s, source in enumerate(self.source) if source in which)
+                               for which in (tape.returned, tape.gradients))
+        return UnfoldedProgram(StorageProgram(tuple(self.runs), storages, returned, gradients, tape.between_bytes,
+                                              tape.after_bytes),
+                               tuple(self.source), tuple(self.run_source))
+
+    def _storage(self, s: int, layer: int, maker: int | None) -> int:
+        self.numbers[s, layer] = len(self.source)
+        self.source.append(s)
+        self.makers.append(maker)
+        return self.numbers[s, layer]
+
+    def _run(self, k: int, seam: LayerBoundary | None, stand_in: FoldedLayer | None, layer: int) -> None:
+        run = self.tape.runs[k]
+        reads = tuple(self.numbers[self._read(s, seam, stand_in, layer)] for s in run.reads)
+        makes = tuple(self._storage(s, layer, len(self.runs)) for s in run.makes)
+        waits_for = None if run.waits_for is None else self.makers[reads[0]]
+        self.run_source.append(k)
+        self.runs.append(replace(run, reads=reads, makes=makes, waits_for=waits_for))
+
+    def _read(self, s: int, seam: LayerBoundary | None, stand_in: FoldedLayer | None, layer: int) -> tuple[int, int]:
+        """Of which layer a run of this layer reads what it reads `s` for."""
+        if seam is None or stand_in is None:
+            return self._read_outside(s)
+        back: Mapping[int, int] = self.back[self.seams.index(seam)]
+        if s in (seam.twins if stand_in == seam.one else back):
+            return s, layer
+        if stand_in == seam.one:
+            if s in back:  # of the layer after
+                return (s, 1) if layer == stand_in.layers else (back[s], layer + 1)
+            before = next((t for t, entered in seam.entering.items() if entered == s), None)
+            return self._read_outside(s) if layer == 1 or before is None else (before, layer - 1)
+        if s in seam.twins:  # of the layer before
+            return (s, seam.one.layers) if layer == 1 else (seam.twins[s], layer - 1)
+        after = next((t for t, left in seam.leaving.items() if left == s), None)
+        return self._read_outside(s) if layer == stand_in.layers or after is None else (after, layer + 1)
+
+    def _read_outside(self, s: int) -> tuple[int, int]:
+        """What a layer that stands for itself reads: of layers before it the last one's, of layers after it the first one's."""
+        for each, back in zip(self.seams, self.back, strict=True):
+            if s in back:
+                return s, each.other.layers
+            if s in each.twins:
+                return s, 1
+        return s, 1

@@ -1,0 +1,61 @@
+"""The pass that keeps for backward what a saved plan keeps."""
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch.fx import GraphModule
+
+from passes.annotations import read, write
+from passes.base import AnalysisPass
+from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, STORAGE_PROGRAM
+from passes.checkpointing.solve_checkpointing import decision_of_trace
+from passes.errors import BadInput
+from passes.registry import register
+from passes.simulation.memory.memory_trace import simulate_memory
+from passes.simulation.memory.storage_program import StorageProgram
+
+WHERE = "the plan's `kept`"
+AGAIN = "plan again, for the model, the batch and the options that it runs with"
+
+
+@register
+@dataclass(frozen=True)
+class ObeyCheckpointing(AnalysisPass):
+    """Writes `CHECKPOINT_DECISION`: `names`, and `offloaded` of them out of the device's memory in between, counted by a walk.
+    That may be more than `budget_bytes`, less what others take meanwhile (`after_bytes`).
+
+    Raises BadInput for what is not of this graph or cannot be kept, and where something is missing that nothing else can be
+    made of.
+    """
+
+    name = "obey_kept"
+    requires = (STORAGE_PROGRAM,)
+    provides = (CHECKPOINT_DECISION,)
+
+    names: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+    budget_bytes: float = float("inf")
+    after_bytes: int = 0
+
+    def run(self, graph_module: GraphModule) -> None:
+        tape = replace(read(STORAGE_PROGRAM, graph_module), after_bytes=self.after_bytes)
+        kept, offloaded = _numbers(tape, self.names), _numbers(tape, self.offloaded)
+        if wrong := _named(tape, offloaded - tape.offloadable):
+            raise BadInput(f"{wrong} cannot be offloaded here", WHERE, 'give offload="saved", if the plan was made with it')
+        if wrong := _named(tape, (kept | offloaded) & tape.never_kept):
+            raise BadInput(f"the script says that {wrong} is computed once more", WHERE, AGAIN)
+        walked = simulate_memory(tape, kept, offloaded)
+        if wrong := _named(tape, walked.kept - kept - offloaded):
+            raise BadInput(f"{wrong} is not kept, and cannot be computed once more", WHERE, AGAIN)
+        write(CHECKPOINT_DECISION, graph_module, decision_of_trace(walked, self.budget_bytes, 0.0))
+
+
+def _numbers(tape: StorageProgram, names: frozenset[str]) -> frozenset[int]:
+    known = {tape.storages[s].name: s for s in tape.candidates}
+    if unknown := sorted(names - known.keys()):
+        raise BadInput(f"backward of this graph finds no {', '.join(unknown[:3])}", WHERE, AGAIN)
+    return frozenset(known[name] for name in names)
+
+
+def _named(tape: StorageProgram, storages: frozenset[int]) -> str:
+    return ", ".join(sorted(tape.storages[s].name or "a result without a name" for s in storages)[:3])

@@ -1,0 +1,83 @@
+"""The pass that decides what is kept for backward."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+
+from torch.fx import GraphModule
+
+from passes.annotations import read, write
+from passes.base import AnalysisPass
+from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, PARTITIONER_CHOICE, STORAGE_PROGRAM, CheckpointDecision
+from passes.checkpointing.checkpoint_search import BudgetTooSmall, choose_saved
+from passes.checkpointing.layer_boundary import LayersDiffer
+from passes.checkpointing.layer_unfolding import counts_alike
+from passes.registry import register
+from passes.simulation.memory.memory_breakdown import report_memory
+from passes.simulation.memory.memory_trace import MemoryTrace
+from passes.solver.solvers import SolverOptions
+from passes.solver.work_limit import WorkLimit
+
+
+@register
+@dataclass(frozen=True)
+class SolveCheckpointing(AnalysisPass):
+    """Writes `CHECKPOINT_DECISION`: the least time in which a call of the graph holds no more than `budget_bytes` besides its
+    inputs, and leaves `between_bytes` of them to others while forward is over and backward is not begun, and `after_bytes` once
+    it is over.
+
+    strict: raise `BudgetTooSmall` where nothing fits; else what holds least of all that was tried is the answer. Raises
+    `LayersDiffer` where a layer cannot stand for several. allowance: in place of the options' time limit.
+    """
+
+    name = "keep"
+    requires = (STORAGE_PROGRAM, PARTITIONER_CHOICE)
+    provides = (CHECKPOINT_DECISION,)
+
+    budget_bytes: float = float("inf")
+    options: SolverOptions = SolverOptions()
+    strict: bool = True
+    between_bytes: int = 0
+    after_bytes: int = 0
+    allowance: WorkLimit | None = field(default=None, repr=False, compare=False)
+
+    def run(self, graph_module: GraphModule) -> None:
+        cut = read(PARTITIONER_CHOICE, graph_module)
+        tape = replace(read(STORAGE_PROGRAM, graph_module), between_bytes=self.between_bytes, after_bytes=self.after_bytes)
+        named = {storage.name: s for s, storage in enumerate(tape.storages)}
+        suggested = frozenset(named[name] for name in cut if name in named) & frozenset(tape.candidates)
+        start = time.perf_counter()
+        try:
+            walked = choose_saved(tape, self.budget_bytes, self.options, [suggested], self.allowance).walk
+        except BudgetTooSmall as error:
+            if self.strict or error.walk is None:
+                raise
+            walked = error.walk
+        if walked.tape.stand_ins and not counts_alike(walked):
+            raise LayersDiffer
+        write(CHECKPOINT_DECISION, graph_module, decision_of_trace(walked, self.budget_bytes, time.perf_counter() - start))
+
+
+def decision_of_trace(walked: MemoryTrace, budget_bytes: float, seconds: float) -> CheckpointDecision:
+    """A walk in the words of an annotation."""
+    tape = walked.tape
+    return CheckpointDecision(
+        frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers_again[k] for k in walked.again),
+        sum(map(tape.us_of, walked.again)), max(walked.forward.nbytes, default=0), max(walked.backward.nbytes, default=0),
+        tape.bytes_of(walked.kept - walked.offloaded | tape.returned), budget_bytes, seconds,
+        frozenset(tape.storages[s].name for s in walked.offloaded), tape.bytes_of(walked.offloaded),
+        sum(map(tape.offload_us_of, walked.offloaded)), report_memory(walked), walked.after)
+
+
+@register
+@dataclass(frozen=True)
+class AdoptCheckpointing(AnalysisPass):
+    """Writes `CHECKPOINT_DECISION` as it was decided elsewhere, of the same graph."""
+
+    name = "adopt_kept"
+    provides = (CHECKPOINT_DECISION,)
+
+    kept: CheckpointDecision = CheckpointDecision(frozenset(), 0, 0.0, 0, 0, 0, float("inf"), 0.0)
+
+    def run(self, graph_module: GraphModule) -> None:
+        write(CHECKPOINT_DECISION, graph_module, self.kept)

@@ -1,0 +1,227 @@
+"""Tracing by AOTAutograd and the fake tensors that it traces with."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._dispatch.python import no_python_dispatcher
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from passes.compat.aot.decomposition_tables import without_wrong_decompositions
+from passes.compat.aot.lazy_graphs import lazy_graph_modules
+from passes.compat.aot.phase_tags import mark_phases
+from passes.compat.capture.module_paths import straighten
+
+
+def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
+    """`torch._dynamo.backends.common.aot_autograd`: a backend that traces forward and backward into one graph. A `partition_fn`
+    is given a graph all of whose calls are tagged (`passes.compat.aot.phase_tags`)."""
+    from torch._dynamo.backends.common import aot_autograd as make_backend
+
+    partition: Any = kwargs.get("partition_fn")
+
+    def with_phases(joint: torch.fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any) -> Any:
+        mark_phases(joint, num_fwd_outputs)
+        return partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+
+    backend = make_backend(**(kwargs if partition is None else {**kwargs, "partition_fn": with_phases}))
+
+    def traced(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        straighten(gm)
+        with lazy_graph_modules(), without_wrong_decompositions():
+            return backend(gm, inputs)
+
+    return traced
+
+
+@contextlib.contextmanager
+def outside_tracing() -> Any:
+    """A context in which tensors are real again, inside a backend: for communication while a graph is traced.
+
+    The Python dispatcher is off too. With it on, a collective is queued by a thread that holds the GIL and waits for
+    gloo's queue, while gloo's thread holds the queue and waits for the GIL to free the tensors of the collective before:
+    a deadlock, seen in one of a hundred compilations on 2 ranks.
+    """
+    with no_python_dispatcher(), without_modes():
+        yield
+
+
+@contextlib.contextmanager
+def without_modes() -> Any:
+    """A context in which no mode sees what is called, whatever is being traced: for who enters the mode that it needs."""
+    with _disable_current_modes():
+        yield
+
+
+@functools.cache
+def tracing_fake_mode() -> Any:
+    """A fake mode for planning without devices; real constants inside a model are let in."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode() -> Any:
+    """The fake mode that Dynamo is tracing under; raises RuntimeError outside a backend."""
+    context = TracingContext.try_get()
+    if context is None or context.fake_mode is None:
+        raise RuntimeError("not called by Dynamo: there is no tracing context")
+    return context.fake_mode
+
+
+def is_tracing() -> bool:
+    """Whether Dynamo is at work in this thread."""
+    return TracingContext.try_get() is not None
+
+
+def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
+    """The fake mode that a traced graph's values live in, or None if they are real."""
+    for node in gm.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+@contextlib.contextmanager
+def nested_compilation(fake: Any) -> Any:
+    """A context in which a traced graph can be compiled when its trace is over. fake: one of its values."""
+    with tracing(TracingContext(fake.fake_mode)):
+        yield
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it is a FakeTensor: shape and dtype without data, as Dynamo traces with."""
+    return type(tensor) is FakeTensor
+
+
+def fake_of(meta: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
+    """The fake tensor on `device` that a meta tensor, made outside of `mode`, describes, in the same memory."""
+    return FakeTensor(mode, meta, device)
+
+
+def is_effect_token(placeholder: torch.fx.Node) -> bool:
+    """Whether it is no input of the model, but what AOTAutograd orders side effects by (checks of torch.linalg, prints)."""
+    return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
+
+
+def results_of_program(gm: torch.fx.GraphModule, forward_outputs: int) -> dict[int, tuple[int, str | None]]:
+    """What the traced program itself returns, and neither AOTAutograd for it nor a gradient: number among the graph's
+    outputs -> (number among the program's results, placeholder of the gradient that backward is given for it). Empty where
+    tracing did not say, or the graph returns something else by now."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+
+    (output,) = gm.graph.find_nodes(op="output")
+    tangents = {tangent: node.name for node in gm.graph.find_nodes(op="placeholder")
+                if (tangent := getattr(node.meta.get("desc"), "output", None)) is not None}
+    described, returned = (pytree.tree_leaves(nest, is_leaf=lambda x: x is None)
+                           for nest in (output.meta.get("desc", ()), output.args))
+    if len(described) != len(returned):
+        return {}
+    return {k: (each.idx, tangents.get(each)) for k, each in enumerate(described[:forward_outputs])
+            if isinstance(each, PlainAOTOutput)}
+
+
+def expect_gradients(of: dict[int, torch.Tensor]) -> None:
+    """Inside the compiler of a forward graph: the gradients that backward is given have the shape and strides of these
+    tensors, by their numbers. AOTAutograd would make them those of the outputs that it traced."""
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
+
+    if not of:
+        return
+    known: Any = TracingContext.get().fw_metadata
+    metas = known.subclass_tangent_meta
+    for number, like in of.items():
+        meta = metas[number]
+        assert isinstance(meta, PlainTensorMeta), "outputs of a graph on several ranks are plain tensors"
+        meta.memory_format = MemoryFormatMeta(size=like.size(), stride=like.stride())
+
+
+def mutated_inputs(joint: torch.fx.GraphModule) -> set[int]:
+    """Positions of the inputs that the traced program changes in place: AOTAutograd has the graph return their new values,
+    and copies these into the inputs after each call."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    (output,) = joint.graph.find_nodes(op="output")
+    found = (getattr(described, "mutated_input", None) for described in pytree.tree_leaves(output.meta.get("desc", ()))
+             if isinstance(described, InputMutationAOTOutput))
+    return {cast("Any", given).idx for given in found if hasattr(given, "idx")}
+
+
+@contextlib.contextmanager
+def restrict_overwriting(places: frozenset[int] | None) -> Any:
+    """A backward that is compiled inside writes results over none of its inputs but these, by their places, of those that
+    AOTAutograd says nobody reads after it; None leaves these as they are. In a part of a backward, other tensors have the
+    places that it speaks of: parameters, rows of the batch."""
+    metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if metadata is None or places is None:
+        yield
+        return
+    donated = metadata.bw_donated_idxs
+    metadata.bw_donated_idxs = [k for k in donated or () if k in places]
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = donated
+
+
+@contextlib.contextmanager
+def allow_overwriting(places: Sequence[int]) -> Any:
+    """A graph that is compiled as backward inside may write results over these of its inputs, and no others. Whether it can be
+    told to: not where there are none, or no gradients."""
+    metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
+    if metadata is None or not places:
+        yield False
+        return
+    donated = metadata.bw_donated_idxs
+    metadata.bw_donated_idxs = [*places]
+    try:
+        yield True
+    finally:
+        metadata.bw_donated_idxs = donated
+
+
+def overwritable_inputs() -> frozenset[int]:
+    """Inside the compiler of a backward graph: places of the inputs that it may write over; none where nobody has said."""
+    known: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
+    return frozenset(getattr(known, "bw_donated_idxs", None) or ())
+
+
+def settings_of_tracing() -> list[Any] | None:
+    """What decides, besides a program and its inputs, what it is traced and compiled to; None where that cannot be told: a
+    script has hooks on all that is saved for backward."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    autograd: Any = vars(torch._C)["_autograd"]
+    if autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    cuda = torch.backends.cuda
+    return [
+        functorch.get_hash(), inductor.get_hash(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        torch.is_autocast_cache_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(), torch.get_default_dtype(), torch.get_default_device(),
+        torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark, torch.backends.mkldnn.enabled,
+        [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()],
+    ]
+
+
+def data_classes() -> list[type]:
+    """Classes of torch whose objects are data in kept graphs: placements, AOTAutograd's descriptions of inputs and outputs, and
+    FX's containers."""
+    from torch._functorch._aot_autograd import descriptors
+    from torch.distributed.tensor import placement_types
+
+    described = [each for each in vars(descriptors).values()
+                 if isinstance(each, type) and each.__module__ == descriptors.__name__ and dataclasses.is_dataclass(each)]
+    placements = [getattr(placement_types, name) for name in ("Shard", "Replicate", "Partial", "_StridedShard")
+                  if hasattr(placement_types, name)]
+    return [immutable_list, immutable_dict, *described, *placements]

@@ -1,0 +1,252 @@
+"""Dynamo: what it compiles, where it found the inputs of a graph, what it skips, and its guards."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch._guards import CompileContext, TracingContext
+from torch._higher_order_ops import utils as inner_graphs
+
+from passes.compat.patching.patches import replace_for_good
+
+
+@contextlib.contextmanager
+def quiet_dynamo() -> Any:
+    """Trace on through logging calls of libraries (transformers warns once), which would break the graph; and log nothing
+    of an operation that fails on fake tensors: the error itself says it."""
+
+    import torch._dynamo.config as config
+
+    functions = set(config.ignore_logging_functions) | {
+        function for name in ("warning_once", "info_once")
+        if (function := getattr(logging.Logger, name, None)) is not None
+    }
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    level = fakes.level
+    fakes.setLevel(logging.CRITICAL)
+    try:
+        with config.patch(ignore_logging_functions=functions):
+            yield
+    finally:
+        fakes.setLevel(level)
+
+
+@functools.cache
+def allow_scalar_mutation() -> None:
+    """Let Dynamo keep what writes to a tensor of no dims in float64.
+
+    It takes every such input for a Python float. After AOTAutograd has found that it cannot trace that float as a symbol,
+    Dynamo traces once more without the float's readers, and what it takes for those are the calls whose results nobody
+    reads: `self.seen.add_(1)` among them, whose result is the input itself. Without this the buffer keeps its old value,
+    silently, with every backend that goes through AOTAutograd (seen with torch 2.13).
+    """
+    def instead_of(remove: Any) -> Any:
+        @functools.wraps(remove)
+        def remove_inputs_alone(self: Any) -> None:
+            # What it goes by is the value of a call; the input itself and `.item()` of it are still taken out.
+            hidden = {node: node.meta.pop("example_value") for node in self.graph.nodes
+                      if node.op != "placeholder" and "example_value" in node.meta}
+            try:
+                remove(self)
+            finally:
+                for node, value in hidden.items():
+                    node.meta["example_value"] = value
+
+        return remove_inputs_alone
+
+    replace_for_good({"OutputGraph.remove_tensorify_specialized_graphargs": instead_of})
+
+
+def sets_data(target: Any) -> bool:
+    """Whether a call is how Dynamo writes `p.data = value`: a method up to torch 2.14, an operator since."""
+    return target is torch.Tensor.set_ or target is getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)
+
+
+def frame_being_compiled() -> str:
+    """Which piece of Python code Dynamo is compiling, as a number that is the same when it compiles that again; "" if none."""
+    compile_id = CompileContext.current_compile_id()
+    return "" if compile_id is None else str(compile_id.frame_id)
+
+
+def function_being_compiled() -> str:
+    """Which function Dynamo is compiling, in the words in which it speaks of it; to be called inside a backend."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = InstructionTranslator.current_tx().output.root_tx.f_code  # pyright: ignore[reportOptionalMemberAccess]
+    return f"'{code.co_name}' ({code.co_filename}:{code.co_firstlineno})"
+
+
+def ends_in_a_break(gm: torch.fx.GraphModule) -> bool:
+    """Whether Dynamo ended this graph where the script breaks it, so that there will be more."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
+def on_recompile_limit(callback: Callable[[str, int, str, str], None]) -> None:
+    """Call back whenever Dynamo gives up compiling a function anew: with the name of the limit in its config, the limit,
+    the function, and what differed the last time. It only logs that, so its log is what is listened to."""
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told = record.args
+            if str(record.msg).startswith("torch._dynamo hit config.") and isinstance(told, tuple) and len(told) >= 4:
+                callback(str(told[0]), cast("int", told[1]), str(told[2]), str(told[3]))
+
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(Listener(logging.WARNING))
+
+
+def dynamo_made_no_graph() -> bool:
+    """Whether Dynamo was given something to compile in this process, and made no graph of it for any backend."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and utils.counters["frames"]["total"] > 0 and not utils.counters["stats"]["unique_graphs"]
+
+
+def graph_break_reasons() -> Counter[str]:
+    """Why Dynamo ended graphs or made none so far in this process, in its own words, each in one line, and how often."""
+    utils, found = sys.modules.get("torch._dynamo.utils"), Counter[str]()
+    if utils is None:
+        return found
+    for kind in ("graph_break", "unimplemented"):
+        for text, times in utils.counters[kind].items():
+            found[_in_one_line(text)] += times
+    return found
+
+
+def _in_one_line(text: str) -> str:
+    """Without what is for developers. Before torch 2.7, a reason was one line already."""
+    lines = [line.strip() for line in text.partition("Developer debug context")[0].splitlines() if line.strip()]
+    return " ".join(line if line.endswith((".", "!", "?")) else f"{line}." for line in lines)
+
+
+def compiled_module_type() -> Any:
+    """The class of what `torch.compile(module)` returns; None before Dynamo is loaded."""
+    return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+
+
+def backend_of(module: torch.nn.Module) -> Any:
+    """The backend that a module is compiled for, by `torch.compile(module)` or `module.compile()`; None if it is not."""
+    kind = compiled_module_type()
+    if kind is None:
+        return None
+    callback = None
+    if isinstance(module, kind):
+        callback = getattr(module.dynamo_ctx, "callback", None)
+    elif (compiled := module.__dict__.get("_compiled_call_impl")) is not None:
+        freevars = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+        callback = freevars["callback"].cell_contents if "callback" in freevars else None
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend = None if callback is None else innermost_backend(callback)
+    return getattr(backend, "compiler_fn", backend)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: Dynamo compiles neither this function nor what it calls, where it meets them running.
+
+    After a graph break it may go on with any function that runs inside the model, the runtime's own included. Unlike
+    `torch.compiler.disable` it costs nothing per call, and does not stop Dynamo where it traces through.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+def break_graph(reason: str) -> None:
+    """Traced by Dynamo: what follows runs without a compiler; with fullgraph=True an error that gives the reason."""
+    torch._dynamo.graph_break(msg=reason)
+
+
+@functools.cache
+def trace_as(kind: type) -> None:
+    """Let Dynamo trace instances of this DTensor class as that class throughout.
+
+    Dynamo makes a fake of a view by repeating the view, and traces `.data` by a function that asks no class: both give a
+    bare DTensor, which does not mix with plain tensors.
+    """
+    bare = kind.__mro__[1]
+
+    def of_same_class(fake_of: Any) -> Any:
+        @functools.wraps(fake_of)
+        def fake_of_same_class(value: Any, *args: Any, **kwargs: Any) -> Any:
+            fake = fake_of(value, *args, **kwargs)
+            if type(fake) is bare and isinstance(value, kind):
+                fake.__class__ = type(value)
+            return fake
+
+        return fake_of_same_class
+
+    def by_detaching(data_of: Any) -> Any:
+        @functools.wraps(data_of)
+        def detached(self: Any, tx: Any) -> Any:
+            example = self.as_proxy().node.meta.get("example_value")
+            return self.call_method(tx, "detach", [], {}) if isinstance(example, kind) else data_of(self, tx)
+
+        return detached
+
+    replace_for_good({"wrap_to_fake_tensor_and_record": of_same_class})
+    replace_for_good({"TensorVariable.method_attr_data": by_detaching})
+    _let_inner_graphs_read(bare)
+
+
+def _let_inner_graphs_read(kind: type) -> None:
+    """Up to torch 2.12 Dynamo stops where a graph inside an operator, such as a branch of `torch.cond`, reads a DTensor.
+
+    It asks for fake tensors there, to find out which share storage. Later releases take a DTensor's local part for that.
+    """
+    if hasattr(inner_graphs, "is_traceable_wrapper_subclass"):
+        return
+
+    def of_local_parts(collect: Any) -> Any:
+        @functools.wraps(collect)
+        def collect_local_parts(inputs: Any) -> list[Any]:
+            found: list[Any] = []
+            for given in inputs:
+                example: Any = getattr(getattr(given, "node", given), "meta", {}).get("example_value")
+                found += [example._local_tensor] if isinstance(example, kind) else collect([given])
+            return found
+
+        return collect_local_parts
+
+    replace_for_good({"_collect_fake_inputs": of_local_parts})
+
+
+def guard_on_placement(sources: Any) -> None:
+    """Guard the placed tensors at these sources by class, `requires_grad` and spec, each by one comparison in C++.
+
+    A spec has the mesh, the placements, the shape, strides and dtype; it must be interned (`interned_spec`), since its
+    identity is what is compared. The guards that Dynamo has collected on these tensors and on their parts are dropped:
+    they describe the values from before. To be called inside a backend, after the values have been replaced: guards are
+    built when it returns.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    replaced = set(sources)
+    guards = TracingContext.get().guards_context.dynamo_guards
+    dtensor_parts = {"_spec", "_local_tensor", "device_mesh", "requires_grad"}
+
+    def stale(guard: Any) -> bool:
+        source = guard.originating_source
+        if source in replaced:  # guards on identity (tied parameters) stay
+            return guard.create_fn_name() in ("TENSOR_MATCH", "TYPE_MATCH", "TENSOR_SUBCLASS_METADATA_MATCH")
+        while (base := getattr(source, "base", None)) is not None:
+            if isinstance(source, AttrSource) and source.member in dtensor_parts and base in replaced:
+                return True
+            source = base
+        return False
+
+    # remove_guards_with_source does this for one source at a time, which takes seconds for hundreds of parameters.
+    guards.inner = type(guards.inner)(guard for guard in guards.inner if not stale(guard))
+    if hasattr(guards, "source_to_guards"):  # torch 2.13 keeps an index
+        guards.source_to_guards.clear()
+        for guard in guards.inner:
+            guards.track_guard_by_source(guard)
+    for source in replaced:
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH),
+                      AttrSource(source, "requires_grad").make_guard(GuardBuilder.EQUALS_MATCH),
+                      AttrSource(source, "_spec").make_guard(GuardBuilder.ID_MATCH))

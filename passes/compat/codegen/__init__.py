@@ -1,0 +1,1 @@
+"""Inductor: lowering, its C++ kernels and its order of kernels."""

@@ -1,0 +1,176 @@
+"""Inductor's C++ kernels: those of one graph compiled together, and waited for together.
+
+Of what g++ takes for one kernel, two thirds are the same for all: starting, reading inductor's header, linking. Inductor starts
+it for each; here, kernels of a graph share a few runs of it: half as many as there are threads to compile, which other graphs
+and ranks have work for, too, or more where each would have many kernels. Which of them share one follows from the graph's code
+and the machine alone, so that every process finds the same libraries.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from passes.compat.patching.patches import replaced
+
+log = logging.getLogger("hpml")
+MOST_KERNELS = 8
+"""Of one library: what it takes to compile the rest of them is worth a run of its own then."""
+_FIELDS = {"arg_len", "call_entry_func", "entry_func", "extra_parse_arg"}
+_NAME = re.compile(r"\bkernel\s*\(")
+_INCLUDE = re.compile(r"^\s*#\s*include\b.*$", re.MULTILINE)
+
+_unfinished: list[tuple[Any, dict[str, Any]]] | None = None
+_gathered: dict[int, list[_DeferredKernel]] = {}
+"""By the compiler of a graph's code, the kernels that it was asked for until now."""
+
+
+@contextlib.contextmanager
+def deferred_cpp_kernels() -> Any:
+    """What is compiled inside may be called after the context: only its end waits for the C++ compiler, which works beside what
+    is lowered meanwhile. Inductor would wait for the kernels of each graph before it begins the next. Inside another one, the
+    end of that waits."""
+    global _unfinished
+    if _unfinished is not None:
+        yield
+        return
+    _unfinished = unfinished = []
+    try:
+        with replaced({"AsyncCompile.wait": lambda _: _begin, "AsyncCompile.cpp_pybinding": _gathering}):
+            yield
+    finally:
+        _unfinished = None
+        _gathered.clear()
+    for compiling, scope in unfinished:
+        for name, value in scope.items():
+            # for which inductor waits only if it has threads
+            if isinstance(getattr(value, "result_fn", None), _DeferredKernel):
+                scope[name] = value.result()
+        compiling.wait(scope)
+
+
+def _begin(self: Any, scope: dict[str, Any]) -> None:
+    """Instead of waiting for the kernels of a graph's code."""
+    assert _unfinished is not None, "inductor waits inside of the context"
+    _compile(_gathered.pop(id(self), []), self.submit)
+    _unfinished.append((self, scope))
+
+
+def _gathering(alone: Callable[..., Any]) -> Callable[..., Any]:
+    """alone: compiles a kernel by itself."""
+    def gather(self: Any, argtypes: list[str], source_code: str, *more: Any, **named: Any) -> Any:
+        if more or named or not _can_share(source_code):
+            return alone(self, argtypes, source_code, *more, **named)
+        kernel = _DeferredKernel(tuple(argtypes), source_code, lambda: alone(self, argtypes, source_code))
+        _gathered.setdefault(id(self), []).append(kernel)
+        return kernel.future()
+
+    return gather
+
+
+@dataclass
+class _DeferredKernel:
+    """Called, it is loaded. argtypes: of its arguments, in C++. alone: compiles it by itself. call: what loads it, once that
+    was begun."""
+
+    argtypes: tuple[str, ...]
+    code: str
+    alone: Callable[[], Any]
+    call: Callable[[], Any] | None = None
+
+    def future(self) -> Any:
+        from torch._inductor.codecache import LambdaFuture
+
+        return LambdaFuture(self)
+
+    def __call__(self) -> Any:
+        assert self.call is not None, "the end of a graph's code begins to compile its kernels"
+        return self.call()
+
+
+def _can_share(code: str) -> bool:
+    """Whether a kernel is written as inductor writes them, and its library as this is made for."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    fields = {field for _, field, _, _ in string.Formatter().parse(Cache.suffix_template) if field}
+    return (fields == _FIELDS and Cache.entry_function == "kernel" and len(_NAME.findall(code)) == 1
+            and len(_NAME.findall(Cache.call_entry_function)) == 1)
+
+
+def _compile(kernels: Sequence[_DeferredKernel], submit: Callable[..., Any]) -> None:
+    """Begin to."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    runs = max(get_compile_threads() // 2, -(-len(kernels) // MOST_KERNELS))
+    for first in range(min(runs, len(kernels))):
+        _KernelLibrary(kernels[first::runs], submit).begin()
+
+
+class _KernelLibrary:
+    """Kernels of one run of the compiler."""
+
+    def __init__(self, kernels: Sequence[_DeferredKernel], submit: Callable[..., Any]):
+        self.kernels, self.submit = kernels, submit
+
+    def begin(self) -> None:
+        from torch._inductor.async_compile import get_compile_threads
+        from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+        # Compiled where another process is at it already, it is waited for: by a thread, so that this one goes on.
+        self.load = Cache.load_async(self.source())
+        self.loading = self.submit(self.load) if get_compile_threads() > 1 else None
+        for number, kernel in enumerate(self.kernels):
+            kernel.call = functools.partial(self.kernel, number)
+
+    def kernel(self, number: int) -> Any:
+        from torch._inductor.exc import CppCompileError
+
+        try:
+            first = self.load() if self.loading is None else self.loading.result()
+        except CppCompileError as error:  # if it is a kernel's own, the user meets it with that kernel alone
+            log.info("%d kernels that could not be compiled together are compiled one by one: %s", len(self.kernels), error)
+            made = self.kernels[number].alone()
+            return made.result() if hasattr(made, "result") else made
+        return getattr(_module(first, number), _entry(number))
+
+    def source(self) -> str:
+        """Each kernel in a namespace, with its bindings, and an entry that Python can import by its name."""
+        includes = dict.fromkeys(line.strip() for kernel in self.kernels for line in _INCLUDE.findall(kernel.code))
+        parts = [_NAME.sub(f"{_entry(number)}(", _INCLUDE.sub("", kernel.code)) + _bindings(kernel, number)
+                 for number, kernel in enumerate(self.kernels)]
+        bindings = dict.fromkeys(line.strip() for part in parts for line in _INCLUDE.findall(part))
+        spaces = [f"namespace hpml_{number} {{\n{_INCLUDE.sub('', part)}\n}}\n" for number, part in enumerate(parts)]
+        return "\n".join(["#define PY_SSIZE_T_CLEAN", *includes, *bindings, *spaces])
+
+
+def _entry(number: int) -> str:
+    return f"kernel_{number}" if number else "kernel"  # as inductor loads the first of them
+
+
+def _bindings(kernel: _DeferredKernel, number: int) -> str:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    arguments = ", ".join(f"parse_arg<{each.replace('const ', '')}>(args, {n})" for n, each in enumerate(kernel.argtypes))
+    call = _NAME.sub(f"{_entry(number)}(", Cache.call_entry_function).format(arguments)
+    return Cache.suffix_template.format(arg_len=len(kernel.argtypes), call_entry_func=call, entry_func=_entry(number),
+                                        extra_parse_arg=Cache.extra_parse_arg.format(array_len=-1))
+
+
+def _module(first: ModuleType, number: int) -> ModuleType:
+    """One library is a module of Python's for each of its kernels."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    if number == 0:
+        return first
+    path, key = str(first.__file__), first.__name__.rpartition(".")[0]
+
+    class Entry(Cache):
+        entry_function = _entry(number)
+
+    return Entry._load_library_inner(path, key)

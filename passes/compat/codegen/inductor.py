@@ -1,0 +1,233 @@
+"""Inductor: what it decomposes, its passes and partitioners, and lowering one graph."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch._guards import TracingContext, detect_fake_mode
+from torch.utils import _pytree as pytree
+
+from passes.compat.aot.aot_tracing import fake_mode_of
+from passes.compat.aot.decomposition_tables import inductor_decompositions, without_wrong_decompositions
+from passes.compat.codegen.batch_cpp_kernels import deferred_cpp_kernels
+from passes.compat.codegen.cpp_warmup import wait_for_vector_instructions
+from passes.compat.patching.patches import replaced
+
+
+def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
+                   around: Callable[[], Any] = contextlib.nullcontext) -> Callable[..., Any]:
+    """What `backend="inductor"` does with a Dynamo graph. around: makes a context in which each half is compiled, backward in
+    its first call."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    on_cpus = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
+    later = deferred_cpp_kernels if on_cpus else contextlib.nullcontext
+
+    @functools.wraps(compile_fx_inner)
+    def compile_half(*args: Any, **kwargs: Any) -> Any:
+        wait_for_vector_instructions()
+        with around(), later():
+            return compile_fx_inner(*args, **kwargs)
+
+    # What is part of a cache's key: plain inductor keeps graphs of the same inputs, which it took apart by its own table.
+    key = {**config.unsafe_marked_cacheable_functions, "hpml.decompositions": "1"}
+    # Around all, since kernels are loaded from AOTAutograd's cache, too.
+    with later(), without_wrong_decompositions(), config.patch(unsafe_marked_cacheable_functions=key):
+        return cast("Callable[..., Any]", compile_fx(gm, example_inputs, inner_compile=compile_half,
+                                                     decompositions=inductor_decompositions()))
+
+
+@contextlib.contextmanager
+def visible_kernels() -> Any:
+    """What inductor compiles inside shows its C++ kernels to `torch.profiler`; see `is_fused_kernel`."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.enable_kernel_profile": True, "fx_graph_cache": False}):
+        yield
+
+
+def is_fused_kernel(event: str) -> bool:
+    """Whether a profiler's event is a kernel that inductor made: `graph_0_cpp_fused_add_3`, `triton_poi_fused_add_1`."""
+    return "cpp_fused_" in event or event.startswith("triton_")
+
+
+def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Inductor's passes over a joint graph (pattern matching, constant folding, its own random numbers)."""
+
+    from torch._inductor import compile_fx
+    from torch._inductor.virtualized import V
+
+    passes = compile_fx._recursive_joint_graph_passes
+    kwargs: dict[str, Any] = {"skip_invoke_subgraph": True}
+    if "input_device" in inspect.signature(passes).parameters:  # not in every patch of 2.11
+        devices = [n.meta["val"].device for n in joint.graph.find_nodes(op="placeholder")
+                   if isinstance(n.meta.get("val"), torch.Tensor)]
+        # What a model computes on, where numbers on the CPU are among its inputs.
+        kwargs["input_device"] = next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)
+    with V.set_fake_mode(fake_mode_of(joint)), _patterns_for(joint):  # what replaces random numbers asks for the mode
+        return passes(joint, **kwargs) or joint
+
+
+@contextlib.contextmanager
+def _patterns_for(joint: torch.fx.GraphModule) -> Any:
+    """Inside, inductor readies its patterns of attention only for a graph that they could match. They are so many that it takes
+    half a second, once in a process; all of them have batched products, which a call of attention or a plain model has not."""
+    from torch._inductor.fx_passes import fuse_attention, joint_graph, misc_patterns, pad_mm
+
+    graphs = [module.graph for module in joint.modules() if isinstance(module, torch.fx.GraphModule)]
+    once = (joint_graph.lazy_init, fuse_attention._sfdp_init, pad_mm._pad_mm_init, misc_patterns._misc_patterns_init)
+    if (any(graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default) for graph in graphs)
+            or not all(hasattr(function, "cache_info") for function in once)):  # another release may do it otherwise
+        yield
+        return
+    # Not the function that remembers that all is ready: another graph, or another backend, readies the rest.
+    with replaced({"lazy_init": lambda ready: ready.__wrapped__, "_sfdp_init": lambda _: lambda *_: None}):
+        yield
+
+
+def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any, *,
+                      deduplicate: bool = False) -> Any:
+    """Inductor's partitioner: forward and backward graph, saving what costs least.
+
+    deduplicate: with its elimination of common subexpressions, which knows nothing of nodes held back for backward: see
+    `passes.transforms.cleanup.common_subexpressions`.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import has_recomputable_ops, min_cut_rematerialization_partition
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch(cse=deduplicate))
+        if has_recomputable_ops(joint) and detect_fake_mode() is None:  # random numbers in a checkpointed region ask for it
+            stack.enter_context(fake_mode_of(joint))
+        return min_cut_rematerialization_partition(
+            joint, inputs, compiler="inductor", num_fwd_outputs=forward_outputs,
+            static_lifetime_input_indices=static_inputs,
+        )
+
+
+class _PartitionChosen(BaseException):
+    """Raised where the partitioner knows what it saves, instead of going on to make two graphs. saved: these nodes. Nothing
+    that torch may catch on the way as an error of its own."""
+
+    def __init__(self, saved: list[torch.fx.Node]) -> None:
+        self.saved = saved
+
+
+def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, deduplicate: bool = False) -> list[torch.fx.Node]:
+    """What inductor's partitioner would hand from forward to backward, in half of the time that partitioning takes. Changes the
+    graph: calls without readers are removed and, with `deduplicate`, equal ones."""
+    def stop(_: Any, saved: list[torch.fx.Node], *args: Any, **kwargs: Any) -> Any:
+        raise _PartitionChosen(saved)
+
+    try:
+        with replaced({"_extract_fwd_bwd_modules": lambda _: stop}):
+            forward, _ = min_cut_partition(joint, (), forward_outputs, (), deduplicate=deduplicate)
+    except _PartitionChosen as chosen:
+        return chosen.saved
+    # A release of torch that makes its two graphs in another way has made them.
+    (output,) = forward.graph.find_nodes(op="output")
+    results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
+    return [x for x in results[forward_outputs:] if isinstance(x, torch.fx.Node)]
+
+
+def split_by_tags(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:
+    """Forward and backward graph by the tags of the nodes: what is tagged `is_backward` is backward's, and what that reads of
+    the rest is saved."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    backward = {node for node in joint.graph.nodes if node.meta.get("partitioner_tag") == "is_backward" or (
+        node.op == "placeholder" and "tangents" in str(node.target))}
+    read = dict.fromkeys(x for node in joint.graph.nodes if node in backward for x in node.all_input_nodes
+                         if x not in backward and x.op != "get_attr")
+    tensors, numbers = [], []
+    for x in read:
+        (tensors if isinstance(x.meta.get("val"), torch.Tensor) else numbers).append(x)
+    return _extract_fwd_bwd_modules(joint, tensors, numbers, num_fwd_outputs=forward_outputs)
+
+
+def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
+    """Forward and backward graph, saving everything that backward reads."""
+    from torch._functorch.partitioners import default_partition as partition
+
+    return partition(joint, inputs, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=static_inputs)
+
+
+def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
+    """Whether inductor will have the convolutions of a graph read and make what is in that order of dims."""
+    if not any(node.target is torch.ops.aten.convolution.default for node in gm.graph.nodes):
+        return False
+    from torch._inductor.graph import GraphLowering
+
+    return GraphLowering.decide_layout_opt(gm, is_inference=False)
+
+
+@contextlib.contextmanager
+def strides_of_results() -> Any:
+    """Collects the strides that lowering gives the results of what is compiled inside, in order; None where it does not say."""
+    with TracingContext.report_output_strides() as strides:
+        yield strides
+
+
+def strides_reported() -> Sequence[Any]:
+    """What lowering has said, so far, of the strides of the results of the graph that AOTAutograd is at; see above."""
+    return getattr(TracingContext.try_get(), "output_strides", None) or ()
+
+
+def inductor_cache_folder() -> str | None:
+    """Where inductor keeps what it compiles for all processes of this user; None where it is told not to."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir() if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def inductor_folder() -> str:
+    """Where inductor writes what it compiles, whether that can be or not."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+
+
+def is_inductor_cacheable(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph has only what inductor keeps compiled, where it keeps anything."""
+    from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
+
+    try:
+        FxGraphCache._check_can_cache(gm)
+    except BypassFxGraphCache:
+        return False
+    return True
+
+
+_graph_ids = itertools.count()
+
+
+def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, static_inputs: Any, is_backward: bool,
+                          is_inference: bool, reuse: bool = True, keep_order: bool = False) -> Callable[..., Any]:
+    """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
+
+    reuse: whether a buffer that nobody reads any more may stay for a later one of its size, instead of being freed at once, and
+    kernels may run in another order than the graph's. keep_order: whether the order is the graph's but for what is fused, with
+    `reuse`, too. A collective would else start where it is waited for, if less is held then.
+
+    Never into CUDA graphs, also where inductor is set up for them: not every collective can be captured.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    from passes.compat.codegen.inductor_order import scheduled_in_graph_order
+
+    wait_for_vector_instructions()
+    settings = {"triton.cudagraphs": False, **({"reorder_for_peak_memory": False} if keep_order else {})}
+    with contextlib.nullcontext() if reuse else scheduled_in_graph_order(), config.patch(settings):
+        return compile_fx_inner(
+            gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
+            is_inference=is_inference, graph_id=next(_graph_ids),
+        )

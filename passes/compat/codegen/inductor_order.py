@@ -1,0 +1,158 @@
+"""Inductor's schedule where bytes are counted: the order of the graph, and nothing held for longer than that says.
+
+Left to itself, inductor gives a result its place when something needs it in memory. A result that only the next large kernel
+reads is so computed just before that, after what else that kernel reads; and what it is computed from is held until then.
+On CPUs it also puts all light kernels between two calls of a library into one function, whose memory is taken when it starts
+and given back when it is over. And it computes in one kernel what reads the same, however far apart: of what is computed once
+more in backward, layers ahead of where it is read.
+"""
+# Nodes of inductor's scheduler have no types to speak of.
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import heapq
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch._inductor import config, custom_graph_pass
+from torch._inductor.scheduler import ExternKernelSchedulerNode
+from torch._inductor.virtualized import V
+
+from passes.compat.patching.patches import replaced
+
+SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11, 2.12: any callable is one
+
+LEAST_FREED_BYTES = 1 << 14
+"""What is worth a function of its own."""
+
+
+@contextlib.contextmanager
+def scheduled_in_graph_order() -> Iterator[None]:
+    """What inductor compiles inside holds what the graph, run call by call, would hold."""
+    settings = {
+        "_post_fusion_custom_pass": InGraphOrder(), "reorder_for_peak_memory": False, "allow_buffer_reuse": False,
+        "realize_acc_reads_threshold": 8, "realize_reads_threshold": 4,  # as `passes.simulation.memory.memory_trace` has them
+    }
+    replacements = {
+        "CppScheduling.ready_to_flush": lambda usual: (
+            lambda self: usual(self) or _freed_bytes(self.scheduler) >= LEAST_FREED_BYTES),
+        "Scheduler.can_fuse": lambda fuses: (
+            lambda self, node1, node2, *how, **more: (
+                len(_places(self.nodes).stretches(node1, node2)) <= 1 and fuses(self, node1, node2, *how, **more))),
+    }
+    with replaced(replacements), config.patch(settings):
+        yield
+
+
+class InGraphOrder(SchedulerPass):
+    """Of all kernels that can run, the one that stands first in the graph runs next."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        places = _places(nodes)
+        first = [min(places.of(node), default=-1) for node in nodes]
+        makers = {name: k for k, node in enumerate(nodes) for name in node.get_buffer_names()}
+        waits_for = [{makers[dep.name] for dep in node.unmet_dependencies if dep.name in makers} - {k}
+                     for k, node in enumerate(nodes)]
+        return [nodes[k] for k in stable_topological_order(first, waits_for)]
+
+    def uuid(self) -> bytes:
+        """Of the code above: what inductor keeps from compiling is found by it, too."""
+        return hashlib.sha256(Path(__file__).read_bytes()).digest()
+
+
+class _GraphPositions:
+    """Where in the graph the calls stand whose results kernels are. called: of those of them that libraries make. operands: by
+    buffer, where the call stands that one of these reads in it, view or not."""
+
+    def __init__(self, graph: Any, nodes: Iterable[Any]):
+        self.number = {node: k for k, node in enumerate(graph.nodes)}
+        self.of_kernel: dict[str, list[int]] = {}
+        self.called: list[int] = []
+        self.operands: dict[str, int] = {}
+        calls = list(graph.nodes)
+        for node in nodes:
+            if isinstance(node, ExternKernelSchedulerNode) and (found := self._origins(node.node)):
+                self.called.append(max(found))
+                read, made = calls[max(found)].all_input_nodes, getattr(node.node, "inputs", ())
+                if len(read) == len(made):
+                    self.operands.update((x.get_name(), self.number[call]) for x, call in zip(made, read, strict=True)
+                                         if hasattr(x, "get_name"))
+        self.called.sort()
+
+    def of(self, node: Any) -> list[int]:
+        """One for each kernel that was fused."""
+        return [place for each in node.get_nodes() for place in self._of_kernel(each)]
+
+    def stretches(self, *nodes: Any) -> set[int]:
+        """Numbers of the stretches between calls of libraries that these are from."""
+        return {bisect(self.called, place) for node in nodes for place in self.of(node)}
+
+    def _of_kernel(self, each: Any) -> list[int]:
+        name = each.get_name()
+        if name not in self.of_kernel:
+            found = self._origins(each.node)
+            if not isinstance(each, ExternKernelSchedulerNode):
+                found = self._computed(each.node, found)
+            self.of_kernel[name] = [max(found)] if found else []
+        return self.of_kernel[name]
+
+    def _computed(self, node: Any, origins: list[int]) -> list[int]:
+        """Where a library wants an operand in memory, or in another order of dims, its own call and all that computes its other
+        operands are said to be what computes this one."""
+        known = self.number.get(getattr(node, "origin_node", None))
+        if known is not None:  # what changes nothing, as a view of the same shape, is said to be it, too, if it stands later
+            return [min(known, max(origins, default=known))]
+        known = self.operands.get(node.get_name())
+        return origins if known is None else [known]
+
+    def _origins(self, node: Any) -> list[int]:
+        return [self.number[origin] for origin in getattr(node, "origins", ()) if origin in self.number]
+
+
+def _places(nodes: Iterable[Any]) -> _GraphPositions:
+    """Of the graph that is being compiled. nodes: all of its kernels; asked when they are not fused yet, and afterwards."""
+    graph: Any = V.graph
+    if not hasattr(graph, "hpml_places"):
+        graph.hpml_places = _GraphPositions(graph.graph, nodes)
+    return graph.hpml_places
+
+
+def stable_topological_order(first: list[int], waits_for: list[set[int]]) -> list[int]:
+    """All numbers, each after those that it waits for, and among those that wait for nothing more by `first`."""
+    waiting = [len(found) for found in waits_for]
+    followers: dict[int, list[int]] = defaultdict(list)
+    for k, found in enumerate(waits_for):
+        for other in found:
+            followers[other].append(k)
+    ready = [(first[k], k) for k, number in enumerate(waiting) if not number]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, k = heapq.heappop(ready)
+        order.append(k)
+        for follower in followers[k]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                heapq.heappush(ready, (first[follower], follower))
+    assert len(order) == len(first), "kernels wait for each other in a circle"
+    return order
+
+
+def _freed_bytes(scheduler: Any) -> int:
+    """Of buffers that nobody reads after the kernels that are not written down yet."""
+    names = scheduler.buffer_names_to_free - V.graph.removed_buffers - V.graph.wrapper_code.freed
+    return sum(map(_nbytes, names))
+
+
+def _nbytes(name: str) -> int:
+    try:
+        return int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize
+    except NotImplementedError:  # stands for several results, which are buffers themselves
+        return 0
+    except TypeError:  # nobody knows its size yet
+        return LEAST_FREED_BYTES

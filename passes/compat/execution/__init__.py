@@ -1,0 +1,1 @@
+"""Eager execution: autograd, DTensor, process groups, pipeline schedules."""

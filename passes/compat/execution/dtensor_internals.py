@@ -1,0 +1,135 @@
+"""DTensor's insides, for parameters that are DTensors (hpml_compiler/runtime)."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from passes.compat.patching.patches import replace_for_good
+
+plain_torch_functions = torch._C.DisableTorchFunctionSubclass
+"""Context in which `__torch_function__` of subclasses is not called; only modes have a public one."""
+
+
+def with_dispatch() -> Any:
+    """Context in which `__torch_dispatch__` of subclasses is called, also inside of `torch.tensor([x])`, which asks `x` for its
+    number with that switched off: a collective's result that is not waited for would be read like memory that it lacks."""
+    keys = torch._C.DispatchKey
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(keys.Python):
+        return contextlib.nullcontext()
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(keys.Python).remove(keys.PythonTLSSnapshot)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def make_dtensor(kind: type, local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
+    """A DTensor, or an instance of a subclass, from its local part and its spec (0.8 us).
+
+    DTensor's public constructors derive and check the spec first, and cost 30 us and more.
+    """
+    return torch.Tensor._dtensor__new__(kind, local, spec, requires_grad=requires_grad)
+
+
+def dtensor_spec(mesh: Any, placements: Any, like: torch.Tensor) -> Any:
+    """The DTensorSpec of a tensor with the shape, strides and dtype of the whole tensor `like`."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+
+
+_interned_specs: dict[Any, Any] = {}
+
+
+def interned_spec(spec: Any) -> Any:
+    """The one spec of all that are equal: parameters have these, so that a guard need only compare identities."""
+    return _interned_specs.setdefault((id(spec.mesh), spec), spec)  # equal meshes may be of other process groups
+
+
+def as_interned(spec: Any) -> Any:
+    """The interned spec that equals this one, if there is one, else this one."""
+    return _interned_specs.get((id(spec.mesh), spec), spec)
+
+
+def forget_interned_specs() -> None:
+    """For a fresh start: parameters that are placed from now on share nothing with those from before."""
+    _interned_specs.clear()
+
+
+def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part of a tensor, and where it starts in the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
+
+
+def norm_partial(order: float) -> Any:
+    """The placement of norms of parts: reduced, they give the norm of the whole."""
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    return _NormPartial(order)
+
+
+def on_fully_shard(look: Callable[[Any], None]) -> None:
+    """From now on, `look` is called with each parameter that `fully_shard` is about to shard. Nothing is done as long as that
+    is not loaded."""
+    if "torch.distributed.fsdp._fully_shard._fsdp_param" not in sys.modules:
+        return
+
+    def looking(original: Any) -> Any:
+        if getattr(original, "looks", None) is look:
+            return original
+
+        @functools.wraps(original)
+        def init(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+            look(param)
+            original(self, param, *args, **kwargs)
+
+        init.looks = look  # type: ignore[attr-defined]  # a function's own mark: a second call finds it
+        return init
+
+    replace_for_good({"FSDPParam.__init__": looking})
+
+
+@functools.cache
+def enable_subclass_dispatch() -> None:
+    """From now on, `__torch_dispatch__` of a DTensor subclass is called for what autograd's engine does with gradients.
+
+    Before torch 2.13, the C++ code that handles DTensors takes subclasses for DTensors; it asks a table of handlers first.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
+
+    def handled(op: Any, args: Any, kwargs: Any) -> Any:
+        kind = next((type(value) for value in args if "__torch_dispatch__" in vars(type(value))
+                     and type(value) is not DTensor), None)
+        if kind is not None:
+            return kind.__torch_dispatch__(op, (), args, kwargs)
+        del handlers[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = handled
+
+    aten = torch.ops.aten
+    for op in (aten.add.Tensor, aten.add_.Tensor, aten.detach.default, aten.clone.default, aten.copy_.default):
+        handlers.setdefault(op, handled)
+
+
+def register_scalar_reader(kind: type, whole: Callable[[Any], torch.Tensor]) -> None:
+    """From now on, where torch takes a tensor of this kind for a number (`alpha=tensor`, `torch.full((2,), tensor)`), it takes
+    `whole(tensor)`. No `__torch_function__` is asked then, and DTensor gives this rank's part, whatever its placement.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def read(op: Any, args: Any, kwargs: Any) -> Any:
+        (tensor,) = args
+        return op(whole(tensor) if isinstance(tensor, kind) else tensor._local_tensor)
+
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
+    handlers[torch.ops.aten._local_scalar_dense.default] = read

@@ -1,0 +1,113 @@
+"""What runs outside of compiled graphs: transforms of functions, autograd, optimizers, profiler and log."""
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
+
+from passes.compat.patching.patches import replace_for_good
+
+inside_transform = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` (vmap, grad, jvp, ...) is running."""
+
+
+def outside_transforms() -> Any:
+    """A context outside of all transforms of `torch.func` that are running: for what is the same to all of them."""
+    return temporarily_clear_interpreter_stack()
+
+
+def convert_before_differentiating(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """From now on, `torch.func`'s grad, vjp and jvp (and what is made of them) convert each tensor that they
+    differentiate by. They wrap tensors in a way that `__torch_function__` does not see, and DTensor meets plain ones."""
+    def converting(wrap: Any) -> Any:
+        if getattr(wrap, "converts", None) is convert:
+            return wrap
+
+        def converted(maybe_tensor: Any, level: int) -> Any:
+            return wrap(convert(maybe_tensor) if isinstance(maybe_tensor, torch.Tensor) else maybe_tensor, level)
+
+        cast("Any", converted).converts = convert
+        return converted
+
+    replace_for_good({"_wrap_tensor_for_grad": converting})
+
+
+def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
+    """From now on, `torch.func.vmap` converts each of its arguments."""
+    def converting(add: Any) -> Any:
+        if getattr(add, "converts", None) is convert:
+            return add
+
+        def converted(argument: Any, dim: int, level: int) -> Any:
+            return add(convert(argument), dim, level)
+
+        cast("Any", converted).converts = convert
+        return converted
+
+    replace_for_good({"_add_batch_dim": converting})
+
+
+def inside_backward() -> bool:
+    """Whether autograd runs a backward in this thread: one of its own, perhaps, for which the script's thread waits."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def running_node() -> Any:
+    """The autograd node that this thread's backward has come to."""
+    return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def will_accumulate(nodes: Any) -> bool:
+    """Whether the backward that is running will call all these nodes (`AccumulateGrad`s) to add to `.grad`.
+
+    False under `torch.autograd.grad` and `backward(inputs=...)` without them, whose callers want the gradient itself.
+    """
+    try:
+        return all(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:  # its answer under torch.autograd.grad
+        return False
+
+
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """A class's `step` without what torch wraps it in when the first of the class is made: hooks, and a profiler's range."""
+    step: Any = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+use_count: Callable[[torch.Tensor], int] = cast("Any", torch.Tensor)._use_count
+"""How many hold a tensor: 1 for one that only Python knows, where all of Python's references count as one."""
+
+
+def register_foreach_type(kind: type) -> None:
+    """Let optimizers and `clip_grad_norm_` choose their foreach implementation for a tensor type, as for DTensor."""
+    supported: list[Any]
+    for supported in (of_optimizers, of_utilities):
+        if kind not in supported:
+            supported.append(kind)
+
+
+def profiler_is_on() -> bool:
+    """Whether somebody profiles this thread."""
+    return bool(torch.autograd._profiler_enabled())  # pyright: ignore[reportPrivateImportUsage]
+
+
+def set_cpp_log_level(level: int) -> int | None:
+    """Let torch's C++ code log from this level on (0 information, 1 warnings, 2 errors), as TORCH_CPP_LOG_LEVEL does
+    at the start of a process. Returns the level before; None where it cannot be set, and nothing is done.
+    """
+    try:
+        flag = ctypes.c_int.in_dll(ctypes.CDLL("libc10.so"), "FLAGS_caffe2_log_level")  # already loaded, by this name
+    except (OSError, ValueError):  # another system's library, or a build without the flag
+        return None
+    before, flag.value = flag.value, level
+    return before
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs was called with retain_graph=True, so that it may run again."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,201 @@
+"""Process groups: their timeouts and stores, and collectives over gloo that torch does wrong."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils import _pytree as pytree
+
+from passes.compat.patching.patches import replaced
+
+
+def group_timeout(group: Any) -> timedelta:
+    """After how long a collective of a process group gives up."""
+    backend = next(iter({group._get_backend(device) for device in group._device_types}))
+    return backend.options._timeout
+
+
+def collectives_begun(name: str) -> int:
+    """How many collectives this rank has begun in the process group of this name."""
+    group: Any = cast("Any", distributed_c10d)._resolve_process_group(name)
+    return group._get_sequence_number_for_group()
+
+
+def is_coalescing(group: Any) -> bool:
+    """Whether collectives of a process group are being collected by a `_coalescing_manager`; None is the group of all ranks."""
+    world: Any = cast("Any", distributed_c10d)._world
+    return (dist.group.WORLD if group is None else group) in world.pg_coalesce_state
+
+
+def coordinate_in(name: str) -> int:
+    """This rank's number in the process group of this name."""
+    return int(cast("Any", distributed_c10d)._resolve_process_group(name).rank())
+
+
+def registered_as(name: str, group: Any) -> str:
+    """A further name of a process group for functional collectives; another group that had it here loses it.
+
+    Names that torch gives differ between groups of one axis, and so would graphs of ranks that do the same.
+    """
+    c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
+    try:
+        known = c10d._resolve_process_group(name)
+    except RuntimeError:  # nobody has it
+        known = None
+    if known is not group:
+        if known is not None:
+            c10d._unregister_process_group(name)
+        c10d._register_process_group(name, group)
+    return name
+
+
+def subgroups_mesh(device_type: str, axes: Mapping[str, int], timeout: timedelta) -> DeviceMesh:
+    """A mesh of all ranks, whose groups give up after `timeout`; `init_device_mesh` would give them half an hour."""
+    ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
+    own: list[Any] = []
+    for axis in range(len(axes)):
+        lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+        own.append(dist.new_subgroups_by_enumeration(lines, timeout=timeout)[0])
+    return DeviceMesh.from_group(own, device_type, ranks, mesh_dim_names=tuple(axes))
+
+
+def side_store(prefix: str, timeout_s: float) -> Any:
+    """The store of the group of all ranks, through a connection of its own: whoever waits for a key on the other one blocks
+    all that use it. None for a store that cannot be reached twice."""
+    c10d, store = cast("Any", torch.distributed), cast("Any", _get_default_store())
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, c10d.TCPStore):
+        return None
+    return c10d.PrefixStore(prefix, c10d.TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=timeout_s),
+                                                  wait_for_workers=False))
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@contextlib.contextmanager
+def stores_on_loopback() -> Iterator[None]:
+    """Stores that torchrun or `init_process_group` opens in this process for 127.0.0.1 listen there alone: a TCPStore listens
+    on all interfaces of its host, whatever that is called. Where a release of torch opens them elsewhere, nothing changes."""
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
+
+    in_ranks = sys.modules["torch.distributed.rendezvous"]  # as an attribute, that is the function of the same name
+    modules: list[Any] = [m for m in (in_ranks, c10d_rendezvous_backend, static_tcp_rendezvous) if hasattr(m, "TCPStore")]
+    for module in modules:
+        module.TCPStore = _store_on_loopback
+    try:
+        with replaced({"DynamicRendezvousHandler._create_tcp_store_server": lambda _: _server_on_loopback}):
+            yield
+    finally:
+        for module in modules:
+            module.TCPStore = cast("Any", dist).TCPStore
+
+
+def _server_on_loopback(_handler: Any, master_addr: str, master_port: int) -> Any:
+    return _store_on_loopback(master_addr, master_port, is_master=True, multi_tenant=True)
+
+
+def _store_on_loopback(host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *args: Any,
+                       **kwargs: Any) -> Any:
+    if not is_master or host_name not in _LOOPBACK:
+        return cast("Any", dist).TCPStore(host_name, port, world_size, is_master, *args, **kwargs)
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(("127.0.0.1", port))
+        listening.listen(1024)
+    except OSError as error:  # as torch raises where a port is taken; torchrun then looks whether another has the store
+        listening.close()
+        raise RuntimeError(f"the store cannot listen on 127.0.0.1:{port}: {error}") from error
+    port = listening.getsockname()[1]
+    return cast("Any", dist).TCPStore(host_name, port, world_size, True, *args, **kwargs, master_listen_fd=listening.detach())
+
+
+_FUNCTIONAL_COLLECTIVES = (
+    "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
+    "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_out",
+    "reduce_scatter_tensor_coalesced", "all_to_all_single", "broadcast", "broadcast_",
+)
+
+
+_libraries: list[Any] = []  # what is registered goes with its library
+
+
+@functools.cache
+def collectives_through_host(dispatch_key: str = "CUDA") -> None:
+    """From now on, functional collectives of CUDA tensors are those of copies in the host's memory: for process groups in
+    which gloo carries them. Its `all_gather_into_tensor` reads device memory as if it were the host's and the process
+    dies (https://github.com/pytorch/pytorch/issues/152645); other ops are copied inside gloo anyway.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    for name in _FUNCTIONAL_COLLECTIVES:
+        if hasattr(torch.ops._c10d_functional, name):  # the *_out of reduce_scatter is younger than 2.11
+            library.impl(name, through_host(getattr(torch.ops._c10d_functional, name).default), dispatch_key)
+    _libraries.append(library)
+
+
+def through_host(op: Any) -> Callable[..., Any]:
+    """A functional collective on copies of its tensors in the host's memory. It waits, so that there is nothing to wait for
+    in the result; what the op writes to is written back."""
+    written = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    names = [each.name for each in op._schema.arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args)), **kwargs}
+        device = next(x.device for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
+        host = pytree.tree_map_only(torch.Tensor, lambda x: x.cpu(), given)
+        positional = [host.pop(name) for name in names[:len(args)]]
+        results = op(*positional, **host)
+        results = pytree.tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor.default, results)
+        if not written:
+            return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), results)
+        (target,) = (given[name] for name in written)
+        for mine, new in zip(pytree.tree_leaves(target), pytree.tree_leaves(results), strict=True):
+            mine.copy_(new)
+        return target
+
+    return call
+
+
+@functools.cache
+def use_single_gloo_allgather(dispatch_key: str = "CPU") -> None:
+    """From now on, a functional all_gather of CPU tensors is one `allgather` of gloo, not one of several tensors together.
+
+    The two threads of a gloo group note the name of what they did last in one std::string, without a lock
+    (`ProcessGroupGloo::runLoop`, in torch 2.11 to 2.15 at least). "ALLGATHER_COALESCED" is too long for a string to hold in
+    itself, so two gathers that end at once free its memory twice: the heap is corrupt, and the process dies somewhere else,
+    later. The names of all others that graphs use fit: characters written twice do no harm.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor", single_all_gather, dispatch_key)
+    _libraries.append(library)
+
+
+def single_all_gather(tensor: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
+    """What `_c10d_functional.all_gather_into_tensor` returns: to be waited for."""
+    out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
+    real, real_out = (torch.view_as_real(x) if x.is_complex() else as_transferable(x) for x in (tensor, out))
+    torch.ops._c10d_functional.all_gather_into_tensor_out.default(real, group_size, group_name, out=real_out)
+    return out  # the work is found by the memory
+
+
+_KNOWN_TO_GLOO = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+                            torch.float64, torch.complex64, torch.complex128))
+
+
+def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
+    """A packed tensor as what moves between ranks without being computed with: its bytes where gloo does not know the dtype, as
+    float8 and int16 ("Invalid scalar type"), or does not in all releases, as bool. The same memory."""
+    return tensor if tensor.dtype in _KNOWN_TO_GLOO else tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Costs from measurements on this machine, scaled formulas where nothing was measured."""

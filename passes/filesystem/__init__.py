@@ -1,0 +1,1 @@
+"""Files: text that users name, private cache files, and SQLite tables shared by processes."""

@@ -1,0 +1,43 @@
+"""A graph with what planning needs to know of it."""
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule
+
+from passes.annotations import read
+from passes.graph.graph_signature import GraphInput, GraphSignature
+from passes.graph.placement_graph import PlacementGraph
+from passes.graph.planning_keys import GRAPH_SIGNATURE, OPERATIONS
+from passes.pass_result import attribute_of
+
+
+@dataclass
+class AnalyzedGraph:
+    """A graph that can be planned, with the roles of its inputs. They stay known when the rewrite drops the annotations."""
+
+    gm: GraphModule
+    inputs: Sequence[GraphInput]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.interface: GraphSignature = read(GRAPH_SIGNATURE, self.gm)
+        self.graph: PlacementGraph = read(OPERATIONS, self.gm).graph
+
+    def text(self) -> str:
+        """The graph without what differs from process to process: equal on ranks that run the same program."""
+        lines = []
+        for node in self.gm.graph.nodes:
+            value = node.meta.get("val")
+            shape = tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", ""))
+            kwargs = {k: v.type if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}  # each has its own
+            lines.append(f"{node.name} = {node.op} {node.target} {node.args} {kwargs} -> {shape}")
+            if node.op == "get_attr" and isinstance(called := attribute_of(self.gm, node), GraphModule):
+                lines.append(called.code)
+        return "\n".join(lines)
+
+    def hash(self) -> str:
+        return hashlib.sha256(self.text().encode()).hexdigest()[:16]

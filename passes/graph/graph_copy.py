@@ -1,0 +1,16 @@
+"""A second graph, for what needs to try something out."""
+from __future__ import annotations
+
+from torch import fx
+
+from passes.compat import graph_module
+
+
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own, with the annotations, over the same attributes."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta.update(gm.graph.output_node().meta)
+    copy = graph_module(gm, graph)
+    copy.meta.update(gm.meta)
+    return copy

@@ -1,0 +1,89 @@
+"""Which repeated block, and which module, a node of a joint graph belongs to.
+
+Every node has a path by its name alone: what folding looks for equal work under, and what a plan says where a node is
+from. What the blocks hand on to each other is in `passes.pipeline.find_blocks`.
+
+A block is the outermost entry of the module stack whose path ends in a list index and whose module has parts of its
+own (a decoder layer; not a bare Linear in a Sequential, which is one step of a chain and not a repetition). A backward
+node belongs where the forward node with its `seq_nr` does; a node that has none, as a sum of gradients, where the
+last of its summands does.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from torch.fx import GraphModule, Node
+
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
+
+_INDEXED = re.compile(r"(?:\.|\[)(\d+)\]?$")
+_PREFIX = re.compile(r"^[LG]\['(\w+)'\]\.?")
+CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
+
+
+def clean_path(path: str) -> str:
+    """`L['self'].model.layers[3]` -> `model.layers.3`"""
+    path = _PREFIX.sub("", path)
+    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
+    path = re.sub(r"\['?(\w+)'?\]", r".\1", path)
+    return path.removeprefix("_orig_mod.").removeprefix("_modules.").lstrip(".")
+
+
+def _is_block(kind: type | str) -> bool:
+    module, name = (kind.__module__, kind.__name__) if isinstance(kind, type) else str(kind).rpartition(".")[::2]
+    return not module.startswith("torch.nn") or name in CONTAINERS or "Encoder" in name or "Decoder" in name
+
+
+def block_of(node: Node) -> str:
+    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+        if _INDEXED.search(path) and _is_block(kind):
+            return clean_path(path)
+    return ""
+
+
+def module_of(node: Node) -> str:
+    """Path of the innermost module that the node is called in; "" in the model itself."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return clean_path(stack[-1][0]) if stack else ""
+
+
+def is_backward(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def runs_in_backward(node: Node) -> bool:
+    """Also what is held back for it, though forward could do it."""
+    return is_backward(node) or node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE
+
+
+def assign_blocks(gm: GraphModule) -> dict[Node, str]:
+    """Block of every node, "" where there is none."""
+    return _assign(gm, block_of)
+
+
+def assign_modules(gm: GraphModule) -> dict[Node, str]:
+    """Module of every node, "" for what the model itself calls."""
+    return _assign(gm, module_of)
+
+
+def _assign(gm: GraphModule, of_forward: Callable[[Node], str]) -> dict[Node, str]:
+    by_sequence: dict[int, str] = {}
+    blocks: dict[Node, str] = {}
+    order: dict[Node, int] = {}
+    for position, node in enumerate(gm.graph.nodes):
+        order[node] = position
+        # A sum of gradients carries the number of whatever ran last in forward.
+        number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
+        own = "" if is_backward(node) else of_forward(node)
+        if is_backward(node):
+            own = by_sequence.get(number, "") if number is not None else ""
+        elif number is not None and not by_sequence.get(number):
+            by_sequence[number] = own
+        # No number, or that of a forward node that is gone (a view of which every reader has a copy of its own).
+        if is_backward(node) and number not in by_sequence:
+            # The summand that comes last: the others may have passed through many blocks (a residual stream).
+            summands = [x for x in node.all_input_nodes if is_backward(x) and blocks.get(x)]
+            own = blocks[max(summands, key=order.__getitem__)] if summands else ""
+        blocks[node] = own
+    return blocks

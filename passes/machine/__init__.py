@@ -1,1 +1,0 @@
-"""The machines that a plan is for: devices, links, clusters, and meshes of their devices."""

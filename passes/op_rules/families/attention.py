@@ -1,0 +1,129 @@
+"""Scaled dot-product attention, forward and backward, on CPU and GPU.
+
+Letters: b batch, g groups of heads that share keys (kv heads), r query heads per group, s query positions. Keys and
+values are needed whole by every query position, so their sequence carries no letter; splitting `s` is allowed where
+attention is not causal (a causal kernel derives the mask from positions that start at 0). With dropout the kernel
+draws its own mask from a seed, which splitting would repeat: such a call has no rule.
+"""
+# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Operand, Rule, make_rule
+from passes.op_rules.rule_table import rule
+
+aten = torch.ops.aten
+
+
+def _letters(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[list, list, dict]:
+    groups = k[1]
+    heads = q[1]
+    if heads % groups:
+        return ["b", None, "s", None], ["b", None, None, None], {}
+    return ["b", ["g", "r"], "s", None], ["b", "g", None, None], {"g": groups, "r": heads // groups}
+
+
+def _mask(shape: tuple[int, ...], heads: object) -> list:
+    """A mask is broadcast where its size is 1. Its dim of keys stays whole."""
+    full = ["b", heads, "s", None]
+    return [x if size > 1 else None for x, size in zip(full[4 - len(shape):], shape)]
+
+
+def _index(x: object) -> int | None:
+    return x.index if isinstance(x, Operand) else None
+
+
+def _build(call: Call, roles: dict[int, str], outs: dict[int, str], q: int, k: int, causal: bool, dropout: float,
+           backward: bool) -> Rule | None:
+    """`roles`: operand -> q, k, lse, mask; other operands are whole. `outs`: result -> q, k, lse; others aside."""
+    if dropout:
+        return None
+    ql, kl, sizes = _letters(call.operands[q].shape, call.operands[k].shape)
+    heads = ql[1]
+
+    def entry(role: str | None, shape: tuple[int, ...]) -> list:
+        if role == "q":
+            return ql
+        if role == "k":
+            return kl
+        if role == "mask":
+            return _mask(shape, heads)
+        if role == "lse":
+            # Some kernels pad the last dim of the log-sum-exp, or append one of size 1.
+            sequence = "s" if len(shape) > 2 and shape[2] == call.operands[q].shape[2] else None
+            return ["b", heads, sequence, None][: len(shape)]
+        return [None] * len(shape)
+
+    inputs = [entry(roles.get(i), o.shape) for i, o in enumerate(call.operands)]
+    outputs = [entry(outs.get(i), r.shape) for i, r in enumerate(call.results)]
+    padded = any(outs.get(i) == "lse" and e[2] is None for i, e in enumerate(outputs)) or any(
+        role == "lse" and inputs[i][2] is None for i, role in roles.items()
+    )
+    return make_rule(
+        call, inputs, outputs, sizes=sizes,
+        blocked=["s"] if causal or padded else (),
+        # All queries contribute to the gradients of all keys, those of a group to the group's, and whatever a mask is
+        # broadcast along to the mask's.
+        summed=["b", "g", "r", "s"] if backward else (),
+        linear=[[0]] if backward else (),
+        aside=[i for i in range(len(call.results)) if i not in outs],
+    )
+
+
+def _forward(call: Call, mask: object, dropout: float, causal: bool) -> Rule | None:
+    roles = {0: "q", 1: "k", 2: "k"}
+    if _index(mask) is not None:
+        roles[_index(mask)] = "mask"
+    return _build(call, roles, {0: "q", 1: "lse"}, 0, 1, causal, dropout, False)
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default, heavy=True)
+def cpu_forward(call: Call) -> Rule | None:
+    return _forward(call, call.kwargs.get("attn_mask"), call.argument(3, "dropout_p", 0.0),
+                    call.argument(4, "is_causal", False))
+
+
+@rule(aten._scaled_dot_product_flash_attention.default, heavy=True)
+def flash_forward(call: Call) -> Rule | None:
+    return _forward(call, None, call.argument(3, "dropout_p", 0.0), call.argument(4, "is_causal", False))
+
+
+@rule(aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default, heavy=True)
+def biased_forward(call: Call) -> Rule | None:
+    return _forward(call, call.argument(3, "attn_bias"), call.argument(5, "dropout_p", 0.0),
+                    call.argument(6, "is_causal", False))
+
+
+def _backward(call: Call, out: int | None, lse: int | None, mask: object, dropout: float, causal: bool) -> Rule | None:
+    # Operand 0 is the gradient of the result; query, key, value follow.
+    assert out is not None and lse is not None
+    roles = {0: "q", 1: "q", 2: "k", 3: "k", out: "q", lse: "lse"}
+    if _index(mask) is not None:
+        roles[_index(mask)] = "mask"
+    outs = {0: "q", 1: "k", 2: "k", 3: "mask"}
+    return _build(call, roles, outs, 1, 2, causal, dropout, True)
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, heavy=True)
+def cpu_backward(call: Call) -> Rule | None:
+    return _backward(call, _index(call.args[4]), _index(call.args[5]), call.kwargs.get("attn_mask"),
+                     call.argument(6, "dropout_p", 0.0), call.argument(7, "is_causal", False))
+
+
+@rule(aten._scaled_dot_product_flash_attention_backward.default, heavy=True)
+def flash_backward(call: Call) -> Rule | None:
+    return _backward(call, _index(call.args[4]), _index(call.args[5]), None, call.args[10], call.args[11])
+
+
+@rule(aten._scaled_dot_product_efficient_attention_backward.default, heavy=True)
+def efficient_backward(call: Call) -> Rule | None:
+    """The fourth result, if there is one, is the gradient of the mask."""
+    return _backward(call, _index(call.args[5]), _index(call.args[6]), call.args[4], call.args[9],
+                     call.argument(11, "is_causal", False))
+
+
+@rule(aten._scaled_dot_product_cudnn_attention_backward.default, heavy=True)
+def cudnn_backward(call: Call) -> Rule | None:
+    return _backward(call, _index(call.args[4]), _index(call.args[5]), call.args[8], call.args[13], call.args[14])

@@ -1,0 +1,76 @@
+"""Convolutions of one, two and three dims: batch, channels and groups of channels split, space stays whole.
+
+Letters: n batch, g groups, i input channels per group, o output channels per group. A depthwise convolution has as many
+groups as channels, so there splitting `g` splits the channels of all operands alike.
+"""
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Rule, make_rule
+from passes.op_rules.rule_table import rule
+
+aten = torch.ops.aten
+OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
+"""How many of the arguments, from the first on, are what is computed with; the last of them is the weight."""
+
+
+def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[list, list, list, list, dict]:
+    """(input, weight, bias, output, sizes); `weight` is its place among the operands."""
+    shape = call.operands[weight].shape
+    space = [None] * (len(shape) - 2)
+    # The weight is (input channels, output channels per group) if transposed, else (output, input per group).
+    per_group = [shape[0] // groups, shape[1]]
+    i, o = per_group if transposed else per_group[::-1]
+    rows, columns = ("i", "o") if transposed else ("o", "i")
+    return (
+        ["n", ["g", "i"], *space], [["g", rows], columns, *space], [["g", "o"]], ["n", ["g", "o"], *space],
+        {"g": groups, "i": i, "o": o},
+    )
+
+
+@rule(aten.convolution.default, heavy=True)
+def convolution(call: Call) -> Rule:
+    """args: input, weight, bias, stride, padding, dilation, transposed, output_padding, groups"""
+    x, weight, bias, out, sizes = _letters(call, 1, call.args[6], call.args[8])
+    has_bias = len(call.operands) > 2
+    return make_rule(
+        call, [x, weight, bias] if has_bias else [x, weight], [out], sizes=sizes, summed="i",
+        linear=[[0, 2], [1, 2]] if has_bias else [[0], [1]], addends=[2] if has_bias else (),
+    )
+
+
+@rule(aten.convolution_backward.default, heavy=True)
+def convolution_backward(call: Call) -> Rule | None:
+    """args: grad_output, input, weight, bias_sizes, ..., groups, output_mask; results only those that the mask asks for.
+
+    Splitting output channels sums the gradient of the input; splitting the batch sums those of weight and bias; the
+    gradient of the bias knows nothing of the input's channels.
+    """
+    wanted = call.args[10]
+    x, weight, bias, out, sizes = _letters(call, 2, call.args[7], call.args[9])
+    outs = [letters for letters, want in zip((x, weight, bias), wanted) if want]
+    if len(outs) != len(call.results):
+        return None
+    return make_rule(
+        call, [out, x, weight], outs, sizes=sizes, summed="no", repeated={"i": [len(outs) - 1]} if wanted[2] else None,
+        linear=[[0]],
+    )
+
+
+@rule(aten._weight_norm_interface.default)
+def weight_norm(call: Call) -> Rule:
+    """direction, magnitude (size 1 in all dims but one), that dim -> weight, norms"""
+    dims = _one_dim(call, call.argument(2, "dim", 0))
+    return make_rule(call, [dims, dims], [dims, dims])
+
+
+@rule(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(call: Call) -> Rule:
+    """gradient of the weight, direction, magnitude, norms, the dim -> gradients of direction and magnitude"""
+    dims = _one_dim(call, call.argument(4, "dim"))
+    return make_rule(call, [dims] * 4, [dims, dims], linear=[[0]])
+
+
+def _one_dim(call: Call, dim: int) -> list[int | None]:
+    return [d if d == dim else None for d in range(len(call.operands[0].shape))]

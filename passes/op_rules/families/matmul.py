@@ -1,0 +1,64 @@
+"""Matrix products: mm, bmm, their fused forms, and products with vectors."""
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Rule, aligned, make_rule
+from passes.op_rules.rule_table import rule
+
+aten = torch.ops.aten
+
+
+@rule(aten.mm.default, heavy=True)
+def mm(call: Call) -> Rule:
+    return make_rule(call, ["mk", "kn"], ["mn"], summed="k", linear=[[0], [1]])
+
+
+@rule(aten.bmm.default, heavy=True)
+def bmm(call: Call) -> Rule:
+    return make_rule(call, ["bmk", "bkn"], ["bmn"], summed="k", linear=[[0], [1]])
+
+
+def _with_bias(call: Call, a: str, b: str, out: str) -> Rule:
+    bias = aligned(out, call.operands[0].shape, call.results[0].shape)
+    return make_rule(call, [bias, a, b], [out], summed="k", linear=[[0, 1], [0, 2]], addends=[0])
+
+
+@rule(aten.addmm.default, heavy=True)
+def addmm(call: Call) -> Rule:
+    return _with_bias(call, "mk", "kn", "mn")
+
+
+@rule(aten.baddbmm.default, heavy=True)
+def baddbmm(call: Call) -> Rule:
+    return _with_bias(call, "bmk", "bkn", "bmn")
+
+
+@rule(aten.mv.default)
+def mv(call: Call) -> Rule:
+    return make_rule(call, ["mk", "k"], ["m"], summed="k", linear=[[0], [1]])
+
+
+@rule(aten.dot.default)
+def dot(call: Call) -> Rule:
+    return make_rule(call, ["k", "k"], [""], summed="k", linear=[[0], [1]])
+
+
+@rule(aten._trilinear.default)
+def trilinear(call: Call) -> Rule:
+    """args: three operands, for each the dims that it is expanded along, the dims that the product is summed over, …
+
+    All dims are those of the product of the three, before the sum.
+    """
+    expanded, summed = call.args[3:6], set(call.args[6])
+    rank = len(call.operands[0].shape) + len(expanded[0])
+    inputs = [[d for d in range(rank) if d not in own] for own in expanded]
+    # An operand of size 1 in a dim is broadcast along it.
+    sizes: dict[int, int] = {}
+    for letters, spec in zip(inputs, call.operands):
+        for d, size in zip(letters, spec.shape):
+            sizes[d] = max(size, sizes.get(d, 1))
+    inputs = [[d if size == sizes[d] else None for d, size in zip(own, s.shape)] for own, s in zip(inputs, call.operands)]
+    return make_rule(
+        call, inputs, [[d for d in range(rank) if d not in summed]], summed=sorted(summed), linear=[[0], [1], [2]]
+    )

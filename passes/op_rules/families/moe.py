@@ -1,0 +1,61 @@
+"""Mixture-of-experts products: rows sorted by expert, one matrix per expert.
+
+The rows of an expert lie together and `offs` says where each ends, so rows and experts stay whole on an axis while
+the columns of the experts' matrices split as in any matrix product.
+"""
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Rule, make_rule
+from passes.op_rules.rule_table import rule
+
+aten = torch.ops.aten
+ALIGNMENT_BYTES = 16
+"""The kernel wants rows that start at multiples of this."""
+
+
+@rule("transformers::grouped_mm_fallback", heavy=True)
+def grouped_mm_fallback(call: Call) -> Rule:
+    """(rows, k) @ (experts, k, n) by offsets (experts) -> (rows, n)"""
+    return make_rule(call, [[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k", linear=[[0], [1]])
+
+
+@rule("transformers::grouped_mm_fallback_backward", heavy=True)
+def grouped_mm_fallback_backward(call: Call) -> Rule:
+    """input, weight, offsets, gradient of the result -> gradients of input and weight"""
+    return make_rule(
+        call, [[None, "k"], [None, "k", "n"], [None], [None, "n"]], [[None, "k"], [None, "k", "n"]],
+        summed="n", linear=[[3]],
+    )
+
+
+@rule("aten::_grouped_mm", heavy=True)
+def grouped_mm(call: Call) -> Rule:
+    """One matrix per group; the groups are runs of rows of the first operand, of columns of the second, of the summed
+    dim of both (the gradient of the matrices), or, with no offsets, the first dim of both.
+
+    A part of a dim has to be a multiple of the kernel's alignment: within such a run the dim stays whole.
+    """
+    a, b = call.operands[0].shape, call.operands[1].shape
+    unit = ALIGNMENT_BYTES // call.operands[0].itemsize
+    sizes: dict[str, int] = {"run": unit}
+
+    def split(letter: str, size: int) -> list[str] | None:
+        sizes[letter] = size // unit
+        return [letter, "run"] if size % unit == 0 else None
+
+    m, k, n = split("m", a[-2]), split("k", a[-1]), split("n", b[-1])
+    ends = [[None]] * (len(call.operands) - 2)
+    if len(a) == len(b) == 3:
+        operands, result = [["g", m, k], ["g", k, n]], ["g", m, n]
+    elif len(b) == 3:
+        operands, result = [[None, k], [None, k, n]], [None, n]
+    elif len(a) == 3:
+        operands, result = [[None, m, k], [k, None]], [m, None]
+    else:
+        operands, result = [[m, None], [None, n]], [None, m, n]
+    return make_rule(
+        call, [*operands, *ends], [result], sizes=sizes, summed="k" if len(a) + len(b) > 4 else (), blocked=["run"],
+        linear=[[0], [1]],
+    )

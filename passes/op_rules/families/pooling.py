@@ -1,0 +1,87 @@
+"""Pooling, resampling and padding at the borders: batch and channels pass through, space stays whole.
+
+Weighted sums are linear in floats only: of integers (images of uint8) each result is rounded.
+"""
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Rule, make_rule
+from passes.op_rules.rule_table import rule
+from passes.op_rules.sum_dtypes import ROUNDED
+
+aten = torch.ops.aten
+
+
+def _per_channel(call: Call, spatial: int, linear: bool) -> Rule:
+    """The last `spatial` dims are taken together. The first operand is what the operator is linear in, if it is."""
+    letters = [[d if d < len(s.shape) - spatial else None for d in range(len(s.shape))] for s in call.operands]
+    out = [[d if d < len(s.shape) - spatial else None for d in range(len(s.shape))] for s in call.results]
+    return make_rule(call, letters, out, linear=[[0]] if linear else ())
+
+
+@rule(
+    aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default, "prims::_low_memory_max_pool_with_offsets",
+    "prims::_low_memory_max_pool_offsets_to_indices",
+)
+def max_pool(call: Call) -> Rule:
+    """The size of the window, or of the result, has an entry per spatial dim."""
+    return _per_channel(call, len(call.args[1]), False)
+
+
+@rule(
+    aten.avg_pool2d.default, aten.avg_pool3d.default, aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default,
+    aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact1d.default, aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact3d.default,
+    aten.upsample_linear1d.default, aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_nearest1d_backward.default, aten.upsample_nearest2d_backward.default,
+    aten.upsample_nearest3d_backward.default, aten._upsample_nearest_exact1d_backward.default,
+    aten._upsample_nearest_exact2d_backward.default, aten._upsample_nearest_exact3d_backward.default,
+    aten.upsample_linear1d_backward.default, aten.upsample_bilinear2d_backward.default,
+    aten.upsample_trilinear3d_backward.default, aten.upsample_bicubic2d_backward.default,
+    "aten::_upsample_bilinear2d_aa", "aten::_upsample_bicubic2d_aa", "aten::_upsample_lanczos2d_aa",
+    "aten::_upsample_bilinear2d_aa_backward", "aten::_upsample_bicubic2d_aa_backward", "aten::_upsample_lanczos2d_aa_backward",
+)
+def resample(call: Call) -> Rule:
+    """Forward or backward: the second argument has an entry per spatial dim."""
+    return _per_channel(call, len(call.args[1]), call.results[0].dtype in ROUNDED)
+
+
+@rule(
+    aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default, aten.max_pool2d_with_indices_backward.default,
+    aten.max_pool3d_with_indices_backward.default,
+)
+def pool_backward(call: Call) -> Rule:
+    """gradient, input, window, …, maybe indices"""
+    return _per_channel(call, len(call.args[2]), True)
+
+
+@rule(aten._adaptive_avg_pool2d_backward.default, aten.adaptive_max_pool2d_backward.default)
+def adaptive_2d_backward(call: Call) -> Rule:
+    return _per_channel(call, 2, True)
+
+
+@rule(aten._adaptive_avg_pool3d_backward.default, aten.adaptive_max_pool3d_backward.default)
+def adaptive_3d_backward(call: Call) -> Rule:
+    return _per_channel(call, 3, True)
+
+
+@rule(
+    aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default,
+    aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default,
+)
+def pad(call: Call) -> Rule:
+    """Two paddings per spatial dim."""
+    return _per_channel(call, len(call.args[1]) // 2, True)
+
+
+@rule(
+    aten.reflection_pad1d_backward.default, aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default,
+    aten.replication_pad1d_backward.default, aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
+)
+def pad_backward(call: Call) -> Rule:
+    """gradient, input, paddings"""
+    return _per_channel(call, len(call.args[2]) // 2, True)

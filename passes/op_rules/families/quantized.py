@@ -1,0 +1,90 @@
+"""Products of numbers of 8 bits, and rounding to such numbers in training."""
+# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
+from __future__ import annotations
+
+from passes.op_rules.base import Call, Operand, Rule, make_rule
+from passes.op_rules.rule_table import rule
+from passes.op_rules.sum_dtypes import ROUNDED
+
+ALIGNMENT_BYTES = 16
+"""Kernels on GPUs want rows and columns of such multiples."""
+INTEGER_ROWS = 32
+"""That of integers wants more than 16 rows."""
+
+
+def _product(call: Call, rows: int, adds_up: bool, scales: list[list]) -> Rule:
+    (m, k), n = call.operands[0].shape, call.operands[1].shape[1]
+    sizes = {"rows": rows, "run": ALIGNMENT_BYTES}
+
+    def split(letter: str, size: int, unit: str) -> list[str] | None:
+        sizes[letter] = size // sizes[unit]
+        return [letter, unit] if size % sizes[unit] == 0 else None
+
+    a, b, c = split("m", m, "rows"), split("k", k, "run"), split("n", n, "run")
+    named = {"m": a, "n": c}
+    own = [[named.get(x) for x in letters] for letters in scales]
+    blocked = ["run", "rows"] + ([] if adds_up else ["k"])
+    return make_rule(call, [[a, b], [b, c], *own], [[a, c]], sizes=sizes, summed="k" if adds_up else (), blocked=blocked)
+
+
+@rule("aten::_int_mm", heavy=True)
+def int_mm(call: Call) -> Rule:
+    """int8 (m, k) @ int8 (k, n) -> int32: sums wrap alike wherever they are made."""
+    return _product(call, INTEGER_ROWS, True, [])
+
+
+@rule("aten::_scaled_mm", heavy=True)
+def scaled_mm(call: Call) -> Rule | None:
+    """args: a (m, k), b (k, n), scale of a, scale of b; bias (n), scale of the result, ...
+
+    One scale for all, or one for each row of a and each column of b; scales of blocks are left alone.
+    """
+    m, n = call.operands[0].shape[0], call.operands[1].shape[1]
+    scales: list[list] = [[] for _ in call.operands[2:]]
+    for position, letters, shape in ((2, ["m", None], (m, 1)), (3, [None, "n"], (1, n)), (4, ["n"], (n,))):
+        given = call.argument(position, ("", "", "scale_a", "scale_b", "bias")[position])
+        if not isinstance(given, Operand):
+            continue
+        own = call.operands[given.index].shape
+        if own != shape and any(size != 1 for size in own):
+            return None
+        scales[given.index - 2] = letters if own == shape else [None] * len(own)
+    given = call.argument(5, "scale_result")
+    if isinstance(given, Operand):
+        scales[given.index - 2] = [None] * len(call.operands[given.index].shape)
+    alone = len(call.operands) == 4  # what is added or scaled afterwards would be for every summand
+    return _product(call, 1, alone and call.results[0].dtype in ROUNDED, scales)
+
+
+@rule(
+    "aten::fake_quantize_per_tensor_affine_cachemask", "aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "aten::fake_quantize_per_tensor_affine", "aten::_fake_quantize_learnable_per_tensor_affine",
+)
+def per_tensor(call: Call) -> Rule:
+    """Each element by itself; scale and zero point are for all."""
+    dims = range(len(call.results[0].shape))
+    return make_rule(call, [dims, *([None] * len(o.shape) for o in call.operands[1:])], [dims] * len(call.results))
+
+
+@rule(
+    "aten::fake_quantize_per_channel_affine_cachemask", "aten::fake_quantize_per_channel_affine",
+    "aten::_fake_quantize_learnable_per_channel_affine",
+)
+def per_channel(call: Call) -> Rule:
+    """args: self, scale and zero point of each channel, dim of the channels, ..."""
+    dims = range(len(call.results[0].shape))
+    return make_rule(call, [dims, [call.args[3]], [call.args[3]]], [dims] * len(call.results))
+
+
+@rule("aten::_fake_quantize_learnable_per_tensor_affine_backward", "aten::_fake_quantize_learnable_per_channel_affine_backward")
+def learnable_backward(call: Call) -> Rule:
+    """args: gradient, self, scale, zero point, dim of the channels where there are any -> their gradients
+
+    Those of scale and zero point are sums over all elements that they are for.
+    """
+    dims = list(range(len(call.results[0].shape)))
+    channel = "channel" in call.target._schema.name
+    scale = [dims[call.args[4]]] if channel else [None] * len(call.operands[2].shape)
+    own = [scale] if channel else [[None] * len(r.shape) for r in call.results[1:2]]
+    return make_rule(call, [dims, dims, scale, scale], [dims, *own * 2], summed=dims)

@@ -1,0 +1,120 @@
+"""Reductions, scans, sorting: sums stay Partial, maxima PartialMax, everything else keeps its dim whole."""
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Rule, make_rule
+from passes.op_rules.rule_table import rule
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def _dims(given: int | list[int] | None, rank: int) -> set[int]:
+    """Dims that are reduced; none given means all."""
+    if given is None or given == []:
+        return set(range(rank))
+    return {d % rank for d in ([given] if isinstance(given, int) else given)} if rank else set()
+
+
+def _reduction(call: Call, position: int = 1, *, default: int | None = None, summed: bool = False, maxed: bool = False) -> Rule:
+    """`position`: of the argument `dim`; `default`: what that is if it is not given, all dims if None."""
+    rank = len(call.operands[0].shape)
+    dims = _dims(call.argument(position, "dim", default), rank)
+    keep = len(call.results[0].shape) == rank and rank > 0
+    out = [None if d in dims else d for d in range(rank)] if keep else [d for d in range(rank) if d not in dims]
+    reduced = sorted(dims)
+    return make_rule(
+        call,
+        [range(rank)],
+        [out] * len(call.results),
+        summed=reduced if summed else (),
+        maxed=reduced if maxed else (),
+        blocked=() if summed or maxed else reduced,
+        linear=[[0]] if summed else (),
+    )
+
+
+@rule(aten.sum.default)
+def total(call: Call) -> Rule:
+    return _reduction(Call(call.target, call.args[:1], {}, call.operands, call.results), summed=True)
+
+
+@rule(aten.sum.dim_IntList)
+def sum_(call: Call) -> Rule:
+    return _reduction(call, summed=True)
+
+
+@rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim, aten.any.dims)
+def maximum(call: Call) -> Rule:
+    """`any` is the maximum of bools."""
+    return _reduction(call, maxed=True)
+
+
+@rule(
+    aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default,
+    aten.prod.dim_int, aten.mean.default, aten.mean.dim, aten.var.correction, aten.var_mean.correction,
+    aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim,
+    aten.median.default, aten.nanmedian.default, aten.logsumexp.default, aten.aminmax.default,
+)
+def whole_reduction(call: Call) -> Rule:
+    """The reduced dims stay whole; `mean` and `var_mean` are rewritten into sums before planning."""
+    return _reduction(call)
+
+
+@rule(aten.linalg_vector_norm.default)
+def vector_norm(call: Call) -> Rule:
+    """As above, with the order of the norm before the dims."""
+    return _reduction(call, 2)
+
+
+@rule(aten.kthvalue.default)
+def kthvalue(call: Call) -> Rule:
+    """args: self, k, dim, which is the last if it is not given"""
+    return _reduction(call, 2, default=-1)
+
+
+@rule(aten.mode.default)
+def mode(call: Call) -> Rule:
+    """args: self, dim, which is the last if it is not given"""
+    return _reduction(call, default=-1)
+
+
+def _along(call: Call, position: int, default: int, linear: bool = False) -> Rule:
+    """Same shape in and out, one dim whole."""
+    rank = len(call.operands[0].shape)
+    letters: list[int | None] = list(range(rank))
+    if rank:
+        letters[call.argument(position, "dim", default) % rank] = None
+    return make_rule(call, [letters] * len(call.operands), [letters] * len(call.results), linear=[[0]] if linear else ())
+
+
+@rule(aten.cumsum.default)
+def cumsum(call: Call) -> Rule:
+    return _along(call, 1, 0, linear=True)
+
+
+@rule(
+    aten.sort.default, aten._softmax.default, aten._log_softmax.default, aten.cumprod.default, aten.logcumsumexp.default,
+    aten.cummax.default, aten.cummin.default,
+)
+def along_second(call: Call) -> Rule:
+    return _along(call, 1, -1)
+
+
+@rule(aten.sort.stable, aten.topk.default)
+def along_third(call: Call) -> Rule:
+    return _along(call, 2, -1)
+
+
+@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def softmax_backward(call: Call) -> Rule:
+    """args: gradient, result, dim, dtype"""
+    return _along(call, 2, -1, linear=True)
+
+
+@rule(aten.flip.default, prims.rev.default)
+def flip(call: Call) -> Rule:
+    rank = len(call.operands[0].shape)
+    dims = {d % rank for d in call.args[1]}
+    letters = [None if d in dims else d for d in range(rank)]
+    return make_rule(call, [letters], [letters], linear=[[0]])

@@ -1,0 +1,139 @@
+"""Writing into a table by index: index_put, scatter, and the sums that gradients of look-ups are.
+
+A split table takes what falls into its own range. Where values are added up, the rows that write may be split too: then
+each rank holds a partial sum, and the table that they are added to has to be one as well.
+"""
+# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Rule, aligned, make_rule
+from passes.op_rules.families.table_lookups import in_place, index_letters
+from passes.op_rules.rule_table import rule
+
+aten = torch.ops.aten
+
+
+def _put(call: Call, indices: list, values: int, mask: int | None, accumulate: bool) -> Rule | None:
+    found = index_letters(call, indices)
+    if found is None:
+        return None
+    letters, own, where = found
+    shape = call.results[0].shape
+    table: list = list(range(len(shape)))
+    single = len(where) == 1 and accumulate
+    if not single:
+        for d in where:
+            table[d] = None
+    written = in_place(table, where, letters)
+    index_shape = torch.broadcast_shapes(*(call.operands[i].shape for i in own))
+    sizes = in_place(shape, where, index_shape)
+    inputs: list = [None] * len(call.operands)
+    inputs[0] = table
+    for i, x in own.items():
+        inputs[i] = x
+    for i in (values,) if mask is None else (values, mask):
+        inputs[i] = aligned(written, call.operands[i].shape, sizes)
+    return make_rule(
+        call, inputs, [table], summed=letters if accumulate else (), blocked=() if accumulate else letters,
+        linear=[[0, values]] if accumulate else (), addends=[0] if accumulate else (),
+        indexed={where[0]: indices[where[0]].index} if single else {},
+    )
+
+
+def _put_where(call: Call, mask: int, first: int) -> Rule | None:
+    """`self[..., mask] = values`, the mask over dims from `first` on: pointwise, if the chosen share their values."""
+    table = list(range(len(call.results[0].shape)))
+    behind = first + len(call.operands[mask].shape)
+    values = next(i for i in range(1, len(call.operands)) if i != mask)
+    shape = (*call.results[0].shape[:first], 1, *call.results[0].shape[behind:])
+    own = call.operands[values].shape
+    if len(own) > len(shape) - 1 - first and own[len(own) - (len(shape) - first)] != 1:
+        return None  # one value per chosen element: which one goes where depends on the mask
+    inputs: list = [None] * len(call.operands)
+    inputs[0], inputs[mask] = table, table[first:behind]
+    inputs[values] = aligned([*table[:first], None, *table[behind:]], own, shape)
+    return make_rule(call, inputs, [table], linear=[[0, values]])
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(call: Call) -> Rule | None:
+    """args: self, indices, values, accumulate"""
+    given = [x for x in call.args[1] if x is not None]
+    if len(given) == 1 and call.operands[given[0].index].dtype == "bool":
+        return _put_where(call, given[0].index, len(call.args[1]) - 1)
+    return _put(call, list(call.args[1]), call.args[2].index, None, bool(call.argument(3, "accumulate", False)))
+
+
+@rule(aten._unsafe_masked_index_put_accumulate.default, heavy=True)
+def masked_index_put_accumulate(call: Call) -> Rule | None:
+    """args: self, mask, indices, values"""
+    return _put(call, list(call.args[2]), call.args[3].index, call.args[1].index, True)
+
+
+def _scatter(call: Call, adds: bool, linear: bool) -> Rule:
+    """args: self, dim, index, and a source of the index' rank or a number.
+
+    In the dims beside the indexed one, index and source may be smaller than the table: these stay whole.
+    """
+    table, index = call.operands[0].shape, call.operands[1].shape
+    source = call.operands[2].shape if len(call.operands) > 2 else None
+    if not table or len(table) != len(index):  # one without elements may have any dims
+        return make_rule(call, [[None] * len(o.shape) for o in call.operands], [[None] * len(table)])
+    dim = call.args[1] % len(table)
+    shapes = [table, index] + ([] if source is None else [source])
+    letters: list = [d if len({s[d] for s in shapes}) == 1 else None for d in range(len(table))]
+    a, b = list(letters), list(letters)
+    a[dim], b[dim] = "v", "i" if adds and index[dim] == source[dim] else None
+    return make_rule(
+        call, [a] + [b] * (len(shapes) - 1), [a], summed="i" if adds else (), linear=[[0, 2]] if linear else (),
+        addends=[0] if adds else (), indexed={"v": 1},
+    )
+
+
+@rule(aten.scatter.value)
+def scatter_value(call: Call) -> Rule:
+    return _scatter(call, False, False)
+
+
+@rule(aten.scatter.src)
+def scatter_src(call: Call) -> Rule:
+    return _scatter(call, False, True)
+
+
+@rule(aten.scatter_add.default)
+def scatter_add(call: Call) -> Rule:
+    return _scatter(call, True, True)
+
+
+@rule(aten.scatter_reduce.two)
+def scatter_reduce(call: Call) -> Rule:
+    """args: self, dim, index, source, "sum", "prod", "mean", "amax" or "amin"; include_self"""
+    adds = call.args[4] == "sum"
+    return _scatter(call, adds and call.argument(5, "include_self", True), adds)
+
+
+@rule(aten.index_reduce.default)
+def index_reduce(call: Call) -> Rule:
+    """args: self, dim, index (one dim), source, "prod", "mean", "amax" or "amin"; include_self"""
+    table: list = list(range(len(call.operands[0].shape)))
+    if table:
+        table[call.args[1] % len(table)] = None
+    return make_rule(call, [table, [None] * len(call.operands[1].shape), table[: len(call.operands[2].shape)]], [table])
+
+
+@rule(aten.index_add.default)
+def index_add(call: Call) -> Rule:
+    """args: self, dim, index (one dim), source; alpha"""
+    table: list = list(range(len(call.operands[0].shape)))
+    if not table:
+        return make_rule(call, [[], [None] * len(call.operands[1].shape), []], [[]], linear=[[0, 2]])
+    dim = call.args[1] % len(table)
+    source = list(table)
+    source[dim] = "i"
+    index = ["i"] if call.operands[1].shape else []
+    return make_rule(
+        call, [table, index, source], [table], summed="i", linear=[[0, 2]], addends=[0], indexed={dim: 1}
+    )

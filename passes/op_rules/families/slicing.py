@@ -1,0 +1,174 @@
+"""Cutting dims and putting them together: slice, split, concatenate, select, pad.
+
+Where a dim is cut at multiples of a window, the window's letter goes along: each of equal parts, or of parts that have a
+common divisor, can be split inside. Local sizes and bounds are then those of the whole, divided.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from passes.op_rules.base import Call, Letter, Rule, make_rule
+from passes.op_rules.rule_table import rule
+
+aten = torch.ops.aten
+MAX_BLOCKS = 64
+"""A window that is a smaller share of its dim is not followed: splitting inside it would tear neighbors apart for little."""
+
+
+class SlicedDim:
+    """Entries for a dim of `size` that is cut into `parts`, which may leave some of it out, and for each part."""
+
+    def __init__(self, size: int, parts: Sequence[int], boundaries: Sequence[int] = ()):
+        window = math.gcd(size, *parts, *boundaries)
+        self.sizes: dict[Letter, int] = {}
+        self.blocked: list[Letter] = []
+        if window <= 1 or size // window > MAX_BLOCKS:
+            self.whole: list | None = None
+            self.parts: list[list | None] = [None] * len(parts)
+            return
+        self.sizes = {"window": window, "blocks": size // window}
+        for k, part in enumerate(parts):
+            self.sizes["blocks", k] = part // window
+        self.blocked = [letter for letter in self.sizes if letter != "window"]
+        self.whole = ["blocks", "window"]
+        self.parts = [[("blocks", k), "window"] if part else None for k, part in enumerate(parts)]
+
+
+def _at(rank: int, dim: int, entry: list | None) -> list:
+    """A letter of its own for every dim, `entry` at `dim`."""
+    letters: list = list(range(rank))
+    letters[dim] = entry
+    return letters
+
+
+def _sliced(call: Call, big: tuple[int, ...], position: int) -> tuple[list, list, dict, list]:
+    """Letters of the whole and of the part, sizes, blocked letters; `position` is that of `dim` among the arguments."""
+    rank = len(big)
+    dim = call.argument(position, "dim", 0) % rank
+    bounds = (
+        call.argument(position + 1, "start"), call.argument(position + 2, "end"), call.argument(position + 3, "step", 1)
+    )
+    if not all(bound is None or isinstance(bound, int) for bound in bounds):  # they move from call to call
+        return _at(rank, dim, None), _at(rank, dim, None), {}, []
+    start, stop, step = slice(*bounds).indices(big[dim])
+    length = len(range(start, stop, step))
+    if step > 1 and big[dim] % step == 0 and start < step and length == big[dim] // step:
+        # Every step-th element: the dim is `length` groups of `step`, of which one is taken.
+        sizes: dict[Letter, int] = {"window": length, "step": step}
+        return _at(rank, dim, ["window", "step"]), _at(rank, dim, ["window"]), sizes, ["step"]
+    if step > 1:
+        return _at(rank, dim, None), _at(rank, dim, None), {}, []
+    cut = SlicedDim(big[dim], [length], [start])
+    return _at(rank, dim, cut.whole), _at(rank, dim, cut.parts[0]), cut.sizes, cut.blocked
+
+
+@rule(aten.slice.Tensor)
+def slice_(call: Call) -> Rule:
+    """args: self, dim, start, end, step"""
+    whole, part, sizes, blocked = _sliced(call, call.operands[0].shape, 1)
+    return make_rule(call, [whole], [part], sizes=sizes, blocked=blocked, linear=[[0]])
+
+
+@rule(aten.slice_scatter.default)
+def slice_scatter(call: Call) -> Rule:
+    """args: self, source, dim, start, end, step"""
+    whole, part, sizes, blocked = _sliced(call, call.results[0].shape, 2)
+    return make_rule(call, [whole, part], [whole], sizes=sizes, blocked=blocked, linear=[[0, 1]])
+
+
+@rule(aten.split.Tensor, aten.split_with_sizes.default)
+def split(call: Call) -> Rule:
+    """args: self, size or sizes, dim"""
+    shape = call.operands[0].shape
+    dim = call.argument(2, "dim", 0) % len(shape)
+    cut = SlicedDim(shape[dim], [r.shape[dim] for r in call.results])
+    return make_rule(
+        call, [_at(len(shape), dim, cut.whole)], [_at(len(shape), dim, part) for part in cut.parts],
+        sizes=cut.sizes, blocked=cut.blocked, linear=[[0]],
+    )
+
+
+@rule(aten.cat.default)
+def cat(call: Call) -> Rule:
+    """args: tensors, dim; an empty tensor of one dim is passed over, whatever the rank of the others"""
+    out = call.results[0].shape
+    rank = len(out)
+    dim = call.argument(1, "dim", 0) % rank
+    cut = SlicedDim(out[dim], [o.shape[dim] if len(o.shape) == rank else 0 for o in call.operands])
+    inputs = [
+        _at(rank, dim, part) if len(o.shape) == rank else [None] for o, part in zip(call.operands, cut.parts)
+    ]
+    return make_rule(
+        call, inputs, [_at(rank, dim, cut.whole)], sizes=cut.sizes, blocked=cut.blocked,
+        linear=[list(range(len(call.operands)))],
+    )
+
+
+@rule(aten.unbind.int)
+def unbind(call: Call) -> Rule:
+    rank = len(call.operands[0].shape)
+    dim = call.argument(1, "dim", 0) % rank
+    part = [d for d in range(rank) if d != dim]
+    return make_rule(call, [_at(rank, dim, None)], [part] * len(call.results), linear=[[0]])
+
+
+@rule(aten.stack.default)
+def stack(call: Call) -> Rule:
+    rank = len(call.results[0].shape)
+    dim = call.argument(1, "dim", 0) % rank
+    part = [d for d in range(rank) if d != dim]
+    return make_rule(
+        call, [part] * len(call.operands), [_at(rank, dim, None)], linear=[list(range(len(call.operands)))]
+    )
+
+
+@rule(aten.select.int)
+def select(call: Call) -> Rule:
+    rank = len(call.operands[0].shape)
+    dim = call.args[1] % rank
+    letters: list = list(range(rank))
+    letters[dim] = None
+    return make_rule(call, [letters], [letters[:dim] + letters[dim + 1 :]], linear=[[0]])
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(call: Call) -> Rule:
+    rank = len(call.results[0].shape)
+    dim = call.args[2] % rank
+    letters: list = list(range(rank))
+    letters[dim] = None
+    return make_rule(call, [letters, letters[:dim] + letters[dim + 1 :]], [letters], linear=[[0, 1]])
+
+
+@rule(aten.constant_pad_nd.default)
+def constant_pad_nd(call: Call) -> Rule:
+    old, new = call.operands[0].shape, call.results[0].shape
+    pads = list(call.args[1]) + [0] * (2 * len(new) - len(call.args[1]))
+    kept = [pads[2 * (len(new) - 1 - i)] == 0 and pads[2 * (len(new) - 1 - i) + 1] == 0 for i in range(len(new))]
+    letters = [i if kept[i] and old[i] == new[i] else None for i in range(len(new))]
+    zero = call.argument(2, "value", 0) in (0, 0.0, None)
+    return make_rule(call, [letters], [letters], linear=[[0]] if zero else ())
+
+
+@rule(aten.glu.default)
+def glu(call: Call) -> Rule:
+    """The first half of a dim times the sigmoid of the second: both halves split alike."""
+    rank = len(call.operands[0].shape)
+    dim = call.argument(1, "dim", -1) % rank
+    cut = SlicedDim(call.operands[0].shape[dim], [call.results[0].shape[dim]])
+    return make_rule(
+        call, [_at(rank, dim, cut.whole)], [_at(rank, dim, cut.parts[0])], sizes=cut.sizes, blocked=cut.blocked
+    )
+
+
+@rule(aten.glu_backward.default)
+def glu_backward(call: Call) -> Rule:
+    """args: gradient, self, dim"""
+    rank = len(call.results[0].shape)
+    dim = call.args[2] % rank
+    cut = SlicedDim(call.results[0].shape[dim], [call.operands[0].shape[dim]])
+    half, whole = _at(rank, dim, cut.parts[0]), _at(rank, dim, cut.whole)
+    return make_rule(call, [half, whole], [whole], sizes=cut.sizes, blocked=cut.blocked, linear=[[0]])

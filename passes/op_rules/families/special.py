@@ -1,0 +1,71 @@
+"""Operators from outside the usual layers: Fourier transforms, distances, searches, histograms."""
+# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Rule, aligned, make_rule
+from passes.op_rules.rule_table import rule
+
+aten = torch.ops.aten
+
+
+@rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
+def fft(call: Call) -> Rule:
+    """Linear; the transformed dims stay whole."""
+    rank = len(call.operands[0].shape)
+    transformed = {d % rank for d in call.args[1]}
+    letters = [None if d in transformed else d for d in range(rank)]
+    return make_rule(call, [letters], [letters], linear=[[0]])
+
+
+@rule(aten._cdist_forward.default)
+def cdist(call: Call) -> Rule:
+    """(…, p, m), (…, r, m) -> (…, p, r): a norm over m, so m stays whole. Batch dims are broadcast."""
+    result = call.results[0].shape
+    batch = list(range(len(result) - 2))
+    x1, x2 = (aligned(batch, o.shape[:-2], result[:-2]) for o in call.operands)
+    return make_rule(call, [[*x1, "p", None], [*x2, "r", None]], [[*batch, "p", "r"]])
+
+
+@rule(aten._cdist_backward.default)
+def cdist_backward(call: Call) -> Rule | None:
+    """gradient (…, p, r), x1 (…, p, m), x2 (…, r, m), distances (…, p, r) -> gradient of x1"""
+    batch = list(range(len(call.results[0].shape) - 2))
+    x1, x2, pairs = [*batch, "p", "m"], [*batch, "r", "m"], [*batch, "p", "r"]
+    if any(len(o.shape) != len(x1) or o.shape[:-2] != call.results[0].shape[:-2] for o in call.operands):
+        return None  # what is broadcast is expanded before
+    return make_rule(call, [pairs, x1, x2, pairs], [x1], summed=["r"], linear=[[0]])
+
+
+@rule(aten.bucketize.Tensor)
+def bucketize(call: Call) -> Rule:
+    dims = range(len(call.results[0].shape))
+    return make_rule(call, [dims, [None]], [dims])
+
+
+@rule(aten.searchsorted.Tensor)
+def searchsorted(call: Call) -> Rule | None:
+    """sorted sequence (…, n), values (…, v) -> (…, v); a sequence of one dim serves all values"""
+    if len(call.operands) > 2:  # an explicit sorter
+        return None
+    sequence, values = call.operands[0].shape, call.operands[1].shape
+    dims = list(range(len(values)))
+    own = [None] if len(sequence) == 1 else [*dims[:-1], None]
+    return make_rule(call, [own, dims], [dims])
+
+
+@rule(aten.histc.default)
+def histogram(call: Call) -> Rule:
+    """A count over all elements: splitting them leaves partial counts, unless the bins depend on the elements."""
+    letters = range(len(call.operands[0].shape))
+    fixed = (call.argument(2, "min", 0), call.argument(3, "max", 0)) != (0, 0)
+    return make_rule(call, [letters], [[None]], summed=letters if fixed else (), blocked=() if fixed else letters)
+
+
+@rule(aten.masked_scatter.default, aten.masked_scatter_backward.default)
+def masked_scatter(call: Call) -> Rule:
+    """The n-th chosen element takes the n-th of the source: which one that is depends on the whole mask."""
+    whole = [[[None] * len(s.shape) for s in specs] for specs in (call.operands, call.results)]
+    return make_rule(call, *whole, linear=[[0, 2]] if call.target is aten.masked_scatter.default else [[0]])

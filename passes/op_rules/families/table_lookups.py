@@ -1,0 +1,142 @@
+"""Table look-ups: embedding, index, gather.
+
+A split table (`indexed` letter) works on its own range of indices: the result is a masked partial sum.
+"""
+from __future__ import annotations
+
+import torch
+
+from passes.op_rules.base import Call, Rule, aligned, make_rule
+from passes.op_rules.rule_table import rule
+
+aten = torch.ops.aten
+
+
+@rule(aten.embedding.default, heavy=True)
+def embedding(call: Call) -> Rule:
+    index = [("i", d) for d in range(len(call.operands[1].shape))]
+    return make_rule(
+        call, [["v", "h"], index], [[*index, "h"]], summed=["v"], linear=[[0]], indexed={"v": 1}
+    )
+
+
+@rule(aten.embedding_dense_backward.default, heavy=True)
+def embedding_dense_backward(call: Call) -> Rule:
+    """gradient, indices, number of rows, padding row, whether to divide by how often a row is used"""
+    index = [("i", d) for d in range(len(call.operands[1].shape))]
+    return make_rule(
+        call, [[*index, "h"], index], [[None, "h"]], summed=() if call.args[4] else index,
+        blocked=index if call.args[4] else (), linear=[[0]],
+    )
+
+
+MAX = 2
+"""The mode of a bag that is not summed: the position of each greatest is among the results."""
+
+
+@rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, heavy=True)
+def embedding_bag(call: Call) -> Rule | None:
+    """Bags have borders of their own, so only columns split; other results than the first are bookkeeping.
+
+    args: weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, ...
+    """
+    others = [[None] * len(o.shape) for o in call.operands[1:]]
+    results: list[list[str | None]] = [[None] * len(r.shape) for r in call.results[1:]]
+    greatest = call.argument(4, "mode", 0) == MAX and len(call.results) == 4 and len(results[2]) == 2
+    if greatest:
+        results[2] = [None, "h"]
+    return make_rule(call, [[None, "h"], *others], [[None, "h"], *results],
+                     aside=[k for k in range(1, len(call.results)) if k != 3 or not greatest])
+
+
+@rule(aten._embedding_bag_backward.default, heavy=True)
+def embedding_bag_backward(call: Call) -> Rule | None:
+    """args: gradient, indices, offsets, offset2bag, bag_size, maximum_indices, num_weights, scale_grad_by_freq, mode, ..."""
+    inputs = [[None, "h"], *([None] * len(o.shape) for o in call.operands[1:])]
+    if call.args[8] == MAX:
+        inputs[call.args[5].index] = [None, "h"]
+    return make_rule(call, inputs, [[None, "h"]], linear=[[0]])
+
+
+def index_letters(call: Call, indices: list) -> tuple[list, dict[int, list], list[int]] | None:
+    """Letters of the broadcast index shape, of every index operand, and the indexed dims.
+
+    None where a rule cannot follow: with a mask among the indices the shape of the result depends on data.
+    """
+    where = [d for d, x in enumerate(indices) if x is not None]
+    if not where:
+        return None
+    operands = [indices[d].index for d in where]
+    if any(call.operands[i].dtype in ("bool", "uint8") for i in operands):
+        return None
+    shape = torch.broadcast_shapes(*(call.operands[i].shape for i in operands))
+    letters = [("i", d) for d in range(len(shape))]
+    return letters, {i: aligned(letters, call.operands[i].shape, shape) for i in operands}, where
+
+
+def in_place(dims: list | tuple[int, ...], where: list[int], letters: list | tuple[int, ...]) -> list:
+    """Dims of a table with those of the index in place of the indexed ones: at the first of these where they are adjacent,
+    else before all others."""
+    adjacent = where == list(range(where[0], where[-1] + 1))
+    rest = [x for d, x in enumerate(dims) if d not in where]
+    at = where[0] if adjacent else 0
+    return [*rest[:at], *letters, *rest[at:]]
+
+
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(call: Call) -> Rule | None:
+    return _index(call, list(call.args[1]), None, True)
+
+
+@rule(aten._unsafe_masked_index.default)
+def masked_index(call: Call) -> Rule | None:
+    """args: self, mask, indices, what to put where the mask is false"""
+    return _index(call, list(call.args[2]), call.args[1].index, call.args[3] == 0)
+
+
+def _index(call: Call, indices: list, mask: int | None, else_zero: bool) -> Rule | None:
+    found = index_letters(call, indices)
+    if found is None:
+        return None
+    letters, own, where = found
+    table: list = list(range(len(call.operands[0].shape)))
+    single = len(where) == 1 and else_zero
+    if not single:
+        for d in where:
+            table[d] = None
+    out = in_place(table, where, letters)
+    inputs: list = [None] * len(call.operands)
+    inputs[0] = table
+    for i, x in own.items():
+        inputs[i] = x
+    if mask is not None:
+        inputs[mask] = aligned(out, call.operands[mask].shape, call.results[0].shape)
+    indexed = {where[0]: indices[where[0]].index} if single else {}
+    return make_rule(
+        call, inputs, [out], summed=list(indexed), linear=[[0]] if else_zero else (), indexed=indexed
+    )
+
+
+@rule(aten.index_select.default)
+def index_select(call: Call) -> Rule:
+    """args: self, dim, index (one dim, or none for a single element)"""
+    table: list = list(range(len(call.operands[0].shape)))
+    dim = call.args[1] % max(len(table), 1)
+    out = list(table)
+    out[dim] = "i" if call.operands[1].shape else None
+    return make_rule(
+        call, [table, ["i"] if call.operands[1].shape else []], [out], summed=[dim], linear=[[0]], indexed={dim: 1}
+    )
+
+
+@rule(aten.gather.default)
+def gather(call: Call) -> Rule:
+    """In the dims beside the indexed one the index may be smaller than the table: these stay whole."""
+    table, index = call.operands[0].shape, call.operands[1].shape
+    if not table or len(table) != len(index):  # one without elements may have any dims
+        return make_rule(call, [[None] * len(table), [None] * len(index)], [[None] * len(index)], linear=[[0]])
+    dim = call.args[1] % len(table)
+    letters: list = [d if table[d] == index[d] else None for d in range(len(table))]
+    a, b = list(letters), list(letters)
+    a[dim], b[dim] = "v", "i"
+    return make_rule(call, [a, b], [b], summed=["v"], linear=[[0]], indexed={"v": 1})

@@ -1,1 +1,0 @@
-"""From a placement graph to the numbers that are solved, and back to a decision."""

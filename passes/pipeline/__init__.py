@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the chain of blocks, its cut into stages, and the schedules."""

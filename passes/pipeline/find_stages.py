@@ -1,0 +1,280 @@
+"""Pass: the stage of every call of a joint graph, if it is to be a pipeline; see `passes.pipeline.stage_assignment`.
+
+Every call gets a place among the blocks (`passes.pipeline.block_chain`), and these, in order, are cut where stages take about
+the same time and little crosses. Which place:
+
+    forward     its own block's; what is made of parameters alone, its first reader's
+    backward    that of the forward call with its `seq_nr`, but none after what it reads of backward
+    held back   the latest of its readers' and its operands': forward values that are moved between devices for backward alone
+    sums        the earliest of what is added, so that one gradient goes on from there, however many blocks read the value
+
+A collective and the wait for it are in one place. So no forward value goes back and no gradient forward; a graph where that
+does not hold is refused. The cut is between repeated blocks or what lies between them; where there are fewer of these than
+stages, between any two modules.
+"""
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from passes.analyses.flops import FLOPS
+from passes.analyses.placement_graph_builder import kind_of
+from passes.analyses.shapes import SHAPES
+from passes.annotations import read, write
+from passes.base import AnalysisPass
+from passes.cost_model.roofline import RooflineCost
+from passes.errors import BadInput, HpmlError
+from passes.graph.fx_nodes import WAIT, returned_nodes
+from passes.graph.graph_signature import GraphSignature
+from passes.graph.module_blocks import block_of, is_backward, runs_in_backward
+from passes.graph.planning_keys import GRAPH_SIGNATURE
+from passes.graph.step_phase import BACKWARD, FORWARD, Phase
+from passes.hardware.cluster import Cluster
+from passes.hardware.device import Device
+from passes.hardware.mesh import Mesh
+from passes.json_records import FrozenMap
+from passes.pipeline.block_chain import BlockChain
+from passes.pipeline.find_blocks import BLOCK_CHAIN, learned_nodes
+from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment
+from passes.registry import register
+from passes.solver.balanced_partition import equal_cut
+
+PARTS = (operator.getitem, WAIT)
+"""What goes with the call that it reads: a part of what that makes, or all of it once it is there."""
+
+
+class TooFewBlocks(BadInput):
+    """The graph cannot be cut into so many stages."""
+
+
+@register
+@dataclass(frozen=True)
+class FindStages(AnalysisPass):
+    """Writes STAGES. count: how many there are to be; device: whose time is to be equal. starts: in place of these, the block
+    that each stage but the first begins with, by name."""
+
+    name = "find_stages"
+    requires = (SHAPES, FLOPS, GRAPH_SIGNATURE, BLOCK_CHAIN)
+    provides = (STAGES,)
+
+    count: int = 1
+    device: Device = field(default_factory=lambda: Cluster.local(1, "cpu").device)
+    starts: tuple[str, ...] = ()
+
+    def run(self, graph_module: fx.GraphModule) -> None:
+        write(STAGES, graph_module, _StageBalance(graph_module, self.count, self.device).stages(self.starts))
+
+
+class _StageBalance:
+    def __init__(self, gm: fx.GraphModule, count: int, device: Device):
+        self.gm, self.count = gm, count
+        self.interface: GraphSignature = read(GRAPH_SIGNATURE, gm)
+        self.chain: BlockChain = read(BLOCK_CHAIN, gm)
+        if not self.chain.blocks:
+            raise self._too_few(0)
+        self.calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+        learned = learned_nodes(gm)
+        self.copied = {node for node in self.calls if node not in learned}
+        self.place = places(gm, self.chain, learned)
+        cost = RooflineCost(device, Mesh((), device))
+        self.us = {node: _us(node, cost) for node in self.calls if node not in self.copied}
+
+    def stages(self, starts: Sequence[str] = ()) -> StageAssignment:
+        ends = self._pinned(starts) if starts else self._cut()
+        stage_of = [sum(end <= place for end in ends) for place in range(len(self.chain.blocks))]
+        of = {node: stage_of[self.place[node]] for node in self.calls}
+        sums, summed = self._sums(of)
+        sent = self._sent(of, summed)
+        time_us, forward_us = [0.0] * self.count, [0.0] * self.count
+        for node, us in self.us.items():
+            time_us[of[node]] += us
+            forward_us[of[node]] += 0.0 if is_backward(node) else us
+        blocks = [[block.name for block, s in zip(self.chain.blocks, stage_of) if s == stage] for stage in range(self.count)]
+        return StageAssignment(
+            self.count, FrozenMap({node.name: stage for node, stage in of.items()}),
+            frozenset(node.name for node in self.copied), tuple(sent),
+            FrozenMap({node.name: tuple(part.name for part in parts) for node, parts in sums.items()}),
+            frozenset(node.name for node in summed), FrozenMap(self._readers(of, sums)),
+            tuple(map(tuple, blocks)), tuple(time_us), tuple(forward_us))
+
+    def _too_few(self, parts: int) -> TooFewBlocks:
+        return TooFewBlocks(f"the graph has no {self.count} parts that follow each other and compute something",
+                            "options['mesh']['pp']", f"take at most {max(parts, 1)} stages")
+
+    def _pinned(self, starts: Sequence[str]) -> list[int]:
+        places = {block.name: place for place, block in enumerate(self.chain.blocks)}
+        ends = [places.get(name, -1) for name in starts]
+        if len(ends) != self.count - 1 or any(after <= before for before, after in zip([0, *ends], ends)):
+            raise BadInput(f"{self.count} stages that begin with {', '.join(starts)}: the blocks are, in order, "
+                           f"{', '.join(places)}", "stages", "name one for each stage but the first, in their order")
+        return [*ends, len(self.chain.blocks)]
+
+    def _cut(self) -> list[int]:
+        """Up to which block each stage goes."""
+        blocks = self.chain.blocks
+        time = [0.0] * len(blocks)
+        for node, us in self.us.items():
+            time[self.place[node]] += us
+        crossing = [cut.bytes for cut in self.chain.cuts]
+        repeated = {block_of(node) for node in self.calls if not runs_in_backward(node)} - {""}
+        among = [block.path in repeated for block in blocks]
+        if sum(among) >= self.count:
+            units = [k for k in range(1, len(blocks)) if among[k - 1] or among[k]] + [len(blocks)]
+        else:
+            units = list(range(1, len(blocks) + 1))
+        found = equal_cut([sum(time[start:stop]) for start, stop in zip([0, *units], units)],
+                          [crossing[unit - 1] for unit in units[:-1]], self.count)
+        if found is None:
+            raise self._too_few(sum(us > 0 for us in time))
+        return [units[end - 1] for end in found]
+
+    def _sums(self, of: dict[fx.Node, int]) -> tuple[dict[fx.Node, list[fx.Node]], set[fx.Node]]:
+        """Gradients of inputs that are sums over stages, with their parts; and the calls that add these."""
+        sums: dict[fx.Node, list[fx.Node]] = {}
+        summed: set[fx.Node] = set()
+        for gradient in returned_nodes(self.gm)[self.interface.forward_outputs:]:
+            if gradient is None or gradient in sums:
+                continue
+            parts, adding = _parts(gradient, of)
+            if adding and len({of[part] for part in parts}) == len(parts):
+                sums[gradient] = parts
+                summed.update(adding)
+        return sums, summed
+
+    def _sent(self, of: dict[fx.Node, int], summed: set[fx.Node]) -> list[SentValue]:
+        found = []
+        for node in self.calls:
+            if node in self.copied or node in summed:
+                continue
+            readers: dict[Phase, set[int]] = defaultdict(set)
+            for user in node.users:
+                if user.op == "output" or user in summed or of[user] == of[node]:
+                    continue
+                phase = FORWARD if of[user] > of[node] else BACKWARD
+                if runs_in_backward(node) and phase == FORWARD or not runs_in_backward(user) and phase == BACKWARD:
+                    raise HpmlError(
+                        f"a pipeline of {self.count} stages would have to send a value against their order: {node.name}, made "
+                        f"in stage {of[node]}, is read by {user.name} in stage {of[user]}", node.name,
+                        "give another number of stages, or none")
+                readers[phase].add(of[user])
+            for phase, stages in readers.items():
+                if not isinstance(node.meta.get("val"), torch.Tensor):
+                    raise HpmlError(f"{node.name} is no tensor, and cannot go from stage {of[node]} to another one", node.name,
+                                    "give another number of stages, or none")
+                found.append(SentValue(node.name, of[node], tuple(sorted(stages)), phase,
+                                       float(sum(spec.bytes for spec in read(SHAPES, node)))))
+        return found
+
+    def _readers(self, of: dict[fx.Node, int], sums: dict[fx.Node, list[fx.Node]]) -> dict[str, tuple[int, ...]]:
+        """Of parameters. First comes the stage where its gradient is whole, else the first that reads it."""
+        gradients = {owner: name for name, owner in self.interface.outputs if owner is not None}
+        by_name = {node.name: node for node in self.calls}
+        found = {}
+        for node in self.gm.graph.find_nodes(op="placeholder"):
+            if self.interface.kinds.get(node.name) != "parameter":
+                continue
+            stages = {of[user] for user in node.users if user.op != "output" and user not in self.copied}
+            gradient = by_name.get(gradients.get(node.name, ""))
+            if gradient is not None:
+                stages.update(of[part] for part in sums.get(gradient, [gradient]))
+            first = of[gradient] if gradient is not None else min(stages, default=0)
+            found[node.name] = (first, *sorted(stages - {first}))
+        return found
+
+
+def places(gm: fx.GraphModule, chain: BlockChain, learned: set[fx.Node]) -> dict[fx.Node, int]:
+    """Of every call, the position of a block of the chain; see the module's docstring."""
+    home = {piece: position for position, block in enumerate(chain.blocks) for piece in block.pieces}
+    place: dict[fx.Node, int] = {}
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    for node in calls:
+        if not runs_in_backward(node):
+            source = node.args[0] if node.target in PARTS else None
+            place[node] = place[source] if isinstance(source, fx.Node) and source in place else home[node.name]
+    _to_first_readers(calls, learned, place)
+    by_sequence: dict[int, int] = {}
+    for node, position in place.items():
+        number = node.meta.get("seq_nr")
+        if number is not None and node in learned:
+            by_sequence[number] = max(position, by_sequence.get(number, 0))
+    for node in calls:
+        if runs_in_backward(node):
+            place[node] = _of_backward(node, place, learned, by_sequence, len(chain.blocks) - 1)
+    _to_last_readers([node for node in calls if runs_in_backward(node) and not is_backward(node)], learned, place)
+    return place
+
+
+def _to_first_readers(calls: Sequence[fx.Node], learned: set[fx.Node], place: dict[fx.Node, int]) -> None:
+    """What is made of parameters alone is made where it is read first, whichever module asks for it."""
+    alone: set[fx.Node] = set()
+    for node in calls:
+        inputs = [x for x in node.all_input_nodes if x in learned]
+        given = all(x in learned or x.op == "get_attr" for x in node.all_input_nodes)
+        if node in place and inputs and given and all(x.op == "placeholder" or x in alone for x in inputs):
+            alone.add(node)
+    for node in reversed(calls):
+        readers = [place[user] for user in node.users if user in place]
+        if node in alone and readers:
+            place[node] = min(readers)
+    for node in calls:
+        if node.target in PARTS and node in alone:
+            place[node] = place[node.all_input_nodes[0]]
+
+
+def _to_last_readers(held_back: Sequence[fx.Node], learned: set[fx.Node], place: dict[fx.Node, int]) -> None:
+    """What is made for backward goes from there to earlier stages, and is made where forward has what it is made of."""
+    for node in reversed(held_back):
+        place[node] = max((place[user] for user in node.users if user in place), default=place[node])
+    for node in held_back:
+        place[node] = max([place[node], *(place[x] for x in node.all_input_nodes if x in place and x in learned)])
+
+
+def _of_backward(node: fx.Node, place: dict[fx.Node, int], learned: set[fx.Node], by_sequence: dict[int, int],
+                 last: int) -> int:
+    # A sum of gradients carries the number of whatever ran last in forward.
+    number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
+    if node.target in PARTS:
+        return place[node.all_input_nodes[0]]
+    made = [place[x] for x in node.all_input_nodes if x in place and x in learned and is_backward(x)]
+    own = by_sequence.get(number) if number is not None else None
+    if own is None:
+        own = min(made) if made else max(
+            (place[x] for x in node.all_input_nodes if x in place and x in learned), default=last)
+    return min([own, *made])
+
+
+def _parts(gradient: fx.Node, of: dict[fx.Node, int]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What a sum over stages is made of, in the order in which it is added, and the calls that add. Two numbers have one
+    sum, whichever comes first; of three, the first two that are added are added first here, too."""
+    parts: list[fx.Node] = []
+    adding: list[fx.Node] = []
+    node: fx.Node | None = gradient
+    while node is not None and _adds_over_stages(node, of):
+        left, right = node.all_input_nodes
+        further = next((x for x in (left, right) if len(x.users) == 1 and _adds_over_stages(x, of)), None)
+        adding.append(node)
+        parts += [left, right] if further is None else [right if further is left else left]
+        node = further
+    return parts[-2:] + parts[-3::-1], adding
+
+
+def _adds_over_stages(node: fx.Node, of: dict[fx.Node, int]) -> bool:
+    inputs = node.all_input_nodes
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.users) != 1 or len(inputs) != 2:
+        return False
+    if not all(x in of and is_backward(x) for x in inputs) or of[inputs[0]] == of[inputs[1]]:
+        return False
+    return len({(tuple(x.meta["val"].shape), x.meta["val"].dtype) for x in (node, *inputs)}) == 1
+
+
+def _us(node: fx.Node, cost: RooflineCost) -> float:
+    specs = [spec for each in (node, *node.all_input_nodes) for spec in read(SHAPES, each)]
+    if node.target is operator.getitem or not read(SHAPES, node):
+        return 0.0
+    dtype = str(read(SHAPES, node)[0].dtype).removeprefix("torch.")
+    return cost.compute_us(read(FLOPS, node), float(sum(spec.bytes for spec in specs)), dtype, kind_of(node.target))

@@ -1,0 +1,192 @@
+"""A schedule as a table: all that each rank of a pipeline does, in order, with what it sends and receives.
+
+One table is checked, simulated and executed. What a rank computes comes from `passes.pipeline.schedule_orders`; here are added
+the sends and receives between neighboring stages on different ranks. All of these have one order, in which each rank does its
+own: if each waits for the other side, nobody waits for ever. It is the order in which results are there if a forward takes as
+long as half a backward, so that nobody waits much, either.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from passes.errors import HpmlError
+from passes.pipeline.schedule_orders import Computed, ScheduleName, rank_orders, stages_of
+
+Kind = Literal["forward", "backward", "backward_input", "backward_weight",
+               "send_forward", "receive_forward", "send_backward", "receive_backward"]
+_UNITS: dict[str, float] = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
+
+
+@dataclass(frozen=True)
+class ScheduleAction:
+    """One thing that a rank does for a microbatch. A receive names the stage that receives, a send the one that sends:
+    send_forward of stage s goes with receive_forward of s + 1, send_backward of s with receive_backward of s - 1."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    @property
+    def computes(self) -> bool:
+        return self.kind in _UNITS
+
+    @property
+    def other_end(self) -> ScheduleAction:
+        """Of a send its receive, of a receive its send."""
+        step = 1 if self.kind in ("send_forward", "receive_backward") else -1
+        way, phase = self.kind.split("_")
+        other: Kind = f"{'receive' if way == 'send' else 'send'}_{phase}"  # type: ignore[assignment]
+        return ScheduleAction(other, self.stage + step, self.microbatch)
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.stage}, microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """ranks: of each stage, the rank that has it; actions: of each rank, in order."""
+
+    name: ScheduleName
+    microbatches: int
+    ranks: tuple[int, ...]
+    actions: tuple[tuple[ScheduleAction, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return any(action.kind == "backward_weight" for own in self.actions for action in own)
+
+    def computed(self, rank: int) -> tuple[ScheduleAction, ...]:
+        return tuple(action for action in self.actions[rank] if action.computes)
+
+    def in_flight(self) -> tuple[int, ...]:
+        """Of each stage, the most microbatches of which something is saved at a time: until all of backward has run."""
+        most = [0] * self.stages
+        held = [0] * self.stages
+        for own in self.actions:
+            for action in own:
+                held[action.stage] += (action.kind == "forward") - (action.kind in ("backward", "backward_weight"))
+                most[action.stage] = max(most[action.stage], held[action.stage])
+        return tuple(most)
+
+    def needs(self, action: ScheduleAction) -> ScheduleAction | None:
+        """What an action that computes reads, of all that is not its own stage's: what another stage on this rank made, or what
+        was received."""
+        if action.kind == "backward_weight":
+            return None
+        forward = action.kind == "forward"
+        before = action.stage - 1 if forward else action.stage + 1
+        if not 0 <= before < self.stages:
+            return None
+        if self.ranks[before] == self.ranks[action.stage]:
+            return ScheduleAction(action.kind, before, action.microbatch)
+        return ScheduleAction("receive_forward" if forward else "receive_backward", action.stage, action.microbatch)
+
+
+@lru_cache(maxsize=8)  # a fit of parameters plays the same one many times
+def make_schedule(name: ScheduleName, ranks: int, microbatches: int, virtual: int = 1) -> PipelineSchedule:
+    """The table of a schedule, checked. Raises BadInput where the numbers do not fit."""
+    orders = rank_orders(name, ranks, virtual, microbatches)
+    rank_of = {stage: rank for rank in range(ranks) for stage in stages_of(name, rank, ranks, virtual)}
+    of_stage = tuple(rank_of[stage] for stage in range(ranks * virtual))
+    found = PipelineSchedule(name, microbatches, of_stage, _with_messages(orders, of_stage))
+    check_schedule(found)
+    return found
+
+
+def _with_messages(orders: Sequence[Sequence[Computed]], rank_of: Sequence[int]) -> tuple[tuple[ScheduleAction, ...], ...]:
+    """What is computed, in time, with a send and a receive for each result as soon as it is there."""
+    events: list[tuple[float, int, int, ScheduleAction]] = []  # when; messages come first; in turn
+    done: dict[tuple[str, int, int], float] = {}
+    free, at = [0.0] * len(orders), [0] * len(orders)
+    while any(position < len(own) for position, own in zip(at, orders)):
+        starts = {rank: max(free[rank], when) for rank, own in enumerate(orders) if at[rank] < len(own)
+                  and (when := _ready(own[at[rank]], done, len(rank_of))) is not None}
+        if not starts:
+            raise HpmlError("ranks of a pipeline wait for each other", "schedule", "take another schedule")
+        rank = min(starts, key=lambda each: (starts[each], each))
+        kind, stage, microbatch = orders[rank][at[rank]]
+        events.append((starts[rank], 1, len(events), ScheduleAction(kind, stage, microbatch)))
+        free[rank] = starts[rank] + _UNITS[kind]
+        at[rank] += 1
+        if kind == "backward_weight":
+            continue
+        forward = kind == "forward"
+        done["forward" if forward else "backward", stage, microbatch] = free[rank]
+        other = stage + 1 if forward else stage - 1
+        if 0 <= other < len(rank_of) and rank_of[other] != rank_of[stage]:
+            send = ScheduleAction("send_forward" if forward else "send_backward", stage, microbatch)
+            events += [(free[rank], 0, len(events), send), (free[rank], 0, len(events), send.other_end)]
+    events.sort(key=lambda event: event[:3])
+    return tuple(tuple(action for *_, action in events if rank_of[action.stage] == rank) for rank in range(len(orders)))
+
+
+def _ready(computed: Computed, done: dict[tuple[str, int, int], float], stages: int) -> float | None:
+    """When all that it reads is there; None while it is not known."""
+    kind, stage, microbatch = computed
+    if kind == "forward":
+        return done.get(("forward", stage - 1, microbatch)) if stage else 0.0
+    if kind == "backward_weight":
+        return done.get(("backward", stage, microbatch))
+    own = done.get(("forward", stage, microbatch))
+    later = done.get(("backward", stage + 1, microbatch)) if stage + 1 < stages else own
+    return None if own is None or later is None else max(own, later)
+
+
+def check_schedule(table: PipelineSchedule) -> None:
+    """Every stage runs each microbatch once each way, every message has two ends, and no rank waits for ever though all wait
+    for the other end of each message. Raises HpmlError with what does not hold."""
+    for stage, rank in enumerate(table.ranks):
+        own = [(action.kind, action.microbatch) for action in table.actions[rank] if action.computes and action.stage == stage]
+        for microbatch in range(table.microbatches):
+            kinds = sorted(kind for kind, each in own if each == microbatch)
+            if kinds not in (["backward", "forward"], ["backward_input", "backward_weight", "forward"]):
+                raise HpmlError(f"stage {stage} runs microbatch {microbatch} by {kinds}", f"schedule {table.name}",
+                                "each stage runs forward once, and backward whole or in its two parts")
+        if len({microbatch for _, microbatch in own}) != table.microbatches:
+            raise HpmlError(f"stage {stage} runs other microbatches than 0 to {table.microbatches - 1}",
+                            f"schedule {table.name}", "run each of them once")
+    at = [0] * len(table.actions)
+    done: set[ScheduleAction] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(table.actions):
+            while at[rank] < len(own) and _possible(table, own[at[rank]], at, done):
+                action = own[at[rank]]
+                done.add(action)
+                at[rank] += 1
+                if not action.computes:
+                    done.add(action.other_end)
+                    at[table.ranks[action.other_end.stage]] += 1
+                moved = True
+    for rank, own in enumerate(table.actions):
+        if at[rank] < len(own):
+            raise HpmlError(f"rank {rank} waits for ever at {own[at[rank]]}", f"schedule {table.name}",
+                            "put both ends of each message at the same place in the order of all")
+
+
+def _possible(table: PipelineSchedule, action: ScheduleAction, at: Sequence[int], done: set[ScheduleAction]) -> bool:
+    """Whether an action that is next on its rank can be done: what it reads is there, or the other end is next on its own."""
+    if action in done:
+        return False  # twice
+    if action.computes:
+        first: dict[str, Kind] = {"backward": "forward", "backward_input": "forward", "backward_weight": "backward_input"}
+        own = ScheduleAction(first[action.kind], action.stage, action.microbatch) if action.kind in first else None
+        return all(needed is None or needed in done for needed in (own, table.needs(action)))
+    sends = action if action.kind.startswith("send") else action.other_end
+    kinds = ("forward",) if sends.kind == "send_forward" else ("backward", "backward_input")
+    if not any(ScheduleAction(kind, sends.stage, sends.microbatch) in done for kind in kinds):  # type: ignore[arg-type]
+        return False
+    if not 0 <= action.other_end.stage < table.stages:
+        return False
+    other = table.ranks[action.other_end.stage]
+    own = table.actions[other]
+    return at[other] < len(own) and own[at[other]] == action.other_end

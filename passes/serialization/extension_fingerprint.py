@@ -1,0 +1,58 @@
+"""Fingerprint of the rules and passes that come from outside of this package, for the keys of caches.
+
+A user's rule or pass may be edited between two launches, or say something else for the same source, by a constant of its module
+or by what its closure holds. So the fingerprint covers the source of the module that defines it, and the plain data (numbers,
+text, and containers of these) that its module, defaults and closure hold.
+"""
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from passes import registry
+from passes.op_rules import rule_table
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+
+
+def extension_fingerprint_of() -> str:
+    """The same for two processes with the same rules and passes from outside; "" where there are none."""
+    found = [("rule", name, rule) for name, rule in rule_table.external_rules().items()]
+    found += [("pass", name, cls) for name, cls in registry.external_passes().items()]
+    lines = [f"{kind} {name} {source_of(each)} {[*_data_of(each)]}" for kind, name, each in found]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest() if lines else ""
+
+
+def source_of(definition: Callable[..., Any] | type) -> str:
+    """Hash of the source of the module that defines it, or of its code where that was typed in."""
+    module = sys.modules.get(definition.__module__)
+    file = getattr(module, "__file__", None)
+    if file is not None and Path(file).is_file():
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    try:
+        return inspect.getsource(definition)
+    except (OSError, TypeError):
+        code = getattr(definition, "__code__", None)
+        return repr((definition.__module__, definition.__qualname__) if code is None else (code.co_code, code.co_consts))
+
+
+def _data_of(definition: Callable[..., Any] | type) -> Iterator[tuple[str, str]]:
+    module = sys.modules.get(definition.__module__)
+    held = {name: value for name, value in vars(module).items() if not name.startswith("__")} if module is not None else {}
+    function: Any = inspect.unwrap(definition)
+    for number, cell in enumerate(getattr(function, "__closure__", None) or ()):
+        held[f"closure {number}"] = cell.cell_contents
+    held["defaults"] = getattr(function, "__defaults__", None)
+    return ((name, repr(value)) for name, value in sorted(held.items()) if _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    return isinstance(value, _PLAIN)

@@ -1,0 +1,1 @@
+"""Groups of operations that choose one strategy together, and groups that are equal."""

@@ -1,0 +1,154 @@
+"""The graph of a model with one of its equal layers less, made from the graph of the model as it is.
+
+A layer goes whose neighbor before it does the same: call by call, in the same order, with the same wiring. What the
+neighbor handed on to it in forward, and took from it in backward, it hands on to the layer after, and takes from that. So
+nothing is traced a second time; where layers are not that much alike, there is no such graph, and tracing has to tell.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+from passes.graph.placement_graph import Operation, PlacementGraph
+from passes.json_records import FrozenMap
+from passes.sharding.grouping.group_symmetry import value_signature
+
+
+def without_layers(graph: PlacementGraph, blocks: Mapping[str, str]) -> PlacementGraph | None:
+    """`graph` without some blocks. blocks: path of each block that goes -> path of its neighbor before it, which stays.
+
+    None if a block and its neighbor differ, or if what they hand on goes to others than their neighbors.
+    """
+    try:
+        return _LayerRemoval(graph, blocks).spliced()
+    except _BlocksDiffer:
+        return None
+
+
+class _BlocksDiffer(Exception):
+    """The blocks do not correspond."""
+
+
+def _hold(condition: object) -> None:
+    if not condition:
+        raise _BlocksDiffer
+
+
+class _LayerRemoval:
+    """twins: value that goes -> the one of the neighbor that stands at its place. instead: value that goes -> the value of the
+    layer after that the neighbor reads in its place, in backward."""
+
+    def __init__(self, graph: PlacementGraph, blocks: Mapping[str, str]):
+        self.graph, self.blocks = graph, blocks
+        self.operations: dict[int, Operation] = {}
+        """Operation that goes -> that of the neighbor."""
+        self.twins: dict[int, int] = {}
+        self.instead: dict[int, int] = {}
+        self._entering: dict[int, int] = {}
+        self._pair_operations()
+        for gone, kept in self.operations.items():
+            for v, w in zip(graph.operations[gone].inputs, kept.inputs, strict=True):
+                self._pair_inputs(graph.operations[gone].block, v, w)
+        _hold(len(set(self.twins.values())) == len(self.twins))
+        for v, w in self.twins.items():
+            _hold(value_signature(graph.values[v]) == value_signature(graph.values[w]))
+            _hold((v in graph.saved) == (w in graph.saved))
+            self._check_readers(v, w)
+        self._check_outputs()
+
+    def _pair_operations(self) -> None:
+        members: dict[str, list[Operation]] = {}
+        for op in self.graph.operations:
+            members.setdefault(op.block, []).append(op)
+        for gone, kept in self.blocks.items():
+            ours, theirs = members.get(gone, []), members.get(kept, [])
+            _hold(ours and [_does(op) for op in ours] == [_does(op) for op in theirs])
+            for op, twin in zip(ours, theirs, strict=True):
+                self.operations[op.index] = twin
+                self.twins.update(zip(op.outputs, twin.outputs, strict=True))
+
+    def _home(self, v: int) -> str:
+        """The block that makes a value, if that is one that goes or its neighbor."""
+        producer = self.graph.values[v].producer
+        block = "" if producer is None else self.graph.operations[producer].block
+        return block if block in self.blocks or block in self.blocks.values() else ""
+
+    def _pair_inputs(self, gone: str, v: int, w: int) -> None:
+        """What an operation of the block reads, and what its twin reads in that place."""
+        values, homes = self.graph.values, (self._home(v), self._home(w))
+        if homes == (gone, self.blocks[gone]):
+            _hold(self.twins[v] == w)
+        elif homes == (self.blocks[gone], ""):  # forward: each reads what the layer before it made
+            _hold(self._entering.setdefault(v, w) == w and value_signature(values[v]) == value_signature(values[w]))
+        elif homes == ("", gone):  # backward: each reads what the layer after it made
+            _hold(self.instead.setdefault(w, v) == v and value_signature(values[v]) == value_signature(values[w]))
+        elif homes == ("", "") and v != w:  # parameters of their own
+            _hold(values[v].producer is None and values[w].producer is None and self.twins.setdefault(v, w) == w)
+        else:
+            _hold(homes == ("", ""))
+
+    def _check_readers(self, v: int, w: int) -> None:
+        """A value and its twin go to the same calls, and beyond their blocks to nobody, each to the layer after, or each to the
+        layer before."""
+        operations, near = self.graph.operations, {*self.blocks, *self.blocks.values()}
+        ours, theirs = self.graph.values[v].users, self.graph.values[w].users
+        if self.graph.values[v].producer is None:
+            _hold(all(operations[u].block in self.blocks for u in ours))
+            _hold(all(operations[u].block in self.blocks.values() for u in theirs))
+            return
+        gone = self._home(v)
+        ours = [operations[u] for u in ours if operations[u].block != gone]
+        theirs = [operations[u] for u in theirs if operations[u].block != self.blocks[gone]]
+        on = {op.block for op in theirs} <= {gone} and near.isdisjoint(op.block for op in ours)
+        back = {op.block for op in ours} <= {self.blocks[gone]} and near.isdisjoint(op.block for op in theirs)
+        _hold(on or back)
+        _hold([op.target for op in ours] == [op.target for op in theirs] if on else bool(ours) == bool(theirs))
+
+    def _check_outputs(self) -> None:
+        """What the block returns, and the gradients of its parameters, has a twin among the outputs."""
+        stay = set(self.twins.values())
+        gone = Counter((self.twins[v], None if p is None else self.twins.get(p, -1)) for v, p in self.graph.outputs
+                       if v in self.twins)
+        _hold(gone == Counter((v, p) for v, p in self.graph.outputs if v in stay))
+        _hold(all(v in self.twins for v, p in self.graph.outputs if p in self.twins))
+        _hold(all((v in self.twins) == (t in self.twins) for v, t in self.graph.unread.items() if t is not None))
+
+    def spliced(self) -> PlacementGraph:
+        graph = self.graph
+        numbers = {v.index: k for k, v in enumerate(v for v in graph.values if v.index not in self.twins)}
+        position = {op.index: k for k, op in enumerate(op for op in graph.operations if op.index not in self.operations)}
+        kept = {twin.index for twin in self.operations.values()}
+
+        def read(op: Operation, v: int) -> int:
+            if v in self.twins:
+                found = self.instead.get(v) if op.index in kept else self.twins[v]
+                _hold(found in numbers)
+                assert found is not None, "`_hold` raises where it is"
+                return numbers[found]
+            return numbers[v]
+
+        operations = tuple(
+            replace(op, index=position[op.index], inputs=tuple(read(op, v) for v in op.inputs),
+                    outputs=tuple(numbers[v] for v in op.outputs))
+            for op in graph.operations if op.index in position)
+        users: dict[int, dict[int, None]] = {k: {} for k in numbers.values()}
+        for op in operations:
+            for v in op.inputs:
+                users[v][op.index] = None
+        values = tuple(
+            replace(v, index=numbers[v.index], users=tuple(users[numbers[v.index]]),
+                    producer=None if v.producer is None else position[v.producer])
+            for v in graph.values if v.index in numbers)
+        names = {graph.operations[i].name for i in self.operations}
+        return PlacementGraph(
+            operations, values,
+            tuple((numbers[v], None if p is None else numbers[p]) for v, p in graph.outputs if v in numbers),
+            FrozenMap({target: left for target, found in graph.unruled.items()
+                       if (left := tuple(name for name in found if name not in names))}),
+            frozenset(numbers[v] for v in graph.saved if v in numbers),
+            FrozenMap({numbers[v]: None if t is None else numbers[t] for v, t in graph.unread.items() if v in numbers}))
+
+
+def _does(op: Operation) -> Hashable:
+    return op.target, op.kind, op.strategies, op.flops, op.phase, op.ruled, op.linear, len(op.inputs), len(op.outputs)

@@ -1,0 +1,1 @@
+"""The cost terms of operations, redistributions and parameters."""

@@ -1,0 +1,1 @@
+"""The strategies of a group: per axis, and as products over the axes of a mesh."""

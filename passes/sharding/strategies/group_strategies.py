@@ -1,0 +1,238 @@
+"""Joint strategies of a group on one mesh axis: one strategy per operation, consistent on every value inside.
+
+Found by a dynamic program over the operations in order. A state is the placement of every value still needed; states
+that agree on those are merged, the cheaper one stays. Three things are free of the rule that a value has one placement:
+
+- what comes from outside, or is made inside by an operation that cannot be split (a random mask), may be read whole by one
+  operation and split by another, or split in several ways: it is there whole then, and a slice costs nothing;
+- a small partial result may be reduced where it is made (the statistics of a norm over a split dim), at its price;
+- a value that is not used again is forgotten.
+
+Doing everything whole is always offered, however dear: what is cheaper on one axis may, on another axis too, split a
+factor that does not divide by both.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.graph.placement_graph import Operation, PlacementGraph, Value
+from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Strategy
+from passes.sharding.grouping.op_groups import SMALL_FRACTION, OpGroup
+from passes.solver.work_limit import WorkLimit
+
+MAX_STATES, FEW_STATES = 400, 16
+REDUCIBLE = (PARTIAL, PARTIAL_MAX)
+
+
+@dataclass(frozen=True)
+class OperationStrategy:
+    """What one operation of the group does: its strategy, and which of its results are reduced at once."""
+
+    strategy: Strategy
+    reduced: tuple[bool, ...]
+
+    def placed(self) -> tuple[Placement, ...]:
+        """Placements of the results after that reduction."""
+        return tuple(REPLICATE if r else p for p, r in zip(self.strategy.outputs, self.reduced))
+
+
+Ends = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+"""Placements of the values that a group reads, and of those that it makes."""
+_Done = tuple["_Done", OperationStrategy] | None
+"""What operations do, the last one first: it is shared by all that goes on from there."""
+_Step = tuple[dict[int, Placement], tuple[Placement, ...], float, OperationStrategy]
+"""Placements that change, by their number among the live values; those of values that come in; the price; what is done."""
+
+
+@dataclass(frozen=True)
+class GroupStrategy:
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    operations: tuple[OperationStrategy, ...]
+
+
+class GroupStrategyCache:
+    """Joint strategies of equal groups on axes of one size.
+
+    They are found anew where a reduction that was priced costs something else on an axis.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, list[tuple[dict[int, float], list[GroupStrategy]]]] = {}
+
+    def find(self, key: Hashable, reduce_cost: Callable[[int], float],
+             search: Callable[[Callable[[int], float]], list[GroupStrategy]],
+             allowance: WorkLimit) -> list[GroupStrategy]:
+        """search: what finds them with a price of reductions. Those that it finds once the time is over are not kept."""
+        known = self._found.setdefault(key, [])
+        for asked, joints in known:
+            if all(reduce_cost(nbytes) == cost for nbytes, cost in asked.items()):
+                return joints
+        asked = {}
+
+        def cost_of(nbytes: int) -> float:
+            if nbytes not in asked:
+                asked[nbytes] = reduce_cost(nbytes)
+            return asked[nbytes]
+
+        joints = search(cost_of)
+        if not allowance.is_over:
+            known.append((asked, joints))
+        return joints
+
+
+def divides(value: Value, placement: Placement, size: int) -> bool:
+    return not isinstance(placement, tuple) or value.factors[placement[0]][placement[1]] % size == 0
+
+
+def _options(op: Operation, graph: PlacementGraph, size: int, small: int, allowed: Callable) -> list[OperationStrategy]:
+    found = []
+    for s in op.strategies:
+        if not all(divides(graph.values[v], p, size) for v, p in zip(op.inputs, s.inputs)):
+            continue
+        if not all(divides(graph.values[v], p, size) for v, p in zip(op.outputs, s.outputs)):
+            continue
+        if not allowed(op, s):
+            continue
+        found.append(OperationStrategy(s, (False,) * len(op.outputs)))
+        reducible = [p in REDUCIBLE and graph.values[v].bytes <= small for v, p in zip(op.outputs, s.outputs)]
+        if any(reducible):
+            found.append(OperationStrategy(s, tuple(reducible)))
+    return found
+
+
+def strategies_on_axis(
+    group: OpGroup, graph: PlacementGraph, size: int,
+    reduce_cost: Callable[[int], float], cost_per_byte: float, cost_per_flop: float,
+    allowed: Callable[[Operation, Strategy], bool] = lambda op, s: True,
+    allowance: WorkLimit | None = None,
+    ends: Ends | None = None,
+) -> list[GroupStrategy]:
+    """All joint strategies on an axis of `size`, the cheapest for each placement of the group's boundary.
+
+    `reduce_cost(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis). `allowance`: once it is
+    over, few are found besides the one that does everything whole. `ends`: placements that the boundary is to have, in full.
+    """
+    allowance = allowance or WorkLimit(math.inf)
+    operations = [graph.operations[i] for i in group.operations]
+    whole = _whole(group, operations, allowed)
+    most = FEW_STATES if allowance.is_over and whole is not None and ends is None else MAX_STATES
+    wanted = {} if ends is None else {**dict(zip(group.outputs, ends[1])), **dict(zip(group.inputs, ends[0]))}
+    largest = max((graph.values[v].bytes for op in operations for v in (*op.inputs, *op.outputs)), default=0)
+    last_use = {v: k for k, op in enumerate(operations) for v in op.inputs}
+    outside, boundary = {*group.inputs}, {*group.inputs, *group.outputs}
+    unsplittable = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
+    live: list[int] = []
+    # state: placement of every live value -> (cost, what the operations so far do, the latest first)
+    states: dict[tuple[Placement, ...], tuple[float, _Done]] = {(): (0.0, None)}
+    for k, op in enumerate(operations):
+        options = [(taken, _price(op, taken, graph, size, reduce_cost, cost_per_byte, cost_per_flop))
+                   for taken in _options(op, graph, size, largest // SMALL_FRACTION, allowed)]
+        read = [live.index(v) if v in live else None for v in op.inputs]
+        known = [*live, *dict.fromkeys(v for v, slot in zip(op.inputs, read) if slot is None), *op.outputs]
+        kept = [slot for slot, v in enumerate(known) if v in boundary or last_use.get(v, -1) > k]
+        names = [known[slot] for slot in kept]
+        steps: dict[tuple[Placement | None, ...], list[_Step]] = {}
+        following: dict[tuple[Placement, ...], tuple[float, _Done]] = {}
+        allowance.spend("joint step", len(states) * len(options))
+        for state, (cost, done) in states.items():
+            have = tuple(None if slot is None else state[slot] for slot in read)
+            if have not in steps:
+                steps[have] = [*_steps(op, have, options, known[:len(live)], outside, unsplittable)]
+            for changes, added, price, taken in steps[have]:
+                env = (*state, *added)
+                if changes:
+                    env = tuple(changes.get(slot, p) for slot, p in enumerate(env))
+                key, price = tuple([env[slot] for slot in kept]), cost + price
+                if wanted and _misses(zip(names, key), wanted, outside):
+                    continue
+                if key not in following or following[key][0] > price:
+                    following[key] = price, (done, taken)
+        if len(following) > most:
+            following = dict(sorted(following.items(), key=lambda kv: kv[1][0])[:most])
+        states, live = following, names
+    joints: list[GroupStrategy] = []
+    for state, (_, done) in sorted(states.items(), key=lambda kv: kv[1][0]):
+        env = dict(zip(live, state))
+        inputs, outputs = tuple(env[v] for v in group.inputs), tuple(env[v] for v in group.outputs)
+        if not any(_dominates(old, inputs, outputs) for old in joints):
+            joints.append(GroupStrategy(inputs, outputs, _in_order(done)))
+    return joints if whole is None or whole in joints else [*joints, whole]
+
+
+def _whole(group: OpGroup, operations: Sequence[Operation], allowed: Callable) -> GroupStrategy | None:
+    """The joint strategy that splits nothing, if it is allowed."""
+    taken = []
+    for op in operations:
+        whole = (s for s in op.strategies if {*s.inputs, *s.outputs} <= {REPLICATE} and allowed(op, s))
+        strategy = next(whole, None)
+        if strategy is None:
+            return None
+        taken.append(OperationStrategy(strategy, (False,) * len(op.outputs)))
+    return GroupStrategy((REPLICATE,) * len(group.inputs), (REPLICATE,) * len(group.outputs), tuple(taken))
+
+
+def _dominates(old: GroupStrategy, inputs: Sequence[Placement], outputs: Sequence[Placement]) -> bool:
+    """Whether `old`, not the dearer one, can stand in for one with these ends wherever that is used: a slice costs nothing, so
+    what reads a part may be given the whole, and a whole result serves who wants a part."""
+    return all(a == b or (isinstance(a, tuple) and b == REPLICATE) for a, b in zip(old.inputs, inputs)) and all(
+        a == b or (a == REPLICATE and isinstance(b, tuple)) for a, b in zip(old.outputs, outputs)
+    )
+
+
+def _misses(placed: Iterable[tuple[int, Placement]], wanted: Mapping[int, Placement], outside: Container[int]) -> bool:
+    """Whether a value has another placement than it should. What comes from outside may become whole later."""
+    return any(v in wanted and p != wanted[v] and not (v in outside and isinstance(p, tuple) and wanted[v] == REPLICATE)
+               for v, p in placed)
+
+
+def _in_order(done: _Done) -> tuple[OperationStrategy, ...]:
+    found = []
+    while done is not None:
+        done, taken = done
+        found.append(taken)
+    return tuple(reversed(found))
+
+
+def _steps(op: Operation, have: Sequence[Placement | None], options: Sequence[tuple[OperationStrategy, float]],
+           live: Sequence[int], outside: set[int], unsplittable: set[int]) -> Iterator[_Step]:
+    """What the operation may do where its operands are placed so (None: not yet)."""
+    there = {v: p for v, p in zip(op.inputs, have) if p is not None}
+    missing = [*dict.fromkeys(v for v in op.inputs if v not in there)]
+    for taken, price in options:
+        new = _read(op, taken.strategy.inputs, there, outside, unsplittable)
+        if new is not None:
+            changes = {live.index(v): p for v, p in new.items() if v in there}
+            yield changes, (*(new[v] for v in missing), *taken.placed()), price, taken
+
+
+def _read(op: Operation, wanted: Sequence[Placement], known: dict[int, Placement], outside: set[int],
+          unsplittable: set[int]) -> dict[int, Placement] | None:
+    """Placements that reading adds or changes, or None if a value is not placed as wanted. What comes from `outside` is whole
+    as soon as two readers want other parts of it, or one of them the whole."""
+    new: dict[int, Placement] = {}
+    for v, p in zip(op.inputs, wanted):
+        have = new.get(v, known.get(v))
+        if have is None:
+            new[v] = p
+        elif have == p or (have == REPLICATE and isinstance(p, tuple) and v in outside | unsplittable):
+            continue
+        elif v in outside and isinstance(have, tuple) and (p == REPLICATE or isinstance(p, tuple)):
+            new[v] = REPLICATE
+        else:
+            return None
+    return new
+
+
+def _price(op: Operation, taken: OperationStrategy, graph: PlacementGraph, size: int, reduce_cost, cost_per_byte,
+           cost_per_flop) -> float:
+    share = 1 / size if taken.strategy.splits else 1.0
+    total = op.flops * share * cost_per_flop
+    for v, p, reduced in zip(op.outputs, taken.strategy.outputs, taken.reduced):
+        local = graph.values[v].bytes / (size if isinstance(p, tuple) else 1)
+        total += local * cost_per_byte
+        if reduced:
+            total += reduce_cost(int(local))
+    return total

@@ -1,1 +1,0 @@
-"""How a batch is shared out among groups of unlike devices."""

@@ -1,0 +1,122 @@
+"""The calls of a step in the order in which they run, where one layer may be listed for many.
+
+A listed call that runs r times is spread over r layers. Forward goes through the layers upward, backward downward;
+what is listed among a repeated block's operations but belongs to none runs once, beside the layer that is listed.
+The layers of a block's class are numbered in the order in which its listed blocks appear.
+"""
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from passes.graph.placement_graph import block_class
+from passes.graph.step_phase import BACKWARD, FORWARD, Phase
+from passes.simulation.step_graph import StepCall, StepGraph
+
+Group = tuple[str, int]
+"""(class of repeated blocks, layer); ("", 0) for what is in no repeated block."""
+OUTSIDE: Group = ("", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CallInstance:
+    """One run of a listed call. position: of how many runs of it this is, in the order of execution."""
+
+    call: StepCall
+    group: Group
+    position: int
+    runs: int
+
+    @property
+    def layer(self) -> int:
+        return self.group[1]
+
+
+def unroll_layers(graph: StepGraph) -> dict[Phase, list[CallInstance]]:
+    """The instances of forward and of backward."""
+    groups = _groups(graph)
+    phases: tuple[Phase, Phase] = (FORWARD, BACKWARD)
+    return {phase: _numbered(_ordered([call for call in graph.calls if call.phase == phase], groups)) for phase in phases}
+
+
+def _groups(graph: StepGraph) -> dict[str, Group]:
+    """Call -> the class of its block, and the block's number among those of the class that are listed."""
+    found: dict[str, Group] = {}
+    seen: dict[str, int] = defaultdict(int)
+    for call in graph.calls:
+        kind = block_class(call.block)
+        if call.block not in found and kind != call.block:  # else it is in no list
+            found[call.block] = kind, seen[kind]
+            seen[kind] += 1
+    return {call.name: found.get(call.block, OUTSIDE) for call in graph.calls}
+
+
+def _ordered(calls: Sequence[StepCall], groups: Mapping[str, Group]) -> list[tuple[StepCall, Group]]:
+    """The runs of one phase. A class of blocks of which a call runs more than once is a loop."""
+    loops = {groups[call.name][0] for call in calls if call.runs > 1}
+    ordered: list[tuple[StepCall, Group]] = []
+    done: set[str] = set()
+    for index, call in enumerate(calls):
+        kind = groups[call.name][0]
+        if kind not in loops or (kind == "" and call.runs == 1):
+            if call.name not in done:
+                ordered.append((call, groups[call.name]))
+        elif kind == "":
+            ordered += [(call, ("", layer)) for layer in _in_order(range(call.runs), call.phase)]
+        elif kind not in done:
+            done.add(kind)
+            last = max(k for k, each in enumerate(calls) if groups[each.name][0] == kind)
+            loop = _loop(calls[index : last + 1], groups, kind, loops)
+            done.update(each.name for each, group in loop if group[0] != kind)
+            ordered += loop
+    return ordered
+
+
+def _loop(calls: Sequence[StepCall], groups: Mapping[str, Group], kind: str, loops: set[str]) -> list[tuple[StepCall, Group]]:
+    """All layers of a class, with what lies between the calls of the listed one and runs once."""
+    inside = [call for call in calls if groups[call.name][0] == kind]
+    first = {call.name: groups[call.name][1] for call in inside}
+    depth = max(max(call.runs for call in inside), max(first.values()) + 1)
+    start = {call.name: max(0, min(first[call.name], depth - call.runs)) for call in inside}
+    listed = min(first.values())
+    found = []
+    for layer in _in_order(range(depth), calls[0].phase):
+        for call in calls:
+            if call.name in first:
+                if start[call.name] <= layer < start[call.name] + call.runs:
+                    found.append((call, (kind, layer)))
+            elif layer == listed and groups[call.name][0] not in loops:
+                found.append((call, groups[call.name]))
+    return found
+
+
+def _in_order(layers: range, phase: Phase) -> Iterable[int]:
+    return reversed(layers) if phase == BACKWARD else layers
+
+
+def _numbered(ordered: Sequence[tuple[StepCall, Group]]) -> list[CallInstance]:
+    totals = Counter(call.name for call, _ in ordered)
+    seen: Counter[str] = Counter()
+    found = []
+    for call, group in ordered:
+        found.append(CallInstance(call, group, seen[call.name], totals[call.name]))
+        seen[call.name] += 1
+    return found
+
+
+def carried(graph: StepGraph) -> dict[str, str]:
+    """What the listed layer reads from outside -> what the layers above it read instead: the result of the layer before.
+    Matched by phase, block and bytes."""
+    outputs: dict[tuple, str] = {}
+    inputs: dict[tuple, str] = {}
+    for reader in graph.calls:
+        for source, _ in reader.reads:
+            made = graph.by_name.get(source)
+            if made is None or made.block == reader.block or made.phase != reader.phase:
+                continue
+            if made.runs > 1 and reader.runs == 1:
+                outputs.setdefault((made.block, made.phase, made.result_bytes), source)
+            if made.runs == 1 and reader.runs > 1:
+                inputs.setdefault((reader.block, reader.phase, made.result_bytes), source)
+    return {source: outputs[key] for key, source in inputs.items() if key in outputs}

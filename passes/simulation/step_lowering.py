@@ -1,0 +1,230 @@
+"""From step graphs to a program: forward and backward of each graph, call by call, microbatch by microbatch."""
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from passes.graph.step_phase import BACKWARD, FORWARD, Phase
+from passes.simulation.layer_unrolling import OUTSIDE, CallInstance, Group, unroll_layers
+from passes.simulation.rank_program import RankProgram
+from passes.simulation.reduction_buckets import ReductionBuckets
+from passes.simulation.step_graph import StepCall, StepGraph, Transfer, TransferHop
+from passes.simulation.storage_liveness import RECOMPUTE, GraphLedger
+from passes.simulation.transfer_instances import TransferInstances
+
+
+def lower_step(graphs: Sequence[StepGraph], microbatches: int = 1, recompute: bool = False,
+               update_bytes: float = 0.0) -> RankProgram:
+    """The program of a step. microbatches: how often forward and backward run; recompute: the forward part of repeated
+    blocks runs once more for backward (all of forward where there are none); update_bytes: what the optimizer makes."""
+    made = RankProgram()
+    walks = [_MicrobatchedLowering(made, graph, recompute) for graph in graphs]
+    for microbatch in range(microbatches):
+        for walk in walks:
+            walk.forward(microbatch, last=microbatch == microbatches - 1)
+        for walk in reversed(walks):
+            walk.backward(microbatch, last=microbatch == microbatches - 1)
+    for walk in walks:
+        walk.close()
+    made.optimizer(sum(graph.optimizer_us for graph in graphs), update_bytes)
+    return made
+
+
+class _MicrobatchedLowering:
+    """One graph's part of the program, where it may have microbatches of its own: then it runs them all in one turn, forward
+    and backward of each if its loss is inside."""
+
+    def __init__(self, program: RankProgram, graph: StepGraph, recompute: bool):
+        self.count, self.at_once = graph.microbatches, graph.at_once or graph.microbatches == 1
+        self.walks = [_GraphLowering(program, graph, recompute) for _ in range(1 if self.at_once else self.count)]
+
+    def forward(self, microbatch: int, last: bool) -> None:
+        if self.count == 1:
+            self.walks[0].forward(microbatch, last)
+        for number in range(self.count if self.count > 1 else 0):
+            walk = self.walks[0 if self.at_once else number]
+            if walk is not self.walks[0]:
+                walk.memory.continue_from(self.walks[0].memory)
+            walk.forward(number, last=number == self.count - 1)
+            if self.at_once:
+                walk.backward(number, last=number == self.count - 1)
+
+    def backward(self, microbatch: int, last: bool) -> None:
+        if self.count == 1:
+            self.walks[0].backward(microbatch, last)
+        elif not self.at_once:
+            for number, walk in enumerate(self.walks):
+                walk.backward(number, last=number == self.count - 1)
+
+    def close(self) -> None:
+        self.walks[0].close()
+
+
+class _GraphLowering:
+    """One graph's part of the program."""
+
+    def __init__(self, program: RankProgram, graph: StepGraph, recompute: bool):
+        self.program, self.graph = program, graph
+        self.phases = unroll_layers(graph)
+        self.legs = TransferInstances(graph)
+        self.recomputed: dict[Group, list[CallInstance]] = defaultdict(list)
+        if recompute:
+            blocks = [each for each in self.phases[FORWARD] if each.group != OUTSIDE]
+            for each in blocks or self.phases[FORWARD]:
+                self.recomputed[each.group if blocks else OUTSIDE].append(each)
+        self.again = {(each.call.name, each.layer): replace(each, call=replace(each.call, us=each.call.again_us))
+                      for each in self.phases[FORWARD] if each.call.again_us is not None}
+        self.memory = GraphLedger(program.ledger, graph, self.recomputed)
+        self.buckets = ReductionBuckets(program, self._after_bucket)
+        self.microbatch, self.last = 0, True
+        self.returned: list[int | None] = []  # ends of the legs of what a phase returns
+        self.entry: int | None = None  # that of the last call,
+        self.kernel: tuple[object, int] = ("", 0)  # and the kernel that it stands for: its calls, and the layer
+
+    def forward(self, microbatch: int, last: bool) -> None:
+        self.microbatch, self.last = microbatch, last
+        self.made: dict[tuple[str, int], int | None] = {}
+        self.latest: dict[str, int | None] = {}
+        self.memory.begin()
+        self.program.compute(f"call {self.graph.name}", FORWARD, self.graph.call_us)
+        self._run(self.phases[FORWARD], FORWARD)
+        self._wait_for_returned()
+
+    def backward(self, microbatch: int, last: bool) -> None:
+        """last: gradients are reduced, since no further microbatch adds to them."""
+        if self.graph.training:
+            self.program.compute(f"call {self.graph.name}", BACKWARD, self.graph.call_us)
+            self.memory.backward_begins(self.program.now)
+        self.microbatch, self.brought = microbatch, set[tuple[str, int]]()
+        phase = self.phases[BACKWARD]
+        waiting = dict(self.recomputed) if phase else {}
+        for each in phase:
+            group = each.group if each.group in waiting else OUTSIDE if OUTSIDE in waiting else None
+            if group is not None:
+                self._run(waiting.pop(group), RECOMPUTE)
+            self._bring(each)
+            self._run_one(each, BACKWARD, last)
+        if microbatch and phase:
+            self.program.compute("accumulate gradients", BACKWARD, self.graph.accumulate_us)
+        self._wait_for_returned()
+        if last:
+            self.buckets.flush()
+        self.memory.end(self.program.now, last)
+
+    def close(self) -> None:
+        """Legs that nothing in the graph waits for and no call makes: the optimizer does."""
+        for leg in self.legs.loose:
+            for _ in range(leg.multiplicity):
+                self._hops(leg.hops, leg.value, [None])
+
+    # --- one instance ---------------------------------------------------------------------------------------------
+
+    def _run(self, instances: Sequence[CallInstance], phase: str) -> None:
+        for each in instances:
+            self._run_one(each, phase, False)
+
+    def _bring(self, each: CallInstance) -> None:
+        """Run once more what it reads that forward has dropped, and what that is made of."""
+        for source, _ in each.call.reads:
+            name = self.memory.storage.get(source, source)
+            made = self.again.get((name, each.layer), self.again.get((name, 0)))
+            if made is not None and (name, made.layer) not in self.brought:
+                self.brought.add((name, made.layer))
+                self._bring(made)
+                self._run_one(made, RECOMPUTE, False)
+
+    def _run_one(self, each: CallInstance, phase: str, reduce: bool) -> None:
+        program, call, label = self.program, each.call, each.call.name + _layer(each)
+        if call.when == "before" and self.microbatch or call.when == "after" and not self.last:
+            return
+        program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
+        into = [(leg, repeats) for leg, repeats in self.legs.into(each)
+                if not (leg.once and self.microbatch) and (phase != RECOMPUTE or self._comes_again(leg, call))]
+        for leg, repeats in into:
+            if leg.value != call.name:
+                self._leg_in(leg, repeats, each, phase)
+        for source, _ in call.reads:
+            program.wait(self.made.get((source, each.layer), self.latest.get(source)))
+        index = program.compute(label, phase, call.us, kernel=call.kernel)
+        if self._is_new(index):
+            self.kernel = call.fused, each.layer
+        self.memory.call(each, phase, index, late=self.kernel != (call.fused, each.layer))
+        self._set_made(each, index)
+        for leg, repeats in into:
+            if leg.value == call.name:  # a sum where it is made
+                for _ in range(repeats):
+                    index = self._hops(leg.hops, label, [index])
+                self._set_made(each, index)
+        for leg, repeats in self.legs.out_of(each):
+            for _ in range(repeats):
+                if not leg.gradient:
+                    self._return(leg, self._hops(leg.hops, label, [index]))
+                elif reduce:
+                    self._reduce(leg, 0, index, each.layer, label)
+
+    def _comes_again(self, leg: Transfer, reader: StepCall) -> bool:
+        """Whether what a call reads is redistributed once more where that runs once more: not what is saved as it reads it."""
+        made = self.graph.by_name.get(leg.value)
+        return reader.again_us is None or made is None or made is reader or made.again_us is not None
+
+    def _return(self, leg: Transfer, index: int | None) -> None:
+        """What a phase returns is waited for when it ends, and stays with the caller until the microbatch does."""
+        self.returned.append(index)
+        self.memory.output(leg, index)
+
+    def _wait_for_returned(self) -> None:
+        for index in self.returned:
+            self.program.wait(index)
+        self.returned.clear()
+
+    def _leg_in(self, leg: Transfer, repeats: int, each: CallInstance, phase: str) -> None:
+        """Before its reader; it starts where its value is there."""
+        made = self.graph.by_name.get(leg.value)
+        here: Phase = BACKWARD if phase == BACKWARD else FORWARD
+        ready = self.made.get((leg.value, each.layer), self.latest.get(leg.value)) if (
+            made is not None and made.phase == here) else self.program.prefetch_after()
+        earlier = self.memory.copy_of(leg, each)
+        index: int | None = None
+        for _ in range(repeats):
+            index = self._hops(leg.hops, leg.value + _layer(each), [ready if index is None else index, earlier])
+        if index is not None:
+            self.memory.copy(leg, each, phase, index)
+            self.program.wait(index)
+
+    def _hops(self, hops: Sequence[TransferHop], label: str, after: list[int | None]) -> int | None:
+        """One after another; local ones on the compute stream. The last entry's index."""
+        index: int | None = None
+        for hop in hops:
+            before = after if index is None else [index]
+            if hop.bytes:
+                index = self.program.communicate(label, hop.collective, hop.us, before, hop.link_j)
+            else:
+                index = self.program.compute(label, hop.collective, hop.us, [
+                    each for b in before for each in self.program.collective(b)])
+        return index
+
+    def _is_new(self, index: int | None) -> bool:
+        """Whether this is a new entry, not one that stands for a call that takes no time."""
+        new = index is not None and index != self.entry
+        self.entry = index
+        return new
+
+    def _set_made(self, each: CallInstance, index: int | None) -> None:
+        self.made[each.call.name, each.layer] = self.latest[each.call.name] = index
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def _reduce(self, leg: Transfer, k: int, ready: int | None, layer: int, label: str) -> None:
+        """From hop k of a gradient's reduction on: into a bucket, or at once where buckets do not take it."""
+        if k < len(leg.hops) and self.buckets.takes(leg.hops[k]):
+            self.buckets.add(leg, k, ready, layer, label)
+        else:
+            self.memory.reduced(leg, layer, self._hops(leg.hops[k:], label, [ready]) if k < len(leg.hops) else ready)
+
+    def _after_bucket(self, leg: Transfer, k: int, index: int, layer: int, label: str) -> None:
+        self._reduce(leg, k + 1, index, layer, label)
+
+
+def _layer(each: CallInstance) -> str:
+    return f" [{each.layer}]" if each.runs > 1 else ""

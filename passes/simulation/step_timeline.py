@@ -1,0 +1,135 @@
+"""From the tasks of lanes and their spans to what a step is: events, where the time went, bytes over time."""
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from passes.simulation.event_simulator import COMMUNICATION, StreamTask, TaskSpans
+from passes.simulation.rank_program import OPTIMIZER
+from passes.simulation.storage_liveness import LiveInterval
+
+STREAMS = ("compute", "communication")
+SHORTEST_US = 2e-3
+"""Local steps of a thousandth of a microsecond are no events: they would be all that a trace shows."""
+
+
+@dataclass(frozen=True)
+class EmbeddedCommunication:
+    """Communication that is a part of a task. communication_us: all of it; exposed_us: what it adds to the task's time."""
+
+    communication_us: float = 0.0
+    exposed_us: float = 0.0
+
+    def part(self, share: float) -> EmbeddedCommunication:
+        return EmbeddedCommunication(self.communication_us * share, self.exposed_us * share)
+
+
+NOTHING = EmbeddedCommunication()
+
+
+@dataclass(frozen=True)
+class TaskLabel:
+    """What a task is called; `work`: the model's arithmetic or the optimizer's. inside: the communication of a task that is
+    both, such as a microbatch's turn in a stage of several ranks."""
+
+    name: str
+    kind: str
+    work: bool
+    inside: EmbeddedCommunication = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """A task as it ran. lane: index of a class of ranks that do the same; stream: "compute" or "communication"; kind:
+    "forward", "recompute", "backward", "optimizer" on the first, the name of the collective on the second."""
+
+    lane: int
+    stream: str
+    name: str
+    kind: str
+    start_us: float
+    stop_us: float
+
+
+@dataclass(frozen=True)
+class TimeBreakdown:
+    """Means over the ranks, in µs. compute_us, optimizer_us, communication_us: what the work takes when nothing else runs.
+    bubble_us: no stream has anything to do. exposed_communication_us: the rest, what communication adds to the step."""
+
+    compute_us: float
+    communication_us: float
+    exposed_communication_us: float
+    bubble_us: float
+    optimizer_us: float
+
+
+def breakdown(tasks: Sequence[StreamTask], labels: Sequence[TaskLabel], spans: TaskSpans,
+              ranks: Sequence[int]) -> TimeBreakdown:
+    """ranks: how many each lane stands for. Every lane's step is what its work takes undisturbed, plus the time when
+    neither stream runs, plus what is left, for which communication is to blame."""
+    step, lanes = spans.end_us, range(len(ranks))
+    compute, optimizer, communication = ([[] for _ in lanes] for _ in range(3))
+    busy: list[list[tuple[float, float]]] = [[] for _ in lanes]
+    for index, (task, label) in enumerate(zip(tasks, labels)):
+        for lane in task.lanes:
+            own = communication if not label.work else optimizer if label.kind == OPTIMIZER else compute
+            own[lane].append(task.us - label.inside.exposed_us)
+            communication[lane].append(label.inside.communication_us)
+            busy[lane].append((spans.start_us[index], spans.stop_us[index]))
+    total = sum(ranks)
+    shares = [count / total for count in ranks]
+
+    def mean(each: Sequence[float]) -> float:
+        return math.fsum(share * value for share, value in zip(shares, each))
+
+    compute_us, optimizer_us = mean([math.fsum(each) for each in compute]), mean([math.fsum(each) for each in optimizer])
+    bubble_us = mean([idle_us(each, step) for each in busy])
+    exposed = step - compute_us - optimizer_us - bubble_us
+    return TimeBreakdown(compute_us, mean([math.fsum(each) for each in communication]), max(0.0, exposed), bubble_us,
+                         optimizer_us)
+
+
+def idle_us(spans: Sequence[tuple[float, float]], step_us: float) -> float:
+    """Time of [0, step_us] that none of the spans covers."""
+    gaps, reached = [], 0.0
+    for start, stop in sorted(spans):
+        gaps.append(max(0.0, start - reached))
+        reached = max(reached, stop)
+    return math.fsum([*gaps, max(0.0, step_us - reached)])
+
+
+def events(tasks: Sequence[StreamTask], labels: Sequence[TaskLabel], spans: TaskSpans) -> tuple[TimelineEvent, ...]:
+    """One per task and lane, by lane, stream and start."""
+    found = [
+        TimelineEvent(lane, STREAMS[task.stream], label.name, label.kind, spans.start_us[i], spans.stop_us[i])
+        for i, (task, label) in enumerate(zip(tasks, labels))
+        if task.us > SHORTEST_US or (task.us and task.stream == COMMUNICATION)
+        for lane in task.lanes
+    ]
+    return tuple(sorted(found, key=lambda e: (e.lane, e.stream != STREAMS[0], e.start_us, e.stop_us)))
+
+
+def memory_over_time(intervals: Sequence[LiveInterval], spans: TaskSpans, constant_bytes: float) -> tuple[tuple[float, int],
+                                                                                                          ...]:
+    """(µs, bytes held from then on) where it changes, from 0 to the end of the step. What is freed at a moment is gone
+    before what is made then comes, but for what one entry both reads and makes."""
+    changes: dict[float, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for each in intervals:
+        start = 0.0 if each.first is None else (spans.stop_us if each.late else spans.start_us)[each.first]
+        stop = spans.end_us if each.last is None else spans.stop_us[each.last]
+        if stop >= start:
+            changes[start][1] += each.nbytes
+            changes[stop][0] -= each.nbytes
+    held, found = constant_bytes, [(0.0, round(constant_bytes))]
+    for us in sorted(changes):
+        freed, made = changes[us]
+        held += freed + made
+        if us == found[-1][0]:
+            found.pop()
+        if not found or round(held) != found[-1][1]:
+            found.append((us, round(held)))
+    if found[-1][0] < spans.end_us:
+        found.append((spans.end_us, round(held)))
+    return tuple(found)

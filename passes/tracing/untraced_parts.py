@@ -1,0 +1,83 @@
+"""Parts of a step that tracing did not reach: behind a graph break whose Python code needs values, or in further calls."""
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import passes
+from passes import compat
+
+
+@dataclass(frozen=True)
+class UntracedPart:
+    """reason: why it was not traced. where: file and line. parameters: names of the trained parameters in it."""
+
+    reason: str
+    where: str
+    parameters: tuple[str, ...]
+
+
+@dataclass
+class GraphCalls:
+    """Calls of the graphs of one step. trained: by id, the parameters' names."""
+
+    trained: Mapping[int, str]
+    counts: Counter[int] = field(default_factory=Counter)
+    first: set[int] = field(default_factory=set)
+    """Ids of parameters that the first call of a graph took."""
+    again: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+    """Ids of parameters that the result has a gradient for."""
+    stopped: Exception | None = None
+
+    @staticmethod
+    def of(model: nn.Module) -> GraphCalls:
+        return GraphCalls({id(p): name for name, p in model.named_parameters() if p.requires_grad})
+
+    def note(self, graph: int, arguments: Iterable[object]) -> bool:
+        """Note a call; whether it is the graph's first."""
+        self.counts[graph] += 1
+        (self.first if self.counts[graph] == 1 else self.again).update(map(id, arguments))
+        return self.counts[graph] == 1
+
+    def note_result(self, result: object) -> None:
+        """Note what the step returned, which Python code may have computed from parameters that no graph takes."""
+        nodes = [leaf.grad_fn for leaf in compat.pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        seen: set[object] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                self.reached.add(id(getattr(node, "variable", None)))
+                nodes += [parent for parent, _ in node.next_functions]
+
+    def unplanned(self) -> list[UntracedPart]:
+        found = []
+        again = self.again - self.first
+        if names := tuple(name for key, name in self.trained.items() if key in again):
+            most = max(self.counts.values())
+            found.append(UntracedPart(
+                f"a graph behind a graph break is called {most} times, and one call of it is planned", "", names))
+        if names := tuple(name for key, name in self.trained.items() if key in self.reached - self.first - self.again):
+            found.append(UntracedPart("Python code that Dynamo does not trace computes with them", "", names))
+        if self.stopped is not None:
+            names = tuple(name for key, name in self.trained.items() if key not in self.first | self.again)
+            found.append(UntracedPart(
+                f"Python code behind a graph break needs values ({type(self.stopped).__name__}), and there are none",
+                line_of(self.stopped), names))
+        return found
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the model's own code that an error came from."""
+    ours = [str(Path(module.__file__ or "").parent) for module in (torch, passes)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith((*ours, "<")) and "torch_dynamo" not in frame.filename
+              and "/hpml_compiler/" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,0 +1,278 @@
+"""Rewrite a joint graph into the form that rules and clusters want, with the same values.
+
+- `alias` and `detach` go where nobody outside can tell;
+- random numbers that only take the shape of a tensor do not wait for it, and dropout multiplies by a mask, so that what
+  is drawn whole on every rank (to be what one device draws) needs no whole activation;
+- a fused bias (`addmm`) is taken apart, so that the product may be a partial sum while the bias is added once;
+- `mean`, `var` and `var_mean` become sums: over a split dim these are partial sums, so that the statistics of a
+  BatchNorm over a split batch are those of the whole batch by themselves;
+- `as_strided` becomes the views that it stands for;
+- every heavy operation gets its own copies of the views that lead to it, so that the value before the views is the one
+  shared by its users.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportReturnType=false
+# pyright: reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.base import TransformPass
+from passes.compat import fake_mode_of
+from passes.graph.user_checkpointing import copy_checkpoint_marks
+from passes.op_rules.opaque_calls import is_opaque
+from passes.op_rules.rule_table import is_heavy, is_random
+from passes.op_rules.view_names import WHOLE_VIEWS, view_name
+from passes.registry import register
+from passes.transforms.cleanup import as_strided_views
+from passes.transforms.rewriting.call_inserter import CallInserter
+
+aten, prims = torch.ops.aten, torch.ops.prims
+IDENTITIES = (aten.alias.default, aten.detach.default)
+
+
+def normalize(gm: GraphModule, fake_mode=None) -> bool:
+    """Normalize `gm` in place; returns whether anything changed. Node values (`meta["val"]`) are needed and kept."""
+    changed = False
+    for node in list(gm.graph.nodes):
+        rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
+        if rewrite is not None and not is_opaque(node) and rewrite(node, CallInserter(gm.graph, node, fake_mode=fake_mode)):
+            gm.graph.erase_node(node)
+            changed = True
+    changed |= _private_views(gm)
+    if changed:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+    return changed
+
+
+@register
+@dataclass(frozen=True)
+class Normalize(TransformPass):
+    """See the module's docstring. Values (`meta["val"]`) of all nodes are kept up to date."""
+
+    name = "normalize"
+
+    def run(self, graph_module: GraphModule) -> bool:
+        return normalize(graph_module, fake_mode_of(graph_module))
+
+
+def _identity(node: Node, insert: CallInserter) -> bool:
+    source = node.args[0]
+    # An output that aliases an input or another output is AOTAutograd's business: leave those.
+    if any(user.op == "output" for user in node.users) or not isinstance(source, Node):
+        return False
+    node.replace_all_uses_with(source)
+    return True
+
+
+LENDS_SHAPE = (
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
+    aten.bernoulli.p, aten.exponential.default, aten.geometric.default, aten.uniform.default, aten.normal_functional.default,
+    aten.random.default, aten.random.to, getattr(aten.random, "from"), aten.log_normal.default, aten.cauchy.default,
+)
+"""Random numbers in the shape, order in memory and type of the first argument, whose values are not read."""
+
+
+def _like(x: Node, insert: CallInserter) -> Node:
+    """A tensor without values in the image of another."""
+    value = x.meta["val"]
+    return insert(aten.empty_strided.default, list(value.shape), list(value.stride()), dtype=value.dtype, device=value.device)
+
+
+def _drawn_for_it(x: Node) -> bool:
+    """Whether random numbers are drawn for a value with one reader alone. Without it they would not be drawn, and those
+    that come after them would be others."""
+    return len(x.users) == 1 and (is_random(x.target) or any(map(_drawn_for_it, x.all_input_nodes)))
+
+
+def _lends_shape(node: Node, insert: CallInserter) -> bool:
+    source, *others = node.args
+    if not source.all_input_nodes and source.op == "call_function" or _drawn_for_it(source):
+        return False
+    node.replace_all_uses_with(insert(node.target, _like(source, insert), *others, **node.kwargs))
+    return True
+
+
+def _dropout(node: Node, insert: CallInserter) -> bool:
+    """Dropout's mask is drawn by dropout itself, of anything: on a GPU nothing else draws the same."""
+    x, p, train = (*node.args, True)[:3]
+    parts = [(user, user.args[1]) for user in node.users if user.target is operator.getitem]
+    if len(parts) < len(node.users) or train is False or p in (0, 1):
+        return False
+    mask = insert(operator.getitem, insert(node.target, _like(x, insert), p, True), 1)
+    result = insert(aten.mul.Tensor, insert(aten.mul.Tensor, x, mask), 1 / (1 - p))
+    for user, part in parts:
+        user.replace_all_uses_with((result, mask)[part])
+        node.graph.erase_node(user)
+    return True
+
+
+def _fused_bias(product):
+    def rewrite(node: Node, insert: CallInserter) -> bool:
+        bias, a, b = node.args
+        beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+        if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex()):
+            beta, alpha = int(beta), int(alpha)  # as the operator takes them
+        result = insert(product, a, b)
+        if alpha != 1:
+            result = insert(aten.mul.Tensor, result, alpha)
+        if beta == 0:
+            node.replace_all_uses_with(result)
+            return True
+        if beta != 1:
+            bias = insert(aten.mul.Tensor, bias, beta)
+        node.replace_all_uses_with(insert(aten.add.Tensor, result, bias))
+        return True
+
+    return rewrite
+
+
+def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+def _reduced(node: Node, position: int = 1) -> tuple[list[int], bool, int]:
+    """Reduced dims, whether they are kept, and how many elements each sum has."""
+    x = node.args[0].meta["val"]
+    dims = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+    if dims is None or dims == []:
+        dims = list(range(x.ndim))
+    dims = [d % max(x.ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
+    keep = node.kwargs.get("keepdim", node.args[position + 1] if len(node.args) > position + 1 else False)
+    count = 1
+    for d in dims:
+        count *= int(x.shape[d])
+    return dims, bool(keep) if not isinstance(keep, torch.dtype) else False, count
+
+
+def _mean(node: Node, insert: CallInserter) -> bool:
+    x = node.args[0]
+    value = x.meta["val"]
+    out = node.meta["val"]
+    if node.target is aten.mean.default:
+        dims, keep, count = list(range(value.ndim)), False, value.numel()
+    else:
+        dims, keep, count = _reduced(node)
+    if count == 0 or value.ndim == 0 or not out.dtype.is_floating_point:
+        return False
+    wide = _accumulation_dtype(out)
+    total = insert(aten.sum.dim_IntList, x, dims, keep, dtype=wide)
+    result = insert(aten.div.Tensor, total, count)
+    if wide != out.dtype:
+        result = insert(prims.convert_element_type.default, result, out.dtype)
+    node.replace_all_uses_with(result)
+    return True
+
+
+def _moments(node: Node, insert: CallInserter) -> tuple[Node, Node] | None:
+    """(variance, mean) in two passes: the mean first, then the squares of the deviations."""
+    x = node.args[0]
+    value = x.meta["val"]
+    if not value.dtype.is_floating_point:
+        return None
+    dims, keep, count = _reduced(node)
+    keep = bool(node.kwargs.get("keepdim", False))
+    correction = node.kwargs.get("correction")
+    correction = 1 if correction is None else correction
+    if count - correction <= 0:
+        return None
+    wide = _accumulation_dtype(value)
+    if wide != value.dtype:
+        x = insert(prims.convert_element_type.default, x, wide)
+    mean = insert(aten.div.Tensor, insert(aten.sum.dim_IntList, x, dims, True), count)
+    deviation = insert(aten.sub.Tensor, x, mean)
+    squares = insert(aten.sum.dim_IntList, insert(aten.mul.Tensor, deviation, deviation), dims, True)
+    variance = insert(aten.div.Tensor, squares, count - correction)
+    results = []
+    for result in (variance, mean):
+        if wide != value.dtype:
+            result = insert(prims.convert_element_type.default, result, value.dtype)
+        results.append(result if keep else insert(aten.squeeze.dims, result, dims))
+    return results[0], results[1]
+
+
+def _var_mean(node: Node, insert: CallInserter) -> bool:
+    pair = _moments(node, insert)
+    if pair is None:
+        return False
+    for user in list(node.users):
+        if user.op != "call_function" or len(user.args) != 2 or not isinstance(user.args[1], int):
+            return False
+    for user in list(node.users):
+        user.replace_all_uses_with(pair[user.args[1]])
+        node.graph.erase_node(user)
+    return True
+
+
+def _var(node: Node, insert: CallInserter) -> bool:
+    pair = _moments(node, insert)
+    if pair is None:
+        return False
+    node.replace_all_uses_with(pair[0])
+    return True
+
+
+REWRITES = {
+    **dict.fromkeys(IDENTITIES, _identity),
+    **dict.fromkeys(LENDS_SHAPE, _lends_shape),
+    aten.native_dropout.default: _dropout,
+    aten.addmm.default: _fused_bias(aten.mm.default),
+    aten.baddbmm.default: _fused_bias(aten.bmm.default),
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.var_mean.correction: _var_mean,
+    aten.var.correction: _var,
+    aten.as_strided.default: as_strided_views.as_views,
+    aten.as_strided_scatter.default: as_strided_views.scattered,
+}
+
+
+def _private_views(gm: GraphModule) -> bool:
+    changed = False
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and is_heavy(node.target):
+            copies: dict[Node, Node] = {}
+            for operand in list(node.all_input_nodes):
+                own = _private(operand, node, copies)
+                if own is not operand:
+                    node.replace_input_with(operand, own)
+                    changed = True
+    return changed
+
+
+def _is_view(x: Node) -> bool:
+    return x.op == "call_function" and view_name(x.target) in WHOLE_VIEWS
+
+
+def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False) -> Node:
+    """`x`, or a copy of the chain of views that leads to it if anybody else reads from that chain."""
+    if not _is_view(x) or not shared and _alone(x):
+        return x
+    if x not in copies:
+        old = x.args[0]
+        source = _private(old, user, copies, shared=True)  # the copy alone would be a second reader of `old`
+        with user.graph.inserting_before(user):
+            copies[x] = user.graph.node_copy(x, lambda a: source if a is old else a)
+        copies[x].meta = dict(x.meta)
+        # The copy belongs to its user: forward views that feed backward products are made there.
+        for key in ("partitioner_tag", "seq_nr", "nn_module_stack"):
+            if key in user.meta:
+                copies[x].meta[key] = user.meta[key]
+        copy_checkpoint_marks(user, copies[x])
+    return copies[x]
+
+
+def _alone(x: Node) -> bool:
+    """Whether a view and the views before it have one reader each."""
+    while _is_view(x):
+        if len(x.users) > 1:
+            return False
+        (x, *_) = x.args  # pyright: ignore[reportAssignmentType]
+    return True

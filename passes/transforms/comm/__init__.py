@@ -1,0 +1,1 @@
+"""Bucketing and prefetching of collectives."""

@@ -1,0 +1,143 @@
+"""Gather parameters together and ahead: while one block computes, what the next one reads is under way.
+
+A collective costs a latency that for small parameters is most of its time, and a wait right after it leaves the device idle. So
+what one block reads is gathered in few collectives, as its gradients are reduced (`passes.transforms.comm.gradient_buckets`),
+and these start while the block before computes, in forward as in backward: as the simulator has it
+(`passes.simulation.rank_program`), never more than one block ahead, so that no more than two blocks are whole at once. It is
+waited for where it is read first. (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.3.2.)
+
+What autograd does to a parameter on behalf of backward, as transposing it, stands where forward is traced. What is held back
+for backward is moved to where it is read first: else all that backward gathers would be whole from its beginning.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from passes.base import TransformPass
+from passes.compat import fake_mode_of
+from passes.cost_model.base import BUCKET_BYTES
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, WAIT
+from passes.registry import register
+from passes.transforms.comm.param_gathers import ALL_GATHER, Block, ParamGather, blocks_of, buckets_of, find_gathers, nbytes_of
+from passes.transforms.rewriting.call_inserter import CallInserter
+
+TOGETHER = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+
+
+@register
+@dataclass(frozen=True)
+class PrefetchAllGather(TransformPass):
+    """See the module's docstring. bucket_bytes: of what is gathered together, at most; 0 leaves every gather by itself. ahead:
+    else each is by itself and starts where it is waited for, which takes the least memory."""
+
+    name = "gather_ahead"
+
+    bucket_bytes: int = BUCKET_BYTES
+    ahead: bool = True
+
+    def run(self, graph_module: GraphModule) -> bool:
+        changed = _to_first_reader(graph_module.graph)
+        gathers = find_gathers(graph_module) if self.ahead else []
+        if not gathers:
+            return changed
+        moves = _NodeMoves(graph_module)
+        for backward in (False, True):
+            begin = _begin(graph_module.graph, backward)
+            before: Block = ()
+            for block in blocks_of([each for each in gathers if each.backward == backward]):
+                for bucket in buckets_of(block, self.bucket_bytes):
+                    moves.start(bucket.gathers, begin, _anchor(before, bucket.share))
+                before = block
+        moves.make()
+        return True
+
+
+def starts_ahead(graph: Graph) -> bool:
+    """Whether something is gathered that is not waited for at once."""
+    return any(node.target is TOGETHER or (node.target is ALL_GATHER and node.next.target is not WAIT) for node in graph.nodes)
+
+
+def _to_first_reader(graph: Graph) -> bool:
+    """Moves what is held back for backward to where it is read first."""
+    changed = False
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node.users and node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE:
+            first = min(node.users)
+            if node.next is not first:
+                first.prepend(node)
+                changed = True
+    return changed
+
+
+def _begin(graph: Graph, backward: bool) -> Node | None:
+    """The node after which a phase may start to gather."""
+    given = graph.find_nodes(op="placeholder")
+    if not backward:
+        return given[-1]
+    readers = [user for node in given if "tangent" in str(node.target) for user in node.users if user.op == "call_function"]
+    return min(readers, default=None)
+
+
+def _anchor(before: Block, share: float) -> Node | None:
+    """The wait in the block before of which as great a part is read by then. So what is under way is no more than a block."""
+    read, total = 0, nbytes_of(before) or 1
+    for each in before:
+        if read / total >= share:
+            return each.wait
+        read += each.nbytes
+    return before[-1].wait if before else None
+
+
+class _NodeMoves:
+    """What goes elsewhere in a graph: after or before a node that stays, in the order in which it was said."""
+
+    def __init__(self, gm: GraphModule):
+        self.graph, self.fake_mode = gm.graph, fake_mode_of(gm)
+        self.order = {node: k for k, node in enumerate(gm.graph.nodes)}
+        self.after: dict[Node, list[Node]] = defaultdict(list)
+        self.before: dict[Node, list[Node]] = defaultdict(list)
+        self.moved: set[Node] = set()
+
+    def start(self, bucket: list[ParamGather], *not_before: Node | None) -> None:
+        """One collective for all of a bucket, after the later one of these nodes, or, where that comes too late, where it is
+        waited for first."""
+        first = bucket[0].wait
+        anchor = max((node for node in not_before if node is not None), key=self.order.__getitem__, default=first)
+        place, since = self.after[anchor], anchor
+        if self.order[anchor] >= self.order[first]:
+            place, since = self.before[first], first
+        lead = {node for each in bucket for node in each.lead if self.order[node] > self.order[since]} - self.moved
+        place += sorted(lead, key=self.order.__getitem__)
+        started = [bucket[0].start] if len(bucket) == 1 else self._together(bucket)
+        place += started
+        self.moved.update(lead, started)
+
+    def _together(self, bucket: list[ParamGather]) -> list[Node]:
+        """One call in place of several, and its parts. All are waited for when the first is: until then, and no longer, the
+        collective itself holds on to all of its results."""
+        like = bucket[0].start
+        insert = CallInserter(self.graph, like, fake_mode=self.fake_mode)
+        found = [insert(TOGETHER, [each.start.args[0] for each in bucket], *like.args[1:])]
+        for k, each in enumerate(bucket):
+            found.append(insert(operator.getitem, found[0], k))
+            each.wait.replace_input_with(each.start, found[-1])
+        for each in bucket:
+            self.graph.erase_node(each.start)
+        waits = [each.wait for each in bucket[1:]]
+        self.after[bucket[0].wait] += waits
+        self.moved.update(waits)
+        return found
+
+    def make(self) -> None:
+        """Puts all nodes into the new order."""
+        output = self.graph.output_node()
+        for node in list(self.graph.nodes)[:-1]:
+            for each in (*self.before[node], *([] if node in self.moved else [node]), *self.after[node]):
+                output.prepend(each)

@@ -1,0 +1,82 @@
+"""Move what was decided to be offloaded out of the device's memory in forward, and back in backward.
+
+The copy out begins as soon as a value is made, and is waited for after forward has read it last; the copy back is where
+backward first reads it (`passes.transforms.memory.offload_ops`). What is saved is the handle of a byte in its place.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.annotations import read
+from passes.base import TransformPass
+from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION
+from passes.compat import fake_mode_of
+from passes.errors import HpmlError
+from passes.graph.fx_nodes import memory_of
+from passes.registry import register
+from passes.transforms.memory.offload_ops import FETCH_START, FETCH_WAIT, OFFLOAD_START, OFFLOAD_WAIT
+from passes.transforms.rewriting.call_inserter import CallInserter
+
+
+@register
+@dataclass(frozen=True)
+class OffloadActivations(TransformPass):
+    """Reads `CHECKPOINT_DECISION`, of a graph whose nodes are tagged as forward's and backward's. folder: of the files of a
+    CPU."""
+
+    name = "offload"
+    requires = (CHECKPOINT_DECISION,)
+
+    folder: str = ""
+
+    def run(self, graph_module: fx.GraphModule) -> bool:
+        names = read(CHECKPOINT_DECISION, graph_module).offloaded
+        found = [node for node in graph_module.graph.nodes if node.name in names]
+        if missing := names - {node.name for node in found}:
+            raise HpmlError(f"there is no {', '.join(sorted(missing))} to offload", "offload",
+                            "this is a mistake in the pass that decides what is kept")
+        rewrite = _OffloadRewrite(graph_module, self.folder)
+        for node in found:
+            rewrite.offload(node)
+        return bool(found)
+
+
+class _OffloadRewrite:
+    def __init__(self, gm: fx.GraphModule, folder: str):
+        self.graph, self.folder, self.fake_mode = gm.graph, folder, fake_mode_of(gm)
+        self.place = {node: k for k, node in enumerate(gm.graph.nodes)}
+        self.last_read: dict[int, fx.Node] = {}  # by memory, by forward
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and not _in_backward(node):
+                self.last_read.update((memory, node) for x in node.all_input_nodes if (memory := memory_of(x)) is not None)
+
+    def offload(self, node: fx.Node) -> None:
+        value = node.meta["val"]
+        readers = sorted((x for x in node.users if _in_backward(x)), key=self.place.__getitem__)
+        if not readers:
+            return  # what was to be computed from it is kept, too
+        if self.graph.output_node() in node.users:
+            raise HpmlError(f"{node.name} is returned, so nothing is gained by offloading it", "offload",
+                            "this is a mistake in the pass that decides what is kept")
+        last = self.last_read.get(memory_of(node), node)
+        start = self._before(node.next, node)(OFFLOAD_START, node, list(value.stride()), self.folder)
+        after = start if last is node else last
+        if self.place[last] > self.place[readers[0]]:  # the two halves may be mixed in the order of the whole
+            after = readers[0].prev
+        handle = self._before(after.next, node)(OFFLOAD_WAIT, start, node)
+        insert = self._before(readers[0], readers[0])
+        fetched = insert(FETCH_START, handle, list(value.shape), list(value.stride()), value.dtype, value.device)
+        fetched = insert(FETCH_WAIT, fetched)
+        for reader in readers:
+            reader.replace_input_with(node, fetched)
+
+    def _before(self, node: fx.Node, like: fx.Node) -> CallInserter:
+        return CallInserter(self.graph, node, like, self.fake_mode)
+
+
+def _in_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"

@@ -1,0 +1,46 @@
+"""Move what forward can compute for backward to where forward has what it is computed from.
+
+Autograd's formulas stand in the part of the graph that is backward's, also where they read forward's values alone. Kept from
+there, they would be computed when forward ends, and what they read would be held until then.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from passes.base import TransformPass
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
+from passes.op_rules.rule_table import is_pointwise
+from passes.op_rules.view_names import VIEWS, view_name
+from passes.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class HoistToForward(TransformPass):
+    """Light calls alone, and views."""
+
+    name = "early"
+
+    def run(self, graph_module: fx.GraphModule) -> bool:
+        backward: set[fx.Node] = set()
+        begun = changed = False
+        for node in list(graph_module.graph.nodes):
+            if _begins_backward(node) or any(x in backward for x in node.all_input_nodes):
+                backward.add(node)
+                begun |= node.op == "call_function"
+            elif begun and node.op == "call_function" and (is_pointwise(node.target) or view_name(node.target) in VIEWS):
+                made = [x for x in node.all_input_nodes if x.op == "call_function"]
+                if made:
+                    max(made).append(node)
+                    changed = True
+        return changed
+
+
+def _begins_backward(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        return "tangent" in str(node.target)
+    return node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE

@@ -1,0 +1,98 @@
+"""Memory that is not the device's own: pinned memory of the host beside a GPU, a map of a file beside a CPU.
+
+A file is gone from its folder before anything is written to it, so that nothing is left behind whatever happens: its space
+is free as soon as no tensor looks at it.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from passes.errors import HpmlError
+
+
+def reserve(nbytes: int, device: torch.device, folder: str = "") -> torch.UntypedStorage:
+    """Memory for what `device` offloads. folder: where the files of a CPU are; "": where temporary files are."""
+    if device.type == "cpu":
+        return _file(nbytes, folder or tempfile.gettempdir())
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
+
+
+def tensor_on(storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, tuple(size), tuple(stride))
+
+
+def moved(tensor: torch.Tensor, folder: str = "") -> torch.Tensor:
+    """A copy elsewhere, of the same strides where these leave no holes."""
+    there = tensor_on(reserve(tensor.numel() * tensor.element_size(), tensor.device, folder), tensor.dtype, tensor.shape,
+                      torch.empty_like(tensor, device="meta").stride())
+    return there.copy_(tensor)
+
+
+def is_offload_storage(tensor: torch.Tensor) -> bool:
+    """Whether its memory is of here."""
+    return tensor.device.type == "cpu" and (tensor.untyped_storage().data_ptr() in _maps
+                                            or torch.cuda.is_available() and tensor.is_pinned())
+
+
+_maps: set[int] = set()
+"""Addresses of maps of files."""
+
+
+def _file(nbytes: int, folder: str) -> torch.UntypedStorage:
+    try:
+        handle, name = tempfile.mkstemp(prefix="hpml_", dir=folder)
+    except OSError as error:
+        raise HpmlError(f"no file can be made for what is offloaded: {error}", folder,
+                        "name a folder that can be written to: offload_folder") from error
+    try:
+        _take_space(handle, nbytes)
+        return _map(handle, nbytes)
+    except OSError as error:
+        raise HpmlError(f"{nbytes} bytes cannot be offloaded to a file: {error.strerror}", folder,
+                        "free space there, or name a folder of another disk: offload_folder") from error
+    finally:
+        os.unlink(name)
+        os.close(handle)
+
+
+def _map(handle: int, nbytes: int) -> torch.UntypedStorage:
+    """Not torch's own map of a file, which counts as allocated; nor Python's, which keeps the file open: a process may have a
+    thousand."""
+    address = _c().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, handle, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    _maps.add(address)
+    weakref.finalize(memory, _unmap, address, nbytes).atexit = False  # tensors may outlive Python's modules
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _maps.discard(address)
+    _c().munmap(address, nbytes)
+
+
+@functools.cache
+def _c() -> ctypes.CDLL:
+    c = ctypes.CDLL(None, use_errno=True)
+    c.mmap.argtypes, c.mmap.restype = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long), ctypes.c_void_p
+    c.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+    return c
+
+
+def _take_space(handle: int, nbytes: int) -> None:
+    """Now: a map of a file with holes ends the process by a signal when the disk is full, and no error can say why."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, nbytes)
+        return
+    block = bytes(1 << 20)
+    for start in range(0, nbytes, len(block)):
+        os.write(handle, block[: nbytes - start])

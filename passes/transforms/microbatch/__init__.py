@@ -1,0 +1,1 @@
+"""The split of a graph into prologue, microbatch loop and epilogue."""

@@ -1,0 +1,36 @@
+"""Compute once what is there before a loop over microbatches, for forward and backward of all of them.
+
+What backward gathers for itself would be gathered a second time before the loop: it is whole all the time then anyway.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from passes.base import TransformPass
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
+from passes.registry import register
+from passes.transforms.microbatch.loop_markers import COLLECTS, TAKE
+
+
+@register
+@dataclass(frozen=True)
+class MoveLoopInvariants(TransformPass):
+    """Holds nothing back for backward of what depends on no microbatch and no tangent, so that `Deduplicate` finds it."""
+
+    name = "once_before_loop"
+
+    def run(self, graph_module: GraphModule) -> bool:
+        later = set()
+        changed = False
+        for node in graph_module.graph.nodes:
+            tangent = node.op == "placeholder" and node.name.startswith("tangents")
+            if tangent or node.target is TAKE or node.target in COLLECTS or later.intersection(node.all_input_nodes):
+                later.add(node)
+            elif node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE:
+                node.meta["partitioner_tag"] = "is_forward"
+                changed = True
+        return changed

@@ -1,0 +1,50 @@
+"""Calls that stand in a graph where its loop over microbatches begins and ends; `passes.transforms.microbatch.loop_split` cuts
+there.
+
+    take(x)         the rows of x that this microbatch has; in the loop
+    put_together(x) the rows of all microbatches, from what each has; after the loop
+    add_up(x)       the sum over all microbatches; after the loop
+
+Sizes say which rows: `apart` is the shape of the whole tensor with one dim more, `dim`, along which the microbatches lie. None
+of them is ever run: what runs the loop takes and collects.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+torch.library.define("hpml::take", "(Tensor x, int[] apart, int dim, int[] size) -> Tensor")
+torch.library.define("hpml::put_together", "(Tensor x, int[] apart, int dim, int[] size) -> Tensor")
+torch.library.define("hpml::add_up", "(Tensor x) -> Tensor")
+
+TAKE = torch.ops.hpml.take.default
+PUT_TOGETHER = torch.ops.hpml.put_together.default
+ADD_UP = torch.ops.hpml.add_up.default
+COLLECTS = (PUT_TOGETHER, ADD_UP)
+
+
+def taken(x: torch.Tensor, apart: Sequence[int], dim: int, size: Sequence[int], number: int) -> torch.Tensor:
+    """The rows of microbatch `number`: a view, where strides allow it."""
+    return x.reshape(apart).select(dim, number).reshape(size)
+
+
+def place_of(whole: torch.Tensor, apart: Sequence[int], dim: int, number: int) -> torch.Tensor:
+    """Where the rows of microbatch `number` go in a packed tensor."""
+    return whole.view(apart).select(dim, number)
+
+
+@torch.library.register_fake("hpml::take")
+def _fake_take(x: torch.Tensor, apart: Sequence[int], dim: int, size: Sequence[int]) -> torch.Tensor:
+    part = taken(x, apart, dim, size, 0)
+    return torch.empty_strided(part.shape, part.stride(), dtype=x.dtype, device=x.device)
+
+
+@torch.library.register_fake("hpml::put_together")
+def _fake_put_together(x: torch.Tensor, apart: Sequence[int], dim: int, size: Sequence[int]) -> torch.Tensor:
+    return x.new_empty(size)
+
+
+@torch.library.register_fake("hpml::add_up")
+def _fake_add_up(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.preserve_format)

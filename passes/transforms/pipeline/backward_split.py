@@ -1,0 +1,106 @@
+"""Split a backward graph in two: what others wait for, then the gradients that nobody waits for.
+
+The stage before one of a pipeline waits for the gradients of what it sent there. Those of the parameters can be made later, in
+what would be a bubble (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv 2401.10241).
+"""
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import fx
+from torch.fx import GraphModule, Node
+
+from passes.compat import OpOverload
+from passes.graph.fx_nodes import WAIT, is_collective, returned_nodes
+
+
+def split_backward(gm: GraphModule, gradients: int) -> tuple[GraphModule | None, GraphModule | None]:
+    """gm: a graph that returns `gradients` gradients, then what is sent. The first part returns those of the gradients that it
+    makes on the way, None in place of the others; what is sent; and what the second part takes of it, by name. The second
+    returns the other gradients, and None in place of those that the first returns. Views are made once more in the second.
+    Where nothing is sent, there is no first part; where no gradient is left, no second.
+    """
+    results = returned_nodes(gm)
+    own, sent = results[:gradients], [node for node in results[gradients:] if node is not None]
+    if not sent:
+        return None, gm
+    first = _with_ancestors(sent, gm)
+    for node in own:
+        if node is not None and all(_is_view(x) for x in _made_of([node], first)):
+            first |= _made_of([node], first)
+    late = [None if node is None or node in first or node.op != "call_function" else node for node in own]
+    wanted = [node for node in late if node is not None]
+    if not wanted:
+        return gm, None
+    second = _made_of(wanted, first)
+    handed = _handed(gm, second, first)
+    early = [None if later is not None else node for node, later in zip(own, late)]
+    return (_part(gm, first, [*early, *results[gradients:], *handed]),
+            _part(gm, second, late, handed))
+
+
+def _with_ancestors(wanted: Sequence[Node], gm: GraphModule) -> set[Node]:
+    """The calls that make what is wanted, and all calls with side effects. A collective is waited for where it was started, and
+    calls with several results give all of them."""
+    stack = [*wanted, *(node for node in gm.graph.nodes if node.op == "call_function" and node.is_impure()
+                        and not is_collective(node.target))]
+    found: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            stack += [*node.all_input_nodes, *(x for x in node.users if x.target in (operator.getitem, WAIT))]
+    return found
+
+
+def _made_of(wanted: Sequence[Node], there: Collection[Node]) -> set[Node]:
+    """The calls that it takes to make what is wanted, besides those that are there."""
+    stack, found = list(wanted), set[Node]()
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and node not in found and node not in there:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _handed(gm: GraphModule, second: set[Node], first: Collection[Node]) -> list[Node]:
+    """What the second part reads of the first one. Takes views of the first into the second."""
+    stack, found = [x for node in second for x in node.all_input_nodes], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node not in first or node in second or node in found:
+            continue
+        if _is_view(node):
+            second.add(node)
+            stack += node.all_input_nodes
+        else:
+            found.add(node)
+    return [node for node in gm.graph.nodes if node in found]
+
+
+def _is_view(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and bool(target.is_view) and len(node.all_input_nodes) == 1 and isinstance(
+        node.meta.get("val"), torch.Tensor)
+
+
+def _part(gm: GraphModule, calls: Collection[Node], returned: Sequence[Node | None],
+          handed: Sequence[Node] = ()) -> GraphModule:
+    """A graph of these calls. handed: its inputs besides those of the whole graph that it reads."""
+    read = {x for node in calls for x in node.all_input_nodes} | {node for node in returned if node is not None}
+    graph = fx.Graph()
+    new: dict[Node, Node] = {}
+    for node in (*gm.graph.find_nodes(op="placeholder"), *handed):
+        if node in read:
+            new[node] = graph.placeholder(node.name)
+            new[node].meta = {key: value for key, value in node.meta.items() if key in ("val", "tensor_meta", "desc")}
+    for node in gm.graph.nodes:
+        if node in calls or node.op == "get_attr" and node in read:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    output = graph.output(tuple(None if node is None else new[node] for node in returned))
+    output.meta["desc"] = [None] * len(returned)
+    graph.lint()
+    return GraphModule(gm, graph)

@@ -1,0 +1,46 @@
+"""Insert calls into an FX graph with their fake value and the provenance of the node they stand for."""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportReturnType=false
+# pyright: reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from passes.compat import pytree
+from passes.graph.user_checkpointing import CHECKPOINTED
+
+PROVENANCE = (
+    "nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "source_fn_stack", "original_aten", "from_node", "custom",
+    *CHECKPOINTED,
+)
+
+
+def fake_value(target: Callable, args: tuple, kwargs: dict | None = None) -> Any:
+    """What `target` returns for the fake values of its arguments."""
+    args, kwargs = pytree.tree_map(
+        lambda x: x.meta["val"] if isinstance(x, Node) else x, (args, kwargs or {}),
+        is_leaf=lambda x: isinstance(x, Node),
+    )
+    return target(*args, **kwargs)
+
+
+class CallInserter:
+    """Calls inserted before one node, with that node's provenance (or another's)."""
+
+    def __init__(self, graph: Graph, before: Node, like: Node | None = None, fake_mode: Any = None):
+        self.graph, self.before, self.like, self.fake_mode = graph, before, like or before, fake_mode
+
+    def __call__(self, target: Callable, /, *args: Any, **kwargs: Any) -> Node:
+        with self.graph.inserting_before(self.before):
+            node = self.graph.call_function(target, args, kwargs)
+        for key in PROVENANCE:
+            if key in self.like.meta:
+                node.meta[key] = self.like.meta[key]
+        with self.fake_mode or nullcontext():
+            node.meta["val"] = fake_value(target, args, kwargs)
+        return node

@@ -1,0 +1,1 @@
+"""The rewrite of a whole graph into what one rank runs."""

@@ -1,0 +1,223 @@
+"""Emit the nodes of one hop of a redistribution on local tensors.
+
+A local tensor keeps the dim order of the whole one; a split factor is shorter. Collectives of torch gather and scatter
+along the first dim, so a split anywhere else is packed before or unpacked after: the tensor is seen as (A, n, B) around
+the split factor, and n moves to the front or back from it.
+"""
+# FX types a node's arguments as a union of everything an argument can be.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportReturnType=false
+# pyright: reportOptionalOperand=false, reportOptionalIterable=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from passes.errors import HpmlError
+from passes.graph.fx_nodes import BY_COORDINATE
+from passes.graph.layouts import Layout, local_shape
+from passes.graph.placement_graph import Value
+from passes.graph.shard_offset import ShardOffset
+from passes.hardware.axis import Axes, AxisKind, time_axis
+from passes.json_records import FrozenMap
+from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE
+from passes.transforms.microbatch.loop_markers import ADD_UP, PUT_TOGETHER, TAKE
+from passes.transforms.rewriting.call_inserter import CallInserter
+from passes.transforms.shard.rank_coordinate import begin_of, is_small, part_from
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+_MOVED_AS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
+    torch.bool: (torch.ops.prims.convert_element_type.default, torch.uint8),
+    torch.int16: (torch.ops.prims.convert_element_type.default, torch.int32),
+    **{dtype: (aten.view.dtype, torch.uint8) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+       if (dtype := getattr(torch, f"float8_{name}", None)) is not None},
+}
+"""dtypes that gloo does not move: how, and as what they are moved."""
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """This rank's place: the axes of layouts, and on each this rank's coordinate and the name of its process group.
+
+    On the axis of time, every rank is everywhere: its coordinate is 0, and there is no group."""
+
+    axes: Axes
+    coordinates: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def with_time(self, microbatches: int) -> MeshGroups:
+        return MeshGroups((*self.axes, time_axis(microbatches)), (*self.coordinates, 0), (*self.names, ""))
+
+    @property
+    def coordinate_of(self) -> FrozenMap[str, int]:
+        """This rank's coordinate, by name of the process group."""
+        return FrozenMap({name: mine for name, mine in zip(self.names, self.coordinates) if name})
+
+    @property
+    def axis_of(self) -> FrozenMap[str, int]:
+        """Number of the axis, by name of the process group."""
+        return FrozenMap({name: axis for axis, name in enumerate(self.names)})
+
+
+def local_factors(value: Value, layout: Layout, axes: Axes) -> list[list[int]]:
+    """Sizes of the factors of every dim as one rank holds them; a dim of size 1 has none."""
+    rows = [list(f) for f in value.factors]
+    for p, axis in zip(layout, axes):
+        if isinstance(p, tuple):
+            rows[p[0]][p[1]] //= axis.size
+    return rows
+
+
+def around(value: Value, layout: Layout, place: tuple[int, int], axes: Axes) -> tuple[int, int]:
+    """(elements before, elements from) the factor at `place` in memory order of a local tensor."""
+    before = after = 1
+    for d, row in enumerate(local_factors(value, layout, axes)):
+        for k, f in enumerate(row):
+            if (d, k) < place:
+                before *= f
+            else:
+                after *= f
+    return before, after
+
+
+class Redistributor:
+    """Emits hops for this rank. `insert` is where the nodes go. asks: see `passes.transforms.shard.spmd_rewrite.Shard`."""
+
+    def __init__(self, groups: MeshGroups, asks: bool = False):
+        self.groups, self.asks = groups, asks
+
+    def hop(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout) -> Node:
+        """`x` is a local tensor of `value` in layout `source`; exactly one axis differs from `target`."""
+        (axis,) = [a for a, (p, q) in enumerate(zip(source, target)) if p != q]
+        p, q = source[axis], target[axis]
+        if self.groups.axes[axis].kind is AxisKind.TIME:
+            return self._in_time(insert, x, value, source, target, axis)
+        if p == REPLICATE:
+            return self._slice(insert, x, value, source, target, axis)
+        dtype = x.meta["val"].dtype
+        if dtype in _MOVED_AS:
+            op, moved_as = _MOVED_AS[dtype]
+            if op is aten.view.dtype and not isinstance(p, tuple):
+                raise HpmlError(f"values of {dtype} cannot be added up between ranks", f"node {x.name}",
+                                "compute in a wider dtype")
+            moved = self._move(insert, insert(op, x, moved_as), value, source, target, axis, p, q)
+            return insert(op, moved, dtype)
+        return self._move(insert, x, value, source, target, axis, p, q)
+
+    def _in_time(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout, axis: int) -> Node:
+        """Where the loop over microbatches begins or ends."""
+        p, q = source[axis], target[axis]
+        if p == PARTIAL and q == REPLICATE:
+            return insert(ADD_UP, x)
+        (dim, factor), whole, begins = (q, source, True) if p == REPLICATE else (p, target, False)
+        rows = local_factors(value, whole, self.groups.axes)[dim]
+        n, shape = self.groups.axes[axis].size, list(local_shape(value, whole, self.groups.axes))
+        before = math.prod(rows[:factor])
+        apart = [*shape[:dim], before, n, shape[dim] // (before * n), *shape[dim + 1:]]
+        if begins:
+            return insert(TAKE, x, apart, dim + 1, list(local_shape(value, target, self.groups.axes)))
+        return insert(PUT_TOGETHER, x, apart, dim + 1, shape)
+
+    def _move(self, insert, x, value, source, target, axis, p, q) -> Node:
+        if isinstance(p, tuple):
+            return (self._all_gather if q == REPLICATE else self._all_to_all)(insert, x, value, source, target, axis)
+        if q == REPLICATE:
+            kind = "max" if p == PARTIAL_MAX else "sum"
+            return self._wait(insert, c10d.all_reduce.default, self._packed(insert, x), kind, self.groups.names[axis])
+        return self._reduce_scatter(insert, x, value, source, target, axis)
+
+    def _wait(self, insert: CallInserter, target, *args) -> Node:
+        return insert(c10d.wait_tensor.default, insert(target, *args))
+
+    def _packed(self, insert: CallInserter, x: Node) -> Node:
+        if x.meta["val"].is_contiguous():
+            return x
+        return insert(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def _shaped(self, insert: CallInserter, x: Node, shape: Sequence[int]) -> Node:
+        return x if list(x.meta["val"].shape) == list(shape) else reshape(insert, x, shape)
+
+    def _slice(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout, axis: int) -> Node:
+        n, mine = self.groups.axes[axis].size, self.groups.coordinates[axis]
+        dim, factor = target[axis]
+        rows = local_factors(value, source, self.groups.axes)
+        outer = 1
+        for f in rows[dim][:factor]:
+            outer *= f
+        local = local_shape(value, target, self.groups.axes)
+        apart = x
+        if outer > 1:
+            shape = list(x.meta["val"].shape)
+            inner = shape[dim] // (outer * n)
+            apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
+        begins = ShardOffset(local[dim] if outer == 1 else 1, ((self.groups.names[axis], 1),))
+        # Of what the graph is given, a slice: which may be taken before it runs (`passes.transforms.shard.hoist_batch_slice`).
+        if self.asks and x.op != "placeholder" and is_small(x, n):
+            begin = begin_of(insert, begins, x.meta["val"].device)
+            part = part_from(insert, apart, dim if outer == 1 else dim + 1, begin, begins.count)
+        elif outer == 1:
+            part = insert(aten.slice.Tensor, x, dim, mine * local[dim], (mine + 1) * local[dim])
+            part.meta[BY_COORDINATE] = begins
+        else:
+            part = insert(aten.select.int, apart, dim + 1, mine)
+            part.meta[BY_COORDINATE] = begins
+        return part if outer == 1 else reshape(insert, part, local)
+
+    def _to_front(self, insert: CallInserter, x: Node, before: int, n: int) -> Node:
+        """(before, n, rest) -> (n, before, rest), packed."""
+        total = x.meta["val"].numel()
+        x = reshape(insert, x, [before, n, total // (before * n)])
+        return self._packed(insert, insert(aten.permute.default, x, [1, 0, 2]) if before > 1 else
+                            reshape(insert, x, [n, 1, total // n]))
+
+    def _from_front(self, insert: CallInserter, x: Node, before: int, n: int, shape: Sequence[int]) -> Node:
+        """(n, before, rest) in one block -> (before, n, rest), in `shape`."""
+        total = x.meta["val"].numel()
+        if before > 1:
+            x = reshape(insert, x, [n, before, total // (before * n)])
+            x = insert(aten.permute.default, x, [1, 0, 2])
+        return self._shaped(insert, x, shape)
+
+    def _all_gather(self, insert, x, value, source, target, axis) -> Node:
+        n, name = self.groups.axes[axis].size, self.groups.names[axis]
+        before, _ = around(value, source, source[axis], self.groups.axes)
+        gathered = self._wait(insert, c10d.all_gather_into_tensor.default, self._packed(insert, x), n, name)
+        return self._from_front(insert, gathered, before, n, local_shape(value, target, self.groups.axes))
+
+    def _reduce_scatter(self, insert, x, value, source, target, axis) -> Node:
+        n, name = self.groups.axes[axis].size, self.groups.names[axis]
+        before, _ = around(value, source, target[axis], self.groups.axes)
+        front = self._to_front(insert, x, before, n)
+        part = self._wait(insert, c10d.reduce_scatter_tensor.default, front, "sum", n, name)
+        return self._shaped(insert, part, local_shape(value, target, self.groups.axes))
+
+    def _all_to_all(self, insert, x, value, source, target, axis) -> Node:
+        n, name = self.groups.axes[axis].size, self.groups.names[axis]
+        before, _ = around(value, source, target[axis], self.groups.axes)
+        front = self._to_front(insert, x, before, n)
+        rows = [1] * n
+        received = self._wait(insert, c10d.all_to_all_single.default, front, rows, rows, name)
+        # Block r holds rank r's part of the source factor, already cut down in the target factor.
+        both = list(source)
+        both[axis] = REPLICATE
+        cut = local_factors(value, tuple(both), self.groups.axes)
+        for (dim, factor) in (source[axis], target[axis]):
+            cut[dim][factor] //= n
+        inside = 1
+        for d, row in enumerate(cut):
+            for k, f in enumerate(row):
+                if (d, k) < source[axis]:
+                    inside *= f
+        return self._from_front(insert, received, inside, n, local_shape(value, target, self.groups.axes))
+
+
+def reshape(insert: CallInserter, x: Node, shape: Sequence[int]) -> Node:
+    """A view where the strides allow it, else a copy: decided when it runs, because fake values need not have the strides
+    of real ones (CPU attention) and lowering may choose others."""
+    return insert(aten.reshape.default, x, list(shape))

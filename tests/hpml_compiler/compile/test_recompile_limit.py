@@ -1,0 +1,51 @@
+"""More different calls than Dynamo compiles for before -> right results, and one warning that the plan is gone."""
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpml_compiler.session import session
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(4, 4), ""
+
+    def forward(self, x):
+        return self.linear(x) * len(self.factor)
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def run_many(rank):
+    kept = Kept()
+    logging.getLogger("hpml").addHandler(kept)
+    torch._dynamo.config.recompile_limit = 2
+    model, x = Scaled(), torch.ones(2, 4)
+    options: Any = {"compiler": "eager", "mesh": {"tp": 2}}
+    call = torch.compile(model, backend="hpml", options=options)
+    call(x).sum().backward()
+    for length in (2, 3, 4, 5):
+        model.factor = "x" * length
+        torch.testing.assert_close(call(x), model.linear(x) * length)
+    said = [line for line in kept.said if "has no plan from here on" in line]
+    assert len(session.current().graphs) == 2 and len(said) == 1
+    for part in ("'forward' (", "compiled 2 times", "factor == 'xx'", "raise torch._dynamo.config.recompile_limit"):
+        assert part in said[0], said[0]
+
+
+@pytest.mark.timeout(130)
+def test_a_plan_that_dynamo_drops_is_said(launch):
+    launch(run_many, world_size=2, timeout_s=120)

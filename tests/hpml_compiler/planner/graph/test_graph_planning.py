@@ -1,0 +1,66 @@
+"""Models before -> what planning says besides the plan."""
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import hpml_compiler
+from hpml_compiler.demo.train import GPT
+from passes.errors import Infeasible
+from passes.hardware.cluster import Cluster
+
+
+def wide_batch() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """Little to hold, but a product whose operands are large while it runs."""
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), (torch.zeros(4096, 8),)
+
+
+def test_a_call_that_takes_more_than_the_memory_leaves_is_refused():
+    (graph,) = hpml_compiler.plan(*wide_batch(), cluster="1x2:cpu").graphs
+    memory = graph.memory
+    held = memory.parameters + memory.gradients + memory.optimizer + memory.activations
+    assert held < memory.peak
+    (group,) = Cluster.parse("1x2:cpu").groups
+
+    def of_memory(nbytes: int) -> Cluster:
+        return Cluster((replace(group, device=replace(group.device, memory_bytes=nbytes)),))
+
+    assert hpml_compiler.plan(*wide_batch(), cluster=of_memory(memory.peak)).memory.peak == memory.peak
+    with pytest.raises(Infeasible, match="a device holds .* of these bytes, .*transient") as refusal:
+        hpml_compiler.plan(*wide_batch(), cluster=of_memory(held))
+    assert held < refusal.value.smallest_budget_bytes <= memory.peak
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all layers traced", "shortened"])
+def test_one_device_has_a_plan_too(whole):
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    plan = hpml_compiler.plan(GPT(width=128, heads=2, layers=6, length=16), (tokens, tokens), trace_all_layers=whole)
+    assert plan.mesh == {} and plan.world_size == 1 and plan.collectives == {}
+    assert plan.predicted.compute_us > 0 and plan.predicted.communication_us == 0
+    assert plan.table() and plan.graphviz().source
+    parameters = sum(p.bytes_whole for p in plan.graphs[0].parameters.values())
+    assert plan.memory.parameters == parameters == plan.memory.gradients
+
+
+class WithLoss(nn.Module):
+    def __init__(self, layers: int):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize(("layers", "stages", "said"), [
+    (1, 2, "of 2 stages, stage 1 .* makes no parameter's gradient whole, .*leave it out of options"),
+    (1, 8, "is not pipelined; every stage runs it in full: .*leave it out of options"), (4, 2, None)])
+def test_stages_that_save_no_memory_are_reported_with_a_remedy(caplog, layers, stages, said):
+    with caplog.at_level(logging.WARNING, "hpml"):
+        hpml_compiler.plan(WithLoss(layers), (torch.zeros(64, 64),), cluster=f"1x{stages}:cpu", mesh={"pp": stages})
+    warnings = [record.getMessage() for record in caplog.records if "stage" in record.getMessage()]
+    assert len(warnings) == (said is not None) and all(re.search(said, each) for each in warnings)

@@ -1,0 +1,73 @@
+"""What `hpml profile` measured cannot be read -> a warning and estimated prices; an error where it was asked for."""
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph import measured_costs
+from hpml_compiler.plans.cache import cache_warnings
+from passes.cost_model.measured.measured_collectives import KIND
+from passes.cost_model.measured.measured_kernels import OPERATION
+from passes.cost_model.measured.measurement_cache import MeasurementCache, TimedMeasurement, device_key
+from passes.errors import BadInput
+from passes.hardware.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def damaged(folder: Path) -> None:
+    folder.joinpath("measurements.sqlite").write_bytes(b"SQLite format 3\0" + b"\1" * 5000)
+
+
+def of_another_version(folder: Path) -> None:
+    with MeasurementCache() as cache:
+        cache.put("cpu", "op", "mm", TimedMeasurement(1.0, 1))
+        cache.guarded(lambda: cache._open().execute("PRAGMA user_version = 99"))
+
+
+def with_a_collective_without_size(folder: Path) -> None:
+    with MeasurementCache() as cache:
+        cache.put(device_key("cpu"), KIND, "all_reduce", TimedMeasurement(1.0, 1))
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache_warnings, "_told", set())
+    return tmp_path
+
+
+def loaded(**options):
+    return measured_costs.load(Options.parse(options or None), Cluster.local(1, "cpu"))
+
+
+@pytest.mark.parametrize("harm", [damaged, of_another_version, with_a_collective_without_size])
+def test_it_costs_a_warning_and_no_run(harm, folder, caplog):
+    nothing = measured_costs.digest(Options.parse(None), Cluster.local(1, "cpu"), "")
+    harm(folder)
+    with caplog.at_level(logging.WARNING, "hpml"):
+        assert loaded() is None and loaded() is None
+    assert measured_costs.digest(Options.parse(None), Cluster.local(1, "cpu"), "") == nothing
+    (said,) = caplog.messages
+    assert "prices are estimated" in said and str(folder) in said and "next step" in said
+    with pytest.raises(BadInput, match="measurement cache"):
+        loaded(costs="measured")
+
+
+def test_so_does_a_folder_that_cannot_be_looked_into(monkeypatch, folder, caplog):
+    """As one that belongs to somebody else, for which tests that run as root have this."""
+    monkeypatch.setenv("HPML_CACHE_DIR", str(folder / ("long" * 100)))
+    assert loaded() is None
+    assert "prices are estimated" in caplog.text and "HPML_CACHE_DIR" in caplog.text
+    with pytest.raises(BadInput, match="cannot use the measurement cache"):
+        loaded(costs="measured")
+
+
+def test_what_can_be_read_is_taken_without_a_word(folder, caplog):
+    with MeasurementCache() as cache:
+        cache.put(measured_costs.sharing_key("cpu", 1), OPERATION, "mm", TimedMeasurement(1.0, 1))
+    found = loaded()
+    assert found is not None and found.measurements.operations == {"mm": 1.0} and not caplog.messages

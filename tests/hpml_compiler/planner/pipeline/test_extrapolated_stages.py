@@ -1,0 +1,95 @@
+"""A deep model, of which a few layers are traced -> the stages that it has when all layers are."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import hpml_compiler
+from hpml_compiler.demo.train import GPT
+from hpml_compiler.plan_api.model_plan import Plan
+from passes.errors import Infeasible
+from passes.hardware.cluster import Cluster
+
+LAYERS = 8
+
+
+class EncoderDecoder(nn.Module):
+    """What the encoder makes is read by every layer of the decoder."""
+
+    def __init__(self, width: int = 64, layers: int = 8):
+        super().__init__()
+        self.table = nn.Embedding(32, width)
+        self.encoder, self.decoder = (nn.ModuleList(nn.Linear(width, width) for _ in range(layers)) for _ in range(2))
+
+    def forward(self, tokens, labels):
+        x = y = self.table(tokens)
+        for layer in self.encoder:
+            x = x + layer(x).relu()
+        for layer in self.decoder:
+            y = y + (layer(y) * x).relu()
+        return nn.functional.cross_entropy((y @ self.table.weight.t()).flatten(0, 1), labels.flatten())
+
+
+def planned(model, cluster="1x4:a100-80g", **options):
+    tokens = torch.zeros(16, 16, dtype=torch.long)
+    made = hpml_compiler.plan(model, (tokens, tokens), cluster=cluster, microbatches=4, **options)
+    assert isinstance(made, Plan)
+    return made.graphs[0]
+
+
+def gpt():
+    return GPT(width=128, heads=2, layers=LAYERS, length=16)
+
+
+def layers_of(stage):
+    return [name for name in stage.blocks if name[-1:].isdigit() and "@" not in name]
+
+
+@pytest.mark.parametrize("options", [
+    {"mesh": {"pp": 2, "tp": 2}, "schedule": "interleaved", "virtual_stages": 2},
+    {"mesh": {"pp": 4}, "schedule": "zero_bubble"}])
+def test_few_layers_tell_what_all_of_them_would(options):
+    short, long = (planned(gpt(), trace_all_layers=whole, **options) for whole in (False, True))
+    assert short.graph_hash.startswith("shortened:") and not long.graph_hash.startswith("shortened:")
+    assert len(short.pipeline.stages) == len(long.pipeline.stages)
+    for a, b in zip(short.pipeline.stages, long.pipeline.stages):
+        assert layers_of(a) == layers_of(b) and (a.rank, a.in_flight) == (b.rank, b.in_flight)
+        assert (sorted(a.parameters), a.parameter_bytes) == (sorted(b.parameters), b.parameter_bytes)
+        assert (a.forward_us, a.backward_us) == pytest.approx((b.forward_us, b.backward_us), rel=0.05)
+        assert [(s.bytes, s.backward) for s in a.sends] == [(s.bytes, s.backward) for s in b.sends]
+        assert 0.99 * b.saved_bytes <= a.saved_bytes <= 1.2 * b.saved_bytes
+    assert short.predicted.step_time_us == pytest.approx(long.predicted.step_time_us, rel=0.03)
+    assert short.memory.peak == pytest.approx(long.memory.peak, rel=0.1)
+
+
+def test_layers_of_an_encoder_and_of_a_decoder():
+    short, long = (planned(EncoderDecoder(), mesh={"pp": 4}, trace_all_layers=whole) for whole in (False, True))
+    for a, b in zip(short.pipeline.stages, long.pipeline.stages):
+        assert layers_of(a) == layers_of(b)
+        assert sorted(s.bytes for s in a.sends) == sorted(s.bytes for s in b.sends)
+    assert short.predicted.step_time_us == pytest.approx(long.predicted.step_time_us, rel=0.05)
+
+
+def test_what_one_device_cannot_hold_is_planned_on_stages_or_refused():
+    """A quarter of the parameters, with gradients and the optimizer's state, is on each rank; that is what has to fit."""
+    model = gpt()
+    nbytes = 16 * sum(p.numel() for p in model.parameters())
+
+    def of_memory(share: float) -> Cluster:
+        cluster = Cluster.parse("1x4:a100-80g")
+        device = replace(cluster.device, memory_bytes=round(share * nbytes))
+        return Cluster((replace(cluster.group, device=device),))
+
+    with pytest.raises(Infeasible):
+        planned(model, of_memory(0.7), mesh={"dp": 4}, zero=0)
+    fits = planned(model, of_memory(0.7), mesh={"pp": 4})
+    assert fits.memory.peak < 0.7 * nbytes
+    split = planned(model, of_memory(0.7), mesh={"pp": 2, "dp": 2})
+    assert split.memory.peak < 0.7 * nbytes
+    with pytest.raises(Infeasible, match="the fullest rank of 4 stages holds .* at the peak, and it has"):
+        planned(model, of_memory(0.2), mesh={"pp": 4})
+    with pytest.raises(Infeasible, match="the fullest rank of 2 stages holds .* at the peak, and it has"):
+        planned(model, of_memory(0.05), mesh={"pp": 2, "dp": 2})

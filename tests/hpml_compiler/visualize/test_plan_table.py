@@ -1,0 +1,73 @@
+"""The table: short, complete, at most as wide as asked."""
+from __future__ import annotations
+
+import pytest
+
+from hpml_compiler.visualize.formatting import format_bytes, format_count, format_placements, format_us
+from hpml_compiler.visualize.plan_table import MOST_ROWS
+from tests.helpers.plans import gpt_graph, gpt_plan, operation
+
+
+def test_table_of_a_gpt():
+    text = gpt_plan(12, listed=2).table()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100 and len(lines) < 25
+    assert "mesh dp=2 x tp=4: 8 devices of 1x8:h100-80g" in lines[0]
+    assert "dp inside a node; tp inside a node" in lines[1]
+    row = next(line for line in lines if "h.0-11" in line)
+    assert [word for word in ("x12", "394 k", "tp S(0): fc.weight", "396 us", "120 us") if word not in row] == []
+    for part in ("optimal, bound 598 us, gap 0.10%", "peak 6.00 MiB", "all_reduce x24 (24.0 KiB)", "sort has no rule",
+                 "mesh dp=8: 400 us, 27% slower"):
+        assert part in text
+    assert "note" not in text
+
+
+def test_table_is_returned_in_a_notebook_too(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "mesh dp=2 x tp=4" in gpt_plan().table()
+    assert capsys.readouterr().out == ""
+
+
+def test_depth_does_not_lengthen_the_table():
+    assert len(gpt_plan(96).table().splitlines()) == len(gpt_plan(3).table().splitlines())
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_width_is_kept(width):
+    assert max(map(len, gpt_plan().table(width).splitlines())) <= width
+
+
+def test_many_unlike_blocks_are_summed_up():
+    graph = gpt_graph(1)
+    many = {f"op{i}": operation("aten.mm", f"part{i}", i, [["R", "R"]], [["R", "R"]], 1.0 + i, []) for i in range(60)}
+    compute_us = graph.predicted.compute_us + sum(1.0 + i for i in range(60))
+    cost = graph.predicted.model_copy(update={"compute_us": compute_us})
+    graph = graph.model_copy(update={"operations": graph.operations | many, "predicted": cost})
+    text = gpt_plan(1).model_copy(update={"graphs": (graph,)}).table()
+    assert f"{63 - MOST_ROWS} cheaper" in text
+    assert "part59" in text and "part0 " not in text
+
+
+def test_a_table_that_does_not_add_up_says_so():
+    graph = gpt_graph(2)
+    cost = graph.predicted.model_copy(update={"compute_us": 1000.0})
+    text = gpt_plan(2).model_copy(update={"graphs": (graph.model_copy(update={"predicted": cost}),)}).table()
+    assert "the blocks' compute adds up to 88.0 us, not 1.00 ms" in text
+
+
+def test_brackets_in_names_are_text():
+    graph = gpt_graph(1)
+    left = graph.left_whole[0].model_copy(update={"reason": "dim [red] of [64, 3]"})
+    text = gpt_plan(1).model_copy(update={"graphs": (graph.model_copy(update={"left_whole": (left,)}),)}).table()
+    assert "dim [red] of [64, 3]" in text
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (format_us(0.0), "0.00 us"), (format_us(999.4), "999 us"), (format_us(1e3), "1.00 ms"), (format_us(3e6), "3.00 s"),
+    (format_bytes(0), "0 B"), (format_bytes(1023), "1023 B"), (format_bytes(80 * 2**30), "80.0 GiB"),
+    (format_count(999), "999"), (format_count(8_030_000_000), "8.03 G"),
+    (format_placements(["S(0)", "R"], {"dp": 2, "tp": 2}), "dp S(0)"), (format_placements(["R"], {"dp": 2}), "R"),
+    (format_placements([], {}), "R"),
+])
+def test_formats(text, expected):
+    assert text == expected

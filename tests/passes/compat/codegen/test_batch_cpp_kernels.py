@@ -1,0 +1,87 @@
+"""C++ kernels of a graph -> compiled in few runs of the compiler, each computes what it says."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.exc import CppCompileError
+
+from passes.compat import deferred_cpp_kernels
+from passes.compat.codegen import batch_cpp_kernels
+
+ADDS = """
+#include <cstdint>
+static constexpr int64_t BY = {number};
+extern "C"  void kernel(const float* x, float* y, const int64_t n)
+{{
+    for (int64_t i = 0; i < n; ++i) y[i] = x[i] + BY;  // {salt}
+}}
+"""
+ARGUMENTS = ["const float*", "float*", "const int64_t"]
+HALVES = "extern \"C\" void kernel(float* x)\n{ x[0] /= 2; }\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def compiled(sources: dict[str, tuple[list[str], str]]) -> dict[str, Any]:
+    """What a graph's code does: names of kernels, which are there when it was waited for."""
+    with deferred_cpp_kernels():
+        compiling = AsyncCompile()
+        scope = {name: compiling.cpp_pybinding(arguments, code) for name, (arguments, code) in sources.items()}
+        compiling.wait(scope)
+    return scope
+
+
+def adding(count: int, salt: str) -> dict[str, tuple[list[str], str]]:
+    found = {f"add_{number}": (ARGUMENTS, ADDS.format(number=number, salt=salt)) for number in range(count)}
+    return {**found, "halve": (["float*"], HALVES + f"// {salt}")}
+
+
+def assert_right(called: dict[str, Any]) -> None:
+    x = torch.arange(5.0)
+    for name, call in called.items():
+        if name == "halve":
+            y = torch.full((1,), 3.0)
+            call(y)
+            assert y == 1.5
+        else:
+            y = torch.empty(5)
+            call(x, y, 5)
+            assert torch.equal(y, x + int(name.removeprefix("add_"))), name
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_kernels_share_libraries(threads, folder, monkeypatch):
+    """Each with its own constant of one name."""
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: threads)
+    sources = adding(batch_cpp_kernels.MOST_KERNELS + 1, f"{threads} threads")
+    assert_right(compiled(sources))
+    libraries = sorted(folder.rglob("*.main.so"))
+    assert len(libraries) == 2
+    assert_right(compiled(sources))
+    assert sorted(folder.rglob("*.main.so")) == libraries
+
+
+def test_kernels_that_cannot_share_a_library_have_their_own(folder, monkeypatch):
+    monkeypatch.setattr(batch_cpp_kernels._KernelLibrary, "source", lambda self: "this is no C++")
+    assert_right(compiled(adding(2, "apart")))
+    assert len(list(folder.rglob("*.main.so"))) == 3
+
+
+def test_a_kernel_that_cannot_be_compiled_is_an_error():
+    with pytest.raises(CppCompileError, match="no_such_name"):
+        compiled({**adding(1, "wrong"), "wrong": (["float*"], HALVES.replace("2", "no_such_name"))})
+
+
+def test_outside_kernels_are_compiled_as_inductor_does(folder):
+    compiling = AsyncCompile()
+    scope = {name: compiling.cpp_pybinding(*each) for name, each in adding(1, "outside").items()}
+    compiling.wait(scope)
+    assert_right(scope)
+    assert len(list(folder.rglob("*.main.so"))) == 2
