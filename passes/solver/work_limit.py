@@ -26,6 +26,7 @@ US = {
     "simplex coefficient": 0.0003,
     "branching": 50.0,  # HiGHS asks whether to go on; and for each coefficient of the program:
     "branching coefficient": 1.0,
+    "cutting coefficient": 3.0,  # likewise, at the root, where it makes cuts
     "run": 5.0,  # of a tape that is walked
 }
 """µs of a unit of work, rounded up."""
