@@ -34,7 +34,7 @@ from passes.registry import register
 class FindPartitionerChoice(AnalysisPass):
     """Writes `PARTITIONER_CHOICE`: what the partitioner of torch would save, of a graph that is ready to be cut."""
 
-    name = "torch_cut"
+    name = "find_partitioner_choice"
     provides = (PARTITIONER_CHOICE,)
 
     forward_outputs: int = 0

@@ -17,7 +17,7 @@ from passes.registry import register
 class AnalyzeSignature(AnalysisPass):
     """Writes INTERFACE. inputs: those of the Dynamo graph, in order; forward_outputs: None for a forward graph."""
 
-    name = "describe"
+    name = "analyze_signature"
     provides = (GRAPH_SIGNATURE,)
 
     inputs: tuple[GraphInput, ...] = ()

@@ -48,7 +48,7 @@ class BuildStorageProgram(AnalysisPass):
     of the mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists:
     blocks of the graph that stand for `layers` layers, of each list of them (`passes.checkpointing.layer_folding`)."""
 
-    name = "make_tape"
+    name = "build_storage_program"
     requires = (FLOPS,)
     provides = (STORAGE_PROGRAM,)
 

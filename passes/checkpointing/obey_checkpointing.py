@@ -28,7 +28,7 @@ class ObeyCheckpointing(AnalysisPass):
     made of.
     """
 
-    name = "obey_kept"
+    name = "obey_checkpointing"
     requires = (STORAGE_PROGRAM,)
     provides = (CHECKPOINT_DECISION,)
 

@@ -30,7 +30,7 @@ class SolveCheckpointing(AnalysisPass):
     `LayersDiffer` where a layer cannot stand for several. allowance: in place of the options' time limit.
     """
 
-    name = "keep"
+    name = "solve_checkpointing"
     requires = (STORAGE_PROGRAM, PARTITIONER_CHOICE)
     provides = (CHECKPOINT_DECISION,)
 
@@ -74,7 +74,7 @@ def decision_of_trace(walked: MemoryTrace, budget_bytes: float, seconds: float) 
 class AdoptCheckpointing(AnalysisPass):
     """Writes `CHECKPOINT_DECISION` as it was decided elsewhere, of the same graph."""
 
-    name = "adopt_kept"
+    name = "adopt_checkpointing"
     provides = (CHECKPOINT_DECISION,)
 
     kept: CheckpointDecision = CheckpointDecision(frozenset(), 0, 0.0, 0, 0, 0, float("inf"), 0.0)

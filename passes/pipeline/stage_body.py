@@ -23,7 +23,7 @@ _NO_STAGES = StageAssignment(0, FrozenMap(), frozenset(), (), FrozenMap(), froze
 class AnalyzeStageBody(AnalysisPass):
     """Writes INTERFACE. kinds: of the body's inputs, by name; what it returns are no gradients of these."""
 
-    name = "describe_body"
+    name = "analyze_stage_body"
     provides = (GRAPH_SIGNATURE,)
 
     kinds: FrozenMap[str, InputKind] = field(default_factory=FrozenMap)

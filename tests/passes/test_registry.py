@@ -35,7 +35,7 @@ def test_the_projects_passes_are_found_by_name():
 
 def test_providers_of_an_annotation():
     assert "flops" in registry.providers(FLOPS)
-    assert registry.providers(DECISION) == ("adopt", "decide", "obey")
+    assert registry.providers(DECISION) == ("adopt_placements", "decide_placements", "obey_placements")
     assert registry.providers(Key("nobody_provides_this", int)) == ()
     registry.register(_make_pass("other_shapes", provides=(SHAPES,)))
     assert registry.providers(SHAPES) == ("other_shapes", "shapes")

@@ -32,7 +32,7 @@ def _one_cpu() -> SearchConfig:
 class DecidePlacements(AnalysisPass):
     """Writes DECISION and ANSWER: the cheapest placements on the pinned mesh, or on any that the cluster allows."""
 
-    name = "decide"
+    name = "decide_placements"
     requires = (OPERATIONS, GRAPH_SIGNATURE)
     provides = (DECISION, SEARCH_RESULT)
 
@@ -51,7 +51,7 @@ class ObeyPlacements(AnalysisPass):
     pins: entity -> labels that it reads and makes. What a plan does not name is decided for the least cost.
     """
 
-    name = "obey"
+    name = "obey_placements"
     requires = (OPERATIONS, GRAPH_SIGNATURE)
     provides = (DECISION, SEARCH_RESULT)
 
@@ -68,7 +68,7 @@ class ObeyPlacements(AnalysisPass):
 class AdoptPlacements(AnalysisPass):
     """Writes DECISION as it was made for the same graph elsewhere: on one rank, for all."""
 
-    name = "adopt"
+    name = "adopt_placements"
     requires = (OPERATIONS,)
     provides = (DECISION,)
 

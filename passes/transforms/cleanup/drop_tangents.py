@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class DropTangents(TransformPass):
     """tangents: names of the placeholders that are zero. What is linear in zeros is left out, and so is adding them."""
 
-    name = "no_gradient"
+    name = "drop_tangents"
 
     tangents: frozenset[str] = frozenset()
 

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class UnaliasCat(TransformPass):
     """Multiplies by one, which changes no bit, what is a call's result; a plain copy would be taken out again."""
 
-    name = "apart"
+    name = "unalias_cat"
 
     def run(self, graph_module: fx.GraphModule) -> bool:
         graph, changed = graph_module.graph, False

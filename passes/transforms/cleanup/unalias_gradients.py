@@ -33,7 +33,7 @@ class UnaliasGradients(TransformPass):
     are kept; forward_outputs: how many outputs come before all gradients. compact: also copies what is a part of memory of
     which nobody needs the rest, as where a gradient is reduced whole and a rank takes its part: all of it would stay."""
 
-    name = "own_gradients"
+    name = "unalias_gradients"
 
     outputs: tuple[int, ...] = ()
     forward_outputs: int = 0

@@ -67,7 +67,7 @@ class BucketGradients(TransformPass):
     bucket is under way at a time. by_block: none has reductions of two blocks, so that equal layers are left equal, of which a
     few are to stand for many."""
 
-    name = "bucket"
+    name = "bucket_gradients"
 
     bucket_bytes: int = BUCKET_BYTES
     soon: bool = False

@@ -37,7 +37,7 @@ class PrefetchAllGather(TransformPass):
     """See the module's docstring. bucket_bytes: of what is gathered together, at most; 0 leaves every gather by itself. ahead:
     else each is by itself and starts where it is waited for, which takes the least memory."""
 
-    name = "gather_ahead"
+    name = "prefetch_all_gather"
 
     bucket_bytes: int = BUCKET_BYTES
     ahead: bool = True

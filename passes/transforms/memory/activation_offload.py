@@ -28,7 +28,7 @@ class OffloadActivations(TransformPass):
     """Reads `CHECKPOINT_DECISION`, of a graph whose nodes are tagged as forward's and backward's. folder: of the files of a
     CPU."""
 
-    name = "offload"
+    name = "offload_activations"
     requires = (CHECKPOINT_DECISION,)
 
     folder: str = ""

@@ -23,7 +23,7 @@ from passes.registry import register
 class HoistToForward(TransformPass):
     """Light calls alone, and views."""
 
-    name = "early"
+    name = "hoist_to_forward"
 
     def run(self, graph_module: fx.GraphModule) -> bool:
         backward: set[fx.Node] = set()

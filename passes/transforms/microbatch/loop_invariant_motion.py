@@ -21,7 +21,7 @@ from passes.transforms.microbatch.loop_markers import COLLECTS, TAKE
 class MoveLoopInvariants(TransformPass):
     """Holds nothing back for backward of what depends on no microbatch and no tangent, so that `Deduplicate` finds it."""
 
-    name = "once_before_loop"
+    name = "move_loop_invariants"
 
     def run(self, graph_module: GraphModule) -> bool:
         later = set()

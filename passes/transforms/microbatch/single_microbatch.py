@@ -25,7 +25,7 @@ from passes.transforms.rewriting.call_inserter import CallInserter
 class MarkSingleMicrobatch(TransformPass):
     """Takes every input whole, and collects every output."""
 
-    name = "one_microbatch"
+    name = "mark_single_microbatch"
 
     def run(self, graph_module: GraphModule) -> bool:
         graph, fake_mode = graph_module.graph, fake_mode_of(graph_module)

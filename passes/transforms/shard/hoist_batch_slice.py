@@ -32,7 +32,7 @@ class HoistBatchSlice(TransformPass):
     inputs: names of those that may: that have no gradient, and are not written to, since both are of the whole.
     """
 
-    name = "take_outside"
+    name = "hoist_batch_slice"
 
     inputs: tuple[str, ...] = ()
 
