@@ -1,7 +1,8 @@
 """Paths of modules in a Dynamo graph, however the `forward` of the model is reached.
 
 Dynamo writes where it found a module: `L['self'].model.layers.3`. Where `forward` is wrapped, as by a decorator that takes
-`(*args, **kwargs)`, that is `L['args'][0].model.layers.3`, through a function's closure or a bound method it is longer still.
+`(*args, **kwargs)`, that is `L['args'][0].model.layers.3`, through a function's closure or a bound method it is longer still,
+and torch 2.11 writes `layers.3.forward.args[0].norm` where `forward` is a `functools.partial` of the module.
 """
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch.fx import GraphModule
 
 _ROOT = re.compile(r"^([LG]\['\w+'\])((?:\[\w+\]|\['\w+'\])+)")
 _ROUNDABOUT = re.compile(r"(?:\.(?!_modules\b)\w+)?(?:\.(?:func|__func__|__wrapped__))*"
-                         r"(?:\.__self__|\.__closure__\[\d+\]\.cell_contents)")
+                         r"(?:\.__self__|\.__closure__\[\d+\]\.cell_contents)|\.forward\.args\[0\]")
 
 
 def straighten(gm: GraphModule) -> None:
