@@ -7,7 +7,7 @@ from passes.annotations import Key
 from passes.simulation.memory.memory_breakdown import MemoryReport
 from passes.simulation.memory.storage_program import StorageProgram
 
-STORAGE_PROGRAM: Key[StorageProgram] = Key("tape", StorageProgram, scope="graph")
+STORAGE_PROGRAM: Key[StorageProgram] = Key("storage_program", StorageProgram, scope="graph")
 """A joint graph as runs and storages."""
 
 
@@ -45,7 +45,7 @@ class CheckpointDecision:
         return max(self.forward_bytes, self.backward_bytes, self.after_bytes)
 
 
-CHECKPOINT_DECISION: Key[CheckpointDecision] = Key("kept", CheckpointDecision, scope="graph")
+CHECKPOINT_DECISION: Key[CheckpointDecision] = Key("checkpoint_decision", CheckpointDecision, scope="graph")
 """Which values of forward are kept for backward."""
-PARTITIONER_CHOICE: Key[frozenset[str]] = Key("cut", frozenset[str], scope="graph")
+PARTITIONER_CHOICE: Key[frozenset[str]] = Key("partitioner_choice", frozenset[str], scope="graph")
 """Names of the nodes that torch's own partitioner would save: the least traffic to memory, whatever it takes of it."""

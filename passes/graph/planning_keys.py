@@ -21,7 +21,7 @@ class Operations:
         return repr(self.graph)
 
 
-GRAPH_SIGNATURE: Key[GraphSignature] = Key("interface", GraphSignature, scope="graph")
+GRAPH_SIGNATURE: Key[GraphSignature] = Key("graph_signature", GraphSignature, scope="graph")
 """Roles of inputs and outputs."""
 OPERATIONS: Key[Operations] = Key("operations", Operations, scope="graph")
 """Operations with strategies, values with factors."""

@@ -19,7 +19,7 @@ from passes.registry import register
 from passes.sharding.formulation.problem_entities import Pin
 from passes.sharding.search.mesh_search import SearchConfig, SearchResult, candidate_meshes, search_meshes
 
-SEARCH_RESULT: Key[SearchResult] = Key("answer", SearchResult, scope="graph")
+SEARCH_RESULT: Key[SearchResult] = Key("search_result", SearchResult, scope="graph")
 """The decision with its mesh and cost, and the meshes that were rejected."""
 
 
