@@ -40,7 +40,7 @@ from hpml_compiler.session.run_monitor import watch_of
 from passes import compat
 from passes.graph.graph_copy import copy_graph
 from passes.pipeline.find_stages import TooFewBlocks
-from passes.pipeline.stage_assignment import StageAssignment as FoundStages
+from passes.pipeline.stage_assignment import StageAssignment
 from passes.tracing.joint_trace import JointTrace
 
 
@@ -134,7 +134,7 @@ class PipelineCompiler(GraphCompiler):
             return None
         return lambda: PipelineRuntime(self.options, self.planner.cut(copy_graph(traced()), forward_outputs, False))
 
-    def _note_stages(self, unplanned: PlanSource | bytes, program: PipelineRuntime, found: FoundStages) -> None:
+    def _note_stages(self, unplanned: PlanSource | bytes, program: PipelineRuntime, found: StageAssignment) -> None:
         self._note_held()
         if dist.get_rank() == 0:
             warn_of_empty_stages(self.name, found)
@@ -147,6 +147,6 @@ class PipelineCompiler(GraphCompiler):
         self.holding.note(self.planner.held)
 
 
-def starts_of(stages: FoundStages) -> tuple[str, ...]:
+def starts_of(stages: StageAssignment) -> tuple[str, ...]:
     """The block that each stage but the first begins with."""
     return tuple(blocks[0] for blocks in stages.blocks[1:])

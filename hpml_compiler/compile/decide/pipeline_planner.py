@@ -41,7 +41,7 @@ from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.graph.layouts import stored_layout
 from passes.hardware.cluster import Cluster
-from passes.pipeline.stage_assignment import StageAssignment as FoundStages
+from passes.pipeline.stage_assignment import StageAssignment
 from passes.presets import after_planning, annotate, one_device, to_microbatches, whole_batch
 from passes.sharding.microbatch_axis import MicrobatchPlacement, replicated_decision, with_time_axis
 from passes.solver.work_limit import WorkLimit
@@ -64,7 +64,7 @@ class PipelinePlanner:
         """Parameters that one rank has alone in this graph, by their placeholders; None before that is known."""
         self.own_here: set[int] = set()
         self.held: dict[str, GatheredInput] = {}
-        self.found: FoundStages | None = None
+        self.found: StageAssignment | None = None
         self.times: MicrobatchPlacement | None = None
         self.planned: PlanResult | None = None
         self.draws = self.training = False

@@ -27,7 +27,7 @@ from hpml_compiler.plans.schema import DecisionRecord, MeshAttempt, SolverReport
 from passes import compat
 from passes.cost_model.measured.mesh_prices import CachedMeasurements
 from passes.errors import BadInput, Infeasible
-from passes.graph.analyzed_graph import AnalyzedGraph as AnnotatedGraph
+from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
 from passes.serialization.extension_fingerprint import extension_fingerprint_of, source_of
@@ -125,7 +125,7 @@ class PlanCache:
             warn_of_cache("this plan cannot be kept for the next launch", error)
 
 
-def plan_cache_of(annotated: AnnotatedGraph, options: Options, cluster: Cluster, look: CachedMeasurements | None,
+def plan_cache_of(annotated: AnalyzedGraph, options: Options, cluster: Cluster, look: CachedMeasurements | None,
                   *others: object) -> PlanCache:
     """others: what else the plan of the graph depends on, told apart by their `repr`."""
     if not plan_database.is_on():
@@ -141,12 +141,12 @@ def plan_cache_of(annotated: AnnotatedGraph, options: Options, cluster: Cluster,
     return PlanCache(plan_database.digest_of(parts), {} if look is None else _prices(look, cluster), options)
 
 
-def _rules(annotated: AnnotatedGraph) -> list[tuple[object, ...]]:
+def _rules(annotated: AnalyzedGraph) -> list[tuple[object, ...]]:
     """Strategies that the rules allow each operation."""
     return [(op.strategies, op.heavy, op.linear) for op in annotated.graph.operations]
 
 
-def _operators(annotated: AnnotatedGraph) -> dict[str, str]:
+def _operators(annotated: AnalyzedGraph) -> dict[str, str]:
     """Source of the custom operators that are called, by name."""
     return {name: source_of(function) for name, function in compat.custom_op_functions(annotated.gm).items()}
 

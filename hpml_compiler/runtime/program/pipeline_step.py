@@ -16,7 +16,7 @@ from hpml_compiler.runtime.program.microbatch_loop import Collector, LoopCalls, 
 from hpml_compiler.runtime.program.p2p import P2P, StageFailure
 from hpml_compiler.runtime.program.stage_executor import StageCallables, StageExecutor
 from hpml_compiler.runtime.watchdog.attribution import is_distributed
-from passes.pipeline.pipeline_schedule import PipelineSchedule as Table
+from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.transforms.microbatch.loop_markers import taken
 from passes.transforms.microbatch.loop_split import LoopInput, LoopOutput, PrologueEpilogue
 
@@ -35,9 +35,9 @@ class PipelineLoop(MicrobatchLoop):
     all rows, with fakes; lent: inputs that one rank has and others need, with that rank and a fake. before: the collectives of
     what is done before forward's loop and backward's."""
 
-    def __init__(self, loop: PrologueEpilogue, calls: LoopCalls, table: Table, rank: int, stages: Mapping[int, StageCallables],
-                 messages: P2P, reads: Mapping[str, LoopInput], outputs: Mapping[int, int],
-                 gradients: Mapping[int, tuple[int, ...]], alone: Container[int] = (),
+    def __init__(self, loop: PrologueEpilogue, calls: LoopCalls, table: PipelineSchedule, rank: int,
+                 stages: Mapping[int, StageCallables], messages: P2P, reads: Mapping[str, LoopInput],
+                 outputs: Mapping[int, int], gradients: Mapping[int, tuple[int, ...]], alone: Container[int] = (),
                  elsewhere: Mapping[str, torch.Tensor] | None = None,
                  lent: Mapping[str, tuple[int, torch.Tensor]] | None = None,
                  before: Sequence[tuple[DummyCollective, ...]] = ((), ())):

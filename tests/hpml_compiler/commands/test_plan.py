@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hpml_compiler import planner as planning
+import hpml_compiler
 from hpml_compiler.commands import explain as explain_command
 from hpml_compiler.commands import plan as plan_command
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
@@ -54,7 +54,7 @@ def calls(monkeypatch):
     api = types.ModuleType("hpml_compiler.api")
     api.plan = planner  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hpml_compiler.api", api)
-    monkeypatch.setattr(planning, "api", api, raising=False)
+    monkeypatch.setattr(hpml_compiler, "api", api, raising=False)
     return made
 
 

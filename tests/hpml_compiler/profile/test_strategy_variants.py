@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-import hpml_compiler.planner.graph.graph_planning as planning
 from hpml_compiler.demo.train import GPT
 from hpml_compiler.options import Options
+from hpml_compiler.planner.graph import graph_planning
 from hpml_compiler.planner.graph.graph_planning import plan_graph
 from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.profile.heavy_operations import operation_calls
@@ -71,7 +71,8 @@ class Asked(dict):
 
 def plan_with(operations: dict, graph: AnalyzedGraph, mesh: dict[str, int], ranks: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning.measured_costs, "load", lambda *_: CachedMeasurements(DeviceMeasurements(operations), None))
+        measurements = CachedMeasurements(DeviceMeasurements(operations), None)
+        patch.setattr(graph_planning.measured_costs, "load", lambda *_: measurements)
         plan_graph(graph, Options.parse({"mesh": mesh}), Cluster.local(ranks, "cpu"))
 
 
@@ -84,7 +85,7 @@ def test_measured_times_are_what_the_plan_charges(monkeypatch):
             return 100.0
 
     known = DeviceMeasurements(Everything(), {"pointwise": 1e-9}, launch_us=0.0, graph_us=7.0)
-    monkeypatch.setattr(planning.measured_costs, "load", lambda *_: CachedMeasurements(known, None))
+    monkeypatch.setattr(graph_planning.measured_costs, "load", lambda *_: CachedMeasurements(known, None))
     record = plan_graph(graph, Options.parse({"mesh": {"dp": 2}}), Cluster.local(2, "cpu")).record
     heavy = [op for op in record.operations.values() if op.kind not in ("view", "pointwise")]
     assert record.predicted.compute_us == pytest.approx(100.0 * len(heavy), rel=1e-6)

@@ -8,8 +8,7 @@ from math import inf
 
 import pytest
 
-from passes.checkpointing import checkpoint_ilp
-from passes.checkpointing import checkpoint_search as keeping
+from passes.checkpointing import checkpoint_ilp, checkpoint_search
 from passes.checkpointing.checkpoint_search import BudgetTooSmall, choose_saved
 from passes.checkpointing.peak_moves import can_lower_peak
 from passes.errors import Infeasible
@@ -178,7 +177,7 @@ def test_no_program_is_solved_twice(monkeypatch):
 def test_how_much_is_looked_at_is_counted_and_time_that_cuts_it_short_is_told(monkeypatch, caplog):
     tape = random_tape(3, layers=8)
     caplog.set_level("INFO", logger="hpml")
-    monkeypatch.setattr(keeping, "MOST_WALKED", 0)
+    monkeypatch.setattr(checkpoint_search, "MOST_WALKED", 0)
     with pytest.raises(BudgetTooSmall):
         choose_saved(tape, 1.0)
     assert "cut short" not in caplog.text

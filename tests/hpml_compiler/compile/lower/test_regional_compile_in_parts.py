@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
-from hpml_compiler.compile.lower import regional_compile as blocks_module
+from hpml_compiler.compile.lower import regional_compile
 from hpml_compiler.compile.lower.regional_compile import RegionalCall
 from tests.hpml_compiler.compile import test_budget
 from tests.hpml_compiler.compile.lower.test_regional_compile import Layer
@@ -156,7 +156,7 @@ def on_ranks(_rank: int, layers: int, drop: float, cases: list[tuple[dict, tuple
     for options, halves in cases:
         with pytest.MonkeyPatch.context() as patch:
             if options.get("compile_blocks") == "auto" and halves:
-                patch.setattr(blocks_module, "MOST_LOST", 1e9)  # a step of any length is long enough
+                patch.setattr(regional_compile, "MOST_LOST", 1e9)  # a step of any length is long enough
             results, reports = with_blocks(model, **{"compile_blocks": "on", **options})
         check_reports(reports, halves)
         check([full(x) for x in results], expected)

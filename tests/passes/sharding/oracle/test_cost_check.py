@@ -14,7 +14,7 @@ from passes.sharding.formulation.problem_edges import ProblemEdges
 from passes.sharding.formulation.problem_entities import ProblemEntities
 from passes.sharding.oracle.cost_check import recompute_cost
 from passes.sharding.pricing.training_state import TrainingStateModel
-from passes.sharding.search import mesh_placement as placing
+from passes.sharding.search import mesh_placement
 from passes.sharding.search.mesh_placement import solve_on_mesh
 from passes.solver.verification import VerificationError
 from tests.helpers.axes import axes_of
@@ -105,7 +105,7 @@ def tampering(monkeypatch):
                 super().__init__(*args, **options)
                 self.problem = change(self.problem)
 
-        monkeypatch.setattr(placing, "PlacementProblem", Tampered)
+        monkeypatch.setattr(mesh_placement, "PlacementProblem", Tampered)
 
     return install
 
@@ -159,7 +159,7 @@ def test_a_decision_that_is_decoded_wrongly_is_found_out(monkeypatch):
         index = next(i for i, op in enumerate(graph.operations) if op.heavy)
         return left_whole(decision, index)
 
-    monkeypatch.setattr(placing, "decode", wrong)
+    monkeypatch.setattr(mesh_placement, "decode", wrong)
     with pytest.raises(VerificationError, match="does not lead to"):
         solve_on_mesh(graph, axes_of(2), SPLIT)
 
