@@ -127,7 +127,7 @@ def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, dedu
         raise _PartitionChosen(saved)
 
     try:
-        with replaced({"_extract_fwd_bwd_modules": lambda _: stop}):
+        with replaced({"minimum_cut": _from_both_ends}), replaced({"_extract_fwd_bwd_modules": lambda _: stop}):
             forward, _ = min_cut_partition(joint, (), forward_outputs, (), deduplicate=deduplicate)
     except _PartitionChosen as chosen:
         return chosen.saved
@@ -135,6 +135,14 @@ def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, dedu
     (output,) = forward.graph.find_nodes(op="output")
     results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
     return [x for x in results[forward_outputs:] if isinstance(x, torch.fx.Node)]
+
+
+def _from_both_ends(minimum_cut: Any) -> Any:
+    """With the algorithm of Boykov and Kolmogorov, whose cut is the same: that side of the sink which all maximal flows leave.
+    Sources and sinks are near each other wherever a value is worth computing again."""
+    from networkx.algorithms.flow import boykov_kolmogorov
+
+    return functools.partial(minimum_cut, flow_func=boykov_kolmogorov)
 
 
 def split_by_tags(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:
