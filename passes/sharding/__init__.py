@@ -1,1 +1,1 @@
-"""Placements of every value: from a placement graph to the numbers that are solved, and back to a decision."""
+"""Choose the placement of every value: build the problem from a placement graph, solve it, decode the decision."""

@@ -1,18 +1,18 @@
-"""When in a step everything is done that goes through its batch in microbatches: before their loop, in it, or after it.
+"""Place every operation of a microbatched step before, in or after the microbatch loop.
 
 This is a placement on one more axis, time, by the same rules as on devices:
 
-    R     whole, before the loop: parameters and all that does not come from rows
-    S     a microbatch's rows, in the loop
-    P     to be added up over the microbatches, in the loop
+    R     whole, before the loop: parameters and everything that does not depend on rows of the batch
+    S     rows of one microbatch, in the loop
+    P     partial, accumulated over the microbatches, in the loop
     after whole, after the loop
 
-R becomes S by taking rows, S becomes whole by putting rows together, P by adding up. Nothing that is there after the loop gets
-into it again: so if a mean over all tokens divides gradients, the count of tokens has to be R, and that is what comes out. What
-runs in a step means what the whole batch means, whatever is chosen here. The best choice leaves least work outside of the loop.
+R becomes S by slicing rows, S becomes whole by concatenation, P by accumulation. A value after the loop never enters it
+again: if a mean over all tokens divides gradients, the count of tokens has to be R, and the solver finds that. Every
+placement is exact: the step computes what the whole batch computes. The best one leaves the least work outside the loop.
 
-It is a problem of choices and prices as that of devices is (`passes.solver`): an entity is one operation, an arc takes or
-collects.
+It is a problem of choices and prices like that of devices (`passes.solver`): an entity is one operation, an arc slices or
+accumulates.
 """
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from passes.solver.work_limit import WorkLimit
 
 AFTER: Label = "after"
 FLOPS_PER_US, BYTES_PER_US = 1e5, 1e4
-"""Of one core, roughly: what counts is their ratio, and that no price is a billion times another."""
+"""Rough speed of one core: only the ratio matters, and that prices stay within nine decades of each other."""
 CALL_US, VIEW_US, LATER = 1.0, 0.01, 1.001
 
 
 @dataclass(frozen=True)
 class MicrobatchPlacement:
-    """reads, makes: of every operation, labels of what it reads and makes. share: of the work, by price, in the loop; whole:
-    what is outside of it though rows go into it, the dearest first."""
+    """reads, makes: labels of the inputs and outputs of every operation. share: fraction of the work, by price, in the loop;
+    whole: operations outside the loop although they depend on rows, the most expensive first."""
 
     microbatches: int
     reads: tuple[tuple[Label, ...], ...]
@@ -64,7 +64,7 @@ def _work(graph: PlacementGraph, op: Operation) -> float:
 
 
 class _MicrobatchProblem:
-    """The problem of one graph. may: by value, labels that it may be made with."""
+    """The problem of one graph. may: by value, labels that its producer can give it."""
 
     def __init__(self, graph: PlacementGraph, axis: Axis):
         self.graph, self.axis = graph, axis
@@ -79,7 +79,7 @@ class _MicrobatchProblem:
             if all(p == REPLICATE for p in reads + makes) or not self._divides(op, s.inputs + s.outputs):
                 continue
             if all(label in self.may[v] or isinstance(parse_placement(label), tuple) for v, label in zip(op.inputs, reads)):
-                # A linear operation on partial sums is done whole, once for each microbatch.
+                # A linear operation on partial sums runs whole, once for each microbatch.
                 found.append(_TimeChoice(reads, makes, 0.0 if s.splits else self.axis.size * work))
         if any(self.may[v] != {REPLICATE} for v in op.inputs):
             found.append(_TimeChoice((AFTER,) * len(op.inputs), (AFTER,) * len(op.outputs), LATER * work))
@@ -92,7 +92,7 @@ class _MicrobatchProblem:
         return all(legal(self.graph.values[v], (p,), (self.axis,)) for v, p in zip((*op.inputs, *op.outputs), placements))
 
     def arcs(self, v: int) -> tuple[Arc, ...]:
-        """What is whole before the loop and taken from is held while it runs, which costs more than having it in parts."""
+        """A whole value that is sliced in the loop stays in memory while the loop runs, which costs more than sharding it."""
         us = self.graph.values[v].bytes / BYTES_PER_US
         split = sorted({label for u in self.graph.values[v].users for option in self.options[u]
                         for w, label in zip(self.graph.operations[u].inputs, option.reads) if w == v} | self.may[v])
@@ -102,7 +102,7 @@ class _MicrobatchProblem:
                 *(Arc(label, AFTER, 2 * CALL_US + 2 * us) for label in rows))
 
     def problem(self) -> tuple[Problem, dict[int, int]]:
-        """Also: operation -> its entity, for those that there is something to choose of, or a choice depends on."""
+        """The problem, and operation -> its entity, for operations with a choice or on which a choice depends."""
         graph, entity_of = self.graph, {}
         entities: list[Entity] = []
         open_ = {op.index for op in graph.operations if len(self.options[op.index]) > 1}
@@ -127,12 +127,12 @@ class _MicrobatchProblem:
 
 
 LEAST_S = 10.0
-"""However little is left: the problem is small, and a bad answer would cost the microbatches that were asked for."""
+"""Minimum time limit: the problem is small, and a bad answer would lose the requested microbatches."""
 
 
 def solve_time_axis(graph: PlacementGraph, microbatches: int, options: SolverOptions | None = None,
                     allowance: WorkLimit | None = None) -> MicrobatchPlacement:
-    """The best placement on the axis of time of a graph that was analyzed for that many microbatches. allowance: in place of
+    """The best placement on the time axis of a graph that was analyzed for that many microbatches. allowance: replaces
     the options' time limit."""
     times = _MicrobatchProblem(graph, time_axis(microbatches))
     problem, entity_of = times.problem()
@@ -150,7 +150,7 @@ def solve_time_axis(graph: PlacementGraph, microbatches: int, options: SolverOpt
 
 
 def _from_rows(graph: PlacementGraph) -> set[int]:
-    """Operations that have rows of the batch among what they read."""
+    """Operations that depend on rows of the batch."""
     return {op.index for op in graph.operations if any(graph.values[v].batch for v in op.inputs)}
 
 
@@ -159,7 +159,7 @@ def _placement(label: Label) -> Placement:
 
 
 def replicated_decision(graph: PlacementGraph) -> Decision:
-    """The decision that there is on no axis at all."""
+    """The decision on a mesh without axes: everything is whole."""
     return Decision(
         (), FrozenMap({v.index: () for v in graph.values if v.producer is None}),
         FrozenMap({op.index: OperationLayouts(((),) * len(op.inputs), ((),) * len(op.outputs), ((),) * len(op.outputs))
@@ -169,9 +169,9 @@ def replicated_decision(graph: PlacementGraph) -> Decision:
 
 
 def with_time_axis(decision: Decision, graph: PlacementGraph, times: MicrobatchPlacement) -> Decision:
-    """The decision with time as its last axis. Rows are taken of what has made its way between devices, and what is collected
-    makes its way after that: so a gradient is added up in the loop, and reduced over devices once. What is never whole stays
-    on its way in the loop."""
+    """The decision with time as its last axis. Rows are sliced after redistribution between devices, and accumulated values are
+    redistributed after accumulation: a gradient is accumulated in the loop, and reduced over devices once. Values that are
+    never whole are redistributed inside the loop."""
     made: dict[int, Placement] = {v: REPLICATE for v in decision.inputs}
     for op in graph.operations:
         made.update(zip(op.outputs, map(_placement, times.makes[op.index])))
@@ -195,7 +195,7 @@ def with_time_axis(decision: Decision, graph: PlacementGraph, times: MicrobatchP
 
 
 def _reduced_later(decision: Decision, graph: PlacementGraph, sums: Container[int]) -> Decision:
-    """What is reduced over devices as soon as it is made goes to the routes of its readers where it is a sum over the loop."""
+    """Move reductions of values that are sums over the loop from their producer to the routes of their readers."""
     operations = dict(decision.operations)
     first: dict[int, Route] = {}
     for op in graph.operations:
@@ -223,7 +223,7 @@ def _phase(graph: PlacementGraph, v: int) -> Phase:
 
 
 def _in_time(route: Route, made: Placement, read: Placement, making: Phase, reading: Phase) -> Route:
-    """making, reading: when the value is made, and read."""
+    """The route on the time axis. making, reading: phases in which the value is computed, and read."""
     collected = made != REPLICATE and read == REPLICATE
     on_the_way = REPLICATE if collected else made
     hops = [Hop((*hop.layout, on_the_way), hop.phase) for hop in route.hops]

@@ -1,1 +1,1 @@
-"""The placement problem as numbers: entities, choices, edges; and its solution as a decision."""
+"""The placement problem as numbers (entities, choices, edges), and decoding of its solution."""

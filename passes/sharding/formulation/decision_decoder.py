@@ -1,4 +1,4 @@
-"""From a solution of a placement problem back to layouts and routes of the unfolded graph."""
+"""Decode the solution of a placement problem into layouts and routes of the unfolded graph."""
 from __future__ import annotations
 
 from passes.graph.decision import Decision, Hop, OperationLayouts, Route
@@ -14,7 +14,7 @@ from passes.solver.problem import Solution
 
 
 def pins(built: PlacementProblem, solution: Solution) -> dict[str, Pin]:
-    """What was chosen, by entity: enough to choose the same again."""
+    """The chosen strategy of each entity, as pins that reproduce the solution."""
     return {
         draft.name: (choice.inputs, choice.outputs) for draft, k in zip(built.entities.drafts, solution.chosen)
         if draft.kind != "output" for choice in [draft.options[k].choice]
@@ -51,8 +51,8 @@ def decode(built: PlacementProblem, solution: Solution) -> Decision:
 
 
 def _returned(built: PlacementProblem, v: int, route: Route) -> Route:
-    """What nobody need read and is whole already stays so, where its gradient's layout does not say otherwise: a slice costs
-    nothing, but to read what was sliced does."""
+    """The route of an output. An output that need not be read and is already replicated stays replicated, unless its
+    gradient's layout is sharded: slicing is free, but reading the slices later is not."""
     hops = list(route.hops)
     if built.graph.unread.get(v, v) is None:
         while hops and _splits(route.layout(len(hops) - 1), route.layout(len(hops))):
@@ -78,7 +78,7 @@ def _copies(built: PlacementProblem, solution: Solution) -> dict[tuple[int, Phas
     chains += [(v, built.edges.outputs[k]) for k, (v, _) in enumerate(built.graph.outputs)]
     return {
         (v, phase): _supplied(built, (built.problem.edges[edge].target, 0), solution)
-        for v, chain in chains for edge, phase in chain[:-1]  # the last edge of a chain is the reader's own
+        for v, chain in chains for edge, phase in chain[:-1]  # the last edge of a chain belongs to the reader
     }
 
 

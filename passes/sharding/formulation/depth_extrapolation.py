@@ -1,4 +1,4 @@
-"""Problems of two depths of one model give the problem of any depth.
+"""Extrapolate a problem to any depth from the problems of two depths of one model.
 
 Each further layer adds the same instances of the same classes: multiplicities are linear in depth, everything else is
 equal. That is checked, not assumed: entities and edges of both problems must correspond in order.
@@ -17,7 +17,7 @@ class DepthsDiffer(Exception):
 
 
 def extrapolate(long: PlacementProblem, short: PlacementProblem, further: int) -> Problem:
-    """The problem with `further` layers more than `long`, which has one more than `short`. Raises DepthsDiffer."""
+    """The problem with `further` more layers than `long`, which has one more than `short`. Raises DepthsDiffer."""
     a, b = long.problem, short.problem
     if len(a.entities) != len(b.entities) or len(a.edges) != len(b.edges):
         raise DepthsDiffer

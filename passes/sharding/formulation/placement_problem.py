@@ -1,4 +1,4 @@
-"""From a placement graph to the numbers that the ILP solves: groups, what each may choose, entities, edges."""
+"""Build the ILP's numbers from a placement graph: groups, their choices, entities, edges."""
 from __future__ import annotations
 
 import math
@@ -27,7 +27,7 @@ from passes.solver.work_limit import WorkLimit
 
 @dataclass
 class MeshTables:
-    """What problems of one mesh have in common. joints: strategies on single axes, in common with other meshes, too."""
+    """Tables shared by problems of one mesh. joints: single-axis strategies, also shared with other meshes."""
 
     choices: dict[Hashable, list[MeshStrategy]] = field(default_factory=dict)
     arcs: dict[Hashable, tuple[Arc, ...]] = field(default_factory=dict)
@@ -37,12 +37,12 @@ class MeshTables:
 class PlacementProblem:
     """Builds `problem` on construction; `decode` turns its solution into a decision.
 
-    `rules`: what each axis allows (None: what its name says); `stored`: parameter name -> layout that it has already; `rows`:
-    graph inputs handed in split by rows on all axes; `memo`: choices and arcs by what they follow from, to share between
-    problems of one mesh; `bucket_bytes`: of gradients that are reduced together (None: as the graph says); `lifetimes`: when
-    bytes are counted; `zero`: how parameters may be stored and gathered; `pinned`: the choice that will be pinned, by entity,
-    so that it is offered; `like`: a problem whose classes of groups correspond to these, and are pinned alike; `allowance`:
-    once it is over, groups that are not in the memo get few choices.
+    `rules`: the strategies allowed on each axis (None: derived from the axis name); `stored`: parameter name -> its layout,
+    where fixed; `rows`: graph inputs sharded by rows on all axes; `memo`: choices and arcs by signature, shared between
+    problems of one mesh; `bucket_bytes`: size of a gradient bucket (None: the graph's); `lifetimes`: the points at which bytes
+    are counted; `zero`: how parameters may be stored and gathered; `pinned`: entity -> the choice that will be pinned, so that
+    it is generated; `like`: a problem with corresponding classes of groups, whose pins apply here; `allowance`: once it is
+    spent, groups that are not in the memo get few choices.
     """
 
     def __init__(
@@ -96,6 +96,6 @@ class PlacementProblem:
                                self.lifetimes.positions)
 
     def pin(self, pinned: Mapping[str, Pin]) -> None:
-        """Keep only the choices that a plan names, by entity: labels that it reads and makes."""
+        """Keep only the choices that a plan names, by entity: labels of its inputs and outputs."""
         self.entities.pin(pinned)
         self.problem = replace(self.problem, entities=tuple(draft.finished() for draft in self.entities.drafts))

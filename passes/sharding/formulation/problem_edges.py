@@ -1,7 +1,7 @@
-"""Values on their way between entities, and the chain of edges from where each is made to each of its readers.
+"""Edges of a placement problem: the chain of redistributions from the producer of a value to each of its readers.
 
-A value with several forward readers, or one that backward reads too, goes to them over one shared copy, which is also
-what is saved for backward; several backward readers share one of their own.
+A value with several forward readers, or with backward readers too, is redistributed to one shared copy, which is also
+the copy saved for backward; several backward readers share another copy.
 """
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from passes.solver.problem import Arc, Edge
 from passes.solver.work_limit import WorkLimit
 
 Chain = tuple[tuple[int, Phase], ...]
-"""Numbers of edges, each with the phase in which it runs."""
+"""Numbers of edges, each with the phase in which its collectives run."""
 
 
 @dataclass(frozen=True)
 class _ReaderEnd:
-    """One reader of a value: (group, value), or the number of an output of the graph."""
+    """One reader of a value: (group, value), or the index of a graph output."""
 
     port: Port
     phase: Phase
@@ -37,9 +37,9 @@ class _ReaderEnd:
 
 class ProblemEdges:
     """All edges of a problem. sources: value -> the port that supplies it. reads: (group, value) -> chain to that group.
-    outputs: number of an output of the graph -> chain to it. Copies and outputs are added to `entities`. memo: arcs by
-    what they follow from, to share between problems of one mesh. bound: values that are never gathered. scatters: whether a
-    gradient of which the optimizer takes a part is never reduced whole."""
+    outputs: index of a graph output -> chain to it. Copies and outputs are added to `entities`. memo: arcs by
+    signature, shared between problems of one mesh. bound: values that are never gathered. scatters: gradients whose
+    optimizer update is sharded are reduce-scattered, never all-reduced."""
 
     def __init__(self, graph: PlacementGraph, entities: ProblemEntities, saved: frozenset[int], rows: frozenset[str],
                  prices: Prices, bucket_bytes: float, memo: dict[Hashable, tuple[Arc, ...]] | None = None,
@@ -81,15 +81,15 @@ class ProblemEdges:
         for k in outputs:
             parameter = self.graph.outputs[k][1]
             number = entities.add_output(k, value) if parameter is None else entities.of_input[parameter]
-            ends.append(_ReaderEnd((number, 0), made, k))  # a value that forward makes is returned by forward
+            ends.append(_ReaderEnd((number, 0), made, k))  # a forward value is returned by forward
         self._fan_out(value, source, made, ends)
 
     def _fan_out(self, value: Value, source: Port, made: Phase, ends: Sequence[_ReaderEnd]) -> None:
         forward = [end for end in ends if end.phase == FORWARD]
         backward = [end for end in ends if end.phase == BACKWARD]
         prefix: Chain = ()
-        # What forward computes and backward reads is saved once, in the layout of the forward copy; so is what forward
-        # gathers of a batch that came in rows. Parameters and whole inputs are there anyway.
+        # A forward value that backward reads is saved once, in the layout of the forward copy; so is a gathered input
+        # that arrives sharded by rows. Parameters and replicated inputs are in memory anyway.
         computed = value.producer is not None or value.name in self.rows
         kept = computed and made == FORWARD and bool(backward)
         if kept or len(forward) > 1:
@@ -117,7 +117,7 @@ class ProblemEdges:
                 self.reads[end.reader] = chain
 
     def _edge(self, source: Port, target: Port, value: Value) -> int:
-        """The number of the edge for equal values between these ports, which has one instance more."""
+        """Index of the edge for equal values between these ports; adds one to its multiplicity."""
         key = (source, target, value_signature(value))
         if key not in self._numbers:
             self._numbers[key] = len(self._found)

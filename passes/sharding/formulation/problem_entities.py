@@ -1,6 +1,6 @@
-"""What chooses in a placement problem: a class of groups (its joint strategies), a class of parameters (where it is
-stored, with gradient and optimizer state, and in which layout it comes to its readers), a shared copy of a value with several
-readers, a graph input, a returned value.
+"""Entities of a placement problem: a class of groups (joint strategies), a class of parameters (storage of parameter,
+gradient and optimizer state, and the layout in which readers see it), a shared copy of a value with several
+readers, a graph input, a graph output.
 """
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from passes.sharding.strategies.zero_levels import ZeroRules
 from passes.solver.problem import Choice, Entity
 
 Port = tuple[int, int]
-"""Number of an entity and of one of its ports."""
+"""Index of an entity, and index of one of its ports."""
 
 
 @dataclass(frozen=True)
 class EntityChoice:
-    """A choice with what its labels stand for. group: of a group, with the layouts of its operations. gathered: of a parameter
-    that the runtime gathers and holds, the layouts on the way from where it is stored, that included, to its output."""
+    """A solver choice and its layouts. group: layouts of the operations, if the entity is a group. gathered: for a parameter
+    that the runtime gathers and holds unsharded, the layouts from storage (included) to its output."""
 
     choice: Choice
     inputs: tuple[Layout, ...]
@@ -48,7 +48,7 @@ def entity_choice(cost: float, held: HeldBytes, inputs: tuple[Layout, ...], outp
 
 @dataclass
 class EntityDraft:
-    """An entity as long as its instances are being counted."""
+    """An entity under construction, while its instances are counted."""
 
     name: str
     kind: str
@@ -60,7 +60,7 @@ class EntityDraft:
 
 
 def numbered_names(names: Sequence[str]) -> list[str]:
-    """The same names, with numbers where they repeat."""
+    """The same names, with numbers appended to repeated ones."""
     used: dict[str, int] = {}
     found = []
     for name in names:
@@ -71,7 +71,7 @@ def numbered_names(names: Sequence[str]) -> list[str]:
 
 @dataclass
 class ProblemEntities:
-    """drafts: in the order in which they are met; their numbers are those of the problem's entities. of_group: by the
+    """Collects the entities of a problem. drafts: in order of creation; their indices are the problem's. of_group: by the
     group's index. of_input, of_unread: by the value's index."""
 
     wiring: DefUse
@@ -98,7 +98,7 @@ class ProblemEntities:
         return list(dict.fromkeys(o.inputs[k] for o in self.drafts[entity].options))
 
     def _count(self, key: Hashable, make: Callable[[], EntityDraft]) -> int:
-        """The number of the entity with this key, which has one instance more."""
+        """Index of the entity with this key; adds one to its multiplicity."""
         if key not in self._numbers:
             self._numbers[key] = len(self.drafts)
             self.drafts.append(make())
@@ -108,8 +108,8 @@ class ProblemEntities:
 
     def add_groups(self, names: Sequence[str], classes: Sequence[int], choices: Callable[[OpGroup, int], list[MeshStrategy]],
                    held_inside: Sequence[Sequence[tuple[int, int]]]) -> None:
-        """An entity per class. choices: of a group and the number of its class. held_inside: by group, (position of the
-        operation, port) of values that it holds itself."""
+        """Add an entity per class. choices: from a group and its class index. held_inside: by group, (position of the
+        operation, port) of saved values that the group itself accounts for."""
         graph = self.wiring.graph
 
         def make(group: OpGroup, number: int) -> EntityDraft:
@@ -128,7 +128,8 @@ class ProblemEntities:
             self.of_group.append(self._count(("group", number), lambda g=group, n=number: make(g, n)))
 
     def add_inputs(self, state: TrainingStateModel, stored: Mapping[str, Layout], rows: frozenset[str]) -> None:
-        """stored: parameter -> the layout that it has already. rows: inputs that come split by rows on all axes."""
+        """Add entities of graph inputs. stored: parameter -> its layout, where fixed. rows: inputs sharded by rows on all
+        axes."""
         graph = self.wiring.graph
         for v, tangent in graph.unread.items():
             number = self._add_unread(graph.values[v], tangent)
@@ -158,8 +159,8 @@ class ProblemEntities:
             value.name, "parameter", list(self._storage(value, trained, state, stored))))
 
     def _storage(self, value: Value, trained: bool, state: TrainingStateModel, stored: Layout | None) -> Iterator[EntityChoice]:
-        """Layouts that a parameter may be stored in, each with the optimizer's time and the bytes held; and for each those in
-        which the runtime may hold it besides, with a gather once a step of what is trained, else once for good."""
+        """Choices of a parameter: each storage layout, with the optimizer's time and bytes in memory; and for each the layouts
+        in which the runtime may hold it unsharded, gathered once a step if trained, else once for good."""
         layouts = self.zero.storage(value, trained, self.axes) if stored is None else [stored]
         for p in layouts:
             local = local_bytes(value, p, self.axes)
@@ -176,8 +177,8 @@ class ProblemEntities:
                                   gathered=(p, *(hop.target for hop in hops)))
 
     def _add_unread(self, value: Value, tangent: int | None) -> int:
-        """What the graph returns and nobody need read: it may stay as it is made, and what it costs to read it is not the
-        step's. Its gradient comes in the same layout."""
+        """Add an output that need not be read: it may stay in the layout of its producer, and gathering it is not charged to
+        the step. Its gradient arrives in the same layout."""
         maker = self.wiring.maker(value.index)
         made = [self.whole] if maker is None else self.layouts_supplied(
             (self.of_group[maker.index], maker.outputs.index(value.index)))
@@ -189,15 +190,15 @@ class ProblemEntities:
         return self.of_unread[value.index]
 
     def add_output(self, position: int, value: Value) -> int:
-        """What the graph returns, whole if somebody reads it."""
+        """Add a graph output: replicated if it is read."""
         if value.index in self.of_unread:
             return self.of_unread[value.index]
         return self._count(("output", position), lambda: EntityDraft(
             f"output:{value.name}", "output", [entity_choice(0.0, self.lifetimes.nothing(), (self.whole,), ())]))
 
     def add_copy(self, role: str, source: Port, readers: Sequence[Port], value: Value, held: bool, weight: bool = False) -> int:
-        """A copy that readers share: one layout for all of them, among those that an end supplies or demands. weight: it is of
-        a parameter, and kept for backward."""
+        """Add a shared copy: one layout for all readers, among those that an end supplies or demands. weight: it is a copy of
+        a parameter, saved for backward."""
 
         def make() -> EntityDraft:
             demanded = (layout for reader in readers for layout in self.layouts_demanded(reader))
@@ -210,7 +211,7 @@ class ProblemEntities:
         return self._count((role, source, tuple(readers), value_signature(value), held), make)
 
     def name_apart(self) -> None:
-        """Entities of one name get numbers."""
+        """Append numbers to equal names of entities."""
         for draft, name in zip(self.drafts, numbered_names([draft.name for draft in self.drafts])):
             draft.name = name
 

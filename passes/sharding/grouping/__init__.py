@@ -1,1 +1,1 @@
-"""Groups of operations that choose one strategy together, and groups that are equal."""
+"""Groups of operations that choose one strategy together, and classes of equal groups."""

@@ -1,4 +1,4 @@
-"""Between groups: which one makes a value, which ones read it, and which one's gradient a parameter takes."""
+"""Def-use relations between groups: the producer and the readers of each value, and the gradient of each parameter."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from passes.sharding.grouping.op_groups import OpGroup
 
 
 class DefUse:
-    """readers: value -> groups that read it, each with its in-port. gradients: parameter -> the value that is its gradient."""
+    """readers: value -> groups that read it, each with its input port. gradients: parameter -> its gradient's value."""
 
     def __init__(self, graph: PlacementGraph, groups: Sequence[OpGroup]):
         self.graph, self.groups = graph, groups
@@ -21,12 +21,12 @@ class DefUse:
         self.gradients = {parameter: v for v, parameter in graph.outputs if parameter is not None}
 
     def maker(self, v: int) -> OpGroup | None:
-        """None for a graph input."""
+        """The group that computes a value; None for a graph input."""
         producer = self.graph.values[v].producer
         return None if producer is None else self._owner[producer]
 
     def held_inside(self, group: OpGroup, saved: frozenset[int]) -> tuple[tuple[int, int], ...]:
-        """(position of the operation, port) of the group's saved values whose bytes no copy for backward readers carries."""
+        """(position of the operation, port) of the group's saved values that no copy for backward readers accounts for."""
         return tuple(
             (k, port) for k, i in enumerate(group.operations)
             for port, v in enumerate(self.graph.operations[i].outputs)

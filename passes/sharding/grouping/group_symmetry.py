@@ -1,8 +1,8 @@
-"""Classes of groups that choose alike: the repetitions of a block share one decision.
+"""Classes of equal groups: the repetitions of a block share one decision.
 
-Two groups are of one class if they do the same (operations, strategies, shapes, factors, wiring), in the same phase,
-at the same place of repetitions of one block, and keep the same of their values for backward. Tying decisions narrows
-the choice, it never changes a price: what a class chooses is charged once per instance, so the objective is exactly
+Two groups are in one class if they are equal (operations, strategies, shapes, factors, wiring), in the same phase,
+at the same position in repetitions of one block, and save the same values for backward. Tying decisions narrows
+the search but never changes a price: the choice of a class is charged once per instance, so the objective is exactly
 the cost of the unfolded graph.
 """
 from __future__ import annotations
@@ -38,7 +38,7 @@ def classes_of(
 ) -> tuple[list[int], list[str]]:
     """(class of every group, name of every class). Classes are numbered in order of appearance.
 
-    marks: one per group; those of one class are equal.
+    marks: one per group; equal within a class.
     """
     numbers: dict[Hashable, int] = {}
     names: list[str] = []

@@ -1,8 +1,8 @@
-"""The graph of a model with one of its equal layers less, made from the graph of the model as it is.
+"""Remove one of a model's equal layers from its placement graph, without tracing again.
 
-A layer goes whose neighbor before it does the same: call by call, in the same order, with the same wiring. What the
-neighbor handed on to it in forward, and took from it in backward, it hands on to the layer after, and takes from that. So
-nothing is traced a second time; where layers are not that much alike, there is no such graph, and tracing has to tell.
+A layer can be removed if its predecessor is equal: call by call, in the same order, with the same wiring. The values that
+pass from the predecessor in forward, and to it in backward, are rewired to the successor of the removed layer. Where
+layers are not equal in this sense, there is no such graph, and the shorter model has to be traced.
 """
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from passes.sharding.grouping.group_symmetry import value_signature
 
 
 def without_layers(graph: PlacementGraph, blocks: Mapping[str, str]) -> PlacementGraph | None:
-    """`graph` without some blocks. blocks: path of each block that goes -> path of its neighbor before it, which stays.
+    """`graph` without some blocks. blocks: path of each removed block -> path of the block before it, which stays.
 
-    None if a block and its neighbor differ, or if what they hand on goes to others than their neighbors.
+    None if a block and its predecessor differ, or if their values are read by other blocks than their neighbors.
     """
     try:
         return _LayerRemoval(graph, blocks).spliced()
@@ -36,13 +36,13 @@ def _hold(condition: object) -> None:
 
 
 class _LayerRemoval:
-    """twins: value that goes -> the one of the neighbor that stands at its place. instead: value that goes -> the value of the
-    layer after that the neighbor reads in its place, in backward."""
+    """twins: removed value -> the corresponding value of the predecessor. instead: removed value -> the value of the
+    successor that the predecessor reads instead, in backward."""
 
     def __init__(self, graph: PlacementGraph, blocks: Mapping[str, str]):
         self.graph, self.blocks = graph, blocks
         self.operations: dict[int, Operation] = {}
-        """Operation that goes -> that of the neighbor."""
+        """Removed operation -> the corresponding operation of the predecessor."""
         self.twins: dict[int, int] = {}
         self.instead: dict[int, int] = {}
         self._entering: dict[int, int] = {}
@@ -69,27 +69,27 @@ class _LayerRemoval:
                 self.twins.update(zip(op.outputs, twin.outputs, strict=True))
 
     def _home(self, v: int) -> str:
-        """The block that makes a value, if that is one that goes or its neighbor."""
+        """The block that computes a value, if it is a removed block or its predecessor."""
         producer = self.graph.values[v].producer
         block = "" if producer is None else self.graph.operations[producer].block
         return block if block in self.blocks or block in self.blocks.values() else ""
 
     def _pair_inputs(self, gone: str, v: int, w: int) -> None:
-        """What an operation of the block reads, and what its twin reads in that place."""
+        """Match an operand of the block with the operand of its twin at the same position."""
         values, homes = self.graph.values, (self._home(v), self._home(w))
         if homes == (gone, self.blocks[gone]):
             _hold(self.twins[v] == w)
-        elif homes == (self.blocks[gone], ""):  # forward: each reads what the layer before it made
+        elif homes == (self.blocks[gone], ""):  # forward: each reads the output of the layer before it
             _hold(self._entering.setdefault(v, w) == w and value_signature(values[v]) == value_signature(values[w]))
-        elif homes == ("", gone):  # backward: each reads what the layer after it made
+        elif homes == ("", gone):  # backward: each reads a gradient from the layer after it
             _hold(self.instead.setdefault(w, v) == v and value_signature(values[v]) == value_signature(values[w]))
-        elif homes == ("", "") and v != w:  # parameters of their own
+        elif homes == ("", "") and v != w:  # each has its own parameters
             _hold(values[v].producer is None and values[w].producer is None and self.twins.setdefault(v, w) == w)
         else:
             _hold(homes == ("", ""))
 
     def _check_readers(self, v: int, w: int) -> None:
-        """A value and its twin go to the same calls, and beyond their blocks to nobody, each to the layer after, or each to the
+        """A value and its twin must have the same readers, and outside their blocks only in the layer after, or only in the
         layer before."""
         operations, near = self.graph.operations, {*self.blocks, *self.blocks.values()}
         ours, theirs = self.graph.values[v].users, self.graph.values[w].users
@@ -106,7 +106,7 @@ class _LayerRemoval:
         _hold([op.target for op in ours] == [op.target for op in theirs] if on else bool(ours) == bool(theirs))
 
     def _check_outputs(self) -> None:
-        """What the block returns, and the gradients of its parameters, has a twin among the outputs."""
+        """Each output of the block, and each gradient of its parameters, must have a twin among the outputs."""
         stay = set(self.twins.values())
         gone = Counter((self.twins[v], None if p is None else self.twins.get(p, -1)) for v, p in self.graph.outputs
                        if v in self.twins)

@@ -15,7 +15,7 @@ from passes.graph.step_phase import Phase
 from passes.op_rules.base import PARTIAL
 
 SMALL_FRACTION = 8
-"""A value is small beside another one with this many times its bytes."""
+"""A value is small beside another one that has this many times its bytes."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class OpGroup:
     inputs: tuple[int, ...]
     """Values read from outside, in order of first use."""
     outputs: tuple[int, ...]
-    """Values that others read or the graph returns, in order."""
+    """Values that other groups read or the graph returns, in order."""
     phase: Phase
     block: str
 
@@ -38,7 +38,7 @@ class _OpGrouping:
         self.graph = graph
         self.parent = list(range(len(graph.operations)))
         self.anchor: list[int | None] = [None] * len(graph.operations)
-        """The heavy operation that a light one follows."""
+        """The heavy operation that a light one is attached to."""
         self.sum_of_heavy = [False] * len(graph.operations)
 
     def find(self, i: int) -> int:
@@ -52,7 +52,7 @@ class _OpGrouping:
         self.parent[max(a, b)] = min(a, b)
 
     def leads_to_heavy(self, op: Operation) -> int | None:
-        """The heavy operation for which alone a view is made, if so."""
+        """The only heavy operation that a view leads to, if there is one."""
         while op.kind == "view" and len(op.outputs) == 1:
             users = self.graph.values[op.outputs[0]].users
             if len(users) != 1:
@@ -63,8 +63,8 @@ class _OpGrouping:
         return None
 
     def passes_partial(self, op: Operation, v: int, anchor: int) -> bool:
-        """Whether partial sums of the anchor, if it can make any, get through `op`: they do not where a bias is added,
-        and joined to it, the anchor could never be split along what it sums over."""
+        """True if partial sums of the anchor, if it can produce any, pass through `op`. They do not where a bias is added;
+        joined to such an op, the anchor could never be split along its contracted dim."""
         if not any(PARTIAL in s.outputs for s in self.graph.operations[anchor].strategies):
             return True
         return any(
@@ -129,7 +129,7 @@ class _OpGrouping:
 
 
 def groups_of(graph: PlacementGraph, merge: bool = True, apart: Container[int] = ()) -> list[OpGroup]:
-    """Groups in order of their first operation; every operation is in exactly one, those `apart` by themselves."""
+    """Groups in order of their first operation; every operation is in exactly one; those in `apart` are singletons."""
     grouping = _OpGrouping(graph)
     if merge:
         grouping.run()

@@ -1,19 +1,19 @@
-"""Who pays for which hops of a decision, from its layouts and routes alone: the rule of the oracle.
+"""Attribute the collectives of a decision to readers, from layouts and routes alone: the rule of the oracle.
 
-A *reader* of a value is a group of operations that did not make it, or an output of the graph. A reader works in forward
-or in backward; an output does so where its value is made, the tangents of backward belong to backward.
+A *reader* of a value is a group of operations that does not compute it, or a graph output. A reader runs in forward
+or in backward; an output runs where its value is computed; tangents belong to backward.
 
-- A value that several readers of one phase want is brought to a copy of one layout, which is paid once; each of them pays
-  its own way from there, even where two go the same way.
-- So is a value that forward computes (or gathers of a batch that comes in rows) and backward reads: that copy is what is
-  saved, and backward starts from it. Parameters and inputs that come whole are there in backward anyway: it starts from them.
-- One reader alone pays its way from where the value is made, stored, or saved.
-- Inside a group nothing is paid: what one of its operations makes or the group has brought in, another may take a slice of.
-- The way of a gradient to the optimizer is its last part: reductions there share a collective with those of others.
-- A parameter that the runtime gathers and holds is gathered once a step if it is trained; else once for good, at no cost.
+- A value with several readers in one phase is redistributed to a copy in one layout, which is paid once; each reader pays
+  its own collectives from there, even where two are equal.
+- The same holds for a value that forward computes (or gathers from a batch sharded by rows) and backward reads: that copy is
+  saved, and backward starts from it. Parameters and replicated inputs are in memory in backward anyway: it starts from them.
+- A single reader pays its collectives from the layout in which the value is computed, stored, or saved.
+- Inside a group nothing is paid: operations may only slice results of others in the group and values the group has read.
+- Collectives of a gradient on its way to the optimizer come last: reductions there share a bucket with others.
+- A parameter that the runtime gathers and holds unsharded is gathered once a step if it is trained; else once, at no cost.
 
-The rewrite (`passes.transforms.shard.spmd_rewrite`) emits each hop of a value once for all routes that begin alike. That is
-what is counted here, except where two readers go the same way from their copy: the rewrite does then once what is paid twice.
+The rewrite (`passes.transforms.shard.spmd_rewrite`) emits each collective of a value once for all routes with the same prefix.
+This module counts the same, except where two readers take equal collectives from their copy: the rewrite shares those.
 """
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class _ValueReader:
 
 
 class CommAttribution:
-    """legs: all that are paid, but for those without a hop. saved: bytes that backward finds are those of a value in this
-    layout. `held`: the values that forward keeps for backward, inputs that come in rows among them."""
+    """legs: all paid route segments with at least one collective. saved: values with the layout in which backward finds them.
+    `held`: the values that forward saves for backward, including inputs sharded by rows."""
 
     def __init__(self, graph: PlacementGraph, groups: Sequence[OpGroup], held: frozenset[int], decision: Decision):
         self.graph, self.decision, self.held = graph, decision, held
@@ -65,7 +65,7 @@ class CommAttribution:
             self.legs += [RouteSegment(route, 0, len(route.hops), held=True)] if v in trained else []
 
     def _group(self, group: OpGroup) -> None:
-        """What the group brings in; its operations may only slice that, and what others of them make."""
+        """Values that the group reads from outside; its operations may only slice those, and each other's results."""
         own = {v for i in group.operations for v in self.graph.operations[i].outputs}
         arrived = arrivals(self.graph, group, self.decision)
         for i in group.operations:
@@ -87,7 +87,7 @@ class CommAttribution:
             self._readers[v].append(_ValueReader(route, self._made_in[v], parameter is not None))
 
     def _wanted(self, v: int, route: Route) -> Layout:
-        """How a value that is no gradient is returned."""
+        """The layout in which a value that is no gradient is returned."""
         if v not in self.graph.unread or not all(map(may_stay_sharded, route.target)):
             return (REPLICATE,) * len(self.decision.axes)
         tangent = self.graph.unread[v]
@@ -126,7 +126,7 @@ class CommAttribution:
         return self.decision.copies[v, phase]
 
     def _shared(self, v: int, readers: Sequence[_ValueReader], start: int, phase: Phase) -> int:
-        """After how many hops all of them have come to the copy, on one way from hop `start` on."""
+        """Number of collectives after which all readers have reached the copy, on one route from collective `start` on."""
         layout, hops = self._copy(v, phase), readers[0].route.hops
         found = (k for k in range(start, len(hops) + 1) if readers[0].route.layout(k) == layout)
         stop = next(found, None)
@@ -149,7 +149,7 @@ class CommAttribution:
 
 
 def arrivals(graph: PlacementGraph, group: OpGroup, decision: Decision) -> dict[int, Route]:
-    """How far each value that a group brings in goes on one way to all its readers there; from where it then is, they slice."""
+    """The common prefix of routes of each value that a group reads; operations slice from its end."""
     found: dict[int, Route] = {}
     for i in group.operations:
         for position, v in enumerate(graph.operations[i].inputs):
@@ -170,7 +170,7 @@ def _is_slice(layout: Layout, after: Layout) -> bool:
 
 
 def readers_of(graph: PlacementGraph, decision: Decision) -> dict[tuple[int, Route], str]:
-    """(value, way to a layout of it) -> the first operation that reads it there, or goes on from there."""
+    """(value, route to a layout of it) -> the first operation that reads it there, or continues from there."""
     found: dict[tuple[int, Route], str] = {}
     for (index, _), route in decision.routes.items():
         for stop in range(len(route.hops) + 1):

@@ -1,9 +1,9 @@
-"""The oracle: the cost and the bytes of a decision, recomputed on the unfolded graph.
+"""The oracle: recompute the cost and the bytes of a decision on the unfolded graph.
 
-Walks the layouts that the rewrite will obey, operation by operation and hop by hop, with the prices of single kernels
-and collectives and formulas of its own. Who pays for which hops is its own rule as well
-(`passes.sharding.oracle.comm_attribution`). It knows nothing of classes, multiplicities, choices, entities, edges or the
-solver: agreement with the solver's objective says that folding, building and decoding are sound. Checked on every solve.
+Visits the layouts that the rewrite will apply, operation by operation and collective by collective, with the prices of
+single kernels and collectives and its own formulas and attribution rule (`passes.sharding.oracle.comm_attribution`). It
+knows nothing of classes, multiplicities, choices, entities, edges or the
+solver: agreement with the solver's objective shows that folding, building and decoding are sound. Checked on every solve.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from passes.solver.verification import VerificationError
 
 @dataclass(frozen=True)
 class DecisionCost:
-    """Of a step, in the unit of the prices, and the bytes that it holds."""
+    """Cost of a step by part, in the unit of the prices, and bytes in memory."""
 
     compute: float
     communication: float
@@ -42,12 +42,12 @@ class DecisionCost:
 
     @property
     def held_bytes(self) -> float:
-        """As if all of it were there at once."""
+        """Bytes if everything were in memory at once."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
 def boundary(graph: PlacementGraph, c: OpGroup, decision: Decision) -> list[tuple[int, Layout]]:
-    """Boundary of a group: what it reads, as it arrives there, and makes: values with their layouts."""
+    """Boundary of a group: its inputs, in the layouts in which they arrive, and its outputs."""
     read = arrivals(graph, c, decision)
     made = {v: layout for i in c.operations for v, layout in zip(graph.operations[i].outputs, decision.operations[i].outputs)}
     return [*((v, read[v].target) for v in c.inputs), *((v, made[v]) for v in c.outputs)]
@@ -68,7 +68,7 @@ class _CostRecomputation:
         return share
 
     def operation(self, index: int) -> float:
-        """A heavy operation on its local operands."""
+        """Cost of a heavy operation on its local operands."""
         op, rows = self.graph.operations[index], self.decision.operations[index]
         moved = sum(self.local(v, p) for v, p in zip((*op.inputs, *op.outputs), rows.inputs + rows.made))
         flops = op.flops * self.share(rows.inputs + rows.made)
@@ -76,7 +76,7 @@ class _CostRecomputation:
         return self.prices.kernel(flops, moved, self.graph.values[op.outputs[0]].spec.dtype, op.kind, key)
 
     def group(self, c: OpGroup) -> float:
-        """Its heavy operations one by one, or its light ones as one kernel that reads and writes the boundary."""
+        """Cost of a group: heavy operations one by one, or light ones as one kernel that reads and writes the boundary."""
         operations = [self.graph.operations[i] for i in c.operations]
         heavy = [op.index for op in operations if op.heavy]
         if heavy or all(op.kind == "view" for op in operations):
@@ -98,7 +98,7 @@ class _CostRecomputation:
                    for k in range(leg.start, leg.stop))
 
     def hop(self, v: int, layout: Layout, after: Layout, gradient: bool) -> float:
-        """One collective on one axis; the reductions of gradients that are small share one with others."""
+        """Cost of one collective on one axis; small reductions of gradients share a bucket."""
         value, prices = self.graph.values[v], self.prices
         [(axis, p, q)] = [(a, p, q) for a, (p, q) in enumerate(zip(layout, after)) if p != q]
         kind = _COLLECTIVES.get((_letter(p), _letter(q)))
@@ -111,7 +111,7 @@ class _CostRecomputation:
         if kind in ("all_reduce", "reduce_scatter") and gradient and moved < self.bucket_bytes:
             bucket = prices.collective(kind, axis, self.bucket_bytes) + 2 * copy(self.bucket_bytes, prices)
             return bucket * moved / self.bucket_bytes
-        # Parts that are no block of memory are packed before the collective, or unpacked after it.
+        # Shards that are not contiguous are packed before the collective, or unpacked after it.
         copies = sum(not self.in_one_block(v, *each) for each in (p, q) if not isinstance(each, str))
         return prices.collective(kind, axis, moved) + copies * copy(moved, prices)
 
@@ -139,9 +139,9 @@ def recompute_cost(
     graph: PlacementGraph, groups: Sequence[OpGroup], saved: frozenset[int], decision: Decision, prices: Prices,
     state: TrainingStateModel, bucket_bytes: float | None = None,
 ) -> DecisionCost:
-    """Cost of a decision. `bucket_bytes`: of gradients that are reduced together (None: as the graph says).
+    """Recompute the cost of a decision. `bucket_bytes`: size of a gradient bucket (None: the graph's).
 
-    Raises VerificationError where layouts and routes do not go together.
+    Raises VerificationError where layouts and routes are inconsistent.
     """
     walk = _CostRecomputation(graph, decision, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
     found = CommAttribution(graph, groups, saved, decision)

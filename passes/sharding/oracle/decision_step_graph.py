@@ -1,7 +1,7 @@
-"""From a decision to the step graph that can be played (`passes.simulation`): what a step takes, and its peak, before any plan.
+"""Build the step graph of a decision for simulation (`passes.simulation`): its duration and peak before a plan is made.
 
-Legs are those that are paid for (`passes.sharding.oracle.comm_attribution`); each is waited for by the first operation that
-reads at its end.
+Transfers are the paid segments (`passes.sharding.oracle.comm_attribution`); the first operation that reads the end of a
+segment waits for it.
 """
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def step_graph(
  *, blocks: Sequence[str] | None = None, call_us: float = 0.0, name: str = "graph",
     bucket_bytes: float | None = None,
 ) -> StepGraph:
-    """held: values that forward keeps for backward. cost: of the decision, by the same prices.
-    blocks: where each operation is from (None: its repeated block). call_us: of entering forward, or backward."""
+    """The step graph. held: values that forward saves for backward. cost: the decision's cost, by the same prices.
+    blocks: module path of each operation (None: its repeated block). call_us: overhead of entering forward, or backward."""
     made = _DecisionStepGraph(graph, groups, held, decision, prices,
                               bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
     calls = made.calls(blocks or [op.block for op in graph.operations])
@@ -58,7 +58,7 @@ class _DecisionStepGraph:
         self.prices, self.bucket_bytes = prices, bucket_bytes
 
     def calls(self, blocks: Sequence[str]) -> tuple[StepCall, ...]:
-        """Each kernel is carried by one call; those that are fused into it take no time."""
+        """Each kernel is attached to one call; operations fused into it take no time."""
         found: dict[int, StepCall] = {}
         for group in self.groups:
             operations = [self.graph.operations[i] for i in group.operations]
@@ -98,7 +98,7 @@ class _DecisionStepGraph:
             yield replace(made, result_bytes=0.0, once=True) if leg.held else made
 
     def reductions(self) -> Iterator[Transfer]:
-        """Small partial sums that operations reduce right where they make them."""
+        """Small partial sums that operations reduce where they compute them."""
         for op in self.graph.operations:
             rows = self.decision.operations[op.index]
             for v, made, after in zip(op.outputs, rows.made, rows.outputs):
@@ -123,6 +123,6 @@ class _DecisionStepGraph:
         return local_bytes(self.graph.values[v], layout, self.decision.axes)
 
     def _name(self, v: int) -> str:
-        """Of the call that makes a value, or of the graph's input."""
+        """Name of the call that computes a value, or of the graph input."""
         value = self.graph.values[v]
         return value.name if value.producer is None else self.graph.operations[value.producer].name

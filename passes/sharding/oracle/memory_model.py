@@ -1,4 +1,4 @@
-"""The moments of a step at which bytes are counted, and what of a decision is held at each."""
+"""Memory model of a placement problem: the points of a step at which bytes are counted, and the bytes at each."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ HeldBytes = tuple[float, ...]
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """saved_share: None, if the whole step is one moment, at which all saved values and all gradients are there. Else there
-    are two: the end of forward, when saved values are there and gradients are not, and the end of backward, when it is the
-    other way round. In between, one goes as the other comes. Of the saved values this share counts: the rest can be computed
-    once more (`passes.checkpointing` decides which, of the graph that a rank really runs). made: at the second moment, tensors
-    of a gradient's size that the optimizer makes during its step. in_flight: where the step is one moment, the share of a batch
-    whose saved values are there at a time, since it goes through in microbatches."""
+    """saved_share: None if the whole step is one point, with all saved values and all gradients in memory. Otherwise there
+    are two: the end of forward, with saved values and no gradients, and the end of backward, the
+    other way round; in between one is freed as the other is allocated. Only this share of the saved values counts: the rest can
+    be recomputed (`passes.checkpointing` decides which, on the graph that a rank really runs). made: at the second point,
+    tensors of a gradient's size that the optimizer allocates during its step. in_flight: with one point, the fraction of a
+    batch whose saved values are in memory at a time, because of microbatches."""
 
     saved_share: float | None = None
     made: float = 0.0
@@ -26,7 +26,7 @@ class MemoryModel:
         return ("step",) if self.saved_share is None else ("end of forward", "end of backward")
 
     def parameter(self, state: float, gradient: float) -> HeldBytes:
-        """Of a parameter. state: bytes of itself and of what the optimizer keeps for it."""
+        """Bytes of a parameter. state: bytes of itself and of its optimizer state."""
         return (state + gradient,) if self.saved_share is None else (state, state + (1 + self.made) * gradient)
 
     def saved(self, nbytes: float) -> HeldBytes:
@@ -36,10 +36,10 @@ class MemoryModel:
         return (0.0,) * len(self.positions)
 
     def of(self, cost: DecisionCost) -> HeldBytes:
-        """Of a whole decision."""
+        """Bytes of a whole decision."""
         state = self.parameter(cost.parameter_bytes + cost.optimizer_bytes, cost.gradient_bytes)
         return tuple(a + b for a, b in zip(state, self.saved(cost.activation_bytes), strict=True))
 
 
 STEP_PEAK = MemoryModel()
-"""One moment: what was held at any time counts all the time."""
+"""One point: everything that is in memory at any time counts all the time."""

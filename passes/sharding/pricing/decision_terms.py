@@ -1,8 +1,8 @@
-"""Which terms (`passes.cost_model.cost_terms`) the parts of a decision cause: operations, groups of them, redistributions,
+"""Cost terms (`passes.cost_model.cost_terms`) of the parts of a decision: operations, groups, redistributions,
 parameters.
 
-The only place that says so. `Sizes` says how much of each value a device has: in numbers (`LocalSizes`), of which the
-planner's coefficients and a plan's table are made, or as polynomials of input and axis sizes
+The only source of these terms. `Sizes` gives the local size of each value: as numbers (`LocalSizes`), for the
+planner's coefficients and a plan's table, or as polynomials of input and axis sizes
 (`passes.sharding.search.symbolic_terms`).
 """
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Sizes(Protocol[Size]):
     """Sizes on one device."""
 
     def bytes(self, parts: Iterable[tuple[Value, Layout]]) -> Size:
-        """Bytes of values together."""
+        """Total bytes of values."""
         ...
 
     def elements(self, value: Value, layout: Layout) -> Size: ...
@@ -39,7 +39,7 @@ class Sizes(Protocol[Size]):
 
 
 class LocalSizes:
-    """Sizes as numbers, on these axes."""
+    """Sizes as numbers, on a mesh with these axes."""
 
     def __init__(self, axes: Axes):
         self.axes = axes
@@ -87,7 +87,7 @@ def collective(source: Placement, target: Placement) -> str | None:
 
 def operation_kernel(graph: PlacementGraph, op: Operation, rows: OperationLayouts, sizes: Sizes[N], key: str = "",
                      ) -> Kernel[N]:
-    """A heavy operation, which is a kernel by itself."""
+    """Kernel of a heavy operation."""
     values = graph.values
     parts = [(values[v], p) for v, p in zip((*op.inputs, *op.outputs), rows.inputs + rows.made)]
     return Kernel(sizes.flops(op, rows), sizes.bytes(parts), values[op.outputs[0]].spec.dtype, op.kind, key)
@@ -96,8 +96,8 @@ def operation_kernel(graph: PlacementGraph, op: Operation, rows: OperationLayout
 def group_kernels(graph: PlacementGraph, operations: Sequence[Operation], layouts: Mapping[int, OperationLayouts],
                   boundary: Iterable[tuple[Value, Layout]], sizes: LocalSizes, keyed: bool = False,
                   ) -> dict[int, Kernel[float]]:
-    """The kernels of a group, by the operation that stands for each: its heavy ones one by one; or light ones, fused into
-    one that reads and writes `boundary` once, by the first. keyed: with their names."""
+    """The kernels of a group, by the operation that stands for each: heavy ones one by one; or light ones, fused into
+    one kernel that reads and writes `boundary` once, by the first. keyed: with their names."""
     if is_fused_kernel(operations):
         return {operations[0].index: fused_kernel(boundary, sizes)}
     found = {}
@@ -110,19 +110,19 @@ def group_kernels(graph: PlacementGraph, operations: Sequence[Operation], layout
 
 
 def fused_kernel(parts: Iterable[tuple[Value, Layout]], sizes: Sizes[N]) -> Kernel[N]:
-    """Light operations in one kernel."""
+    """Light operations fused into one kernel."""
     moved = list(parts)
     return Kernel(sizes.bytes(()), sizes.bytes(moved), "float32", "pointwise")
 
 
 def is_fused_kernel(operations: Sequence[Operation]) -> bool:
-    """Whether a group is one fused kernel: it is nothing where it only has views."""
+    """True if a group is one fused kernel; a group of views only is none."""
     return not any(op.heavy for op in operations) and any(op.kind != "view" for op in operations)
 
 
 def reduction_messages(graph: PlacementGraph, op: Operation, rows: OperationLayouts, sizes: Sizes[N],
                        ) -> Iterator[tuple[int, Message[N]]]:
-    """(value, message) for small partial results that are reduced right where they are made."""
+    """(value, message) for small partial results that are reduced where they are computed."""
     for v, made, after in zip(op.outputs, rows.made, rows.outputs):
         for axis in range(len(made)):
             if made[axis] != after[axis]:
@@ -131,12 +131,13 @@ def reduction_messages(graph: PlacementGraph, op: Operation, rows: OperationLayo
 
 def hop_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: Sizes[N], bucket_bytes: float = 0.0,
               ) -> Message[N] | Slice:
-    """A hop of a redistribution, of which `passes.sharding.pricing.redistribution.after_hop` says whether it is legal."""
+    """Term of one collective of a redistribution; `passes.sharding.pricing.redistribution.after_hop` says whether it is
+    legal."""
     source, kind = layout[axis], collective(layout[axis], target)
     assert kind is not None, f"there is no collective from {source} to {target}"
     if kind == "slice":
         return Slice()
-    # What a gather makes is what its devices hold together: whole on this axis.
+    # A gather's message counts the bytes of its result: whole on this axis.
     gathered = (*layout[:axis], REPLICATE, *layout[axis + 1 :]) if kind == "all_gather" else layout
     outer = (sizes.outer(value, p) for p in (source, target) if isinstance(p, tuple))
     return Message(kind, axis, sizes.bytes([(value, gathered)]), tuple(each for each in outer if each != 1),
@@ -144,7 +145,7 @@ def hop_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: 
 
 
 def update(value: Value, layout: Layout, sizes: Sizes[N]) -> Update[N]:
-    """The optimizer's step over a parameter."""
+    """Term of the optimizer's step over a parameter."""
     return Update(sizes.elements(value, layout), value.spec.dtype)
 
 

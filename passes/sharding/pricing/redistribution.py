@@ -1,4 +1,4 @@
-"""Changes of placement: which single collectives are legal from a placement on all axes, and what each costs.
+"""Redistribution: the legal single collectives from a layout on all axes, and their costs.
 
 Where several axes split one factor, earlier axes are the outer ones; so an axis may change only if no later axis splits
 the factor that it leaves or enters.
@@ -23,7 +23,7 @@ from passes.sharding.pricing.decision_terms import LocalSizes, collective, hop_t
 
 @dataclass(frozen=True)
 class PricedHop:
-    """One hop: `axis` goes from `source[axis]` to `target[axis]`."""
+    """One collective or local slice: `axis` goes from `source[axis]` to `target[axis]`."""
 
     source: Layout
     target: Layout
@@ -33,7 +33,7 @@ class PricedHop:
 
     @property
     def collective(self) -> str:
-        """"slice" for a local hop."""
+        """Name of the collective; "slice" for a local one."""
         return self.term.collective if isinstance(self.term, Message) else "slice"
 
 
@@ -62,16 +62,16 @@ def priced_hop(value: Value, layout: Layout, axis: int, target: Placement, axes:
 
 
 def bucket_bytes_of(graph: PlacementGraph) -> float:
-    """Bytes of gradients that are reduced together: at most what one bucket holds, at most all there are.
+    """Bytes of gradients that are reduced together: at most one bucket, at most all gradients.
 
-    All gradients of a small model thus pay one latency in all, not a part of one.
+    All gradients of a small model thus pay one latency together, not a fraction of one.
     """
     trained = {p for _, p in graph.outputs if p is not None}
     return float(min(BUCKET_BYTES, sum(graph.values[p].bytes for p in trained)))
 
 
 def layouts_between(value: Value, ends: Iterable[Layout], axes: Axes) -> list[Layout]:
-    """Layouts that a redistribution may pass through: on every axis what some end has there, or replicated."""
+    """Layouts that a redistribution may pass through: on every axis, those of the ends, or replicated."""
     ends = list(ends)
     per_axis = [list(dict.fromkeys([REPLICATE, *(e[a] for e in ends)])) for a in range(len(axes))]
     return [layout for layout in itertools.product(*per_axis) if legal(value, layout, axes)]
@@ -79,13 +79,13 @@ def layouts_between(value: Value, ends: Iterable[Layout], axes: Axes) -> list[La
 
 def hops_between(value: Value, ends: Iterable[Layout], axes: Axes, prices: Prices,
                  bucket_bytes: float = 0.0) -> list[PricedHop]:
-    """All single hops between the layouts that `ends` span."""
+    """All single collectives between the layouts that `ends` span."""
     layouts = layouts_between(value, ends, axes)
     known = set(layouts)
     found = []
     for layout in layouts:
         for axis in range(len(axes)):
-            for target in dict.fromkeys(x[axis] for x in layouts):  # in an order that no hash seed changes
+            for target in dict.fromkeys(x[axis] for x in layouts):  # an order independent of hash seeds
                 hop = priced_hop(value, layout, axis, target, axes, prices, bucket_bytes)
                 if hop is not None and hop.target in known:
                     found.append(hop)
@@ -94,7 +94,7 @@ def hops_between(value: Value, ends: Iterable[Layout], axes: Axes, prices: Price
 
 def cheapest_route(value: Value, source: Layout, target: Layout, axes: Axes, prices: Prices,
                    extra: Iterable[Layout] = ()) -> tuple[float, list[PricedHop]] | None:
-    """Dijkstra over all legal hops; the route of least cost from `source` to `target`, or None."""
+    """Cheapest route from `source` to `target` over all legal collectives (Dijkstra), or None."""
     by_source: dict[Layout, list[PricedHop]] = {}
     for hop in hops_between(value, [source, target, *extra], axes, prices):
         by_source.setdefault(hop.source, []).append(hop)

@@ -1,1 +1,1 @@
-"""The search for the cheapest placements over meshes, and the passes that run it."""
+"""Search for the cheapest placements over meshes, and the passes that run it."""

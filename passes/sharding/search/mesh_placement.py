@@ -27,23 +27,23 @@ from passes.solver.work_limit import WorkLimit
 
 TOLERANCE = 1e-9
 BUILDING = 0.8
-"""Part of what is allowed that finding choices may take: once it is over, groups get few of them."""
+"""Share of the time limit for generating choices: once it is spent, groups get few of them."""
 
 
 @dataclass(frozen=True)
 class MeshPlacement:
-    """An answer: the decision, what the solver said, and the cost recomputed on the unfolded graph."""
+    """The decision, the solver's solution, and the cost recomputed on the unfolded graph."""
 
     problem: PlacementProblem
     solution: Solution
     decision: Decision
     cost: DecisionCost
     solved: Problem
-    """The problem that was solved: that of `problem`, with the multiplicities of the real depth."""
+    """The problem that was solved: `problem` with the multiplicities of the real depth."""
     other_cost: DecisionCost | None = None
     """The cost by the prices that were not minimized."""
     frozen_by_contract: ClassVar[bool] = True
-    """The problems are not changed once they are solved; see `passes.frozen`."""
+    """Problems are not changed once they are solved; see `passes.frozen`."""
 
 
 def solve_on_mesh(
@@ -63,12 +63,12 @@ def solve_on_mesh(
     memo: MeshTables | None = None,
     allowance: WorkLimit | None = None,
 ) -> MeshPlacement | Solution:
-    """Returns the bare `Solution` if its status is "no_solution": every answer is dearer than `cutoff`, or none was
-    found in time. `shorter` is the graph of the same model with one layer less, and `further` how many layers the real
-    model has beyond `graph`; DepthsDiffer says that the two do not correspond. `other_prices`: those that `other_cost` is
-    in. Prices may be of anything that adds up, such as µJ: then so are all costs here, and `cutoff`. `memo`: as of
-    `PlacementProblem`. `allowance`: for all of it, that of `options` if None; OutOfTime says that it is over, if it is strict.
-    Raises Infeasible with the smallest budget that works, and BadInput for pins that cannot be met.
+    """Solve one mesh. Returns the bare `Solution` if its status is "no_solution": every answer costs more than `cutoff`, or
+    none was found in time. `shorter`: the graph of the same model with one layer less; `further`: layers of the real
+    model beyond `graph`; raises DepthsDiffer if the two do not correspond. `other_prices`: prices of `other_cost`.
+    Prices may be anything additive, such as µJ: all costs here, and `cutoff`, are then in that unit. `memo`: see
+    `PlacementProblem`. `allowance`: work limit of everything here (None: that of `options`); raises OutOfTime when it is
+    spent, if strict. Raises Infeasible with the smallest feasible budget, and BadInput for pins that cannot be met.
     """
     state = state or TrainingStateModel()
     bucket_bytes, memo = bucket_bytes_of(graph), memo or MeshTables()
@@ -115,7 +115,7 @@ def _verify(cost: DecisionCost, problem: PlacementProblem, solution: Solution) -
 
 
 def _pin(problem: PlacementProblem, shorter: PlacementProblem | None, pinned: Mapping[str, Pin]) -> None:
-    """Pin both alike: what corresponds may have another name in the shorter graph."""
+    """Pin both problems alike: corresponding entities may have another name in the shorter graph."""
     if shorter is not None:
         pairs = zip(shorter.entities.drafts, problem.entities.drafts)
         shorter.pin({mine.name: pinned[theirs.name] for mine, theirs in pairs if theirs.name in pinned})

@@ -1,4 +1,4 @@
-"""The cheapest answer on any mesh: each is tried, and given up as soon as it is proven to be dearer than the best so far."""
+"""Find the cheapest placements over all meshes: each mesh is dropped once its bound exceeds the best answer so far."""
 from __future__ import annotations
 
 import math
@@ -25,29 +25,29 @@ from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import OutOfTime, WorkLimit
 
 FIRST = 0.9
-"""Part of what is left that the next mesh may take."""
+"""Share of the remaining time that the next mesh may take."""
 NO_TIME = "time_limit was over before anything was found"
 
 
 @dataclass
 class SearchTables:
-    """What searches for one graph have in common that differ in bytes alone: in when they are counted, and how many there may
-    be. by_mesh: choices and arcs, which take most of the time to find."""
+    """Tables shared by searches of one graph that differ only in bytes: when they are counted, and the budget.
+    by_mesh: choices and arcs, which take most of the time."""
 
     by_mesh: dict[Mesh, MeshTables] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """What an answer is priced by, and what it has to keep to.
+    """Prices and constraints of a search.
 
-    cluster: of like devices, at the speed that they run at. budget_bytes: of one device; None: its memory.
-    optimizer_states: tensors that the optimizer keeps for each parameter. zero: how parameters may be stored. measured: what
-    prices are taken from; None: data sheets alone. solver: its time limit is that of all meshes together. rows: names of graph
-    inputs that come split by rows.
-    shorter, further: the same model with one layer less, and how many layers it really has beyond those of the graph.
-    lifetimes: when bytes are counted. resident_states: how many tensors of the optimizer the device holds; None: all. memos: of
-    earlier searches under the same conditions, but for bytes. allowance: in place of the solver's time limit, for all meshes.
+    cluster: equal devices, at their actual speed. budget_bytes: of one device; None: its memory.
+    optimizer_states: optimizer tensors per parameter. zero: how parameters may be stored. measured: source of
+    measured prices; None: data sheets alone. solver: its time limit covers all meshes. rows: names of graph
+    inputs sharded by rows.
+    shorter, further: the same model with one layer less, and how many layers the real model has beyond the graph.
+    lifetimes: the points at which bytes are counted. resident_states: optimizer tensors in device memory; None: all. memos:
+    tables of earlier searches that differ only in bytes. allowance: replaces the solver's time limit, for all meshes.
     """
 
     cluster: Cluster
@@ -79,7 +79,7 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class RejectedMesh:
-    """A mesh that was tried and is not the answer's; cost: of the best placements on it, where some were found."""
+    """A mesh that was tried and lost; cost: of the best placements on it, if any were found."""
 
     mesh: Mesh
     reason: str
@@ -89,7 +89,8 @@ class RejectedMesh:
 
 @dataclass(frozen=True, repr=False)
 class SearchResult:
-    """placed: with its cost in µs, whatever was minimized. energy_j: of a step on all devices. seconds: of the search."""
+    """placed: with its cost in µs, whatever the objective. energy_j: of a step on all devices. seconds: duration of the
+    search."""
 
     mesh: Mesh
     placed: MeshPlacement
@@ -112,8 +113,8 @@ def candidate_meshes(cluster: Cluster, pinned: Mapping[str, int] | None) -> list
 
 
 def _off_hierarchy(mesh: Mesh, cluster: Cluster) -> float:
-    """How far the inner axis is from being a node: meshes that follow the links are tried first, and then that of one axis,
-    which takes a fifth of the time."""
+    """Distance of the inner axis from the size of a node: meshes that follow the links are tried first, then the single-axis
+    mesh, which takes a fifth of the time."""
     if len(mesh.shape) < 2:
         return 0.5 if cluster.nodes > 1 else 0.0
     return abs(math.log(mesh.shape[-1] / cluster.devices_per_node)) if cluster.nodes > 1 else 1.0
@@ -121,10 +122,10 @@ def _off_hierarchy(mesh: Mesh, cluster: Cluster) -> float:
 
 def search_meshes(graph: PlacementGraph, stored: Mapping[str, Layout], conditions: SearchConfig, meshes: Sequence[Mesh],
                   pinned: Mapping[str, Pin] | None = None) -> SearchResult:
-    """The best answer on any of the meshes. stored: layouts that parameters have already. pinned: what entities choose.
+    """The best answer over the meshes. stored: layouts of parameters that are fixed. pinned: choices of entities.
 
-    Raises Infeasible, with the smallest budget that any mesh meets, BadInput for pins that cannot be met or no answer in
-    time, and DepthsDiffer where the shorter graph is not that of the same model.
+    Raises Infeasible, with the smallest budget that any mesh meets, BadInput for pins that cannot be met or if no answer is
+    found in time, and DepthsDiffer where the shorter graph is not of the same model.
     """
     start, allowance = time.perf_counter(), conditions.allowance or WorkLimit(conditions.solver.seconds)
     allowance.spend("operation", len(graph.operations))
@@ -136,7 +137,7 @@ def search_meshes(graph: PlacementGraph, stored: Mapping[str, Layout], condition
         if best is not None and allowance.is_over:
             rejected.append(RejectedMesh(mesh, NO_TIME))
             continue
-        # The first mesh may take most of the time: with its answer, the bounds of the others often end them at once.
+        # The first mesh may take most of the time: its answer often lets the bounds of the others end them at once.
         part = allowance.part(max(FIRST * allowance.left_s, 0.0), strict=best is not None)
         memo = MeshTables(joints=joints)
         prices, others = minimized_first(conditions.prices(mesh), mesh, conditions.objective)

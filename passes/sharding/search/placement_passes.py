@@ -1,6 +1,6 @@
-"""Passes that decide where everything is: by a search, by a saved plan, or as another process did.
+"""Passes that decide placements: by a search, from a saved plan, or from another process's decision.
 
-All of them write DECISION, which the rewrite obeys. ANSWER says besides what it costs and how it was found.
+All of them write DECISION, which the rewrite applies. ANSWER also has its cost and how it was found.
 """
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DecidePlacements(AnalysisPass):
 class ObeyPlacements(AnalysisPass):
     """Writes DECISION and ANSWER: the placements of a plan, saved or written by hand, priced and checked as any others.
 
-    pins: entity -> labels that it reads and makes. What a plan does not name is decided for the least cost.
+    pins: entity -> labels of its inputs and outputs. Entities that a plan does not name are solved for the least cost.
     """
 
     name = "obey_placements"
@@ -66,7 +66,7 @@ class ObeyPlacements(AnalysisPass):
 @register
 @dataclass(frozen=True)
 class AdoptPlacements(AnalysisPass):
-    """Writes DECISION as it was made for the same graph elsewhere: on one rank, for all."""
+    """Writes DECISION as made for the same graph elsewhere: by one rank, for all."""
 
     name = "adopt_placements"
     requires = (OPERATIONS,)

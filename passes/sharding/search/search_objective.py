@@ -1,4 +1,4 @@
-"""What is minimized: time or energy. Both are prices that add up; an answer is priced in either."""
+"""Objective of a search: time or energy. Both are additive prices; an answer is priced in both."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""What a decision costs, as terms over sizes: kernels, messages, updates of parameters, bytes that are held.
+"""Cost terms of a decision with symbolic sizes: kernels, messages, updates of parameters, bytes in memory.
 
-The same walk as `cost_check`, with two things left open: the sizes of the inputs and those of the mesh axes. A `Quantity` is
-a sum of products of powers of the former, each divided by the axes that split it. Terms that are equal are counted,
+The same traversal as `cost_check`, with the sizes of inputs and of mesh axes left open. A `Quantity` is
+a sum of products of powers of input sizes, each divided by the axes that split it. Equal terms are counted,
 not repeated, so their number does not grow with depth.
 """
 from __future__ import annotations
@@ -34,7 +34,7 @@ from passes.sharding.pricing.training_state import TrainingStateModel
 from passes.sharding.search.mesh_placement import MeshPlacement
 
 AxisNumbers = tuple[int, ...]
-"""Numbers of the mesh axes that divide a size, ascending."""
+"""Mesh axes that divide a size, ascending."""
 Quantity = tuple[tuple[tuple[AxisNumbers, Powers], Fraction], ...]
 """Coefficients of the products of powers of input sizes, over the product of axes."""
 PARTS = ("compute", "communication", "optimizer")
@@ -43,7 +43,7 @@ HELD = ("parameters", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class CountedTerm:
-    """`count` terms a step, of part `part` of it (one of `PARTS`), that entity number `entity` of the problem causes."""
+    """`count` terms a step, in part `part` (one of `PARTS`), caused by entity number `entity` of the problem."""
 
     entity: int
     part: str
@@ -53,7 +53,7 @@ class CountedTerm:
 
 @dataclass(frozen=True)
 class ByteTerm:
-    """Bytes held through the step: `count` times the quantity. part: one of `HELD`."""
+    """Bytes in memory throughout the step: `count` times the quantity. part: one of `HELD`."""
 
     entity: int
     part: str
@@ -63,7 +63,7 @@ class ByteTerm:
 
 @dataclass(frozen=True)
 class DivisibilityLimit:
-    """The size `factor` must divide by the product of `axes`: it is a factor of a dim of the value `name`."""
+    """The size `factor` must be divisible by the product of `axes`: it is a factor of a dim of the value `name`."""
 
     factor: Polynomial
     axes: AxisNumbers
@@ -72,7 +72,7 @@ class DivisibilityLimit:
 
 @dataclass(frozen=True)
 class SymbolicTerms:
-    """All terms of a step. transients: of each call, the bytes of operands and results that are not held."""
+    """All terms of a step. transients: for each call, the bytes of operands and results that are not held."""
 
     charges: tuple[CountedTerm, ...]
     held: tuple[ByteTerm, ...]
@@ -81,7 +81,7 @@ class SymbolicTerms:
 
 
 class Polynomials(Protocol):
-    """Sizes of a graph as polynomials; `passes.cost_model.formulas.symbolic_sizes` has them."""
+    """Sizes of a graph as polynomials; implemented by `passes.cost_model.formulas.symbolic_sizes`."""
 
     def bytes(self, v: int) -> Polynomial: ...
 
@@ -93,7 +93,7 @@ class Polynomials(Protocol):
 
 
 class _Quantities:
-    """`passes.sharding.pricing.decision_terms.Sizes` as quantities. limits: what has to divide for them."""
+    """`passes.sharding.pricing.decision_terms.Sizes` as quantities. limits: divisibility constraints collected on the way."""
 
     def __init__(self, polynomials: Polynomials):
         self.polynomials = polynomials
@@ -144,7 +144,7 @@ class _TermCollector:
         self.transients: dict[Quantity, None] = {}
 
     def kernel(self, op: Operation) -> Kernel[Quantity]:
-        """A heavy operation; where it was measured, its factor is what that was over the model's price."""
+        """A heavy operation; where it was measured, its factor is measured cost over modeled cost."""
         rows, axes = self.decision.operations[op.index], self.decision.axes
         key = measurement_key_of(self.graph, op, rows.inputs, rows.made, axes) if self.prices.keyed else ""
         keyed = operation_kernel(self.graph, op, rows, LocalSizes(axes), key)
@@ -153,7 +153,7 @@ class _TermCollector:
         return replace(operation_kernel(self.graph, op, rows, self.sizes), factor=factor)
 
     def weight(self, entity: int) -> Fraction:
-        """Instances in the whole model of each one in the graph."""
+        """Instances in the whole model per instance in the graph."""
         return Fraction(self.placed.solved.entities[entity].multiplicity,
                         self.problem.problem.entities[entity].multiplicity)
 
@@ -177,7 +177,7 @@ class _TermCollector:
             self.held[entity, "activations", self.sizes.bytes([(values[op.outputs[port]], layout)])] += weight
 
     def edges(self) -> None:
-        """What is redistributed, and what is saved for backward in a copy of its own."""
+        """Redistributions, and saved copies."""
         by_name = {value.name: value for value in self.graph.values}
         bucket = bucket_bytes_of(self.graph)
         kept: set[int] = set()
@@ -193,7 +193,7 @@ class _TermCollector:
                 [axis] = [a for a in range(len(layout)) if layout[a] != after[a]]
                 term = hop_term(value, layout, axis, after[axis], self.sizes, bucket if target.kind == "parameter" else 0.0)
                 self.charges[edge.target, "communication", term] += edge.multiplicity
-                self.sizes.bytes([(value, after)])  # for what has to divide
+                self.sizes.bytes([(value, after)])  # records divisibility constraints
 
     def parameters(self, state: TrainingStateModel) -> None:
         trained = {p for _, p in self.graph.outputs if p is not None}
@@ -215,7 +215,7 @@ class _TermCollector:
                 self.charges[entity, "optimizer", update(value, stored, self.sizes)] += weight
 
     def gathered(self, entity: int, value: Value, count: Fraction) -> None:
-        """What the runtime gathers once a step, and holds."""
+        """Parameters that the runtime gathers once a step, and holds unsharded."""
         route = self.decision.held[value.index]
         for k in range(len(route.hops)):
             layout, after = route.layout(k), route.layout(k + 1)

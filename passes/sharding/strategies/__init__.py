@@ -1,1 +1,1 @@
-"""The strategies of a group: per axis, and as products over the axes of a mesh."""
+"""Strategies of a group: per axis, and as products over the axes of a mesh."""

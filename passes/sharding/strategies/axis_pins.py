@@ -1,9 +1,9 @@
-"""What the name of a pinned mesh axis fixes: `dp` splits the batch, `tp` splits weights and anything else but the batch,
-other names nothing. What is computed of parameters alone, such as a cast, may be split on any: where they are stored in parts,
-it is done before they are gathered.
+"""Constraints from the name of a pinned mesh axis: `dp` splits the batch, `tp` splits weights and anything but the batch,
+other names constrain nothing. Operations on parameters alone, such as a cast, may be split on any axis: where parameters are
+sharded, such operations run before the gather.
 
-On a pinned axis the heavy operations that can be split that way have to be: a pin is a wish, not a hint. On `tp` that
-is by their weights where they have any (Shoeybi et al., "Megatron-LM", 2019); sequences alone may be split in between.
+On a pinned axis, heavy operations that can be split that way must be: a pin is a constraint, not a hint. On `tp` they are split
+by their weights where they have any (Shoeybi et al., "Megatron-LM", 2019); sequences alone may be split in between.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORCED = ("matmul", "attention", "convolution")
 
 
 def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
-    """Which strategies of an operation an axis allows."""
+    """The strategies of an operation that an axis allows."""
     if axis.name not in ("dp", "tp"):
         return lambda op, strategy: True
     wanted = axis.name == "dp"
@@ -39,7 +39,7 @@ def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
         )
 
     def splits(op: Operation, strategy: Strategy) -> bool:
-        """Whether the work is shared out, and that by the weights if there are any."""
+        """True if the work is divided, and divided by the weights if there are any."""
         return strategy.splits and all(
             isinstance(placement, tuple)
             for v, placement in zip((*op.inputs, *op.outputs), strategy.inputs + strategy.outputs) if v in weights
@@ -58,7 +58,7 @@ def axis_rule(axis: Axis, graph: PlacementGraph) -> AxisRule:
 
 
 def _of_parameters_alone(graph: PlacementGraph) -> set[int]:
-    """Operations, but for views, that read parameters, or what others of them make, and nothing else."""
+    """Operations, except views, that depend on parameters alone."""
     values, found = {v.index for v in graph.values if v.kind == "parameter"}, set()
     for op in graph.operations:
         if op.inputs and values.issuperset(op.inputs):
@@ -69,7 +69,7 @@ def _of_parameters_alone(graph: PlacementGraph) -> set[int]:
 
 
 def _gradients(graph: PlacementGraph) -> set[int]:
-    """Gradients of parameters, back through views, casts and sums of several to where they are made."""
+    """Gradients of parameters, and the values they come from through views, casts and sums of several."""
     found = {v for v, parameter in graph.outputs if parameter is not None}
     for op in reversed(graph.operations):
         if not op.heavy and found.intersection(op.outputs):

@@ -1,4 +1,4 @@
-"""What every group may choose under the rules of the axes; groups for which that is nothing are taken apart."""
+"""Choices of every group under the rules of the axes; groups without any choice are split into single operations."""
 from __future__ import annotations
 
 import math
@@ -16,7 +16,7 @@ from passes.solver.work_limit import WorkLimit
 
 
 class AxisStrategies:
-    """memo: choices by what they follow from, to share between problems of one mesh. known: joint strategies on single axes."""
+    """memo: choices by signature, shared between problems of one mesh. known: joint strategies on single axes."""
 
     def __init__(self, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule],
                  memo: dict[Hashable, list[MeshStrategy]] | None = None, allowance: WorkLimit | None = None,
@@ -26,8 +26,8 @@ class AxisStrategies:
         self._known = known or GroupStrategyCache()
 
     def groups(self, merge: bool) -> list[OpGroup]:
-        """A group whose operations a pinned axis splits in ways that do not go together is taken apart: no choice is
-        left of it, or none but those that read partial sums, which nothing might make."""
+        """The groups. A group whose operations a pinned axis splits in incompatible ways is split into single operations: it
+        has no choice left, or only choices that read partial sums, which no producer might offer."""
 
         def stuck(group: OpGroup) -> bool:
             return len(group.operations) > 1 and all(
@@ -40,7 +40,7 @@ class AxisStrategies:
         return groups_of(self.graph, merge, apart) if apart else groups
 
     def choices(self, group: OpGroup, wanted: Pin | None = None) -> list[MeshStrategy]:
-        """wanted: what the group is to read and make; other choices may be left out."""
+        """Choices of a group. wanted: labels of inputs and outputs that must be included; other choices may be left out."""
         key = (group_signature(group, self.graph), self.allowed(group), wanted)
         if key not in self._memo:
             self._memo[key] = strategies_on_mesh(group, self.graph, self.axes, self.prices, self.rules, wanted,
@@ -48,5 +48,5 @@ class AxisStrategies:
         return self._memo[key]
 
     def allowed(self, group: OpGroup) -> tuple[bool, ...]:
-        """What the axes allow of its operations. Equal groups may differ in that: one reads a weight, the other does not."""
+        """Strategies that the axes allow. Equal groups may differ in that: one reads a weight, the other does not."""
         return tuple(each for rule in self.rules for each in allowed(group, self.graph, rule))

@@ -1,15 +1,15 @@
 """Joint strategies of a group on one mesh axis: one strategy per operation, consistent on every value inside.
 
-Found by a dynamic program over the operations in order. A state is the placement of every value still needed; states
-that agree on those are merged, the cheaper one stays. Three things are free of the rule that a value has one placement:
+Found by a dynamic program over the operations in order. A state is the placement of every live value; states
+that agree on those are merged, keeping the cheaper one. Three exceptions to the rule that a value has one placement:
 
-- what comes from outside, or is made inside by an operation that cannot be split (a random mask), may be read whole by one
-  operation and split by another, or split in several ways: it is there whole then, and a slice costs nothing;
-- a small partial result may be reduced where it is made (the statistics of a norm over a split dim), at its price;
-- a value that is not used again is forgotten.
+- a value from outside, or from an operation that cannot be split (a random mask), may be read whole by one
+  operation and split by another, or split in several ways: it is replicated then, and a slice is free;
+- a small partial result may be reduced where it is computed (the statistics of a norm over a split dim), at its price;
+- a dead value is forgotten.
 
-Doing everything whole is always offered, however dear: what is cheaper on one axis may, on another axis too, split a
-factor that does not divide by both.
+The replicated strategy is always offered, at any cost: a cheaper strategy on one axis may split, with another axis too, a
+factor that both together do not divide.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REDUCIBLE = (PARTIAL, PARTIAL_MAX)
 
 @dataclass(frozen=True)
 class OperationStrategy:
-    """What one operation of the group does: its strategy, and which of its results are reduced at once."""
+    """Strategy of one operation of the group, and which of its results are reduced at once."""
 
     strategy: Strategy
     reduced: tuple[bool, ...]
@@ -39,11 +39,11 @@ class OperationStrategy:
 
 
 Ends = tuple[tuple[Placement, ...], tuple[Placement, ...]]
-"""Placements of the values that a group reads, and of those that it makes."""
+"""Placements of a group's inputs and outputs."""
 _Done = tuple["_Done", OperationStrategy] | None
-"""What operations do, the last one first: it is shared by all that goes on from there."""
+"""Strategies of the operations so far, the last one first: a shared linked list."""
 _Step = tuple[dict[int, Placement], tuple[Placement, ...], float, OperationStrategy]
-"""Placements that change, by their number among the live values; those of values that come in; the price; what is done."""
+"""Placements that change, by index among the live values; placements of inputs; the price; the strategies."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class GroupStrategy:
 class GroupStrategyCache:
     """Joint strategies of equal groups on axes of one size.
 
-    They are found anew where a reduction that was priced costs something else on an axis.
+    They are searched again where a priced reduction costs something else on an axis.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class GroupStrategyCache:
     def find(self, key: Hashable, reduce_cost: Callable[[int], float],
              search: Callable[[Callable[[int], float]], list[GroupStrategy]],
              allowance: WorkLimit) -> list[GroupStrategy]:
-        """search: what finds them with a price of reductions. Those that it finds once the time is over are not kept."""
+        """search: finds the strategies for a price of reductions. Results found after the time limit are not cached."""
         known = self._found.setdefault(key, [])
         for asked, joints in known:
             if all(reduce_cost(nbytes) == cost for nbytes, cost in asked.items()):
@@ -113,7 +113,7 @@ def strategies_on_axis(
     """All joint strategies on an axis of `size`, the cheapest for each placement of the group's boundary.
 
     `reduce_cost(bytes)` prices a reduction inside; `allowed(op, strategy)` restricts (a pinned axis). `allowance`: once it is
-    over, few are found besides the one that does everything whole. `ends`: placements that the boundary is to have, in full.
+    spent, few are found besides the replicated one. `ends`: placements required at the boundary, in full.
     """
     allowance = allowance or WorkLimit(math.inf)
     operations = [graph.operations[i] for i in group.operations]
@@ -125,7 +125,7 @@ def strategies_on_axis(
     outside, boundary = {*group.inputs}, {*group.inputs, *group.outputs}
     unsplittable = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
     live: list[int] = []
-    # state: placement of every live value -> (cost, what the operations so far do, the latest first)
+    # state: placement of every live value -> (cost, strategies of the operations so far, the latest first)
     states: dict[tuple[Placement, ...], tuple[float, _Done]] = {(): (0.0, None)}
     for k, op in enumerate(operations):
         options = [(taken, _price(op, taken, graph, size, reduce_cost, cost_per_byte, cost_per_flop))
@@ -163,7 +163,7 @@ def strategies_on_axis(
 
 
 def _whole(group: OpGroup, operations: Sequence[Operation], allowed: Callable) -> GroupStrategy | None:
-    """The joint strategy that splits nothing, if it is allowed."""
+    """The replicated joint strategy, if it is allowed."""
     taken = []
     for op in operations:
         whole = (s for s in op.strategies if {*s.inputs, *s.outputs} <= {REPLICATE} and allowed(op, s))
@@ -175,15 +175,15 @@ def _whole(group: OpGroup, operations: Sequence[Operation], allowed: Callable) -
 
 
 def _dominates(old: GroupStrategy, inputs: Sequence[Placement], outputs: Sequence[Placement]) -> bool:
-    """Whether `old`, not the dearer one, can stand in for one with these ends wherever that is used: a slice costs nothing, so
-    what reads a part may be given the whole, and a whole result serves who wants a part."""
+    """True if `old`, which is no more expensive, can replace a strategy with these ends anywhere: a slice is free, so
+    a reader of a shard may be given the whole value, and a whole result serves readers of a shard."""
     return all(a == b or (isinstance(a, tuple) and b == REPLICATE) for a, b in zip(old.inputs, inputs)) and all(
         a == b or (a == REPLICATE and isinstance(b, tuple)) for a, b in zip(old.outputs, outputs)
     )
 
 
 def _misses(placed: Iterable[tuple[int, Placement]], wanted: Mapping[int, Placement], outside: Container[int]) -> bool:
-    """Whether a value has another placement than it should. What comes from outside may become whole later."""
+    """True if a value does not have its required placement. A value from outside may still become whole."""
     return any(v in wanted and p != wanted[v] and not (v in outside and isinstance(p, tuple) and wanted[v] == REPLICATE)
                for v, p in placed)
 
@@ -198,7 +198,7 @@ def _in_order(done: _Done) -> tuple[OperationStrategy, ...]:
 
 def _steps(op: Operation, have: Sequence[Placement | None], options: Sequence[tuple[OperationStrategy, float]],
            live: Sequence[int], outside: set[int], unsplittable: set[int]) -> Iterator[_Step]:
-    """What the operation may do where its operands are placed so (None: not yet)."""
+    """Strategies of the operation given the placements of its operands (None: not decided yet)."""
     there = {v: p for v, p in zip(op.inputs, have) if p is not None}
     missing = [*dict.fromkeys(v for v in op.inputs if v not in there)]
     for taken, price in options:
@@ -210,8 +210,8 @@ def _steps(op: Operation, have: Sequence[Placement | None], options: Sequence[tu
 
 def _read(op: Operation, wanted: Sequence[Placement], known: dict[int, Placement], outside: set[int],
           unsplittable: set[int]) -> dict[int, Placement] | None:
-    """Placements that reading adds or changes, or None if a value is not placed as wanted. What comes from `outside` is whole
-    as soon as two readers want other parts of it, or one of them the whole."""
+    """Placements that the reads add or change, or None if a value has another placement. A value from `outside` becomes whole
+    as soon as two readers want different shards of it, or one of them the whole."""
     new: dict[int, Placement] = {}
     for v, p in zip(op.inputs, wanted):
         have = new.get(v, known.get(v))

@@ -1,8 +1,8 @@
-"""Choices of a group on a whole mesh: one joint strategy per axis, whether they fit, what they cost together.
+"""Choices of a group on a whole mesh: one joint strategy per axis, whether they are compatible, their total cost.
 
-Axes are composed one after another. Where that makes more combinations than `MOST_COMBINED`, what
-`passes.sharding.strategies.strategy_pruning` finds to be of no use goes before the next axis comes in. A solver's bound is that
-of the choices which are offered to it.
+Axes are combined one after another. Above `MOST_COMBINED` combinations,
+`passes.sharding.strategies.strategy_pruning` drops dominated ones before the next axis is added. The solver's bound holds for
+the choices that it is given.
 """
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from passes.sharding.strategies.strategy_pruning import SubMeshPrices, undominat
 from passes.solver.work_limit import WorkLimit
 
 MOST_COMBINED = 1000
-"""Combinations of joint strategies that are priced; of more, those are dropped that others can replace."""
+"""Limit of combinations of joint strategies that are priced; beyond it, dominated ones are dropped."""
 MOST_OFFERED = 400
-"""Choices of a group where there were more than `MOST_COMBINED` combinations: the cheapest."""
+"""Limit of choices of a group with more than `MOST_COMBINED` combinations: the cheapest."""
 FEW = 6
-"""Joint strategies on an axis once the time is over: the cheapest, and besides what splits nothing."""
+"""Joint strategies per axis once the time limit is over: the cheapest, and the replicated one."""
 
 
 Pin = tuple[tuple[str | None, ...], tuple[str | None, ...]]
-"""Labels that a choice reads and makes."""
+"""Labels of a choice's inputs and outputs."""
 
 
 @dataclass(frozen=True)
 class MeshStrategy:
-    """combination: of joint strategies, of which it is made. combined: the group's combinations on the same axes."""
+    """combination: the joint strategies that it consists of. combined: the group's combinations on the same axes."""
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
@@ -50,11 +50,11 @@ class MeshStrategy:
     combined: StrategyProduct = field(repr=False)
 
     def operations(self) -> tuple[OperationLayouts, ...]:
-        """Layouts of all operations; few choices are asked for them."""
+        """Layouts of all operations, computed on demand: few choices need them."""
         return self.combined.layouts(self.combination)
 
     def made(self, operation: int, port: int) -> Layout:
-        """The layout of what an operation of the group, by its number there, makes."""
+        """The layout of a result, by the operation's position in the group."""
         return tuple(joint.operations[operation].placed()[port] for joint in self.combination)
 
 
@@ -65,8 +65,9 @@ def strategies_on_mesh(
     group: OpGroup, graph: PlacementGraph, axes: Axes, prices: Prices, rules: Sequence[AxisRule],
     wanted: Pin | None = None, allowance: WorkLimit | None = None, known: GroupStrategyCache | None = None,
 ) -> list[MeshStrategy]:
-    """Choices on these axes, the cheapest for each boundary, in a fixed order. wanted: labels that the group is to read and
-    make; other choices may be left out. allowance: once it is over, there are few. known: joint strategies of equal groups."""
+    """Choices on these axes, the cheapest for each boundary, in a fixed order. wanted: labels of inputs and outputs that must
+    be included; other choices may be left out. allowance: once it is spent, there are few. known: joint strategies of equal
+    groups."""
     allowance, known = allowance or WorkLimit(math.inf), known or GroupStrategyCache()
     signature = group_signature(group, graph)
     cost_per_byte = copy(1e9, prices) / 1e9
@@ -98,34 +99,34 @@ def strategies_on_mesh(
 
 
 def allowed(group: OpGroup, graph: PlacementGraph, rule: AxisRule) -> tuple[bool, ...]:
-    """What the rule of an axis allows of the group's operations."""
+    """Strategies of the group's operations that the rule of an axis allows."""
     operations = [graph.operations[i] for i in group.operations]
     return tuple(rule(op, s) for op in operations for s in op.strategies)
 
 
 def _fitting(joints: list[GroupStrategy], wanted: Pin, axis: int) -> list[GroupStrategy]:
-    """Those that read and make what is wanted on an axis."""
+    """Joint strategies with the wanted placements on an axis."""
     ends = _ends(wanted, axis)
     return [joint for joint in joints if (joint.inputs, joint.outputs) == ends]
 
 
 def _ends(wanted: Pin, axis: int) -> Ends | None:
-    """What is wanted on an axis; None where the labels are none."""
+    """The wanted placements on an axis; None where the labels are invalid."""
     try:
         inputs, outputs = (tuple(parse_placement((label or "").split(",")[axis]) for label in side) for side in wanted)
-    except (ValueError, IndexError):  # what is wrong with them, `ProblemEntities.pin` says
+    except (ValueError, IndexError):  # `ProblemEntities.pin` reports invalid labels
         return None
     return inputs, outputs
 
 
 def _few(joints: list[GroupStrategy]) -> list[GroupStrategy]:
-    """The cheapest, and what splits nothing, without which there might be no assignment."""
+    """The cheapest, and the replicated one, without which there might be no assignment."""
     whole = [joint for joint in joints if {*joint.inputs, *joint.outputs} <= {REPLICATE}]
     return [*dict.fromkeys([*joints[:FEW], *whole])] if whole else joints
 
 
 def _composed(whole: StrategyProduct, joints: Sequence[Sequence[GroupStrategy]], allowance: WorkLimit) -> list[Combination]:
-    """One joint strategy per axis; of more than are priced, the most useful."""
+    """One joint strategy per axis; above the limit, the undominated ones."""
     if prod(map(len, joints)) <= MOST_COMBINED:
         return [*itertools.product(*joints)]
     combined: list[Combination] = [()]

@@ -1,6 +1,6 @@
-"""A joint strategy per axis of a mesh, taken together by a group: its layouts, whether they fit, what they cost.
+"""Product of joint strategies over the axes of a mesh, for one group: layouts, compatibility, cost.
 
-There may be thousands of combinations, which differ in few operations. So prices are remembered per operation.
+There may be thousands of combinations, which differ in few operations. So prices are cached per operation.
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StrategyProduct:
         self.heavy = frozenset(k for k, op in enumerate(self.operations) if op.heavy)
         self._bytes: dict[tuple[int, Layout], float] = {}
         self._costs: dict[tuple[int, ...], tuple[Combination, float]] = {}
-        """By ids of joints, which are kept with them."""
+        """By ids of joint strategies, which are kept alive with them."""
         self._prices: dict[tuple[int, ...], float] = {}
         self._rows: dict[tuple[int, ...], OperationLayouts] = {}
         self._reduces: dict[int, frozenset[int]] = {}
@@ -51,7 +51,7 @@ class StrategyProduct:
         self._sliced: dict[int, dict[tuple[int, int], Placement]] = {}
         self._devices = prod(axis.size for axis in axes)
         self._kept: list[GroupStrategy] = []
-        """Joints by whose ids the above are known."""
+        """Keeps alive the joint strategies whose ids are keys above."""
 
     def ports(self, combination: Combination) -> Ports:
         if not combination:
@@ -59,7 +59,7 @@ class StrategyProduct:
         return (tuple(zip(*(joint.inputs for joint in combination))), tuple(zip(*(joint.outputs for joint in combination))))
 
     def bytes(self, v: int, layout: Layout) -> float:
-        """On one device."""
+        """Bytes on one device."""
         key = v, layout
         if key not in self._bytes:
             self._bytes[key] = local_bytes(self.graph.values[v], layout, self.axes)
@@ -84,7 +84,7 @@ class StrategyProduct:
         return total
 
     def layouts(self, combination: Combination) -> tuple[OperationLayouts, ...]:
-        """Of all its operations."""
+        """Layouts of all its operations."""
         return tuple([self._layouts(k, op, [joint.operations[k] for joint in combination])
                       for k, op in enumerate(self.operations)])
 
@@ -95,7 +95,7 @@ class StrategyProduct:
         return self._rows[key]
 
     def _reduces_of(self, joint: GroupStrategy) -> frozenset[int]:
-        """Numbers of the operations that reduce a result at once."""
+        """Indices of the operations that reduce a result at once."""
         if id(joint) not in self._reduces:
             self._kept.append(joint)
             self._reduces[id(joint)] = frozenset(k for k, taken in enumerate(joint.operations) if any(taken.reduced))
@@ -111,13 +111,13 @@ class StrategyProduct:
         return self._prices[key]
 
     def saved_bytes(self, combination: Combination) -> float:
-        """Bytes of its results that are held for backward, at most."""
+        """Upper bound of the bytes of its results that are saved for backward."""
         return sum(
             self.bytes(v, tuple(joint.operations[k].placed()[port] for joint in combination))
             for k, op in enumerate(self.operations) for port, v in enumerate(op.outputs) if v in self.graph.saved)
 
     def fits(self, combination: Combination) -> bool:
-        """True if all factors divide by the axes that split them, and parts can be sliced out of what is there."""
+        """True if the axes divide all factors that they split, and shards can be sliced out of the available layouts."""
         if len(combination) < 2:
             return True
         return self._divides(combination) and self._slices(combination)
@@ -132,7 +132,7 @@ class StrategyProduct:
         return True
 
     def _splits_of(self, joint: GroupStrategy) -> dict[tuple[int, tuple[int, int]], int]:
-        """(value, what is split of it) -> its size, where that does not divide by all devices."""
+        """(value, split factor) -> its size, where all devices together do not divide it."""
         if id(joint) not in self._splits:
             self._kept.append(joint)
             splits = {(v, p): self.graph.values[v].factors[p[0]][p[1]]
@@ -143,7 +143,7 @@ class StrategyProduct:
         return self._splits[id(joint)]
 
     def _slices(self, combination: Combination) -> bool:
-        """On all reads where on some axis what is there is whole and a part of it is read."""
+        """Check all reads where, on some axis, a replicated value is read as a shard."""
         sliced = [self._sliced_of(joint) for joint in combination]
         for k, position in dict.fromkeys(key for each in sliced for key in each):
             wanted = tuple(joint.operations[k].strategy.inputs[position] for joint in combination)
@@ -158,7 +158,7 @@ class StrategyProduct:
         return True
 
     def _sliced_of(self, joint: GroupStrategy) -> dict[tuple[int, int], Placement]:
-        """(operation, operand) -> what is there where another part of it is read."""
+        """(operation, operand) -> the available placement, where a different shard is read."""
         if id(joint) not in self._sliced:
             self._kept.append(joint)
             there = dict(zip(self.group.inputs, joint.inputs))
@@ -172,7 +172,7 @@ class StrategyProduct:
 
 
 class _CachedSizes(LocalSizes):
-    """Bytes of values, as a group remembers them."""
+    """Bytes of values, cached by group."""
 
     def __init__(self, combined: StrategyProduct):
         super().__init__(combined.axes)
@@ -183,7 +183,7 @@ class _CachedSizes(LocalSizes):
 
 
 def _way(have: Layout, wanted: Layout) -> Iterator[Layout]:
-    """Outer axes first."""
+    """Layouts between the two, outer axes first."""
     layout = have
     for axis, p in enumerate(wanted):
         if layout[axis] != p:

@@ -1,9 +1,9 @@
-"""Which choices of a group are of no use, because another one and the collectives that turn its layouts into those of the first
-are no dearer, however the other axes are split.
+"""Drop dominated choices of a group: those that another choice, plus collectives between the two boundaries, replaces at no
+greater cost, however the other axes are split.
 
-That is how `passes.solver.reduction` drops what is dominated, but before choices are combined over axes, where 400 on each of
-two axes would be 160,000. What it costs to turn one layout into another is taken without what the other axes split, and with
-all that they could: prices lie in between, as they grow with bytes. A slice is free.
+This is the dominance rule of `passes.solver.reduction`, applied before choices are combined over axes, where 400 on each of
+two axes would be 160,000. The cost of a redistribution is taken both without the splits of the other axes and with
+all possible ones: prices lie in between, since they grow with bytes. A slice is free.
 """
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from passes.solver.problem import Arc
 from passes.solver.work_limit import WorkLimit
 
 MOST_COMPARED = 2000
-"""Combinations that are compared: of more, the dearest are not looked at."""
+"""Limit of combinations that are compared: of more, the most expensive are dropped."""
 AT_ONCE = 128
-"""Combinations that are compared at once with the cheaper ones that are kept."""
+"""Combinations compared at once with the cheaper survivors."""
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class SubMeshPrices:
-    """Some axes of a mesh, its prices, and those axes' numbers. others: by how much the other axes can split."""
+    """Some axes of a mesh, its prices, and those axes' numbers. others: the largest split by the other axes."""
 
     axes: Axes
     prices: Prices
@@ -54,7 +54,7 @@ class SubMeshPrices:
 
 
 class _ScaledPrices:
-    """Prices of a part of a mesh: with the number of its first axis there, and of a share of all bytes and FLOPs."""
+    """Prices on part of a mesh: offset of its first axis, and share of all bytes and FLOPs."""
 
     def __init__(self, prices: Prices, first: int, share: float):
         self.prices, self.first, self.share = prices, first, share
@@ -72,8 +72,8 @@ class _ScaledPrices:
 
 def undominated(combinations: list[Combination], priced: Sequence[StrategyProduct], most: int, allowance: WorkLimit,
                 ) -> list[Combination]:
-    """At most so many of the combinations that fit, cheapest first: of those that no other one can replace, and
-    the one that splits nothing. priced: by one price or more, on the same axes."""
+    """The cheapest `most` compatible combinations that are not dominated, and the replicated one.
+    priced: by one price or more, on the same axes."""
     group, graph, axes = priced[0].group, priced[0].graph, priced[0].axes
     allowance.spend("combination", len(priced) * len(combinations))
     found = [each for each in combinations if priced[0].fits(each)]
@@ -86,21 +86,21 @@ def undominated(combinations: list[Combination], priced: Sequence[StrategyProduc
     held = np.array([priced[0].saved_bytes(each) for each in found])
 
     def replaces(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """(a, b): whether one does for another."""
+        """(a, b): whether a dominates b."""
         allowance.spend("comparison", len(priced) * len(a) * len(b) * (1 + len(group.inputs) + len(group.outputs)))
         found = held[a][:, None] <= held[b][None, :]
         for cost, ends in zip(costs, turnings, strict=True):
-            loss = cost[a][:, None] - cost[b][None, :]  # what a, made to look like b, costs more than b
+            loss = cost[a][:, None] - cost[b][None, :]  # extra cost of a, once redistributed to look like b
             for index, turning in ends:
                 loss += turning[np.ix_(index[a], index[b])]
             found &= loss <= _ROUNDING * cost[b][None, :]
         return found & (a[:, None] != b[None, :])
 
-    kept = np.arange(0)  # only what is no dearer replaces another
+    kept = np.arange(0)  # only choices that cost no more can dominate
     for block in np.split(np.arange(len(found)), range(AT_ONCE, len(found), AT_ONCE)):
         block = block[~replaces(kept, block).any(axis=0)]
         table, left = replaces(block, block), np.ones(len(block), dtype=bool)
-        for k in reversed(range(len(block))):  # the dearest first, so that of equals the cheapest stays
+        for k in reversed(range(len(block))):  # the most expensive first, so that of equals the cheapest stays
             left[k] = not (table[:, k] & left).any()
         kept = np.concatenate([kept, block[left]])
         if len(kept) >= most:
@@ -112,8 +112,8 @@ def undominated(combinations: list[Combination], priced: Sequence[StrategyProduc
 
 def _turnings(group: OpGroup, graph: PlacementGraph, ports: Sequence[Ports], axes: Axes, prices: Prices,
               weights: set[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each value at the boundary: the index of each combination's layout, and what it costs to make one that looks like the
-    first index do where there should be the second. Parameters are not gathered: that may be forbidden."""
+    """For each value at the boundary: the index of each combination's layout, and the cost of redistributing from the
+    first index to the second. Parameters are not gathered: that may be forbidden."""
     turnings = []
     for side, values in enumerate((group.inputs, group.outputs)):
         for k, v in enumerate(values):
