@@ -21,6 +21,7 @@ from hpml_compiler.runtime.dtensor.parameter_aliases import aliases_of, check_li
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, in_place_of, place, place_like
 from hpml_compiler.runtime.dtensor.script_collectives import watch_collectives
 from hpml_compiler.runtime.install.functorch_guard import watch_transforms
+from hpml_compiler.runtime.install.numpy_views import numpy_views
 from hpml_compiler.runtime.install.other_backends import watch_backends
 from hpml_compiler.runtime.install.swap_parameters import holder_on_the_way, rebind, rebind_attributes, rebind_in
 from hpml_compiler.runtime.install.to_local import ToLocal
@@ -135,7 +136,8 @@ def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[i
 def _leave_out_inseparable(found: dict[int, list[Any]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Take out parameters that share memory with what would not follow them."""
     parameters = [example_inputs[i] for i in found]
-    others = inseparable(parameters, {id(value) for value in example_inputs if isinstance(value, torch.Tensor)})
+    others: dict[int, Any] = inseparable(
+        parameters, {id(value) for value in example_inputs if isinstance(value, torch.Tensor)}) | numpy_views(parameters)
     names = {i: parameter_name(compat.input_sources(gm)[i]) for i in found if id(example_inputs[i]) in others}
     if not names:
         return
@@ -144,7 +146,8 @@ def _leave_out_inseparable(found: dict[int, list[Any]], gm: torch.fx.GraphModule
     told.warning("%s%s on every rank, whole: it shares memory with another %s, of shape %s, which would not follow its parts. "
                 "Let go of that one, or give it a clone(), to have the parameter split", names[first],
                 " stays" if len(names) == 1 else f" and {len(names) - 1} more parameters stay",
-                "parameter" if isinstance(other, nn.Parameter) else "tensor of the script's", tuple(other.shape))
+                "parameter" if isinstance(other, nn.Parameter) else
+                "tensor of the script's" if isinstance(other, torch.Tensor) else "array of NumPy's", tuple(other.shape))
     for i in names:
         del found[i]
 

@@ -170,6 +170,22 @@ def rows_that_the_script_sees_by_other_tensors(hp):
 
 
 @use
+def weights_that_arrays_of_numpy_share(hp):
+    """A view, a parameter made of an array, a frozen weight's own array."""
+    model, start = mlp(), torch.randn(32).numpy()
+    model[0].bias = nn.Parameter(torch.from_numpy(start))
+    arrays = {"weight": model[0].weight.detach().numpy()[2:4]}
+    frozen = model[2].weight.requires_grad_(False).numpy()
+    call, optimizer, seen = hp.compile(model), sgd(model), []
+    for _ in range(3):
+        step(call, optimizer, inputs(), targets())
+        seen.append([float(each.sum()) for each in (*arrays.values(), start, frozen)])
+        frozen *= 0.9
+        arrays["weight"][:] = 0.1
+    return seen, model
+
+
+@use
 def parameters_given_memory_that_others_let_go_of(hp):
     """vector_to_parameters: their `.data` are views of a vector that is then forgotten, or only read before they change."""
     model = mlp()
