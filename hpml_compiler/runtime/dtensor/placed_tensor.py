@@ -50,7 +50,7 @@ from hpml_compiler.runtime.placements.inner_shard import chunk_offsets, inner_ax
 from hpml_compiler.runtime.placements.shard_and_gather import local_shard, to_full_tensor, without_partial
 from hpml_compiler.runtime.placements.single_rank_placement import as_at_owner, as_dtensor_knows, is_owner, unknown_to_dtensor
 from hpml_compiler.runtime.placements.unsharded_params import in_memory, invalidate
-from hpml_compiler.runtime.watchdog.barrier_check import all_failed_or_none, require_all_ranks
+from hpml_compiler.runtime.watchdog.barrier_check import all_failed_or_none, refuse_single_sender, require_all_ranks
 from hpml_compiler.runtime.watchdog.rank_status import this_rank
 from passes import compat
 from passes.errors import HpmlError
@@ -270,6 +270,7 @@ class PlacedTensor(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not all(placement.is_replicate() for placement in self.placements):
+            refuse_single_sender()
             require_all_ranks("saving or copying (pickling) a tensor of the model", every=1)
         plain = to_full_tensor(self.detach())
         if isinstance(self, torch.nn.Parameter):

@@ -16,13 +16,20 @@ def numpy_views(tensors: Sequence[torch.Tensor]) -> dict[int, np.ndarray]:
     marked = [tensor for tensor in tensors if _may_have_views(tensor)]
     found: dict[int, np.ndarray] = {}
     for array in _arrays() if marked else ():
-        start, end = np.lib.array_utils.byte_bounds(array)
+        start, end = _bounds(array)
         for tensor in marked:
             storage = tensor.untyped_storage()
             first = storage.data_ptr()
             if array.size and start < first + storage.nbytes() and first < end:
                 found[id(tensor)] = array
     return found
+
+
+def _bounds(array: np.ndarray) -> tuple[int, int]:
+    """Addresses of its first byte and of the one after its last; NumPy's own function has another place in each release."""
+    start = array.__array_interface__["data"][0]
+    ends = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+    return start + sum(end for end in ends if end < 0), start + sum(end for end in ends if end > 0) + array.itemsize
 
 
 def _may_have_views(tensor: torch.Tensor) -> bool:

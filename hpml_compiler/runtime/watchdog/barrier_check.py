@@ -5,6 +5,7 @@ collective that takes whatever this rank does next for what they wait for.
 """
 from __future__ import annotations
 
+import sys
 import time
 
 import torch.distributed as dist
@@ -27,6 +28,10 @@ GATHERING = ("every rank holds a part of the model, so all ranks must do this: m
              "with torch.distributed.checkpoint")
 CALLING = ("the model is split over all ranks, so all ranks call it together: move the evaluation out of `if rank == 0:`, and "
            "let rank 0 alone print the result")
+
+
+ONE_SENDER = ("broadcast_object_list", "scatter_object_list", "send_object_list")
+"""Functions of torch.distributed in which one rank pickles objects, and the others wait for what it sends."""
 
 
 class RankDiverged(HpmlError):
@@ -55,6 +60,18 @@ def require_all_ranks(what: str, next_step: str = GATHERING, every: int = EVERY_
     this_rank.meets = what
     _meet(board, what, next_step)
     this_rank.meets = ""  # not where it raises: a rank that looks later has to see what this one came for
+
+
+def refuse_single_sender() -> None:
+    """To be called before a tensor that is in parts is gathered to be pickled. Raises `RankDiverged` where that is done for a
+    function in which the other ranks only receive: they would never gather."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in ONE_SENDER and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+            raise RankDiverged(f"this rank alone would gather a tensor of the model that {name} sends",
+                               f"torch.distributed.{name}", GATHERING)
+        frame = frame.f_back
 
 
 def note_failure(error: BaseException) -> None:

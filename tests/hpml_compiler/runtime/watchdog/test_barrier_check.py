@@ -75,6 +75,25 @@ def test_one_rank_alone(launch, kind, others):
     assert isinstance(outcomes[0], str), str(outcomes[0])
 
 
+def send_alone(rank):
+    model = net()
+    step(compiled(model, {"tp": 2}), adamw(model))
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(RankDiverged, match="tensor of the model that broadcast_object_list sends") as error:
+            dist.broadcast_object_list([{"model": model.state_dict()}], src=0)
+        assert time.monotonic() - start < 5
+        return str(error.value)
+    with pytest.raises(Exception):  # noqa: B017  # rank 0 ends now
+        dist.broadcast_object_list([None], src=0)
+    return ""
+
+
+def test_one_rank_alone_sends_a_state_dict(launch):
+    outcomes = launch(send_alone, timeout_s=55, check=False)
+    assert "hpml_compiler.full_state_dict" in str(outcomes[0])
+
+
 def run_together(rank):
     model = net()
     call = compiled(model, {"tp": 2})
