@@ -1,4 +1,4 @@
-"""Annotations: what analysis passes write about a graph and everybody else reads.
+"""Annotations: typed values that analysis passes write on a graph and other passes read.
 
 A `Key` is typed and says where its values live: on nodes (`node.meta`) or on the graph (`graph_module.meta`). Values
 are frozen, and the mapping that holds them is replaced, never changed: FX copies `meta` shallowly, so that two nodes
@@ -29,11 +29,11 @@ _NAMESPACE = "hpml"  # the one entry of `meta` that holds all annotations
 
 
 class AnnotationError(HpmlError):
-    """An annotation that is not there, or a value or place that its key does not allow."""
+    """A missing annotation, or a value or place that its key does not allow."""
 
 
 def is_call(node: fx.Node) -> bool:
-    """The nodes that a node key is for unless it says otherwise: calls of an operator."""
+    """True for calls of an operator: the default nodes of a node key."""
     return node.op == "call_function"
 
 
@@ -61,7 +61,7 @@ class Key(Generic[T]):
 
 
 class Annotations(Mapping[Key[Any], Any]):
-    """An immutable mapping from key to frozen value. Copies are the object itself, since nothing in it can change."""
+    """An immutable mapping from key to frozen value. Copying returns the object itself, since nothing in it can change."""
 
     __slots__ = ("_values",)
 

@@ -1,4 +1,4 @@
-"""The pass contract: what a pass declares, and the lifecycle that holds it to its word.
+"""The pass contract: declarations of a pass, and the lifecycle that enforces them.
 
 An analysis reads the graph and writes annotations; a transform changes the graph. A pass is a frozen dataclass whose
 fields are its options, so that it can be compared, printed and saved.
@@ -37,12 +37,12 @@ Keys = tuple[Key[Any], ...]
 
 
 class PassError(HpmlError):
-    """A pass was run without what it requires, or broke its promise."""
+    """A pass was run without its required annotations, or broke its declarations."""
 
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """What both kinds have in common; subclass `AnalysisPass` or `TransformPass`.
+    """Base of both kinds of passes; subclass `AnalysisPass` or `TransformPass`.
 
     name: unique among registered passes; the class name if a pass sets none. requires: annotations it reads, which must
     be complete before it runs.
@@ -66,7 +66,7 @@ class Pass(ABC):
         """The work of the pass. Call the pass itself, not this method."""
 
     def __call__(self, graph_module: fx.GraphModule) -> PassResult:
-        """Check what is required, run, and check what was promised. PassError names what does not hold."""
+        """Check requirements, run, check the declarations. Raises PassError naming the violated one."""
         if not isinstance(graph_module, fx.GraphModule):
             what = f"a pass takes a torch.fx.GraphModule, got {type(graph_module).__name__}"
             raise PassError(what, self.name, "trace the model first")
@@ -94,7 +94,7 @@ class Pass(ABC):
 
     @abstractmethod
     def _run(self, graph_module: fx.GraphModule, before: GraphSnapshot) -> bool:
-        """`run` and the checks of this kind of pass; whether the graph was modified."""
+        """Run and check this kind of pass; returns True if the graph was modified."""
 
     def _check_required(self, graph_module: fx.GraphModule) -> None:
         for key in self.requires:
@@ -132,7 +132,7 @@ class AnalysisPass(Pass):
 
 
 class TransformPass(Pass):
-    """Changes the graph and says whether it did. Only the annotations in `preserves` outlive a change."""
+    """Changes the graph and returns True if it did. Only the annotations in `preserves` survive a change."""
 
     preserves: ClassVar[Keys] = ()
 
@@ -169,7 +169,7 @@ class TransformPass(Pass):
 
 
 def _where(key: Key[Any], graph_module: fx.GraphModule) -> str:
-    """Where an incomplete annotation is missing."""
+    """Place where an incomplete annotation is missing."""
     if key.scope == "graph":
         return "the graph module"
     nodes = missing(key, graph_module)

@@ -1,11 +1,11 @@
-"""What goes wrong in a way that the user can mend: each error says what, where, and the next step."""
+"""Errors that the user can fix: each states the problem, the place, and the next step."""
 from __future__ import annotations
 
 
 class HpmlError(Exception):
     """Base of all errors meant for the user; the command line prints them without a traceback.
 
-    what: what is wrong, one sentence. where: the input, node, file or rank it was found in.
+    what: the problem, one sentence. where: the input, node, file or rank with the problem.
     next_step: what to do about it. The command line ends with `exit_code`.
     """
 
@@ -27,24 +27,24 @@ class HpmlError(Exception):
 
 
 def shortened(text: str, most: int = 80) -> str:
-    """What a user gave, short enough to be repeated in an error."""
+    """User input, shortened for an error message."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class BadInput(HpmlError):
-    """An option, file, mesh, plan or model that cannot be used as it was given."""
+    """An option, file, mesh, plan or model that is invalid or unsupported."""
 
     exit_code = 2
 
 
 class Infeasible(HpmlError):
-    """No plan meets the constraints, such as a byte budget. smallest_budget_bytes: one that works, where that is known."""
+    """No plan meets the constraints, such as a byte budget. smallest_budget_bytes: a feasible budget, where known."""
 
     exit_code = 3
     smallest_budget_bytes: float | None = None
 
 
 class MissingDependency(HpmlError):
-    """A program, package or device that the request needs is not there."""
+    """A program, package or device that the request needs is missing."""
 
     exit_code = 4

@@ -1,8 +1,8 @@
-"""What counts as frozen: a value that nobody can change after it was written as an annotation.
+"""Check that annotation values are frozen: that nobody can change them once they are written.
 
-Numbers, strings, types, functions, tuples, frozensets, `FrozenMap`s and frozen dataclasses of such. An object that is equal
-only to itself says nothing of what it holds, so it is refused. But a class whose objects are built once and only read from then
-on, and which hold too much to look at each time (thousands of choices of a solver's problem), may say of itself
+Numbers, strings, types, functions, tuples, frozensets, `FrozenMap`s and frozen dataclasses of such are frozen. An object with
+identity equality is rejected, since its contents are unknown. A class whose objects are only read after construction, and too
+large to check each time (thousands of choices of a solver's problem), may declare
 
     frozen_by_contract = True
 """
@@ -22,14 +22,14 @@ from passes.json_records import FrozenMap
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
                     torch.memory_format, type, types.FunctionType, types.BuiltinFunctionType, type(Ellipsis)})
-# Hashable, yet they change, or they tie the value to one copy of the graph.
+# Hashable, yet mutable, or tied to one copy of the graph.
 _REFUSED = (torch.Tensor, torch.nn.Module, fx.Node, fx.Graph)
 
 
 def changeable(value: object) -> str | None:
-    """What in `value` could change after it was written, in words; None if nothing could."""
+    """Description of the mutable part of `value`; None if there is none."""
     stack: list[object] = [(value,)]
-    seen: set[int] = set()  # by id: all of these are held by `value`, which is held meanwhile
+    seen: set[int] = set()  # by id: `value` keeps all of these alive
     while stack:
         found = stack.pop()
         kind = type(found)
@@ -52,7 +52,7 @@ def changeable(value: object) -> str | None:
 
 @functools.cache
 def _fields(kind: type) -> Callable[[Any], tuple[object, ...]] | None:
-    """What gives the values of the fields of a frozen dataclass; None for another class."""
+    """Getter of the field values of a frozen dataclass; None for another class."""
     if getattr(kind, "frozen_by_contract", False):
         return lambda value: ()
     if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ V = TypeVar("V")
 
 
 class FrozenMap(dict[K, V]):
-    """A mapping that cannot be changed, and be hashed if its values can, so that frozen values may hold it."""
+    """An immutable mapping, hashable if its values are, for use in frozen values."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -65,7 +65,7 @@ def from_json(cls: type[R], data: Any, where: str) -> R:
     values = {k: _value(hints[k], v, f"{where}: {k}") for k, v in data.items()}
     try:
         return cls(**values)
-    except BadInput as error:  # a record knows what it is called, not where it was read
+    except BadInput as error:  # the record has its name but not the place where it was read
         raise BadInput(error.what, f"{where}: {error.where}", error.next_step) from error
 
 
@@ -99,8 +99,8 @@ def read_json(path: str | Path) -> Any:
 
 
 def parse_json(text: str, where: str, next_step: str = "mend the file, or make it again", what: str = "not valid JSON") -> Any:
-    """The JSON in `text`; raises BadInput, naming `where`, for what is not valid. NaN and repeated keys are not, nor is
-    text that nests deeper than Python reads."""
+    """Parse JSON; raises BadInput, naming `where`, if it is invalid. NaN and repeated keys are invalid, and so is
+    text that nests deeper than Python can parse."""
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_repeats)
     except RecursionError as error:

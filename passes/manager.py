@@ -1,4 +1,4 @@
-"""Runs a sequence of passes, after checking that each will find what it requires."""
+"""Run a sequence of passes after checking that each will find its required annotations."""
 from __future__ import annotations
 
 import logging
@@ -33,10 +33,10 @@ class PassManager:
                 raise PassError(f"{entry!r} is not a pass", f"position {position + 1} of the sequence", step)
 
     def check(self, available: Iterable[Key[Any]] = ()) -> None:
-        """PassError listing every requirement that would not be met, and the pass that would provide it.
+        """Raise PassError listing every unmet requirement, and the pass that would provide it.
 
         available: annotations that are complete before the first pass. A transform counts as if it changed the graph:
-        what it does not preserve is gone.
+        annotations that it does not preserve are dropped.
         """
         known = set(available)
         lost: dict[Key[Any], str] = {}
@@ -58,7 +58,7 @@ class PassManager:
     def __call__(self, graph_module: fx.GraphModule) -> list[PassResult]:
         """Check, then run every pass on `graph_module`; their results in order.
 
-        What a pass raises says which passes ran before it: a PassError where it was, anything else in a note.
+        Errors name the passes that ran before: a PassError in `where`, any other exception in a note.
         """
         required = {key for entry in self.passes for key in entry.requires}
         self.check(key for key in required if has(key, graph_module))

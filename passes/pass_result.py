@@ -1,4 +1,4 @@
-"""What a pass did: a snapshot of the graph before and after, and what can be said about the two."""
+"""Result of a pass: snapshots of the graph before and after, and their difference."""
 from __future__ import annotations
 
 import difflib
@@ -13,7 +13,7 @@ from passes.annotations import Annotations, Key, annotations_of
 
 
 class _NodeRecord(NamedTuple):
-    """One node as it was. FX replaces the arguments of a node and never changes them, so keeping them is a copy."""
+    """Record of one node. FX replaces the arguments of a node and never changes them, so keeping them is a copy."""
 
     node: fx.Node
     op: str
@@ -21,7 +21,7 @@ class _NodeRecord(NamedTuple):
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    attribute: object  # what get_attr and call_module find at `target`; kept alive, so that its id stays its own
+    attribute: object  # target of get_attr and call_module; kept alive, so that its id stays unique
     annotations: Annotations
 
     def text(self, annotations: bool) -> str:
@@ -41,7 +41,7 @@ class _NodeRecord(NamedTuple):
 
 
 def target_name(target: Any) -> str:
-    """`aten.mm.default`, `operator.getitem`: how a call's target is printed."""
+    """A call's target as it is printed: `aten.mm.default`, `operator.getitem`."""
     if isinstance(target, (types.FunctionType, types.BuiltinFunctionType)):
         return f"{(target.__module__ or '').lstrip('_')}.{target.__name__}".lstrip(".")
     return str(target)
@@ -49,7 +49,7 @@ def target_name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class GraphSnapshot:
-    """The nodes of a graph module at one moment, a few pointers per node. Graphs in submodules are held likewise."""
+    """The nodes of a graph module at one moment, a few pointers per node. Graphs in submodules are recorded alike."""
 
     rows: tuple[_NodeRecord, ...]
     graph_annotations: Annotations
@@ -80,7 +80,7 @@ class GraphSnapshot:
         return head + [row.text(annotations) for row in self.rows]
 
     def written_since(self, before: GraphSnapshot) -> dict[Key[Any], int]:
-        """On how many places each key was written, changed or removed since `before`; same nodes taken for granted."""
+        """Number of places where each key was written, changed or removed since `before`; assumes the same nodes."""
         counts: dict[Key[Any], int] = {}
         pairs = [(before.graph_annotations, self.graph_annotations)]
         pairs += [(a.annotations, b.annotations) for a, b in zip(before.rows, self.rows, strict=True)]
@@ -94,7 +94,7 @@ class GraphSnapshot:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one run of a pass did.
+    """Result of one run of a pass.
 
     seconds: wall time of the pass, with lint and recompile. added, removed: names of nodes. annotated: how many places
     an analysis wrote per key. `print(result.summary())` is one line, `print(result.diff())` everything.
@@ -124,7 +124,7 @@ class PassResult:
         return f"{self.pass_name}: {what}, {self.seconds * 1e3:.1f} ms"
 
     def diff(self) -> str:
-        """Unified diff of the printed graph, made now; of an analysis, with the annotations it wrote."""
+        """Unified diff of the printed graph, computed on call; for an analysis, with the annotations it wrote."""
         with_annotations = bool(self.annotated)
         before, after = self.before.lines(with_annotations), self.after.lines(with_annotations)
         names = (f"before {self.pass_name}", f"after {self.pass_name}")
@@ -153,7 +153,7 @@ def _same_row(a: _NodeRecord, b: _NodeRecord) -> bool:
 
 
 def _same_value(a: object, b: object) -> bool:
-    """Equality of arguments that never asks a symbolic size (that would add a guard) or a tensor."""
+    """Equality of arguments without evaluating a symbolic size (that would add a guard) or a tensor."""
     if a is b:
         return True
     if type(a) is not type(b) or isinstance(a, (fx.Node, torch.Tensor)):

@@ -1,14 +1,14 @@
-"""The order of passes: the only place where it is written.
+"""Pass pipelines: the only place that defines the order of passes.
 
-    before_planning   a traced joint graph (or a forward graph) -> one that can be planned
-    deciding          -> with a decision, on rank 0 alone or without any rank
-    after_planning    -> what this rank runs
-    taping            -> where there is a budget: with what it runs and holds, in plain numbers
-    keeping           -> with what is kept for backward, on rank 0 alone; or `obeying_checkpointing`, as a saved plan says
-    rematerializing   -> with what is computed once more in backward, or offloaded, ready to be cut
+    before_planning            a traced joint (or forward) graph -> a graph ready for planning
+    deciding                   -> with a decision, on rank 0 alone or without any rank
+    after_planning             -> the graph that this rank runs
+    building_storage_program   -> under a budget: with its operations and storages in plain numbers
+    solving_checkpointing      -> with the activations to save, on rank 0 alone; or `obeying_checkpointing`, from a saved plan
+    rematerializing            -> with recomputation in backward, or offloading, ready to be partitioned
 
-Then the graph is cut into forward and backward, by torch's partitioner where nothing says what is kept, and each half is
-compiled (`hpml_compiler.compile.lower.lowering`). The graph before the first pass is what AOTAutograd traces, taken apart by
+Then the graph is partitioned into forward and backward, by torch's partitioner unless a checkpointing decision exists, and each
+half is compiled (`hpml_compiler.compile.lower.lowering`). The graph before the first pass is AOTAutograd's trace with
 the compiler's decompositions (`passes.tracing`).
 """
 from __future__ import annotations
@@ -63,7 +63,7 @@ from passes.transforms.shard.spmd_rewrite import Shard
 
 def before_planning(inputs: Sequence[GraphInput], forward_outputs: int | None, microbatches: int = 1,
                     leaves: bool = True) -> PassManager:
-    """From a traced graph to one that can be planned."""
+    """Passes from a traced graph to a graph ready for planning."""
     return PassManager((Normalize(), Shapes(), Flops(), AnalyzeSignature(tuple(inputs), forward_outputs),
                         FindOperations(microbatches, leaves)))
 
@@ -77,9 +77,9 @@ def annotate(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int
 
 
 def deciding(conditions: SearchConfig, mesh: Mapping[str, int] | None, pins: Mapping[str, Pin] | None = None) -> PassManager:
-    """From a graph that can be planned to its decision: by a search or, with the `pins` of a plan, as that says.
+    """Passes from a graph ready for planning to its decision: by a search or, with the `pins` of a plan, from the plan.
 
-    What else will be decided (microbatches, stages, what is kept for backward) stands here, each before what reads it.
+    Decisions on microbatches, stages and checkpointing are made by further pass managers below, each before its readers.
     """
     pinned = None if mesh is None else FrozenMap(mesh)
     placements = DecidePlacements(conditions, pinned) if pins is None else ObeyPlacements(conditions, pinned, FrozenMap(pins))
@@ -89,27 +89,28 @@ def deciding(conditions: SearchConfig, mesh: Mapping[str, int] | None, pins: Map
 
 
 def building_storage_program(tape: BuildStorageProgram) -> PassManager:
-    """From a joint graph that is ready to be cut to what keeping and rematerializing know of it."""
+    """Build the storage program of a joint graph that is ready to be partitioned."""
     return PassManager((*((ChannelsLast(), UnaliasCat()) if tape.fuses else ()), HoistToForward(), Shapes(), Flops(), tape))
 
 
 def solving_checkpointing(forward_outputs: int, keep: SolveCheckpointing) -> PassManager:
-    """From there to what is kept of forward under a budget."""
+    """Choose the activations to save under a memory budget."""
     manager = PassManager((FindPartitionerChoice(forward_outputs), keep))
     manager.check(available=(STORAGE_PROGRAM,))
     return manager
 
 
 def obeying_checkpointing(kept: ObeyCheckpointing) -> PassManager:
-    """The same, as a saved plan says."""
+    """Take the activations to save from a saved plan."""
     manager = PassManager((kept,))
     manager.check(available=(STORAGE_PROGRAM,))
     return manager
 
 
 def rematerializing(kept: CheckpointDecision, folder: str = "") -> PassManager:
-    """From a graph with a tape, and what all ranks agreed to keep, to one whose backward computes the rest once more, or
-    fetches it from where forward put it. folder: see `OffloadActivations`."""
+    """From a graph with a storage program and the checkpointing decision that all ranks agreed on to one whose backward
+    recomputes the other activations, or copies them back from where forward offloaded them. folder: see
+    `OffloadActivations`."""
     manager = PassManager((AdoptCheckpointing(kept), Rematerialize(),
                            *((OffloadActivations(folder),) if kept.offloaded else ())))
     manager.check(available=(STORAGE_PROGRAM,))
@@ -117,20 +118,20 @@ def rematerializing(kept: CheckpointDecision, folder: str = "") -> PassManager:
 
 
 def one_device(compiler: str) -> PassManager:
-    """From the joint graph that one device runs whole to one that is ready to be cut."""
+    """Prepare the joint graph of a model on one device for partitioning."""
     return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (Deduplicate(),))
 
 
 def one_stage(compiler: str, forward_outputs: int) -> PassManager:
-    """The same for a stage of a pipeline that one device runs whole."""
+    """The same for a pipeline stage on one device."""
     return PassManager((InductorJoint(), Deduplicate()) if compiler == "inductor" else (
         Deduplicate(), TagPhases(forward_outputs)))
 
 
 def whole_batch(forward_outputs: int, kept_gradients: Sequence[int], decision: Decision | None = None,
                 groups: MeshGroups | None = None, asks: bool = False) -> PassManager:
-    """From a graph that can be planned to one whose step goes through its batch at once, for
-    `passes.transforms.microbatch.loop_split`. decision, groups: where a stage has several ranks; no decision where it has one.
+    """From a graph ready for planning to one whose step runs the whole batch at once, for
+    `passes.transforms.microbatch.loop_split`. decision, groups: if a stage has several ranks; no decision if it has one.
     asks: see `Shard`."""
     shards: tuple[Pass, ...] = () if decision is None or groups is None else (
         AdoptPlacements(decision), Shard(groups, asks), Deduplicate())
@@ -141,7 +142,7 @@ def whole_batch(forward_outputs: int, kept_gradients: Sequence[int], decision: D
 
 def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int],
                     asks: bool = False) -> PassManager:
-    """From a graph that can be planned, and a decision with time as its last axis, to one that can be cut at its markers
+    """From a graph ready for planning, and a decision with time as its last axis, to one that can be split at its markers
     (`passes.transforms.microbatch.loop_split`). asks: see `Shard`."""
     manager = PassManager((AdoptPlacements(decision), Shard(groups, asks), MoveLoopInvariants(), Deduplicate(),
                            UnaliasGradients(tuple(kept_gradients), forward_outputs)))
@@ -150,25 +151,25 @@ def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int
 
 
 def around_loop(compiler: str) -> PassManager:
-    """From what is done before the loop over microbatches, or after it, to what is compiled."""
+    """Prepare the prologue or epilogue of the microbatch loop for compilation."""
     return PassManager((Deduplicate(), BucketGradients(), *((InductorJoint(),) if compiler == "inductor" else ())))
 
 
 def in_loop(compiler: str, forward_outputs: int) -> PassManager:
-    """From the joint graph of one microbatch to one that is ready to be cut into forward and backward."""
+    """Prepare the joint graph of one microbatch for partitioning into forward and backward."""
     return PassManager((InductorJoint() if compiler == "inductor" else TagPhases(forward_outputs),))
 
 
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,
                    kept_gradients: Sequence[int] = (), compact: bool = False, ahead: bool = True,
                    by_block: bool = False, outside: Iterable[str] = ()) -> PassManager:
-    """From a graph that can be planned, and the decision that all ranks agreed on, to what this rank runs.
+    """From a graph ready for planning, and the decision that all ranks agreed on, to the graph that this rank runs.
 
-    forward_outputs: None for a forward graph, which is not cut. kept_gradients: places among the graph's outputs of the
-    gradients that go into `.grad`. compact: these take no more memory than they need, for a copy, and no
-    longer, for less of a reduction that goes on beside something else. ahead: what is gathered is started a block before it is
-    read. by_block: no bucket has reductions of two blocks. outside: inputs of which whoever calls
-    the graph gives what `batch_slices_of` says.
+    forward_outputs: None for a forward graph, which is not partitioned. kept_gradients: indices among the graph's outputs of
+    the gradients that go into `.grad`. compact: copy these gradients so that they take no more memory than they need, and no
+    longer, at the cost of less overlap of reductions. ahead: prefetch gathers one block before they are
+    read. by_block: no bucket has reductions of two blocks. outside: inputs that the caller of
+    the graph passes already sliced, per `batch_slices_of`.
     """
     passes: list[Pass] = [
         AdoptPlacements(decision), Shard(groups, asks=compiler == "inductor"), Deduplicate(), HoistBatchSlice(tuple(outside)),
@@ -184,17 +185,17 @@ def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forwar
 
 
 def analyzing_stage_body(kinds: Mapping[str, InputKind], forward_outputs: int) -> PassManager:
-    """From the body of a loop over microbatches to what `finding_stages` takes."""
+    """Analyze the body of a microbatch loop for `finding_stages`."""
     return PassManager((Shapes(), Flops(), AnalyzeStageBody(FrozenMap(kinds), forward_outputs)))
 
 
 def adopting_stages(stages: StageAssignment) -> PassManager:
-    """From there to the same with stages that are known."""
+    """The same with known stages."""
     return PassManager((AdoptStages(stages),))
 
 
 def finding_stages(count: int, device: Device, starts: tuple[str, ...] = ()) -> PassManager:
-    """From a graph that can be planned to one that says into which stages it can be split
+    """Assign the calls of a graph ready for planning to stages
     (`passes.transforms.pipeline.stage_graphs`). starts: as `FindStages` takes them."""
     manager = PassManager((FindBlocks(), FindStages(count, device, starts)))
     manager.check(available=(SHAPES, FLOPS, GRAPH_SIGNATURE))

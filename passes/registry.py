@@ -1,4 +1,4 @@
-"""Passes by name, and which pass provides an annotation.
+"""Registry of passes by name and by the annotations they provide.
 
 The project's own passes are found by importing the modules of `passes.analyses`, `passes.checkpointing`, `passes.pipeline`,
 `passes.sharding` and `passes.transforms`; those of other packages through the entry-point group `hpml_passes`, whose entries
@@ -30,7 +30,7 @@ _passes: dict[str, type[Any]] = {}
 
 
 def register(cls: P) -> P:
-    """Class decorator, above `@dataclass(frozen=True)`: find the pass by its `name`, which nobody else may have."""
+    """Class decorator, above `@dataclass(frozen=True)`: register the pass under its `name`, which must be unique."""
     where = f"{cls.__module__}.{cls.__qualname__}"
     if "__dataclass_params__" not in vars(cls):
         raise BadInput("a pass is a frozen dataclass", where, "write @dataclass(frozen=True) below @register")
@@ -38,7 +38,7 @@ def register(cls: P) -> P:
     if not isinstance(name, str) or not name.isidentifier():
         raise BadInput(f"the name of a pass must be an identifier, got {name!r}", where, 'set `name = "my_pass"`')
     other = _passes.get(name)
-    # The same class again is a module that was reloaded or a notebook cell that was run twice.
+    # The same class again: a module was reloaded or a notebook cell was run twice.
     if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise BadInput(
             f"two passes are called {name!r}", f"{where} and {other.__module__}.{other.__qualname__}", "rename one"
@@ -48,19 +48,19 @@ def register(cls: P) -> P:
 
 
 def external_passes() -> dict[str, type[Any]]:
-    """By name, the passes that are not of this package."""
+    """Passes of other packages, by name."""
     _discover()
     return {name: cls for name, cls in _passes.items() if not cls.__module__.startswith("passes.")}
 
 
 def names() -> tuple[str, ...]:
-    """The names of all passes that can be found, sorted."""
+    """Sorted names of all passes that can be found."""
     _discover()
     return tuple(sorted(_passes))
 
 
 def lookup(name: str) -> type[Any]:
-    """The pass class of that name; BadInput, with the names that come close, if there is none."""
+    """The pass class of that name; raises BadInput with close matches if there is none."""
     if name not in _passes:
         _discover()
     if name not in _passes:
@@ -70,14 +70,14 @@ def lookup(name: str) -> type[Any]:
 
 
 def providers(key: Key[Any]) -> tuple[str, ...]:
-    """The names of the passes that provide an annotation, sorted."""
+    """Sorted names of the passes that provide an annotation."""
     _discover()
     return tuple(sorted(name for name, cls in _passes.items() if key in getattr(cls, "provides", ())))
 
 
 @functools.cache
 def _discover() -> None:
-    """Import everything that may register a pass, once."""
+    """Import every module that may register a pass, once."""
     for package in (importlib.import_module(f"{passes.__name__}.{name}") for name in _PACKAGES):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
@@ -85,7 +85,7 @@ def _discover() -> None:
 
 
 def load_entry_points() -> None:
-    """Load the passes of other packages; one that cannot be loaded is left out with a warning that names it."""
+    """Load the passes of other packages; one that fails to load is skipped with a warning that names it."""
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             found = entry.load()

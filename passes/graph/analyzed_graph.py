@@ -1,4 +1,4 @@
-"""A graph with what planning needs to know of it."""
+"""An analyzed graph: everything that planning needs."""
 from __future__ import annotations
 
 import hashlib
@@ -17,7 +17,7 @@ from passes.pass_result import attribute_of
 
 @dataclass
 class AnalyzedGraph:
-    """A graph that can be planned, with the roles of its inputs. They stay known when the rewrite drops the annotations."""
+    """A graph ready for planning, with the roles of its inputs. These survive when the rewrite drops the annotations."""
 
     gm: GraphModule
     inputs: Sequence[GraphInput]
@@ -28,12 +28,12 @@ class AnalyzedGraph:
         self.graph: PlacementGraph = read(OPERATIONS, self.gm).graph
 
     def text(self) -> str:
-        """The graph without what differs from process to process: equal on ranks that run the same program."""
+        """The graph as text, without process-specific parts: equal on ranks that run the same program."""
         lines = []
         for node in self.gm.graph.nodes:
             value = node.meta.get("val")
             shape = tuple(getattr(value, "shape", ())), str(getattr(value, "dtype", ""))
-            kwargs = {k: v.type if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}  # each has its own
+            kwargs = {k: v.type if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}  # device indices differ
             lines.append(f"{node.name} = {node.op} {node.target} {node.args} {kwargs} -> {shape}")
             if node.op == "get_attr" and isinstance(called := attribute_of(self.gm, node), GraphModule):
                 lines.append(called.code)

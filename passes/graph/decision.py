@@ -1,4 +1,4 @@
-"""What was decided, in the words of the rewrite: layouts of operations, and the route of every value to its readers."""
+"""The placement decision as the rewrite applies it: layouts of operations, and the route of every value to its readers."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from passes.json_records import FrozenMap
 
 @dataclass(frozen=True)
 class OperationLayouts:
-    """Layouts of one operation: what it reads, what it makes, and that after reductions at once."""
+    """Layouts of one operation: inputs, outputs, and outputs after immediate reductions."""
 
     inputs: tuple[Layout, ...]
     made: tuple[Layout, ...]
@@ -20,7 +20,7 @@ class OperationLayouts:
 
 @dataclass(frozen=True)
 class Hop:
-    """One change of the layout of a value, and when it is done."""
+    """One change of a value's layout, and its phase."""
 
     layout: Layout
     phase: Phase
@@ -28,7 +28,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Route:
-    """Layouts that a value passes on its way from where it is made (or stored) to one reader, source excluded."""
+    """Layouts of a value from its producer (or storage) to one reader, source excluded."""
 
     value: int
     source: Layout
@@ -39,16 +39,16 @@ class Route:
         return self.layout(len(self.hops))
 
     def layout(self, after: int) -> Layout:
-        """The layout after that many hops."""
+        """The layout after that many collectives."""
         return self.hops[after - 1].layout if after else self.source
 
 
 @dataclass(frozen=True)
 class RouteSegment:
-    """The part of a route that is paid for by itself: the hops from `start` up to `stop`, which is where the route ends.
+    """A part of a route that is paid once: the collectives from `start` up to `stop`, the end of the route.
 
-    gradient: its end is the gradient that the optimizer takes, so that its reductions go into buckets. held: its end is a
-    parameter that the runtime holds.
+    gradient: it ends at the gradient that the optimizer reads, so its reductions go into buckets. held: it ends at an
+    unsharded parameter that the runtime holds.
     """
 
     route: Route
@@ -60,24 +60,24 @@ class RouteSegment:
 
 @dataclass(frozen=True, repr=False)
 class Decision:
-    """`axes`: those that layouts are over. Keys are indices into the `PlacementGraph`."""
+    """`axes`: of all layouts. Keys are indices into the `PlacementGraph`."""
 
     axes: Axes
     inputs: FrozenMap[int, Layout]
-    """Graph input -> layout in which the runtime hands it in."""
+    """Graph input -> layout in which the runtime passes it."""
     operations: FrozenMap[int, OperationLayouts]
     routes: FrozenMap[tuple[int, int], Route]
     """(operation, operand position) -> route."""
     outputs: tuple[Route, ...]
     """Route of every output of the graph, in order."""
     copies: FrozenMap[tuple[int, Phase], Layout] = field(default_factory=FrozenMap)
-    """(value, phase) -> layout of the copy of which several readers make theirs."""
+    """(value, phase) -> layout of the copy that several readers share."""
     held: FrozenMap[int, Route] = field(default_factory=FrozenMap)
-    """Parameter -> the way from where it is stored to how the runtime hands it in, where that is not the same: it is gone once
-    a step, before the first call of the graph, and the end is held until the optimizer changes the parameter."""
+    """Parameter -> route from its storage to the layout in which the runtime passes it, where the two differ: taken once
+    a step, before the first call of the graph; the result is held until the optimizer changes the parameter."""
 
     def stored(self, parameter: int) -> Layout:
-        """Where a parameter lies between steps, with its gradient and its optimizer state."""
+        """Layout of a parameter between steps, with its gradient and its optimizer state."""
         return self.held[parameter].source if parameter in self.held else self.inputs[parameter]
 
     def __repr__(self) -> str:

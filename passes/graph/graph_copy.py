@@ -1,4 +1,4 @@
-"""A second graph, for what needs to try something out."""
+"""Copy a graph for a trial rewrite."""
 from __future__ import annotations
 
 from torch import fx
@@ -7,7 +7,7 @@ from passes.compat import graph_module
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph of its own, with the annotations, over the same attributes."""
+    """A separate graph with the annotations, over the same attributes."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta.update(gm.graph.output_node().meta)

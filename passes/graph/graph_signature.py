@@ -1,4 +1,4 @@
-"""What goes in and out of a joint graph, in the words of the model: parameters, buffers, data, gradients."""
+"""Inputs and outputs of a joint graph in the model's terms: parameters, buffers, data, gradients."""
 from __future__ import annotations
 
 import re
@@ -21,8 +21,8 @@ from passes.json_records import FrozenMap
 class GraphInput:
     """One input of the Dynamo graph.
 
-    name: dotted name of a parameter or buffer, else an expression. placeable: a parameter that the runtime can store in
-    parts. stored: layout that it has already, on the mesh in use.
+    name: dotted name of a parameter or buffer, else an expression. placeable: a parameter that the runtime can
+    shard. stored: its current layout, on the mesh in use.
     """
 
     name: str
@@ -34,7 +34,7 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class ShardableOutput:
-    """An output besides the loss: it may stay in parts until somebody reads it. number: in `GraphSignature.outputs`. position:
+    """An output besides the loss: it may stay sharded until it is read. number: in `GraphSignature.outputs`. position:
     among the results of the Dynamo graph. tangent: placeholder of its gradient, if it can have one."""
 
     number: int
@@ -47,7 +47,7 @@ class GraphSignature:
     """Roles of the placeholders and outputs of one joint (or forward) graph, by node name."""
 
     kinds: FrozenMap[str, InputKind]
-    """Placeholder -> kind; what is not a parameter that can be placed counts as "buffer", "batch" or "constant"."""
+    """Placeholder -> kind; anything but a parameter that can be sharded counts as "buffer", "batch" or "constant"."""
     names: FrozenMap[str, str]
     """Placeholder of a parameter -> its dotted name."""
     trainable: FrozenMap[str, bool]
@@ -55,18 +55,18 @@ class GraphSignature:
     positions: FrozenMap[str, int]
     """Placeholder -> position among the inputs of the Dynamo graph."""
     outputs: tuple[tuple[str, str | None], ...]
-    """Names of the nodes whose tensors are returned, in order, with the placeholder of the parameter whose gradient each is."""
+    """Names of the output nodes, in order, each with the placeholder of the parameter whose gradient it is."""
     forward_outputs: int
     training: bool
     unread: tuple[ShardableOutput, ...] = ()
-    """Outputs that nobody need read."""
+    """Outputs that need not be read."""
 
     def __repr__(self) -> str:
         return f"Interface({len(self.kinds)} inputs, {len(self.outputs)} outputs)"
 
 
 def input_position(node: Node, order: int = -1) -> int:
-    """Of a placeholder among the inputs of the Dynamo graph; `order` where tracing did not say."""
+    """Position of a placeholder among the inputs of the Dynamo graph; `order` where tracing did not record it."""
     descriptor = node.meta.get("desc")
     return getattr(descriptor, "idx", order) if descriptor is not None else order
 
@@ -119,9 +119,9 @@ def signature_of(gm: GraphModule, inputs: Sequence[GraphInput], forward_outputs:
 
 
 def _unread(gm: GraphModule, results: Sequence[Node | None]) -> dict[int, tuple[int, str | None]]:
-    """Of forward's outputs, those that may stay in parts: a step needs the loss alone, so where that is among them, a number,
-    the others may never be read. What shares memory with an input or another output does not stay: whoever writes to one
-    has to see it in the other."""
+    """Forward outputs that may stay sharded: a step needs the loss alone, so if one output is the loss, a scalar,
+    the others may never be read. Outputs that alias an input or another output are excluded: a write to one
+    must show in the other."""
     found = compat.results_of_program(gm, len(results))
     values = {k: value for k in found if (node := results[k]) is not None
               and isinstance(value := node.meta.get("val"), torch.Tensor)}
@@ -133,15 +133,15 @@ def _unread(gm: GraphModule, results: Sequence[Node | None]) -> dict[int, tuple[
 
 
 def inputs_in_outputs(gm: GraphModule, forward_outputs: int | None) -> set[int]:
-    """Positions of the inputs that the graph returns as they are, or a view of, among its forward outputs."""
+    """Positions of the inputs that the graph returns as forward outputs, unchanged or as a view."""
     returned = {memory_of(node) for node in returned_nodes(gm)[:forward_outputs]} - {None}
     return {input_position(node, order) for order, node in enumerate(gm.graph.find_nodes(op="placeholder"))
             if not node.name.startswith("tangents") and memory_of(node) in returned}
 
 
 def graph_inputs(gm: GraphModule, values: Sequence[Any], placeable: Container[int] | None = None) -> list[GraphInput]:
-    """Every input of a Dynamo graph, from its value and where Dynamo found it. placeable: positions of the parameters that
-    the runtime can store in parts; without it, of all."""
+    """Every input of a Dynamo graph, from its value and its Dynamo source. placeable: positions of the parameters that
+    the runtime can shard; None: all."""
     found = []
     for position, (value, source) in enumerate(zip(values, compat.input_sources(gm), strict=True)):
         kind = _kind(value, "" if source is None else compat.source_name(source))
@@ -159,7 +159,7 @@ def _kind(value: Any, source: str) -> InputKind:
 
 
 def parameter_name(source: Any) -> str:
-    """The dotted name of a parameter where Dynamo found it; for other inputs an expression."""
+    """Dotted name of a parameter from its Dynamo source; for other inputs an expression."""
     if source is None:
         return "(made by Dynamo)"
     expression = compat.source_name(source)

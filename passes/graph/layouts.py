@@ -1,4 +1,4 @@
-"""Layouts: the placement of a value on every axis, and what one rank then holds."""
+"""Layouts: the placement of a value on every axis, and the shard that one rank has."""
 from __future__ import annotations
 
 import math
@@ -15,8 +15,8 @@ Layout = tuple[Placement, ...]
 
 StoredLayout = tuple[Literal["R"] | tuple[int, int], ...]
 """Placement of a stored parameter on every axis, "R" or (dim, outer): the dim, seen as (outer, inner), is split along inner.
-Outer is 1 for DTensor's `Shard(dim)`, and 3 for fused query, key and value weights that are split by heads. Other than the
-number of a factor, it does not depend on how the views of one graph take the dim apart."""
+Outer is 1 for DTensor's `Shard(dim)`, and 3 for fused query, key and value weights that are split by heads. Unlike the
+index of a factor, it does not depend on how one graph's views split the dim."""
 
 
 def format_layout(layout: Layout) -> str:
@@ -35,7 +35,7 @@ def stored_layout(value: Value, layout: Layout) -> StoredLayout:
 
 
 def as_layout(value: Value, stored: StoredLayout) -> Layout | None:
-    """Inverse of `stored_layout`; None where the views of this graph do not take the dim apart there."""
+    """Inverse of `stored_layout`; None where this graph's views do not split the dim there."""
     found: list[Placement] = []
     for p in stored:
         if p == REPLICATE:
@@ -50,18 +50,18 @@ def as_layout(value: Value, stored: StoredLayout) -> Layout | None:
 
 
 def layouts_of_stored(values: Sequence[Value], stored: Mapping[str, StoredLayout]) -> dict[str, Layout]:
-    """By name of a value, the layouts of those that are stored and whose parts the graph can use."""
+    """Layouts by value name, of the stored values whose shards the graph can use."""
     found = {v.name: as_layout(v, stored[v.name]) for v in values if v.name in stored}
     return {name: layout for name, layout in found.items() if layout is not None}
 
 
 def may_stay_sharded(placement: Placement) -> bool:
-    """Whether what a graph returns may stay so on an axis: whole, or its dim in parts, one after the other."""
+    """True if a graph output may keep this placement on an axis: replicated, or contiguous shards of a dim."""
     return placement == REPLICATE or (isinstance(placement, tuple) and placement[1] == 0)
 
 
 def legal(value: Value, layout: Layout, axes: Axes) -> bool:
-    """Whether every split factor divides by the axes that split it."""
+    """True if the axes divide every factor that they split."""
     split: dict[tuple[int, int], int] = {}
     for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
@@ -70,7 +70,7 @@ def legal(value: Value, layout: Layout, axes: Axes) -> bool:
 
 
 def local_shape(value: Value, layout: Layout, axes: Axes) -> tuple[int, ...]:
-    """Shape of the part of a value that one rank holds, in a layout that is `legal`."""
+    """Shape of one rank's shard of a value, in a layout that is `legal`."""
     shape = list(value.spec.shape)
     for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
@@ -79,7 +79,7 @@ def local_shape(value: Value, layout: Layout, axes: Axes) -> tuple[int, ...]:
 
 
 def local_bytes(value: Value, layout: Layout, axes: Axes) -> float:
-    """Bytes that one rank holds."""
+    """Bytes of one rank's shard."""
     share = 1
     for p, axis in zip(layout, axes):
         if isinstance(p, tuple):

@@ -1,12 +1,12 @@
-"""Which repeated block, and which module, a node of a joint graph belongs to.
+"""Repeated block and module of each node of a joint graph.
 
-Every node has a path by its name alone: what folding looks for equal work under, and what a plan says where a node is
-from. What the blocks hand on to each other is in `passes.pipeline.find_blocks`.
+Every node has a path by its name alone: folding looks for equal work under it, and a plan names nodes by
+it. The values that cross between blocks are in `passes.pipeline.find_blocks`.
 
-A block is the outermost entry of the module stack whose path ends in a list index and whose module has parts of its
-own (a decoder layer; not a bare Linear in a Sequential, which is one step of a chain and not a repetition). A backward
-node belongs where the forward node with its `seq_nr` does; a node that has none, as a sum of gradients, where the
-last of its summands does.
+A block is the outermost entry of the module stack whose path ends in a list index and whose module has submodules
+(a decoder layer; not a bare Linear in a Sequential, which is one step of a chain and not a repetition). A backward
+node belongs to the block of the forward node with its `seq_nr`; a node without one, such as a sum of gradients, to
+the block of its last summand.
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def block_of(node: Node) -> str:
 
 
 def module_of(node: Node) -> str:
-    """Path of the innermost module that the node is called in; "" in the model itself."""
+    """Path of the innermost module that calls the node; "" in the model itself."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return clean_path(stack[-1][0]) if stack else ""
 
@@ -53,7 +53,7 @@ def is_backward(node: Node) -> bool:
 
 
 def runs_in_backward(node: Node) -> bool:
-    """Also what is held back for it, though forward could do it."""
+    """True for backward nodes, and for forward nodes that are held back for backward."""
     return is_backward(node) or node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE
 
 
@@ -63,7 +63,7 @@ def assign_blocks(gm: GraphModule) -> dict[Node, str]:
 
 
 def assign_modules(gm: GraphModule) -> dict[Node, str]:
-    """Module of every node, "" for what the model itself calls."""
+    """Module of every node, "" for calls of the model itself."""
     return _assign(gm, module_of)
 
 
@@ -73,16 +73,16 @@ def _assign(gm: GraphModule, of_forward: Callable[[Node], str]) -> dict[Node, st
     order: dict[Node, int] = {}
     for position, node in enumerate(gm.graph.nodes):
         order[node] = position
-        # A sum of gradients carries the number of whatever ran last in forward.
+        # A sum of gradients carries the `seq_nr` of whatever ran last in forward.
         number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
         own = "" if is_backward(node) else of_forward(node)
         if is_backward(node):
             own = by_sequence.get(number, "") if number is not None else ""
         elif number is not None and not by_sequence.get(number):
             by_sequence[number] = own
-        # No number, or that of a forward node that is gone (a view of which every reader has a copy of its own).
+        # No `seq_nr`, or that of a forward node that is gone (a view that was cloned for each reader).
         if is_backward(node) and number not in by_sequence:
-            # The summand that comes last: the others may have passed through many blocks (a residual stream).
+            # The last summand: the others may have passed through many blocks (a residual stream).
             summands = [x for x in node.all_input_nodes if is_backward(x) and blocks.get(x)]
             own = blocks[max(summands, key=order.__getitem__)] if summands else ""
         blocks[node] = own

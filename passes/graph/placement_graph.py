@@ -1,4 +1,4 @@
-"""A joint graph as the planner sees it: operations, values and what each may be, in plain numbers.
+"""A joint graph in plain numbers for the planner: operations, values and their possible placements.
 
 Analyses fill it (`passes.analyses.placement_graph_builder`), partitioning reads it, rewriting maps it back by node names. It
 holds no FX node and no tensor, so that it can be built by hand in tests.
@@ -32,7 +32,7 @@ class Value:
     batch: frozenset[tuple[int, int]] = frozenset()
     """The (dim, factor) pairs that stem from the batch dim of an input."""
     microbatch: frozenset[tuple[int, int]] = frozenset()
-    """Of these, where a step goes through microbatches: those that number them. They are split in time, never over devices."""
+    """Of these, the microbatch factors, if there are microbatches. They are split in time, never over devices."""
     users: tuple[int, ...] = ()
     """Operations that read the value, each once, in order."""
 
@@ -72,13 +72,13 @@ class PlacementGraph:
     operations: tuple[Operation, ...]
     values: tuple[Value, ...]
     outputs: tuple[tuple[int, int | None], ...]
-    """What the graph returns: (value, parameter whose placement its gradient takes, or None: returned whole)."""
+    """Graph outputs: (value, parameter whose placement its gradient takes, or None: returned replicated)."""
     unruled: FrozenMap[str, tuple[str, ...]] = FrozenMap()
     """Operators without a rule -> nodes."""
     saved: frozenset[int] = frozenset()
-    """Values that forward holds for backward."""
+    """Values that forward saves for backward."""
     unread: FrozenMap[int, int | None] = FrozenMap()
-    """Returned values that may stay in parts until somebody reads them -> the input that is their gradient, in the same
+    """Outputs that may stay sharded until they are read -> the tangent input, in the same
     layout, or None."""
 
     def __repr__(self) -> str:

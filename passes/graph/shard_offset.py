@@ -1,4 +1,4 @@
-"""Where a rank's part of a dim begins, as it follows from where the rank is in the mesh."""
+"""Start of a rank's shard of a dim, as a function of the rank's mesh coordinates."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ShardOffset:
-    """`count` elements for each part before this rank's.
+    """`count` elements per shard before this rank's.
 
-    strides: (name of a process group, how many parts are between two neighbours in it); the number of a rank's part is the
+    strides: (name of a process group, number of shards between two neighbors in it); the index of a rank's shard is the
     sum of its coordinates in these groups, each times its stride.
     """
 
@@ -17,5 +17,5 @@ class ShardOffset:
     strides: tuple[tuple[str, int], ...]
 
     def at(self, coordinates: Mapping[str, int]) -> int:
-        """coordinates: of one rank, by the name of the process group."""
+        """The offset of one rank. coordinates: by the name of the process group."""
         return self.count * sum(coordinates[name] * stride for name, stride in self.strides)

@@ -1,4 +1,4 @@
-"""When in a step something is done."""
+"""Phases of a step."""
 from __future__ import annotations
 
 from typing import Literal

@@ -1,8 +1,8 @@
-"""What a script says by activation checkpointing (`torch.utils.checkpoint`) of what is kept for backward.
+"""A script's own activation checkpointing (`torch.utils.checkpoint`), read from the marks on a graph's nodes.
 
-While a checkpointed region is traced, torch marks each of its calls: with a policy, which is to compute once more if nothing
-else was said, and with the number of the region. torch's partitioner obeys these marks, and so does whatever decides here;
-every transform hands them on from a call to the calls that it becomes.
+While a checkpointed region is traced, torch marks each of its calls with a policy (by default: recompute) and with the number
+of the region. torch's partitioner obeys these marks, and so does hpml's checkpointing search;
+every transform copies them from a call to the calls that replace it.
 """
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 POLICY, REGION, HOOKED = "recompute", "ac_graph_id", "has_backward_hook"
 CHECKPOINTED = (POLICY, REGION, HOOKED)
-"""Where the marks are, in the `meta` of a node."""
+"""Keys of the marks in a node's `meta`."""
 
 UserPolicy = Literal["", "keep", "again"]
-"""Nothing; that a result is kept; that it is not, but computed once more."""
+"""No policy; the result must be saved; the result must be recomputed."""
 
 
 def user_policy_of(node: Node) -> UserPolicy:
-    """What a script said of a call's result, read as torch's partitioner does: to prefer to compute it once more is to do so,
-    and what one region hands to a later one is kept."""
+    """The script's policy for a call's result, read as torch's partitioner does: "prefer recompute" means recompute,
+    and values that one region passes to a later one are saved."""
     policy = node.meta.get(POLICY)
     if policy is CheckpointPolicy.MUST_SAVE:
         return "keep"
@@ -38,7 +38,7 @@ def _again(node: Node) -> bool:
 
 
 def copy_checkpoint_marks(source: Node | None, target: Node) -> None:
-    """Mark one node as another is, or not at all if that is not."""
+    """Mark one node like another; remove the marks if that one has none."""
     for key in CHECKPOINTED:
         target.meta.pop(key, None)
         if source is not None and key in source.meta:

@@ -1,15 +1,15 @@
-"""The blocks of a model in the order in which forward runs them, what crosses from one to another, and where to cut.
+"""Chain of a model's blocks in order of execution, the values that cross between blocks, and the possible cuts.
 
-A block is what is called under one path (`h.3`), as long as nothing it reads waits for what it has made: a path that is
-called again after that is a block of its own (`h.3@1`), so that the blocks are a directed graph without cycles. Values that
-anybody can compute from the batch alone (masks, positions) cross nothing: whoever reads them computes them.
+A block is the set of calls under one path (`h.3`), as long as none of its operands depends on its own results: a path that is
+called again after that is another block (`h.3@1`), so the blocks form a directed acyclic graph. Values that
+can be computed from the batch alone (masks, positions) cross nothing: each reader recomputes them.
 
-    cut            between two blocks that follow each other; what crosses it is made before and read after
-    dominator      a block through which every way from the first block to another one leads
-    articulation   a block without which the graph falls apart
+    cut            between two consecutive blocks; crossing values are computed before it and read after it
+        dominator      a block on every path from the first block to another one
+        articulation   a block whose removal disconnects the graph
 
-A cut that a single block's results cross is where a stage of a pipeline may end cheaply; skip connections (a U-Net, an
-encoder that every block of a decoder reads) show as values that cross many.
+A cut crossed only by one block's results is a cheap end of a pipeline stage; skip connections (a U-Net, an
+encoder that every block of a decoder reads) show as values that cross many cuts.
 """
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ import networkx as nx
 from passes.graph.placement_graph import block_class
 
 FIRST = ""
-"""Stands before all blocks that read nothing from others."""
+"""Virtual root before all blocks that read nothing from others."""
 
 
 @dataclass(frozen=True)
 class ForwardCall:
-    """A call of forward. reads: names of pieces; what is none that came before (inputs, parameters) is there for everybody.
-    does: equal for pieces that do the same; free: computed from the batch alone, and not random."""
+    """A call of forward. reads: names of calls; names that did not come before (inputs, parameters) are available everywhere.
+    does: equal for equal calls; free: computed from the batch alone, and not random."""
 
     name: str
     path: str
@@ -41,7 +41,7 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class ChainBlock:
-    """path: as it is called in the model; name: the same, with `@1` for its second turn. pieces: in order of execution."""
+    """path: module path; name: the same, with `@1` for its second turn. pieces: in order of execution."""
 
     name: str
     path: str
@@ -50,7 +50,7 @@ class ChainBlock:
 
 @dataclass(frozen=True)
 class CrossBlockValue:
-    """A value that its own block makes and others read, in their order."""
+    """A value that one block computes and others read, in their order."""
 
     value: str
     source: str
@@ -60,7 +60,7 @@ class CrossBlockValue:
 
 @dataclass(frozen=True)
 class BlockBoundary:
-    """What crosses after a block; single: all of it is that block's."""
+    """Values that cross after a block; single: all of them come from that block."""
 
     after: str
     values: tuple[str, ...]
@@ -91,7 +91,7 @@ class BlockChain:
 
     @cached_property
     def dominators(self) -> dict[str, str]:
-        """The closest block through which every way to a block leads, FIRST if there is none."""
+        """Immediate dominator of each block, FIRST if there is none."""
         rooted = self.graph.copy()
         rooted.add_edges_from([(FIRST, name) for name, degree in self.graph.in_degree() if not degree])
         found = nx.immediate_dominators(rooted, FIRST)
@@ -103,7 +103,7 @@ class BlockChain:
 
     @cached_property
     def cuts(self) -> tuple[BlockBoundary, ...]:
-        """One between every two blocks that follow each other."""
+        """One boundary between every two consecutive blocks."""
         position = {block.name: k for k, block in enumerate(self.blocks)}
         found = []
         for k, block in enumerate(self.blocks[:-1]):
@@ -114,7 +114,7 @@ class BlockChain:
 
 
 def chain_of_blocks(pieces: Sequence[ForwardCall]) -> BlockChain:
-    """pieces: in an order of execution."""
+    """Build the chain. pieces: in an order of execution."""
     home = _homes(pieces)
     members: dict[_Turn, list[ForwardCall]] = defaultdict(list)
     readers: dict[str, dict[_Turn, None]] = {}
@@ -145,10 +145,10 @@ _Turn = tuple[str, int]
 
 
 def _homes(pieces: Sequence[ForwardCall]) -> dict[str, _Turn]:
-    """The block of each piece: a new turn of its path where the last one would otherwise wait for itself."""
+    """The block of each call: a new turn of its path where the current one would otherwise depend on itself."""
     home: dict[str, _Turn] = {}
     turns: dict[str, int] = defaultdict(int)
-    before: dict[_Turn, set[_Turn]] = {}  # all that a block waits for
+    before: dict[_Turn, set[_Turn]] = {}  # transitive dependencies of a block
     free = {piece.name for piece in pieces if piece.free}
     for piece in pieces:
         sources = {home[value] for value in piece.reads if value in home and value not in free}
@@ -159,14 +159,14 @@ def _homes(pieces: Sequence[ForwardCall]) -> dict[str, _Turn]:
         home[piece.name] = own
         before.setdefault(own, set())
         new = sources.union(*(before[source] for source in sources)) - {own}
-        for turn, waits in before.items():  # who waits for this block waits for those, too
+        for turn, waits in before.items():  # dependents of this block get its dependencies, too
             if turn == own or own in waits:
                 waits |= new
     return home
 
 
 def _order(members: Mapping[_Turn, object], home: Mapping[str, _Turn], crossing: Mapping[str, Iterable[_Turn]]) -> list[_Turn]:
-    """As they start, but none before what it reads."""
+    """Order of first call, moved after the blocks that each one reads."""
     graph = nx.DiGraph()
     graph.add_nodes_from(members)
     graph.add_edges_from((home[value], reader) for value, readers in crossing.items() for reader in readers)
@@ -175,7 +175,7 @@ def _order(members: Mapping[_Turn, object], home: Mapping[str, _Turn], crossing:
 
 
 def _signature(members: Sequence[ForwardCall], readers: Mapping[str, Mapping[_Turn, None]]) -> Hashable:
-    """Equal for blocks whose pieces correspond one to one: what they do, what reads what, and what is read outside."""
+    """Equal for blocks whose calls correspond one to one: operators, wiring, and values read outside."""
     inside = {piece.name: k for k, piece in enumerate(members)}
     outside: dict[str, int] = {}
     return tuple(

@@ -1,4 +1,4 @@
-"""Pass: the blocks of a traced model in order, with what crosses between them; see `passes.pipeline.block_chain`."""
+"""Pass: find the blocks of a traced model in order, with the values that cross between them."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from passes.pipeline.block_chain import BlockChain, ForwardCall, chain_of_blocks
 from passes.registry import register
 
 BLOCK_CHAIN: Key[BlockChain] = Key("block_chain", BlockChain, scope="graph")
-"""Repeated blocks, and the modules around them, with what forward hands from one to another."""
+"""Repeated blocks, and the modules around them, with the values that forward passes between them."""
 
 
 @register
 @dataclass(frozen=True)
 class FindBlocks(AnalysisPass):
-    """Writes `BLOCK_CHAIN`, of the forward part of a graph."""
+    """Writes `BLOCK_CHAIN` for the forward part of a graph."""
 
     name = "find_blocks"
     requires = (SHAPES, GRAPH_SIGNATURE)
@@ -35,8 +35,8 @@ class FindBlocks(AnalysisPass):
 
 
 def learned_nodes(graph_module: fx.GraphModule) -> set[fx.Node]:
-    """What depends on parameters, on random numbers, or on a gradient; all else can be computed from the batch alone. An input
-    that itself gets a gradient counts as a parameter."""
+    """Nodes that depend on parameters, random numbers, or a gradient; all others can be computed from the batch alone. An input
+    that gets a gradient itself counts as a parameter."""
     kinds = read(GRAPH_SIGNATURE, graph_module).kinds
     learned: set[fx.Node] = set()
     for node in graph_module.graph.nodes:
@@ -58,7 +58,7 @@ def _pieces(graph_module: fx.GraphModule, learned: set[fx.Node]) -> Iterator[For
 
 
 def _path(node: fx.Node) -> str:
-    """Of the repeated block, else of the module, with the number of its call: Dynamo counts those after the first."""
+    """Path of the repeated block, else of the module, with its call number: Dynamo numbers calls after the first."""
     if block := block_of(node):
         return block
     _, at, call = next(reversed(node.meta.get("nn_module_stack") or {"": None})).rpartition("@")

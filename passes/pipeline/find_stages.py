@@ -1,16 +1,16 @@
-"""Pass: the stage of every call of a joint graph, if it is to be a pipeline; see `passes.pipeline.stage_assignment`.
+"""Pass: assign every call of a joint graph to a pipeline stage; see `passes.pipeline.stage_assignment`.
 
-Every call gets a place among the blocks (`passes.pipeline.block_chain`), and these, in order, are cut where stages take about
-the same time and little crosses. Which place:
+Every call gets a position in the chain of blocks (`passes.pipeline.block_chain`), which is cut where stages take about
+equal time and few bytes cross. The position is:
 
-    forward     its own block's; what is made of parameters alone, its first reader's
-    backward    that of the forward call with its `seq_nr`, but none after what it reads of backward
-    held back   the latest of its readers' and its operands': forward values that are moved between devices for backward alone
-    sums        the earliest of what is added, so that one gradient goes on from there, however many blocks read the value
+    forward     its own block's; for calls on parameters alone, its first reader's
+        backward    that of the forward call with its `seq_nr`, but not after its backward operands
+        held back   the latest of its readers' and its operands': forward values that are redistributed for backward alone
+        sums        the earliest of the summands, so that one gradient goes on from there, however many blocks read the value
 
-A collective and the wait for it are in one place. So no forward value goes back and no gradient forward; a graph where that
-does not hold is refused. The cut is between repeated blocks or what lies between them; where there are fewer of these than
-stages, between any two modules.
+A collective and its wait have the same position. So no forward value goes to an earlier stage and no gradient to a later one;
+a graph that violates this is rejected. Cuts are between repeated blocks or the modules between them; where there are fewer of
+these than stages, between any two modules.
 """
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from passes.registry import register
 from passes.solver.balanced_partition import equal_cut
 
 PARTS = (operator.getitem, WAIT)
-"""What goes with the call that it reads: a part of what that makes, or all of it once it is there."""
+"""Ops that share the position of their operand: they select a part of it, or wait for it."""
 
 
 class TooFewBlocks(BadInput):
@@ -55,8 +55,8 @@ class TooFewBlocks(BadInput):
 @register
 @dataclass(frozen=True)
 class FindStages(AnalysisPass):
-    """Writes STAGES. count: how many there are to be; device: whose time is to be equal. starts: in place of these, the block
-    that each stage but the first begins with, by name."""
+    """Writes STAGES. count: number of stages; device: whose time is balanced. starts: in place of balancing, the name of the
+    block that each stage but the first begins with."""
 
     name = "find_stages"
     requires = (SHAPES, FLOPS, GRAPH_SIGNATURE, BLOCK_CHAIN)
@@ -103,7 +103,7 @@ class _StageBalance:
             tuple(map(tuple, blocks)), tuple(time_us), tuple(forward_us))
 
     def _too_few(self, parts: int) -> TooFewBlocks:
-        return TooFewBlocks(f"the graph has no {self.count} parts that follow each other and compute something",
+        return TooFewBlocks(f"the graph has fewer than {self.count} consecutive parts that compute something",
                             "options['mesh']['pp']", f"take at most {max(parts, 1)} stages")
 
     def _pinned(self, starts: Sequence[str]) -> list[int]:
@@ -115,7 +115,7 @@ class _StageBalance:
         return [*ends, len(self.chain.blocks)]
 
     def _cut(self) -> list[int]:
-        """Up to which block each stage goes."""
+        """Index of the last block of each stage."""
         blocks = self.chain.blocks
         time = [0.0] * len(blocks)
         for node, us in self.us.items():
@@ -158,20 +158,20 @@ class _StageBalance:
                 phase = FORWARD if of[user] > of[node] else BACKWARD
                 if runs_in_backward(node) and phase == FORWARD or not runs_in_backward(user) and phase == BACKWARD:
                     raise HpmlError(
-                        f"a pipeline of {self.count} stages would have to send a value against their order: {node.name}, made "
-                        f"in stage {of[node]}, is read by {user.name} in stage {of[user]}", node.name,
+                        f"a pipeline of {self.count} stages would have to send a value against its order: {node.name}, computed
+                        " f"in stage {of[node]}, is read by {user.name} in stage {of[user]}", node.name,
                         "give another number of stages, or none")
                 readers[phase].add(of[user])
             for phase, stages in readers.items():
                 if not isinstance(node.meta.get("val"), torch.Tensor):
-                    raise HpmlError(f"{node.name} is no tensor, and cannot go from stage {of[node]} to another one", node.name,
+                    raise HpmlError(f"{node.name} is not a tensor and cannot be sent from stage {of[node]}", node.name,
                                     "give another number of stages, or none")
                 found.append(SentValue(node.name, of[node], tuple(sorted(stages)), phase,
                                        float(sum(spec.bytes for spec in read(SHAPES, node)))))
         return found
 
     def _readers(self, of: dict[fx.Node, int], sums: dict[fx.Node, list[fx.Node]]) -> dict[str, tuple[int, ...]]:
-        """Of parameters. First comes the stage where its gradient is whole, else the first that reads it."""
+        """Stages that read each parameter. First comes the stage where its gradient is accumulated, else its first reader."""
         gradients = {owner: name for name, owner in self.interface.outputs if owner is not None}
         by_name = {node.name: node for node in self.calls}
         found = {}
@@ -188,7 +188,7 @@ class _StageBalance:
 
 
 def places(gm: fx.GraphModule, chain: BlockChain, learned: set[fx.Node]) -> dict[fx.Node, int]:
-    """Of every call, the position of a block of the chain; see the module's docstring."""
+    """Position of every call in the chain of blocks; see the module's docstring."""
     home = {piece: position for position, block in enumerate(chain.blocks) for piece in block.pieces}
     place: dict[fx.Node, int] = {}
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -210,7 +210,7 @@ def places(gm: fx.GraphModule, chain: BlockChain, learned: set[fx.Node]) -> dict
 
 
 def _to_first_readers(calls: Sequence[fx.Node], learned: set[fx.Node], place: dict[fx.Node, int]) -> None:
-    """What is made of parameters alone is made where it is read first, whichever module asks for it."""
+    """Move calls on parameters alone to their first reader, whichever module contains them."""
     alone: set[fx.Node] = set()
     for node in calls:
         inputs = [x for x in node.all_input_nodes if x in learned]
@@ -227,7 +227,7 @@ def _to_first_readers(calls: Sequence[fx.Node], learned: set[fx.Node], place: di
 
 
 def _to_last_readers(held_back: Sequence[fx.Node], learned: set[fx.Node], place: dict[fx.Node, int]) -> None:
-    """What is made for backward goes from there to earlier stages, and is made where forward has what it is made of."""
+    """Move held-back calls to their latest reader or operand: results go to earlier stages from there."""
     for node in reversed(held_back):
         place[node] = max((place[user] for user in node.users if user in place), default=place[node])
     for node in held_back:
@@ -236,7 +236,7 @@ def _to_last_readers(held_back: Sequence[fx.Node], learned: set[fx.Node], place:
 
 def _of_backward(node: fx.Node, place: dict[fx.Node, int], learned: set[fx.Node], by_sequence: dict[int, int],
                  last: int) -> int:
-    # A sum of gradients carries the number of whatever ran last in forward.
+    # A sum of gradients carries the `seq_nr` of whatever ran last in forward.
     number = None if node.meta.get("is_gradient_acc") else node.meta.get("seq_nr")
     if node.target in PARTS:
         return place[node.all_input_nodes[0]]
@@ -249,8 +249,8 @@ def _of_backward(node: fx.Node, place: dict[fx.Node, int], learned: set[fx.Node]
 
 
 def _parts(gradient: fx.Node, of: dict[fx.Node, int]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What a sum over stages is made of, in the order in which it is added, and the calls that add. Two numbers have one
-    sum, whichever comes first; of three, the first two that are added are added first here, too."""
+    """Summands of a sum over stages, in the order of addition, and the adding calls. A sum of two numbers does not depend
+    on the order; of three, the two that the graph adds first are added first here, too."""
     parts: list[fx.Node] = []
     adding: list[fx.Node] = []
     node: fx.Node | None = gradient

@@ -1,9 +1,9 @@
-"""A schedule as a table: all that each rank of a pipeline does, in order, with what it sends and receives.
+"""A pipeline schedule as a table: the actions of each rank in order, including sends and receives.
 
-One table is checked, simulated and executed. What a rank computes comes from `passes.pipeline.schedule_orders`; here are added
-the sends and receives between neighboring stages on different ranks. All of these have one order, in which each rank does its
-own: if each waits for the other side, nobody waits for ever. It is the order in which results are there if a forward takes as
-long as half a backward, so that nobody waits much, either.
+One table is checked, simulated and executed. Computations come from `passes.pipeline.schedule_orders`; this module adds
+the sends and receives between neighboring stages on different ranks. All messages have one global order, which each rank
+follows: so blocking sends and receives cannot deadlock. It is the order in which results are ready if a forward takes
+half as long as a backward, which keeps waits short.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNITS: dict[str, float] = {"forward": 1.0, "backward": 2.0, "backward_input": 1
 
 @dataclass(frozen=True)
 class ScheduleAction:
-    """One thing that a rank does for a microbatch. A receive names the stage that receives, a send the one that sends:
+    """One action of a rank for a microbatch. A receive names the receiving stage, a send the sending one:
     send_forward of stage s goes with receive_forward of s + 1, send_backward of s with receive_backward of s - 1."""
 
     kind: Kind
@@ -35,7 +35,7 @@ class ScheduleAction:
 
     @property
     def other_end(self) -> ScheduleAction:
-        """Of a send its receive, of a receive its send."""
+        """The receive of a send, or the send of a receive."""
         step = 1 if self.kind in ("send_forward", "receive_backward") else -1
         way, phase = self.kind.split("_")
         other: Kind = f"{'receive' if way == 'send' else 'send'}_{phase}"  # type: ignore[assignment]
@@ -47,7 +47,7 @@ class ScheduleAction:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """ranks: of each stage, the rank that has it; actions: of each rank, in order."""
+    """ranks: the rank of each stage; actions: of each rank, in order."""
 
     name: ScheduleName
     microbatches: int
@@ -60,14 +60,14 @@ class PipelineSchedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """True if gradients of inputs and of weights are computed separately."""
         return any(action.kind == "backward_weight" for own in self.actions for action in own)
 
     def computed(self, rank: int) -> tuple[ScheduleAction, ...]:
         return tuple(action for action in self.actions[rank] if action.computes)
 
     def in_flight(self) -> tuple[int, ...]:
-        """Of each stage, the most microbatches of which something is saved at a time: until all of backward has run."""
+        """Peak number of microbatches with saved values, by stage; they are freed when all of backward has run."""
         most = [0] * self.stages
         held = [0] * self.stages
         for own in self.actions:
@@ -77,8 +77,8 @@ class PipelineSchedule:
         return tuple(most)
 
     def needs(self, action: ScheduleAction) -> ScheduleAction | None:
-        """What an action that computes reads, of all that is not its own stage's: what another stage on this rank made, or what
-        was received."""
+        """The action that a computation depends on outside its stage: a computation of another stage on this rank, or
+        a receive."""
         if action.kind == "backward_weight":
             return None
         forward = action.kind == "forward"
@@ -90,9 +90,9 @@ class PipelineSchedule:
         return ScheduleAction("receive_forward" if forward else "receive_backward", action.stage, action.microbatch)
 
 
-@lru_cache(maxsize=8)  # a fit of parameters plays the same one many times
+@lru_cache(maxsize=8)  # parameter fits simulate the same schedule many times
 def make_schedule(name: ScheduleName, ranks: int, microbatches: int, virtual: int = 1) -> PipelineSchedule:
-    """The table of a schedule, checked. Raises BadInput where the numbers do not fit."""
+    """Make and check the table of a schedule. Raises BadInput where the numbers do not fit."""
     orders = rank_orders(name, ranks, virtual, microbatches)
     rank_of = {stage: rank for rank in range(ranks) for stage in stages_of(name, rank, ranks, virtual)}
     of_stage = tuple(rank_of[stage] for stage in range(ranks * virtual))
@@ -102,15 +102,15 @@ def make_schedule(name: ScheduleName, ranks: int, microbatches: int, virtual: in
 
 
 def _with_messages(orders: Sequence[Sequence[Computed]], rank_of: Sequence[int]) -> tuple[tuple[ScheduleAction, ...], ...]:
-    """What is computed, in time, with a send and a receive for each result as soon as it is there."""
-    events: list[tuple[float, int, int, ScheduleAction]] = []  # when; messages come first; in turn
+    """Computations in order of time, with a send and a receive for each result as soon as it is ready."""
+    events: list[tuple[float, int, int, ScheduleAction]] = []  # time; messages first; sequence number
     done: dict[tuple[str, int, int], float] = {}
     free, at = [0.0] * len(orders), [0] * len(orders)
     while any(position < len(own) for position, own in zip(at, orders)):
         starts = {rank: max(free[rank], when) for rank, own in enumerate(orders) if at[rank] < len(own)
                   and (when := _ready(own[at[rank]], done, len(rank_of))) is not None}
         if not starts:
-            raise HpmlError("ranks of a pipeline wait for each other", "schedule", "take another schedule")
+            raise HpmlError("the ranks of the pipeline deadlock", "schedule", "use another schedule")
         rank = min(starts, key=lambda each: (starts[each], each))
         kind, stage, microbatch = orders[rank][at[rank]]
         events.append((starts[rank], 1, len(events), ScheduleAction(kind, stage, microbatch)))
@@ -129,7 +129,7 @@ def _with_messages(orders: Sequence[Sequence[Computed]], rank_of: Sequence[int])
 
 
 def _ready(computed: Computed, done: dict[tuple[str, int, int], float], stages: int) -> float | None:
-    """When all that it reads is there; None while it is not known."""
+    """Time at which all inputs are ready; None if it is not known yet."""
     kind, stage, microbatch = computed
     if kind == "forward":
         return done.get(("forward", stage - 1, microbatch)) if stage else 0.0
@@ -141,8 +141,8 @@ def _ready(computed: Computed, done: dict[tuple[str, int, int], float], stages: 
 
 
 def check_schedule(table: PipelineSchedule) -> None:
-    """Every stage runs each microbatch once each way, every message has two ends, and no rank waits for ever though all wait
-    for the other end of each message. Raises HpmlError with what does not hold."""
+    """Check that every stage runs each microbatch once each way, every message has two ends, and no rank deadlocks although
+    messages block. Raises HpmlError with the violated condition."""
     for stage, rank in enumerate(table.ranks):
         own = [(action.kind, action.microbatch) for action in table.actions[rank] if action.computes and action.stage == stage]
         for microbatch in range(table.microbatches):
@@ -151,7 +151,7 @@ def check_schedule(table: PipelineSchedule) -> None:
                 raise HpmlError(f"stage {stage} runs microbatch {microbatch} by {kinds}", f"schedule {table.name}",
                                 "each stage runs forward once, and backward whole or in its two parts")
         if len({microbatch for _, microbatch in own}) != table.microbatches:
-            raise HpmlError(f"stage {stage} runs other microbatches than 0 to {table.microbatches - 1}",
+            raise HpmlError(f"stage {stage} does not run exactly the microbatches 0 to {table.microbatches - 1}",
                             f"schedule {table.name}", "run each of them once")
     at = [0] * len(table.actions)
     done: set[ScheduleAction] = set()
@@ -169,14 +169,14 @@ def check_schedule(table: PipelineSchedule) -> None:
                 moved = True
     for rank, own in enumerate(table.actions):
         if at[rank] < len(own):
-            raise HpmlError(f"rank {rank} waits for ever at {own[at[rank]]}", f"schedule {table.name}",
-                            "put both ends of each message at the same place in the order of all")
+            raise HpmlError(f"rank {rank} deadlocks at {own[at[rank]]}", f"schedule {table.name}",
+                            "order the two ends of each message consistently on all ranks")
 
 
 def _possible(table: PipelineSchedule, action: ScheduleAction, at: Sequence[int], done: set[ScheduleAction]) -> bool:
-    """Whether an action that is next on its rank can be done: what it reads is there, or the other end is next on its own."""
+    """True if the next action of a rank can run: its input is ready, or the peer is at the other end of the message."""
     if action in done:
-        return False  # twice
+        return False  # a duplicate
     if action.computes:
         first: dict[str, Kind] = {"backward": "forward", "backward_input": "forward", "backward_weight": "backward_input"}
         own = ScheduleAction(first[action.kind], action.stage, action.microbatch) if action.kind in first else None

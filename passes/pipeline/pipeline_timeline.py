@@ -1,7 +1,7 @@
-"""A pipeline's schedule as tasks, from the times of each stage: what a step takes, and what is held.
+"""Simulate a pipeline schedule from the times of each stage: duration of a step, and bytes in memory.
 
-Results go to the next stage, gradients back to the one before, over the sender's communication stream; ranks receive while they
-compute. With equal stages and sends that take no time, the bubble is (p - 1) / m of the ideal time, interleaved (p - 1) / (v m)
+Results go to the next stage, gradients to the previous one, over the sender's communication stream; ranks receive while they
+compute. With equal stages and free sends, the bubble is (p - 1) / m of the ideal time, interleaved (p - 1) / (v m)
 (Narayanan et al., arXiv 2104.04473, section 2.2), and rank d holds the activations of m microbatches under gpipe, of
 min(m, p - d) under 1f1b.
 """
@@ -22,9 +22,9 @@ from passes.simulation.storage_liveness import SAVED, LiveInterval
 class TimedStage:
     """One stage on one rank, times in µs for one microbatch.
 
-    send_us: its result to the next stage; return_us: its gradient to the one before (None: as long as the stage before
-    takes to send). weight_us: the part of backward_us for gradients of weights, where a schedule computes them apart (None:
-    half). around_us: computed once, before the first microbatch or after the last; reduce_us: its gradients' reduction after
+    send_us: its result to the next stage; return_us: its gradient to the previous one (None: the send time of the
+    previous stage). weight_us: the part of backward_us for gradients of weights, where a schedule splits backward (None:
+    half). around_us: computed once, before the first microbatch or after the last; reduce_us: reduction of its gradients after
     the last microbatch; activation_bytes: saved for backward per microbatch in flight; held_bytes: parameters, gradients,
     optimizer state. forward_inside, backward_inside: communication between the ranks of the stage, a part of these times.
     """
@@ -68,8 +68,8 @@ class PipelineTasks:
 
 @dataclass(frozen=True)
 class SimulatedPipeline:
-    """A step by a schedule. bubble: the share of it in which a rank has nothing to do, on average; in_flight: of each stage,
-    the most microbatches of which something is saved at a time."""
+    """A simulated step. bubble: mean idle share of a rank; in_flight: for each stage,
+    the peak number of microbatches with saved values."""
 
     step_us: float
     bubble: float
@@ -77,7 +77,7 @@ class SimulatedPipeline:
 
 
 def simulate_pipeline(table: PipelineSchedule, stages: Sequence[TimedStage]) -> SimulatedPipeline:
-    """What a step takes, without reductions and optimizers."""
+    """Simulate a step without reductions and optimizers."""
     built = tasks_of(table, stages)
     spans = simulate_tasks(built.tasks, [1.0] * len(table.actions))
     work = sum(task.us for task, label in zip(built.tasks, built.labels) if label.work)
@@ -103,13 +103,13 @@ def pipeline_tasks(
 
 
 def tasks_of(table: PipelineSchedule, stages: Sequence[TimedStage]) -> PipelineTasks:
-    """All that is computed and sent."""
+    """Tasks of all computations and sends."""
     if len(stages) != table.stages:
         raise BadInput(f"times of {len(stages)} stages for a schedule of {table.stages}", "simulate", "give one for each stage")
     ranks = len(table.actions)
     built = PipelineTasks([], [], [[] for _ in range(ranks)], [0.0] * ranks)
     orders = [table.computed(rank) for rank in range(ranks)]
-    # First all indices, then what waits for what: a task may wait for one of a later rank.
+    # First all indices, then the dependencies: a task may wait for one of a later rank.
     number = {action: k for k, action in enumerate(action for own in orders for action in own)}
     messages = [action for own in table.actions for action in own
                 if action.kind.startswith("send") and _send_us(stages, action) > 0]
@@ -149,7 +149,7 @@ def _made(table: PipelineSchedule, send: ScheduleAction) -> ScheduleAction:
 
 
 def _finish(built: PipelineTasks, own: Sequence[TimedStage], device: int, last: int) -> None:
-    """What one device does once, the reduction of the gradients, and the optimizer's step."""
+    """Add one device's work outside the microbatches, the reduction of its gradients, and the optimizer's step."""
     for us, label in ((sum(s.around_us for s in own), TaskLabel("around the loop", "backward", True)),
                       (sum(s.reduce_us for s in own), TaskLabel("gradients", "all_reduce", False)),
                       (sum(s.optimizer_us for s in own), TaskLabel("optimizer", "optimizer", True))):

@@ -1,17 +1,17 @@
-"""What each rank of a pipeline computes, and in which order, by schedule.
+"""Order of computations on each rank of a pipeline, by schedule.
 
     gpipe          all forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019)
     1f1b           p - 1 - d forwards, then forward and backward in turn (Narayanan et al., "PipeDream", SOSP 2019)
     interleaved    the same over chunks of p microbatches per virtual stage: 2 (p - 1 - d) + (v - 1) p forwards come first
                    (Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
                    SC 2021, arXiv 2104.04473, section 2.2); m must be a multiple of p
-    zero_bubble    interleaved, with backward in two: gradients of inputs, which the stage before waits for, and those of
-                   weights, which fill what would be a bubble (ZB1P of Qi et al., "Zero bubble pipeline parallelism", ICLR
-                   2024, arXiv 2401.10241)
-    zbv            two stages a rank, of which the second ones go back from the last rank to the first (section 6 there)
+    zero_bubble    interleaved, with backward split: gradients of inputs, which the previous stage waits for, and gradients of
+                       weights, which fill the bubbles (ZB1P of Qi et al., "Zero bubble pipeline parallelism", ICLR
+                       2024, arXiv 2401.10241)
+        zbv            two stages a rank; the second ones run from the last rank back to the first (section 6 there)
 
 Rank d of p has stage d, or, with virtual stages, the stages d, d + p, ...; under zbv d and 2 p - 1 - d. The first three are
-short enough to be written here; torch's own 1F1B is only drawn by its order, which leaves out the last rank's first microbatch.
+short enough to be written here; torch's own 1F1B order omits the last rank's first microbatch.
 The other two are torch's.
 """
 from __future__ import annotations
@@ -24,21 +24,21 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 ComputeKind = Literal["forward", "backward", "backward_input", "backward_weight"]
 Computed = tuple[ComputeKind, int, int]
-"""(what, stage, microbatch)"""
+"""(kind, stage, microbatch)"""
 
 _TORCH: dict[str, str] = {"zero_bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble"}
 _KINDS: dict[str, ComputeKind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 def stages_of(schedule: ScheduleName, rank: int, ranks: int, virtual: int) -> tuple[int, ...]:
-    """The stages that a rank has."""
+    """The stages of a rank."""
     if schedule == "zbv":
         return rank, 2 * ranks - 1 - rank
     return tuple(rank + k * ranks for k in range(virtual))
 
 
 def rank_orders(schedule: ScheduleName, ranks: int, virtual: int, microbatches: int) -> list[list[Computed]]:
-    """What each rank computes, in order. Raises BadInput where the numbers do not fit."""
+    """Computations of each rank, in order. Raises BadInput where the numbers do not fit."""
     _check(schedule, ranks, virtual, microbatches)
     if schedule in _TORCH:
         from passes.compat.execution.torch_pipelining import schedule_order

@@ -1,11 +1,11 @@
-"""Stages of a pipeline: which of them every call of a joint graph is in, and what they hand to each other.
+"""Assignment of the calls of a joint graph to pipeline stages, and the values sent between stages.
 
-A stage is a run of blocks, in the order in which forward goes through them. Forward goes from stage 0 to the last one, backward
-the other way, and a value that a stage further away reads passes through those between. Nothing else moves:
+A stage is a run of blocks, in the order of forward. Forward goes from stage 0 to the last one, backward
+the other way, and a value that a more distant stage reads passes through those between. Nothing else is sent:
 
-- what anybody can compute from the batch alone is copied into each stage that reads it, and so are inputs and tangents given
+- calls on the batch alone are copied into each stage that reads them; inputs and tangents are given
   to each stage that reads them;
-- gradients of a parameter that several stages read are made in each of them, and added up where backward ends.
+- gradients of a parameter that several stages read are computed in each of them, and summed where backward ends.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from passes.json_records import FrozenMap
 
 @dataclass(frozen=True)
 class SentValue:
-    """A value that stage `source` makes and `readers` read: later ones in forward, earlier ones in backward."""
+    """A value that stage `source` computes and `readers` read: later stages in forward, earlier ones in backward."""
 
     value: str
     source: int
@@ -27,20 +27,20 @@ class SentValue:
     bytes: float
 
     def crosses(self, border: int) -> bool:
-        """Whether it goes over the border between the stages `border` and `border + 1`."""
+        """True if it crosses the border between the stages `border` and `border + 1`."""
         ends = (self.source, *self.readers)
         return min(ends) <= border < max(ends)
 
 
 @dataclass(frozen=True, repr=False)
 class StageAssignment:
-    """Names are those of nodes.
+    """Stages by node name.
 
-    of: the stage of every call. copied: of these, the calls that each stage makes for itself. sums: of a gradient that is
-    added up over stages, the parts, each made in another stage, in the order in which they are added; summed: the calls that
-    add them, which are in no stage's graph. parameters: the stages that read a parameter, first the one where its gradient
-    is whole. blocks: of each stage, by name. time_us: of each stage, of all that it computes in a step;
-    forward_us: the part of it that is forward's.
+    of: the stage of every call. copied: the calls that each stage runs itself. sums: for a gradient that is
+    summed over stages, the parts, each from another stage, in the order of addition; summed: the calls that
+    add them, which are in no stage's graph. parameters: the stages that read a parameter, first the one that accumulates its
+    gradient. blocks: names by stage. time_us: computation of each stage in a step;
+    forward_us: the part of it in forward.
     """
 
     count: int
@@ -55,12 +55,12 @@ class StageAssignment:
     forward_us: tuple[float, ...]
 
     def without_parameters(self) -> tuple[int, ...]:
-        """Stages that have no parameter of their own: what they read, another stage has, too."""
+        """Stages whose parameters are all read by another stage, too."""
         owners = {first for first, *_ in self.parameters.values()}
         return tuple(stage for stage in range(self.count) if stage not in owners)
 
     def over(self, border: int, phase: Phase) -> tuple[SentValue, ...]:
-        """What goes over the border after stage `border`, in the order in which it is made."""
+        """Values that cross the border after stage `border`, in order of computation."""
         return tuple(each for each in self.sent if each.phase == phase and each.crosses(border))
 
     def __repr__(self) -> str:

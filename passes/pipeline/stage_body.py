@@ -1,4 +1,4 @@
-"""Passes: what is known of a loop's body before it is split into stages, and the stages that all ranks agreed on."""
+"""Passes: signature of a loop body before it is split into stages, and stages that all ranks agreed on."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _NO_STAGES = StageAssignment(0, FrozenMap(), frozenset(), (), FrozenMap(), froze
 @register
 @dataclass(frozen=True)
 class AnalyzeStageBody(AnalysisPass):
-    """Writes INTERFACE. kinds: of the body's inputs, by name; what it returns are no gradients of these."""
+    """Writes INTERFACE. kinds: of the body's inputs, by name; its outputs are not gradients of these."""
 
     name = "analyze_stage_body"
     provides = (GRAPH_SIGNATURE,)
@@ -39,7 +39,7 @@ class AnalyzeStageBody(AnalysisPass):
 @register
 @dataclass(frozen=True)
 class AdoptStages(AnalysisPass):
-    """Writes STAGES, as another rank found them."""
+    """Writes STAGES as found by another rank."""
 
     name = "adopt_stages"
     provides = (STAGES,)

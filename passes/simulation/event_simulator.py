@@ -1,10 +1,10 @@
-"""Discrete events on numbers alone: tasks that hold streams, take time and wait for one another.
+"""Discrete-event simulation on numbers alone: tasks that occupy streams, take time and wait for one another.
 
-Every lane has two streams, COMPUTE and COMMUNICATION; a stream runs one task at a time, and of those that are ready the
-one of least priority number. A task may hold the same stream of several lanes (a collective between lanes): it starts
-when all of them are free, and takes none before.
+Every lane has two streams, COMPUTE and COMMUNICATION; a stream runs one task at a time: the ready one with the
+lowest priority number. A task may occupy the same stream of several lanes (a collective between lanes): it starts
+when all of them are free, and occupies none before.
 
-Contention is a fluid model: while both streams of a lane are busy, what runs on them advances at 1 / c of its speed.
+Contention is a fluid model: while both streams of a lane are busy, tasks on them advance at 1 / c of full speed.
 c = 1: overlap is free. c = 2: overlap gains nothing, since two tasks then take as long as one after the other. A task on
 several lanes advances at the speed of its slowest.
 
@@ -33,14 +33,14 @@ class StreamTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskSpans:
-    """When each task started and stopped, in µs; by index."""
+    """Start and end of each task, in µs; by index."""
 
     start_us: list[float]
     stop_us: list[float]
 
     @property
     def end_us(self) -> float:
-        """When the last task stopped; 0 without tasks."""
+        """End of the last task; 0 without tasks."""
         return max(self.stop_us, default=0.0)
 
 
@@ -61,7 +61,7 @@ class _EventLoop:
         self.start, self.stop = [math.nan] * count, [math.nan] * count
         self.left = [task.us for task in tasks]  # work, in µs at full speed
         self.speed = [0.0] * count
-        self.seen = [0.0] * count  # when `left` was brought up to date
+        self.seen = [0.0] * count  # time of the last update of `left`
         self.version = [0] * count
         self.missing = [len(set(task.after)) for task in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]
@@ -113,7 +113,7 @@ class _EventLoop:
                 touched.update(self.tasks[follower].lanes)
 
     def _start(self, touched: set[int]) -> None:
-        """Start what can, then bring the speeds of all that runs on these lanes up to date."""
+        """Start all tasks that can start, then update the speeds of the tasks on these lanes."""
         changed = set(touched)
         for lane in sorted(touched):
             for stream in (COMPUTE, COMMUNICATION):
@@ -122,7 +122,7 @@ class _EventLoop:
             self._set_speed(index)
 
     def _start_one(self, lane: int, stream: int) -> tuple[int, ...]:
-        """Start the first task that is ready on this stream and finds all its lanes free; the lanes it takes."""
+        """Start the first ready task of this stream whose lanes are all free; returns the lanes it occupies."""
         if self.running[lane][stream] is not None:
             return ()
         heap, waiting, lanes = self.ready[lane][stream], [], ()
@@ -130,7 +130,7 @@ class _EventLoop:
             entry = heapq.heappop(heap)
             index = entry[1]
             if not math.isnan(self.start[index]):
-                continue  # another of its lanes has started it
+                continue  # already started from another of its lanes
             if any(self.running[each][stream] is not None for each in self.tasks[index].lanes):
                 waiting.append(entry)
                 continue

@@ -1,7 +1,7 @@
-"""The calls of a step in the order in which they run, where one layer may be listed for many.
+"""Order of the calls of a step in execution, where one listed layer may stand for many.
 
 A listed call that runs r times is spread over r layers. Forward goes through the layers upward, backward downward;
-what is listed among a repeated block's operations but belongs to none runs once, beside the layer that is listed.
+calls listed among a repeated block's operations that belong to no block run once, beside the listed layer.
 The layers of a block's class are numbered in the order in which its listed blocks appear.
 """
 from __future__ import annotations
@@ -15,13 +15,13 @@ from passes.graph.step_phase import BACKWARD, FORWARD, Phase
 from passes.simulation.step_graph import StepCall, StepGraph
 
 Group = tuple[str, int]
-"""(class of repeated blocks, layer); ("", 0) for what is in no repeated block."""
+"""(class of repeated blocks, layer); ("", 0) outside repeated modules."""
 OUTSIDE: Group = ("", 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CallInstance:
-    """One run of a listed call. position: of how many runs of it this is, in the order of execution."""
+    """One run of a listed call. position: its index among the runs, in order of execution."""
 
     call: StepCall
     group: Group
@@ -34,14 +34,14 @@ class CallInstance:
 
 
 def unroll_layers(graph: StepGraph) -> dict[Phase, list[CallInstance]]:
-    """The instances of forward and of backward."""
+    """The call instances of forward and of backward."""
     groups = _groups(graph)
     phases: tuple[Phase, Phase] = (FORWARD, BACKWARD)
     return {phase: _numbered(_ordered([call for call in graph.calls if call.phase == phase], groups)) for phase in phases}
 
 
 def _groups(graph: StepGraph) -> dict[str, Group]:
-    """Call -> the class of its block, and the block's number among those of the class that are listed."""
+    """Call -> the class of its block, and the block's index among the listed blocks of that class."""
     found: dict[str, Group] = {}
     seen: dict[str, int] = defaultdict(int)
     for call in graph.calls:
@@ -53,7 +53,7 @@ def _groups(graph: StepGraph) -> dict[str, Group]:
 
 
 def _ordered(calls: Sequence[StepCall], groups: Mapping[str, Group]) -> list[tuple[StepCall, Group]]:
-    """The runs of one phase. A class of blocks of which a call runs more than once is a loop."""
+    """The runs of one phase. A class of blocks with a call that runs more than once is a loop."""
     loops = {groups[call.name][0] for call in calls if call.runs > 1}
     ordered: list[tuple[StepCall, Group]] = []
     done: set[str] = set()
@@ -74,7 +74,7 @@ def _ordered(calls: Sequence[StepCall], groups: Mapping[str, Group]) -> list[tup
 
 
 def _loop(calls: Sequence[StepCall], groups: Mapping[str, Group], kind: str, loops: set[str]) -> list[tuple[StepCall, Group]]:
-    """All layers of a class, with what lies between the calls of the listed one and runs once."""
+    """All layers of a class, with the calls between those of the listed layer that run once."""
     inside = [call for call in calls if groups[call.name][0] == kind]
     first = {call.name: groups[call.name][1] for call in inside}
     depth = max(max(call.runs for call in inside), max(first.values()) + 1)
@@ -106,8 +106,8 @@ def _numbered(ordered: Sequence[tuple[StepCall, Group]]) -> list[CallInstance]:
 
 
 def carried(graph: StepGraph) -> dict[str, str]:
-    """What the listed layer reads from outside -> what the layers above it read instead: the result of the layer before.
-    Matched by phase, block and bytes."""
+    """Value that the listed layer reads from outside -> the value that the layers above it read instead: the result of the
+    previous layer. Matched by phase, block and bytes."""
     outputs: dict[tuple, str] = {}
     inputs: dict[tuple, str] = {}
     for reader in graph.calls:

@@ -1,4 +1,4 @@
-"""What runs on the lanes of a step: one for a class of ranks that do the same; lanes of unlike devices side by side."""
+"""Lanes of a step: one for each class of equal ranks; lanes of unlike devices side by side."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from passes.simulation.step_timeline import TaskLabel, memory_over_time
 from passes.simulation.storage_liveness import GRADIENTS, LiveInterval
 
 CONTENTION = {"cpu": 2.0, "cuda": 1.19}
-"""How much both streams slow down while both run, by kind of device. cpu: gloo moves and adds the bytes on the cores that
+"""Slowdown of both streams while both run, by kind of device. cpu: gloo moves and adds the bytes on the cores that
 compute, so overlap gains nothing. cuda: computation that overlaps communication was 18.9% slower on average (up to 40%)
 over GPT and LLaMA models on A100, H100, MI210 and MI250 ("Characterizing compute-communication overlap in
 GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
@@ -21,8 +21,8 @@ GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
 
 @dataclass(frozen=True)
 class RankLanes:
-    """Tasks, with the label and the sort of kernel of each ("" for communication); of each lane, which bytes live when,
-    the bytes held all the time by part, its ranks and their device (None: not known); and the joules that links take."""
+    """Tasks, with the label and the kernel kind of each ("" for communication); for each lane, the live intervals of bytes,
+    the bytes in memory all the time by part, its ranks and their device (None: unknown); and joules on links."""
 
     tasks: list[StreamTask]
     labels: list[TaskLabel]
@@ -35,22 +35,22 @@ class RankLanes:
 
     @staticmethod
     def idle(ranks: int, device: Device | None) -> RankLanes:
-        """One lane whose ranks have nothing to do."""
+        """One lane whose ranks are idle."""
         return RankLanes([], [], [[]], [{}], [tuple(range(ranks))], [device], [], 0.0)
 
     def run(self, contention: float | None = None) -> TaskSpans:
-        """contention: None takes what is usual for each lane's device."""
+        """Simulate the tasks. contention: None takes the default of each lane's device."""
         return simulate_tasks(self.tasks, [contention if contention is not None else CONTENTION[device.kind if device
                                                                                                 else "cpu"]
                                            for device in self.devices])
 
     def memory(self, spans: TaskSpans) -> list[tuple[tuple[float, int], ...]]:
-        """(µs, bytes held from then on) of a rank of each lane."""
+        """(µs, bytes in memory from then on) of a rank of each lane."""
         return [memory_over_time(intervals, spans, sum(held.values()))
                 for intervals, held in zip(self.intervals, self.held)]
 
     def parts(self, spans: TaskSpans, lane: int) -> dict[str, tuple[tuple[float, int], ...]]:
-        """The same of one lane, by part."""
+        """The same for one lane, by part."""
         by_part: dict[str, list[LiveInterval]] = {part: [] for part in self.held[lane]}
         for each in self.intervals[lane]:
             by_part.setdefault(each.part, []).append(each)
@@ -60,10 +60,10 @@ class RankLanes:
 
 def one_lane(graphs: Sequence[StepGraph], *, ranks: int = 1, device: Device | None = None, microbatches: int = 1,
              recompute: bool = False, overlap: bool = True, update_bytes: float = 0.0) -> RankLanes:
-    """The lane of `ranks` like devices that run these graphs, one after the other, in every step; see `walk.program`."""
+    """The lane of `ranks` equal devices that run these graphs, one after the other, in every step; see `lower_step`."""
     made = lower_step(graphs, microbatches, recompute, update_bytes)
     entries = made.entries
-    # Gradients that no listed call is seen to make count all the time.
+    # Gradients without a listed producer count all the time.
     unseen = max(0.0, sum(graph.gradient_bytes for graph in graphs) - made.ledger.gradient_bytes)
     held = {"parameters": sum(graph.parameter_bytes for graph in graphs),
             "optimizer": sum(graph.optimizer_bytes for graph in graphs), GRADIENTS: unseen}
@@ -73,15 +73,15 @@ def one_lane(graphs: Sequence[StepGraph], *, ranks: int = 1, device: Device | No
 
 
 def peak_bytes(lanes: RankLanes, contention: float | None = None) -> int:
-    """The most that a rank holds at a time."""
+    """Peak bytes of a rank."""
     return max(nbytes for curve in lanes.memory(lanes.run(contention)) for _, nbytes in curve)
 
 
 def side_by_side(parts: Sequence[RankLanes], summing: Sequence[int], sum_us: float, sum_j: float) -> RankLanes:
-    """One lane from each part, ranks numbered on, which meet where gradients are added up: in a task of `sum_us` on the
+    """One lane from each part, with consecutive ranks, which meet where gradients are summed: in a task of `sum_us` on the
     lanes `summing`, before their optimizers run; its links take `sum_j`."""
     tasks: list[StreamTask] = []
-    steps: list[int] = []  # the optimizer of each lane that has one
+    steps: list[int] = []  # index of each lane's optimizer task, if any
     ranks: list[tuple[int, ...]] = []
     for lane, part in enumerate(parts):
         offset, first = len(tasks), sum(map(len, ranks))

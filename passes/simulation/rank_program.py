@@ -1,12 +1,12 @@
-"""The program of one rank: what its two streams do in a step, in order, and which bytes live from when to when.
+"""Program of one rank: tasks of its two streams in a step, in order, and the live intervals of bytes.
 
-Compute runs in the order of the graph. A redistribution is issued when its value is there and waited for by its first
-reader; one that a parameter or an earlier phase supplies (a gather of weights, a saved value brought to another placement)
+Compute runs in the order of the graph. A redistribution is issued when its value is ready and waited for by its first
+reader; one whose value is a parameter or comes from an earlier phase (a gather of weights, redistribution of a saved value)
 is prefetched one block ahead: it may start as soon as the block before its reader's does, as FSDP prefetches (Zhao et al.,
 "PyTorch FSDP", VLDB 2023, section 3.3.2). Reductions of gradients are collected into buckets (Li et al., "PyTorch
 Distributed", VLDB 2020, section 3.2), run beside the rest of backward, and are waited for by the optimizer.
 
-`lower_step` lets the graphs of a step take turns; `step_lowering` says what one of them does; `Stream` is what they append to.
+`lower_step` interleaves the graphs of a step; `step_lowering` lowers one of them into a `RankProgram`.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIMIZER = "optimizer"
 @dataclass(slots=True)
 class ProgramEntry:
     """A task of a rank. kind: the phase, or the name of the collective; `slice` is a local step on the compute stream.
-    kernel: the sort of kernel, for its power; link_j: joules that the links take of one rank."""
+    kernel: kernel kind, for its power; link_j: joules on the links, per rank."""
 
     stream: int
     name: str
@@ -35,7 +35,7 @@ class ProgramEntry:
 
     @property
     def is_work(self) -> bool:
-        """Whether this is the model's arithmetic or the optimizer's, not a part of communication."""
+        """True for the model's arithmetic and the optimizer's, False for parts of communication."""
         return self.kind in (FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER)
 
 
@@ -50,8 +50,8 @@ class RankProgram:
         self._pending: list[int] = []
 
     def compute(self, name: str, kind: str, us: float, waits: Iterable[int] = (), kernel: str = "pointwise") -> int | None:
-        """Append to the compute stream. What takes no time and waits for nothing is no entry of its own: the index of
-        the entry before it stands for it (None at the very start)."""
+        """Append to the compute stream. Work that takes no time and waits for nothing gets no entry: returns the index of
+        the entry before it (None at the very start)."""
         self._pending += waits
         if not us and not self._pending:
             return self._compute
@@ -65,11 +65,11 @@ class RankProgram:
         return self._append(ProgramEntry(COMMUNICATION, name, kind, us, before, "", link_j))
 
     def wait(self, index: int | None) -> None:
-        """The next entry of the compute stream waits for that one, if it is a collective."""
+        """Make the next entry of the compute stream wait for that one, if it is a collective."""
         self._pending += self.collective(index)
 
     def collective(self, index: int | None) -> list[int]:
-        """The index if it is that of a collective: what compute does is waited for by what follows it anyway."""
+        """The index if it is that of a collective: the compute stream is in order, so its entries need no wait."""
         return [index] if index is not None and self.entries[index].stream == COMMUNICATION else []
 
     @property
@@ -78,17 +78,17 @@ class RankProgram:
         return self._compute
 
     def enter(self, block: object) -> None:
-        """What follows on the compute stream belongs to this run of a block."""
+        """Attribute the following compute entries to this run of a block."""
         if not self._segments or self._segments[-1][0] != block:
             self._segments.append((block, self._compute))
 
     def prefetch_after(self) -> int | None:
-        """The entry after which the block before the present one starts; blocks that take no time do not count."""
+        """The entry after which the previous block starts; blocks that take no time do not count."""
         own = self._segments[-1][1]
         return next((before for _, before in reversed(self._segments) if before != own), None)
 
     def optimizer(self, us: float, nbytes: float) -> None:
-        """The last entry: it waits for all that nobody else has waited for, and makes so many bytes while it runs."""
+        """Append the optimizer: it waits for everything not waited for yet, and allocates `nbytes` while it runs."""
         read = {before for entry in self.entries for before in entry.after}
         waits = [i for i, entry in enumerate(self.entries) if entry.stream == COMMUNICATION and i not in read]
         self.compute("optimizer" if us else "end", OPTIMIZER, us, [*waits, *self._pending])
@@ -96,8 +96,8 @@ class RankProgram:
         self.ledger.add(nbytes, last, last)
 
     def tasks(self, overlap: bool) -> list[StreamTask]:
-        """With their index as priority, so that of two collectives that may start, the one needed first does. Without
-        overlap one after another."""
+        """Tasks with their index as priority, so that of two ready collectives the one needed first starts. Without
+        overlap they run one after another."""
         if overlap:
             return [StreamTask(e.us, e.stream, tuple(e.after), priority=i) for i, e in enumerate(self.entries)]
         return [StreamTask(e.us, e.stream, (i - 1,) if i else ()) for i, e in enumerate(self.entries)]

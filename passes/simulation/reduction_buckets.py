@@ -1,4 +1,4 @@
-"""Reductions of gradients that go together: one collective for as many as fit, as the runtime's buckets do."""
+"""Buckets of gradient reductions: one collective for as many gradients as fit, like the runtime's buckets."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from passes.simulation.rank_program import RankProgram
 from passes.simulation.step_graph import Transfer, TransferHop
 
 Reduced = Callable[[Transfer, int, int, int, str], None]
-"""(leg, number of its hop, entry that has reduced it, layer, label)."""
+"""(leg, index of its collective, entry that reduced it, layer, label)."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _ReductionBucket:
 
 
 class ReductionBuckets:
-    """Open buckets by number of the hop, collective, axis and dtype. done: told of every member of one that is closed."""
+    """Open buckets by index of the collective, kind, axis and dtype. done: called for every member of a closed bucket."""
 
     def __init__(self, program: RankProgram, done: Reduced):
         self.program, self.done = program, done
@@ -36,7 +36,7 @@ class ReductionBuckets:
         return hop.collective in REDUCING and bool(hop.bytes)
 
     def add(self, leg: Transfer, k: int, ready: int | None, layer: int, label: str) -> None:
-        """Hop k of a gradient's reduction, which may start after entry `ready`."""
+        """Add collective k of a gradient's reduction, which may start after entry `ready`."""
         hop = leg.hops[k]
         key = (k, hop.collective, hop.axis, leg.dtype)
         if key in self.open and self.open[key].nbytes + hop.bytes > BUCKET_BYTES:
@@ -57,7 +57,7 @@ class ReductionBuckets:
         more = len(bucket.members) - 1
         label = bucket.members[0][3] + (f" and {more} more" if more else "")
         index = self.program.communicate(label, key[1], bucket.us, sorted(bucket.after), bucket.link_j)
-        if more:  # they are copied together
+        if more:  # they are copied into one buffer
             self.program.ledger.add(bucket.nbytes, index, index)
         for leg, k, layer, name in bucket.members:
             self.done(leg, k, index, layer, name)

@@ -1,6 +1,6 @@
-"""What one rank does in a step, in plain numbers: calls in order, values on their way between them, bytes held throughout.
+"""Step graph: one rank's calls in order, values redistributed between them, and constant bytes, in plain numbers.
 
-`passes.sharding.oracle.decision_step_graph` makes one of a decision, `hpml_compiler.simulate.plan_step_graph` of a saved plan.
+`passes.sharding.oracle.decision_step_graph` builds one from a decision, `hpml_compiler.simulate.plan_step_graph` from a plan.
 All times and bytes are of one rank, and of one microbatch where there are several.
 """
 from __future__ import annotations
@@ -20,13 +20,13 @@ When = Literal["before", "loop", "after"]
 class StepCall:
     """One operation.
 
-    reads: each value read (a call, by its name, or an input of the graph) with the layout in which it is read.
-    result_bytes: of each result; saved: whether that result is held until backward. view_of: the value in whose storage
-    the results are, so that they take none of their own. scratch_bytes: what the call takes besides, while it runs.
-    block: where it is from, as `h.3`; kernel: the sort of kernel; fused: calls of one block, phase and `fused` are one
-    kernel. gradient: the optimizer takes its results, or views of them, so that they are held until the step ends.
-    runs: how often it runs in a step of the whole model, where one layer is listed for many. again_us: what running it once
-    more takes, where backward does so because its results are not saved. when: in the loop over microbatches, or once, whole,
+    reads: each value read (name of a call or of a graph input) with the layout in which it is read.
+    result_bytes: of each result; saved: True for results that are saved for backward. view_of: the value whose storage
+    the results share, if they are views. scratch_bytes: temporary memory of the call.
+    block: its path, such as `h.3`; kernel: kernel kind; fused: calls of equal block, phase and `fused` are one
+    kernel. gradient: the optimizer reads its results, or views of them, so they stay in memory until the step ends.
+    runs: number of runs in a step of the whole model, where one listed layer stands for many. again_us: time of recomputing it
+    in backward, where its results are not saved. when: in the loop over microbatches, or once,
     before it or after it.
     """
 
@@ -57,7 +57,7 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class TransferHop:
-    """One collective over one mesh axis; without bytes something local, such as a slice. link_j: joules that the links take."""
+    """One collective over one mesh axis; without bytes a local step, such as a slice. link_j: joules on the links."""
 
     collective: str
     axis: str
@@ -68,10 +68,10 @@ class TransferHop:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A part of a redistribution that is paid for once: a value goes from one layout to another for `reader`, which is a
-    call, the very call that makes it (a sum where it is made), or "" for what the graph returns. gradient: it is reduced
-    for the optimizer. result_bytes: of the value in its target layout, where a microbatch makes and drops it. once: a step
-    has it once, however many microbatches. It stands for `multiplicity` equal ones in the whole model."""
+    """A paid part of a redistribution: a value goes from one layout to another for `reader`, which is a
+    call, its own producer (a sum reduced where it is computed), or "" for a graph output. gradient: it is reduced
+    for the optimizer. result_bytes: of the value in its target layout, where a microbatch allocates and frees it. once: it
+    runs once a step, however many microbatches. It stands for `multiplicity` equal ones in the whole model."""
 
     value: str
     reader: str
@@ -93,12 +93,12 @@ class Transfer:
 class StepGraph:
     """One graph of a step. All calls of forward come before those of backward.
 
-    tangents: bytes of the gradients that backward is given. parameter_bytes, gradient_bytes, optimizer_bytes: held by a
-    rank; trained_bytes: of each trained parameter. call_us: what entering forward, or backward, takes by itself;
-    accumulate_us: adding the gradients of one more microbatch; optimizer_us: the optimizer's step.
+    tangents: bytes of the gradients that backward receives. parameter_bytes, gradient_bytes, optimizer_bytes: per
+    rank; trained_bytes: of each trained parameter. call_us: overhead of entering forward, or backward;
+    accumulate_us: accumulating the gradients of one more microbatch; optimizer_us: the optimizer's step.
 
-    microbatches: how often this graph runs in a step, where that is its own matter. at_once: backward of each of them follows
-    its forward; else forward of all comes first.
+    microbatches: how often this graph runs in a step, if it has a loop of its own. at_once: backward of each microbatch follows
+    its forward; otherwise all forwards come first.
     """
 
     name: str
@@ -131,14 +131,14 @@ class StepGraph:
 
 
 def storage_of(value: str, calls: Mapping[str, StepCall]) -> str:
-    """The value whose memory `value` is seen in: itself, or what a chain of views starts from."""
+    """The value that owns the storage of `value`: itself, or the root of its chain of views."""
     while value in calls and (seen_in := calls[value].view_of) is not None:
         value = seen_in
     return value
 
 
 def returned_gradients(calls: Sequence[StepCall]) -> frozenset[str]:
-    """What backward makes and nobody reads, or only views that nobody reads: gradients of parameters."""
+    """Backward results without readers, or read only by views without readers: gradients of parameters."""
     readers: dict[str, list[StepCall]] = defaultdict(list)
     for call in calls:
         for value, _ in call.reads:
@@ -151,7 +151,7 @@ def returned_gradients(calls: Sequence[StepCall]) -> frozenset[str]:
 
 
 def with_gradients(calls: Sequence[StepCall]) -> tuple[StepCall, ...]:
-    """The calls, of which those are marked that make what the optimizer takes."""
+    """The calls, with those that produce the optimizer's gradients marked."""
     by_name = {call.name: call for call in calls}
     storages = {storage_of(name, by_name) for name in returned_gradients(calls)}
     return tuple(replace(call, gradient=call.phase == BACKWARD and call.name in storages) for call in calls)

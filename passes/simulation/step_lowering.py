@@ -1,4 +1,4 @@
-"""From step graphs to a program: forward and backward of each graph, call by call, microbatch by microbatch."""
+"""Lower step graphs to a program: forward and backward of each graph, call by call, microbatch by microbatch."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -16,8 +16,8 @@ from passes.simulation.transfer_instances import TransferInstances
 
 def lower_step(graphs: Sequence[StepGraph], microbatches: int = 1, recompute: bool = False,
                update_bytes: float = 0.0) -> RankProgram:
-    """The program of a step. microbatches: how often forward and backward run; recompute: the forward part of repeated
-    blocks runs once more for backward (all of forward where there are none); update_bytes: what the optimizer makes."""
+    """The program of a step. microbatches: runs of forward and backward; recompute: repeated blocks run their forward
+    again for backward (all of forward if there are none); update_bytes: allocated by the optimizer."""
     made = RankProgram()
     walks = [_MicrobatchedLowering(made, graph, recompute) for graph in graphs]
     for microbatch in range(microbatches):
@@ -32,7 +32,7 @@ def lower_step(graphs: Sequence[StepGraph], microbatches: int = 1, recompute: bo
 
 
 class _MicrobatchedLowering:
-    """One graph's part of the program, where it may have microbatches of its own: then it runs them all in one turn, forward
+    """Lowers one graph that may have microbatches of its own: it then runs them all in a row, forward
     and backward of each if its loss is inside."""
 
     def __init__(self, program: RankProgram, graph: StepGraph, recompute: bool):
@@ -62,7 +62,7 @@ class _MicrobatchedLowering:
 
 
 class _GraphLowering:
-    """One graph's part of the program."""
+    """Lowers one graph into the program."""
 
     def __init__(self, program: RankProgram, graph: StepGraph, recompute: bool):
         self.program, self.graph = program, graph
@@ -78,9 +78,9 @@ class _GraphLowering:
         self.memory = GraphLedger(program.ledger, graph, self.recomputed)
         self.buckets = ReductionBuckets(program, self._after_bucket)
         self.microbatch, self.last = 0, True
-        self.returned: list[int | None] = []  # ends of the legs of what a phase returns
-        self.entry: int | None = None  # that of the last call,
-        self.kernel: tuple[object, int] = ("", 0)  # and the kernel that it stands for: its calls, and the layer
+        self.returned: list[int | None] = []  # last entries of the transfers of a phase's outputs
+        self.entry: int | None = None  # entry of the last call,
+        self.kernel: tuple[object, int] = ("", 0)  # and its kernel: key of the fused calls, and the layer
 
     def forward(self, microbatch: int, last: bool) -> None:
         self.microbatch, self.last = microbatch, last
@@ -92,7 +92,7 @@ class _GraphLowering:
         self._wait_for_returned()
 
     def backward(self, microbatch: int, last: bool) -> None:
-        """last: gradients are reduced, since no further microbatch adds to them."""
+        """last: gradients are reduced after this microbatch."""
         if self.graph.training:
             self.program.compute(f"call {self.graph.name}", BACKWARD, self.graph.call_us)
             self.memory.backward_begins(self.program.now)
@@ -113,7 +113,7 @@ class _GraphLowering:
         self.memory.end(self.program.now, last)
 
     def close(self) -> None:
-        """Legs that nothing in the graph waits for and no call makes: the optimizer does."""
+        """Transfers without a waiting call in the graph: the optimizer waits for them."""
         for leg in self.legs.loose:
             for _ in range(leg.multiplicity):
                 self._hops(leg.hops, leg.value, [None])
@@ -125,7 +125,7 @@ class _GraphLowering:
             self._run_one(each, phase, False)
 
     def _bring(self, each: CallInstance) -> None:
-        """Run once more what it reads that forward has dropped, and what that is made of."""
+        """Recompute the operands that forward has dropped, and their dropped operands."""
         for source, _ in each.call.reads:
             name = self.memory.storage.get(source, source)
             made = self.again.get((name, each.layer), self.again.get((name, 0)))
@@ -152,7 +152,7 @@ class _GraphLowering:
         self.memory.call(each, phase, index, late=self.kernel != (call.fused, each.layer))
         self._set_made(each, index)
         for leg, repeats in into:
-            if leg.value == call.name:  # a sum where it is made
+            if leg.value == call.name:  # a sum reduced where it is computed
                 for _ in range(repeats):
                     index = self._hops(leg.hops, label, [index])
                 self._set_made(each, index)
@@ -164,12 +164,13 @@ class _GraphLowering:
                     self._reduce(leg, 0, index, each.layer, label)
 
     def _comes_again(self, leg: Transfer, reader: StepCall) -> bool:
-        """Whether what a call reads is redistributed once more where that runs once more: not what is saved as it reads it."""
+        """True if an operand is redistributed again when its reader is recomputed: unless it is saved in the layout that is
+        read."""
         made = self.graph.by_name.get(leg.value)
         return reader.again_us is None or made is None or made is reader or made.again_us is not None
 
     def _return(self, leg: Transfer, index: int | None) -> None:
-        """What a phase returns is waited for when it ends, and stays with the caller until the microbatch does."""
+        """Outputs of a phase are waited for when it ends, and stay with the caller until the microbatch ends."""
         self.returned.append(index)
         self.memory.output(leg, index)
 
@@ -179,7 +180,7 @@ class _GraphLowering:
         self.returned.clear()
 
     def _leg_in(self, leg: Transfer, repeats: int, each: CallInstance, phase: str) -> None:
-        """Before its reader; it starts where its value is there."""
+        """Run a transfer before its reader; it starts where its value is ready."""
         made = self.graph.by_name.get(leg.value)
         here: Phase = BACKWARD if phase == BACKWARD else FORWARD
         ready = self.made.get((leg.value, each.layer), self.latest.get(leg.value)) if (
@@ -193,7 +194,7 @@ class _GraphLowering:
             self.program.wait(index)
 
     def _hops(self, hops: Sequence[TransferHop], label: str, after: list[int | None]) -> int | None:
-        """One after another; local ones on the compute stream. The last entry's index."""
+        """Collectives one after another; local steps on the compute stream. Returns the last entry's index."""
         index: int | None = None
         for hop in hops:
             before = after if index is None else [index]
@@ -205,7 +206,7 @@ class _GraphLowering:
         return index
 
     def _is_new(self, index: int | None) -> bool:
-        """Whether this is a new entry, not one that stands for a call that takes no time."""
+        """True if this is a new entry, not one that stands for a call that takes no time."""
         new = index is not None and index != self.entry
         self.entry = index
         return new
@@ -216,7 +217,7 @@ class _GraphLowering:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def _reduce(self, leg: Transfer, k: int, ready: int | None, layer: int, label: str) -> None:
-        """From hop k of a gradient's reduction on: into a bucket, or at once where buckets do not take it."""
+        """The collectives of a gradient's reduction from k on: into a bucket, or at once where buckets do not apply."""
         if k < len(leg.hops) and self.buckets.takes(leg.hops[k]):
             self.buckets.add(leg, k, ready, layer, label)
         else:

@@ -1,4 +1,4 @@
-"""From the tasks of lanes and their spans to what a step is: events, where the time went, bytes over time."""
+"""Report of a simulated step from the tasks of lanes and their spans: events, time breakdown, bytes over time."""
 from __future__ import annotations
 
 import math
@@ -12,12 +12,12 @@ from passes.simulation.storage_liveness import LiveInterval
 
 STREAMS = ("compute", "communication")
 SHORTEST_US = 2e-3
-"""Local steps of a thousandth of a microsecond are no events: they would be all that a trace shows."""
+"""Shorter local steps are not reported as events: there are so many that they would hide the rest of a trace."""
 
 
 @dataclass(frozen=True)
 class EmbeddedCommunication:
-    """Communication that is a part of a task. communication_us: all of it; exposed_us: what it adds to the task's time."""
+    """Communication inside a task. communication_us: all of it; exposed_us: its addition to the task's time."""
 
     communication_us: float = 0.0
     exposed_us: float = 0.0
@@ -31,8 +31,8 @@ NOTHING = EmbeddedCommunication()
 
 @dataclass(frozen=True)
 class TaskLabel:
-    """What a task is called; `work`: the model's arithmetic or the optimizer's. inside: the communication of a task that is
-    both, such as a microbatch's turn in a stage of several ranks."""
+    """Label of a task; `work`: the model's arithmetic or the optimizer's. inside: the communication of a task that includes
+    some, such as a microbatch's run through a stage of several ranks."""
 
     name: str
     kind: str
@@ -42,7 +42,7 @@ class TaskLabel:
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """A task as it ran. lane: index of a class of ranks that do the same; stream: "compute" or "communication"; kind:
+    """A task as it ran. lane: index of a class of equal ranks; stream: "compute" or "communication"; kind:
     "forward", "recompute", "backward", "optimizer" on the first, the name of the collective on the second."""
 
     lane: int
@@ -55,8 +55,8 @@ class TimelineEvent:
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Means over the ranks, in µs. compute_us, optimizer_us, communication_us: what the work takes when nothing else runs.
-    bubble_us: no stream has anything to do. exposed_communication_us: the rest, what communication adds to the step."""
+    """Means over the ranks, in µs. compute_us, optimizer_us, communication_us: durations without contention.
+    bubble_us: both streams are idle. exposed_communication_us: the rest, the cost of communication to the step."""
 
     compute_us: float
     communication_us: float
@@ -67,8 +67,8 @@ class TimeBreakdown:
 
 def breakdown(tasks: Sequence[StreamTask], labels: Sequence[TaskLabel], spans: TaskSpans,
               ranks: Sequence[int]) -> TimeBreakdown:
-    """ranks: how many each lane stands for. Every lane's step is what its work takes undisturbed, plus the time when
-    neither stream runs, plus what is left, for which communication is to blame."""
+    """ranks: how many each lane stands for. Every lane's step is the duration of its work without contention, plus the time
+    when neither stream runs, plus the rest, which is attributed to communication."""
     step, lanes = spans.end_us, range(len(ranks))
     compute, optimizer, communication = ([[] for _ in lanes] for _ in range(3))
     busy: list[list[tuple[float, float]]] = [[] for _ in lanes]
@@ -101,7 +101,7 @@ def idle_us(spans: Sequence[tuple[float, float]], step_us: float) -> float:
 
 
 def events(tasks: Sequence[StreamTask], labels: Sequence[TaskLabel], spans: TaskSpans) -> tuple[TimelineEvent, ...]:
-    """One per task and lane, by lane, stream and start."""
+    """One event per task and lane, by lane, stream and start."""
     found = [
         TimelineEvent(lane, STREAMS[task.stream], label.name, label.kind, spans.start_us[i], spans.stop_us[i])
         for i, (task, label) in enumerate(zip(tasks, labels))
@@ -113,8 +113,8 @@ def events(tasks: Sequence[StreamTask], labels: Sequence[TaskLabel], spans: Task
 
 def memory_over_time(intervals: Sequence[LiveInterval], spans: TaskSpans, constant_bytes: float) -> tuple[tuple[float, int],
                                                                                                           ...]:
-    """(µs, bytes held from then on) where it changes, from 0 to the end of the step. What is freed at a moment is gone
-    before what is made then comes, but for what one entry both reads and makes."""
+    """(µs, bytes in memory from then on) at each change, from 0 to the end of the step. At equal times, frees come before
+    allocations, except for values that one entry both reads and makes."""
     changes: dict[float, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for each in intervals:
         start = 0.0 if each.first is None else (spans.stop_us if each.late else spans.start_us)[each.first]

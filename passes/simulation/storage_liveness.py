@@ -1,13 +1,13 @@
-"""Which bytes live from which entry to which: activations, copies in another layout, gradients on their way.
+"""Liveness of storages over the entries of a step: activations, redistributed copies, gradients.
 
-What counts is storages: a view takes nothing, and who reads it reads the storage. One lives from the call that makes it to
-its last reader. One that forward makes and only backward reads lives on if it is `saved`; if not, it is dropped after
-forward and made again where backward reads it, and then takes memory only if a kernel that is no pointwise one (which would
-recompute it on the fly) reads it. What is listed in backward, but `saved`, is made in forward. Values that one fused kernel
-makes and reads take none. What is recomputed needs its own sources: these live on as long. A gradient lives from where it is
-made to the end of the step, as it does when `zero_grad` sets gradients to None; where a graph has a loop over microbatches,
-those of a further one live until it has made all. What is there before that loop lives until the last of them has read
-it. What a call takes besides lives while it runs.
+Storages count: a view takes nothing, and its readers read the storage. A storage lives from its producing call to
+its last reader. A forward storage that only backward reads lives on if it is `saved`; if not, it is dropped after
+forward and recomputed where backward reads it, and then takes memory only if its reader is not a pointwise kernel (which
+recomputes it on the fly). Calls listed in backward, but `saved`, run in forward. Values inside one fused kernel
+take none. The sources of recomputation live until then. A gradient lives from its
+producer to the end of the step, as it does when `zero_grad` sets gradients to None; where a graph has a loop over microbatches,
+those of a further one live until all are computed. Values from before that loop live until the last microbatch has read
+them. Scratch memory of a call lives while it runs.
 """
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from passes.simulation.step_graph import StepCall, StepGraph, Transfer, storage_
 
 RECOMPUTE = "recompute"
 GRADIENTS, SAVED, RECOMPUTED, GATHERED, TRANSIENT = "gradients", "saved", "recomputed", "gathered", "transient"
-"""Parts of what is held. gathered: copies of what a graph is given, such as a parameter, in another layout."""
+"""Parts of the bytes in memory. gathered: redistributed copies of graph inputs, such as parameters."""
 LIGHT = ("view", "pointwise")
-"""Kernels that are computed in those of their readers."""
+"""Kernel kinds that are computed inside those of their readers."""
 Key = tuple[str, int]
 """(storage, layer)."""
 
 
 @dataclass(slots=True)
 class LiveInterval:
-    """Bytes held from the start of one entry (None: of the step) to the stop of another; `late`: from its stop on. part: what
-    they are, which is `TRANSIENT` where nothing else is said."""
+    """Bytes in memory from the start of one entry (None: of the step) to the end of another; `late`: from its end on. part:
+    what they are; `TRANSIENT` by default."""
 
     nbytes: float
     first: int | None
@@ -42,24 +42,24 @@ class LiveInterval:
 @dataclass(slots=True)
 class _LiveStorage:
     kept: float  # bytes that are saved for backward
-    dropped: float  # bytes that are not
+    dropped: float  # bytes that are recomputed
     born: int | None
     forward_last: int | None
     backward_first: int | None = None
     backward_last: int | None = None
-    needed_last: int | None = None  # by what is recomputed from it, too
+    needed_last: int | None = None  # last use, including recomputation from it
     sources: tuple[Key, ...] = ()
-    late: bool = False  # born when `born` stops
-    part: str = SAVED  # what is kept
+    late: bool = False  # allocated when `born` ends
+    part: str = SAVED  # part of the saved bytes
 
 
 class LivenessLedger:
-    """Intervals of a whole step."""
+    """Live intervals of a whole step."""
 
     def __init__(self) -> None:
         self.intervals: list[LiveInterval] = []
         self.gradient_bytes = 0.0
-        """Of reduced gradients, which live from where they are made to the end of the step."""
+        """Intervals of reduced gradients, which live from their producers to the end of the step."""
 
     def add(self, nbytes: float, first: int | None, last: int | None, late: bool = False, part: str = TRANSIENT,
             ) -> LiveInterval | None:
@@ -70,7 +70,7 @@ class LivenessLedger:
 
 
 class GraphLedger:
-    """The storages of one graph in one microbatch at a time. recomputed: the groups whose forward is run once more."""
+    """The storages of one graph in one microbatch at a time. recomputed: the groups whose forward is recomputed."""
 
     def __init__(self, ledger: LivenessLedger, graph: StepGraph, recomputed: Iterable[Group] = ()):
         self.ledger, self.graph = ledger, graph
@@ -78,14 +78,14 @@ class GraphLedger:
         self.storage = {call.name: storage_of(call.name, graph.by_name) for call in graph.calls}
         self.inner = frozenset(call.name for call in graph.calls if self._is_inner(call))
         self.carried = carried(graph)
-        self.unreduced: dict[Key, LiveInterval | None] = {}  # what a gradient takes beyond its reduced part
+        self.unreduced: dict[Key, LiveInterval | None] = {}  # bytes of a gradient beyond its reduced part
         self.once = frozenset(leg.value for leg in graph.legs if leg.once)
         self.made: dict[Key, _LiveStorage] = {}
         self.copies: dict[tuple, _LiveStorage] = {}
         self.begin()
 
     def begin(self) -> None:
-        """A new microbatch."""
+        """Start a new microbatch."""
         self.made = {key: each for key, each in self.made.items() if self._stays(key[0])}
         self.copies = {key: each for key, each in self.copies.items() if key[0] in self.once}
         self.copy_entries: dict[tuple, int] = {}
@@ -95,20 +95,20 @@ class GraphLedger:
         self.backward_born: int | None = None
 
     def continue_from(self, other: GraphLedger) -> None:
-        """What is there for all microbatches, and gradients that are added up, are the same as of the ledger of another one."""
+        """Share values from before the loop, and accumulated gradients, with another ledger."""
         self.unreduced = other.unreduced
         self.made.update((key, each) for key, each in other.made.items() if self._stays(key[0]))
         self.copies.update((key, each) for key, each in other.copies.items() if key[0] in self.once)
 
     def backward_begins(self, index: int | None) -> None:
-        """With entry `index`, its first one: it is given tangents, and what forward has computed on its behalf."""
+        """Start backward with entry `index`, its first one: it receives tangents, and saved values."""
         self.backward_born = index
         for name, nbytes in self.graph.tangents.items():
             self.made[name, 0] = _LiveStorage(nbytes, 0.0, index, index, part=TRANSIENT)
             self.latest[name] = (name, 0)
 
     def call(self, each: CallInstance, phase: str, index: int | None, late: bool) -> None:
-        """A call runs in entry `index`, or takes no time after it (`late`): operands are read, results made."""
+        """Run a call in entry `index`, or after it in no time (`late`): operands are read, results allocated."""
         call, name = each.call, each.call.name
         heavy = call.kernel not in LIGHT or (phase == RECOMPUTE and call.again_us is None)
         sources = []
@@ -129,17 +129,17 @@ class GraphLedger:
         born = self.backward_born if call.phase == BACKWARD and kept else index
         storage = _LiveStorage(kept, dropped, born, index, sources=tuple(sources), late=late and born == index,
                                part=RECOMPUTED if phase == RECOMPUTE else SAVED)
-        if old is not None:  # made again: the first one was dropped, but for what forward has to keep
+        if old is not None:  # recomputed: the first one was freed, except for its saved bytes
             self._close(old)
         self.made[name, each.layer] = storage
         self.latest[name] = (name, each.layer)
 
     def copy_of(self, leg: Transfer, each: CallInstance) -> int | None:
-        """The entry that makes the copy which this leg starts from; None if it starts from the value itself."""
+        """The entry of the copy that this transfer starts from; None if it starts from the value itself."""
         return self.copy_entries.get(self._copy_key(leg.value, each, leg.source))
 
     def copy(self, leg: Transfer, each: CallInstance, phase: str, index: int) -> None:
-        """A leg made a copy of its value in entry `index`, which `each` is about to read."""
+        """Record that a transfer made a copy of its value in entry `index`, which `each` is about to read."""
         self._read(leg.value, each, leg.source, phase, index, True)
         key = self._copy_key(leg.value, each, leg.target)
         self.copy_entries[key] = index
@@ -153,24 +153,24 @@ class GraphLedger:
             self.copies[key] = _LiveStorage(nbytes if saved else 0.0, 0.0 if saved else nbytes, index, index, part=part)
 
     def reduced(self, leg: Transfer, layer: int, index: int | None) -> None:
-        """A gradient's reduction is done with entry `index`."""
+        """Record that a gradient's reduction ends with entry `index`."""
         interval = self.unreduced.get((self.storage[leg.value], layer))
         if interval is not None:
             interval.last = index
 
     def output(self, leg: Transfer, index: int | None) -> None:
-        """Entry `index` makes what the graph returns: the caller holds it until the microbatch is over."""
+        """Record that entry `index` produces a graph output: the caller holds it until the microbatch ends."""
         if leg.communicates:
             self.outputs.append((leg.result_bytes, index))
 
     def end(self, now: int | None, last: bool) -> None:
-        """The microbatch, the last one if `last`, is over with entry `now`: what lived in it is known."""
+        """End the microbatch, the last one if `last`, with entry `now`, and emit its intervals."""
         for nbytes, index in self.added:
             self.ledger.add(nbytes, index, now, part=GRADIENTS)
         for nbytes, index in self.outputs:
             self.ledger.add(nbytes, index, now if index is None or now is None else max(now, index))
         for storage in reversed(list(self.made.values())):
-            if not storage.kept and storage.needed_last is not None:  # made again in backward, from its sources
+            if not storage.kept and storage.needed_last is not None:  # recomputed in backward, from its sources
                 for source in storage.sources:
                     self._need(source, storage.needed_last)
         over = [each for key, each in self.made.items() if last or not self._stays(key[0])]
@@ -180,11 +180,11 @@ class GraphLedger:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _stays(self, value: str) -> bool:
-        """Whether it is made before the loop over microbatches, for all of them."""
+        """True if it is computed before the loop over microbatches, for all of them."""
         return value in self.graph.by_name and self.graph.by_name[value].when == "before"
 
     def _is_inner(self, call: StepCall) -> bool:
-        """Made and read by one fused kernel only."""
+        """True if it is computed and read inside one fused kernel."""
         readers = self.graph.readers.get(call.name, ())
         return bool(readers) and not any(call.saved) and all(
             (r.fused, r.block, r.phase, r.when) == (call.fused, call.block, call.phase, call.when) for r in readers)
@@ -201,7 +201,7 @@ class GraphLedger:
         return call.saved_bytes
 
     def _all_readers(self, name: str) -> Iterable[StepCall]:
-        """Through views."""
+        """Readers, including those through views."""
         for reader in self.graph.readers.get(name, ()):
             yield reader
             if self.storage[reader.name] != reader.name:
@@ -211,7 +211,7 @@ class GraphLedger:
         return (reader for reader in self._all_readers(name) if reader.phase == FORWARD)
 
     def _key(self, source: str, each: CallInstance) -> Key:
-        """The run of `source` that this instance reads: of its own layer, of the layer before, else the latest."""
+        """The run of `source` that this instance reads: of its own layer, of the previous layer, else the latest."""
         root = self.storage.get(source, source)
         if (root, each.layer) in self.made:
             return root, each.layer
@@ -253,12 +253,12 @@ class GraphLedger:
             self.ledger.add(storage.dropped, storage.backward_first, storage.backward_last, part=again)
 
     def _gradient(self, each: CallInstance, index: int | None) -> None:
-        """A gradient lives until the optimizer has read it; what it takes beyond its reduced part, until it is reduced."""
+        """A gradient lives until the optimizer has read it; its bytes beyond the reduced part, until it is reduced."""
         key = (each.call.name, each.layer)
         if key in self.unreduced:
             if (interval := self.unreduced[key]) is not None:
-                interval.last = index  # a further microbatch adds to it
-            if self.graph.microbatches > 1:  # a compiled backward hands out all of them at once
+                interval.last = index  # a further microbatch accumulates into it
+            if self.graph.microbatches > 1:  # a compiled backward returns all of them at once
                 self.added.append((each.call.bytes, index))
             return
         nbytes = each.call.bytes

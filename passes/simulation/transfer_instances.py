@@ -1,4 +1,4 @@
-"""Which legs of redistributions run at which instance of a call, so that each runs as often as the step graph says."""
+"""Distribute transfers over the instances of a call, so that each runs as often as the step graph says."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -9,7 +9,7 @@ from passes.simulation.step_graph import StepGraph, Transfer
 
 
 class TransferInstances:
-    """Those into a reader, those out of a call that the graph returns, and those that nothing in the graph waits for."""
+    """Transfers into a reader, transfers of a call's graph outputs, and transfers without a waiting call in the graph."""
 
     def __init__(self, graph: StepGraph):
         self.order = {call.name: k for k, call in enumerate(graph.calls)}
@@ -36,8 +36,9 @@ class TransferInstances:
         return ((leg, n) for leg in legs if (n := self._repeats(leg, each)))
 
     def _repeats(self, leg: Transfer, each: CallInstance) -> int:
-        """Of r equal legs and n runs of their reader: each run has r / n; where there are fewer legs, those runs
-        have one that read what moves: the last ones, if it comes from the layer before, else the first."""
+        """With r equal transfers and n runs of their reader, each run has r / n; where there are fewer transfers than runs,
+        those runs that read the transferred value have one: the last ones, if it comes from the previous layer, else the
+        first."""
         whole, rest = divmod(leg.multiplicity, each.runs)
         made_before = self.order.get(leg.value, -1) <= self.order[each.call.name]
         here = each.position < rest if made_before else each.position >= each.runs - rest
@@ -45,7 +46,7 @@ class TransferInstances:
 
 
 def _chained(legs: list[Transfer]) -> list[Transfer]:
-    """Legs of one reader such that one which starts where another of the same value ends comes after it."""
+    """Order the transfers of a reader so that one which starts at the end of another comes after it."""
     found: list[Transfer] = []
     rest = list(legs)
     while rest:

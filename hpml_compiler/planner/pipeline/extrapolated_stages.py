@@ -35,7 +35,7 @@ def extrapolated_parts(record: GraphPlan, step: StepGraph, lists: Sequence[str],
     units = _Units(step, lists)
     ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages)
     if ends is None:
-        raise TooFewBlocks(f"the graph has no {table.stages} parts that follow each other and compute something",
+        raise TooFewBlocks(f"the graph has fewer than {table.stages} consecutive parts that compute something",
                            "options['mesh']['pp']", f"take at most {len(units.times_us)} stages")
     stage_of = [sum(end <= unit for end in ends) for unit in range(len(units.times_us))]
     counts = [Counter[str]() for _ in range(table.stages)]

@@ -134,7 +134,7 @@ def hop_term(value: Value, layout: Layout, axis: int, target: Placement, sizes: 
     """Term of one collective of a redistribution; `passes.sharding.pricing.redistribution.after_hop` says whether it is
     legal."""
     source, kind = layout[axis], collective(layout[axis], target)
-    assert kind is not None, f"there is no collective from {source} to {target}"
+    assert kind is not None, f"no collective goes from {source} to {target}"
     if kind == "slice":
         return Slice()
     # A gather's message counts the bytes of its result: whole on this axis.

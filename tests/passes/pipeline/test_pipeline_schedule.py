@@ -26,7 +26,7 @@ def test_two_ranks_by_hand():
     ("zero_bubble", 4, 1, 8), ("zero_bubble", 4, 2, 4), ("zbv", 2, 2, 3), ("zbv", 4, 2, 8), ("gpipe", 1, 1, 2),
 ])
 def test_every_message_has_two_ends_in_one_order(name, p, v, m):
-    table = make_schedule(name, p, m, v)  # checked as it is made: nobody waits for ever though all wait
+    table = make_schedule(name, p, m, v)  # checked as it is made: nobody deadlocks though all wait
     for a in range(p):
         for b in range(p):
             between = [[action if action.kind.startswith("send") else action.other_end for action in table.actions[rank]
@@ -46,13 +46,13 @@ def swapped(own: tuple[ScheduleAction, ...], a: int, b: int) -> tuple[ScheduleAc
 def test_tables_that_do_not_work_are_refused():
     table = make_schedule("1f1b", 2, 2)
     first, second = table.actions
-    with pytest.raises(HpmlError, match="waits for ever"):  # both send first, and wait until the other one receives
+    with pytest.raises(HpmlError, match="deadlocks"):  # both send first, and wait until the other one receives
         check_schedule(replace(table, actions=(swapped(first, 3, 4), second)))
-    with pytest.raises(HpmlError, match="waits for ever"):  # before it is received
+    with pytest.raises(HpmlError, match="deadlocks"):  # before it is received
         check_schedule(replace(table, actions=(first, swapped(second, 0, 1))))
     with pytest.raises(HpmlError, match="stage 1 runs microbatch 1 by"):
         check_schedule(replace(table, actions=(first, second[:-2])))
     with pytest.raises(HpmlError, match="runs microbatch 0 by"):
         check_schedule(replace(table, actions=((first[0], *first), second)))
-    with pytest.raises(HpmlError, match="waits for ever"):  # a send without its receive
+    with pytest.raises(HpmlError, match="deadlocks"):  # a send without its receive
         check_schedule(replace(table, actions=(first, tuple(a for a in second if a.kind != "receive_forward"))))
