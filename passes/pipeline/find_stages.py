@@ -158,8 +158,8 @@ class _StageBalance:
                 phase = FORWARD if of[user] > of[node] else BACKWARD
                 if runs_in_backward(node) and phase == FORWARD or not runs_in_backward(user) and phase == BACKWARD:
                     raise HpmlError(
-                        f"a pipeline of {self.count} stages would have to send a value against its order: {node.name}, computed
-                        " f"in stage {of[node]}, is read by {user.name} in stage {of[user]}", node.name,
+                        f"a pipeline of {self.count} stages would have to send a value against its order: {node.name}, made "
+                        f"in stage {of[node]}, is read by {user.name} in stage {of[user]}", node.name,
                         "give another number of stages, or none")
                 readers[phase].add(of[user])
             for phase, stages in readers.items():
