@@ -1,1 +1,1 @@
-"""Passes that change the graph, one per file. They carry out what annotations say and decide nothing."""
+"""Passes that change the graph, one per file. They apply the decisions in annotations and make none."""

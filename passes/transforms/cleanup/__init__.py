@@ -1,1 +1,1 @@
-"""Rewrites that keep a graph's meaning: normal form, common subexpressions, aliases, memory formats."""
+"""Semantics-preserving rewrites: normal form, common subexpressions, aliases, memory formats."""

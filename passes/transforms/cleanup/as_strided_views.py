@@ -1,9 +1,9 @@
-"""Rewrite `as_strided` into the views that it stands for, which have rules: it reads memory, they name dims.
+"""Rewrite `as_strided`, which addresses memory, into equivalent views, which name dims and have rules.
 
-An operand whose elements lie in memory one after another, in any order of its dims, is a number of mixed radix: each of its
-dims is a digit. Strides of operand and result cut it into finer digits. A dim of the result runs through one of them, or part
-of it, or through several neighbors; digits that no dim runs through stand where the offset says. Two dims that overlap are a
-window that slides.
+An operand without gaps, in any order of its dims, is a mixed-radix number: each of its
+dims is a digit. Strides of operand and result split it into finer digits. A dim of the result runs through one of them, or part
+of it, or through several neighbors; the offset fixes the digits that no dim runs through. Two overlapping dims are a
+sliding window.
 """
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -23,8 +23,8 @@ aten = torch.ops.aten
 
 @dataclass
 class _Digit:
-    """`stride`, `size` and the offset's digit; `length` of what the result runs through, None if it stands still; `window`: the
-    length and step of one that slides."""
+    """`stride`, `size` and the offset's digit; `length`: extent in the result, None if the digit is fixed; `window`: the
+    length and step of a sliding window."""
 
     stride: int
     size: int
@@ -45,7 +45,7 @@ class StridedReading:
 
 def read(shape: Sequence[int], strides: Sequence[int], size: Sequence[int], stride: Sequence[int], offset: int
          ) -> StridedReading | None:
-    """How a result of `size` and `stride` reads an operand of `shape` and `strides`; None where these views cannot say it."""
+    """How a result of `size` and `stride` reads an operand of `shape` and `strides`; None if views cannot express it."""
     order = sorted((d for d, n in enumerate(shape) if n != 1), key=lambda d: -strides[d])
     total = math.prod(shape)
     expected = 1
@@ -74,7 +74,7 @@ def read(shape: Sequence[int], strides: Sequence[int], size: Sequence[int], stri
 
 def _run(digits: list[_Digit], runs: list[tuple[int, int, int]], sliding: dict[int, tuple[int, int, int]]
          ) -> dict[int, list[tuple[int, bool]]] | None:
-    """Dim of the result -> its digits, inner ones first. What each digit is read as is put down in it."""
+    """Dim of the result -> its digits, inner ones first. Records in each digit how it is read."""
     at = {digit.stride: position for position, digit in enumerate(digits)}
     found: dict[int, list[tuple[int, bool]]] = {}
     for k, n, t in runs:
@@ -115,7 +115,7 @@ def as_views(node: Node, insert: CallInserter) -> bool:
 
 
 def _reading(node: Node, x: Node, size: Sequence[int], stride: Sequence[int], at: int) -> StridedReading | None:
-    """`at`: position of the offset among the arguments, which counts from the start of the memory, as the operand's does."""
+    """`at`: position of the storage offset among the arguments; offsets count from the start of the storage."""
     value = x.meta["val"]
     offset: Any = node.args[at] if len(node.args) > at else node.kwargs.get("storage_offset")
     known = [*value.shape, *value.stride(), *size, *stride, value.storage_offset(), 0 if offset is None else offset]
@@ -126,14 +126,14 @@ def _reading(node: Node, x: Node, size: Sequence[int], stride: Sequence[int], at
 
 
 def _apart(insert: CallInserter, x: Node, reading: StridedReading) -> Node:
-    """A dim for each digit, outer ones first."""
+    """View the operand with one dim for each digit, outer ones first."""
     if reading.order != sorted(reading.order):
         x = insert(aten.permute.default, x, reading.order)
     return insert(aten.view.default, x, [digit.size for digit in reading.digits])
 
 
 def _narrowed(insert: CallInserter, x: Node, reading: StridedReading) -> list[Node]:
-    """For every digit what the result runs through, one digit after another."""
+    """For each digit, the narrowed operand."""
     steps = [x]
     for d, digit in enumerate(reading.digits):
         length = digit.length or 1
@@ -143,7 +143,7 @@ def _narrowed(insert: CallInserter, x: Node, reading: StridedReading) -> list[No
 
 
 def _back(insert: CallInserter, x: Node, reading: StridedReading, size: list[int]) -> Node:
-    """Digits in the order of the result's dims, those that stand still left out."""
+    """Permute the digits into the order of the result's dims, without the fixed ones."""
     count = len(reading.digits)
     place: dict[tuple[int, bool], int] = {}
     for d, digit in enumerate(reading.digits):
@@ -169,7 +169,7 @@ def scattered(node: Node, insert: CallInserter) -> bool:
     value = x.meta["val"]
     reading = _reading(node, x, size, stride, 4)
     if reading is None or None in reading.dims or any(digit.window for digit in reading.digits):
-        return False  # several elements of the source may go to one place
+        return False  # several elements of the source may be written to one place
     steps = _narrowed(insert, _apart(insert, x, reading), reading)
     wanted = [d for own in reading.dims for d, _ in own or ()]
     order = [*wanted, *(d for d in range(len(reading.digits)) if d not in wanted)]

@@ -1,8 +1,8 @@
-"""Put what convolutions are given into the order of dims in which inductor computes them, by calls of the graph's own.
+"""Convert operands of convolutions to inductor's memory format (channels last) by explicit calls in the graph.
 
-Inductor would copy weights for itself. It makes all copies when forward starts, and hands them on to backward in place of the
-weights, which are there anyway. As calls of the graph they are made just before they are read, in forward and once more in
-backward, and are counted as what they are.
+Inductor would copy the weights itself, all of them at the start of forward, and save the copies for backward in place of the
+weights, which are in memory anyway. Explicit calls run just before their readers, in forward and again in
+backward, and are visible to the memory simulation.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -30,8 +30,8 @@ DIMS = 4
 @register
 @dataclass(frozen=True)
 class ChannelsLast(TransformPass):
-    """What follows from convolutions has that order already, but for gradients that begin with one number for all elements, as
-    of a mean. Inductor would write such a gradient in the usual order, and copy it for each convolution that reads it."""
+    """Results of convolutions have that format already, except for gradients that start from a scalar, as
+    of a mean. Inductor would write such a gradient in the default format, and copy it for each convolution that reads it."""
 
     name = "channels_last"
 
@@ -52,9 +52,9 @@ class ChannelsLast(TransformPass):
 
 
 def _join_in_order(graph: fx.Graph, fake_mode: Any) -> bool:
-    """What is concatenated for a convolution, part by part: where inductor is not told of one of the parts, it puts the whole
-    the other way, and each convolution that reads it, forward or backward, makes a copy of its own. Parts that others read
-    follow from a convolution, or are computed into the result (`passes.transforms.cleanup.unalias_cat`)."""
+    """Convert concatenated operands part by part: if one part has no known format, inductor puts the whole result
+    into the default one, and each convolution that reads it, forward or backward, copies it. Parts that others read
+    come from a convolution, or are computed into the result (`passes.transforms.cleanup.unalias_cat`)."""
     changed = False
     for cat in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
         if any(cat in user.args[:OPERANDS.get(user.target, 0)] for user in cat.users):
@@ -75,7 +75,7 @@ def _is_in_another_order(x: fx.Node) -> bool:
 
 
 def _is_given(x: fx.Node) -> bool:
-    """Of what a graph is given or gathers, element by element."""
+    """True for graph inputs and gathered inputs, through pointwise calls."""
     stack, seen = [x], {x}
     while stack:
         node = stack.pop()
@@ -89,8 +89,8 @@ def _is_given(x: fx.Node) -> bool:
 
 
 def _follows_constant(x: fx.Node) -> bool:
-    """Whether what decides on its order has none: results of pointwise calls have the order of their first operand, and one
-    number for all elements, or for all of an image, comes to be in the usual one."""
+    """True if nothing determines the memory format: results of pointwise calls have the format of their first operand, and an
+    expanded scalar, or a scalar per image, gets the default one."""
     while x.op == "call_function" and is_pointwise(x.target):
         same = (each for each in x.all_input_nodes if _shape(each) == _shape(x))
         x = next(same, None)  # pyright: ignore[reportAssignmentType]

@@ -1,9 +1,9 @@
-"""Compute once what two calls compute alike; but never keep in forward what is held back for backward.
+"""Common-subexpression elimination that respects calls held back for backward.
 
-What backward needs of a value that forward moved is moved again in backward, so that the part is saved and not the
-whole. To a common-subexpression elimination that knows nothing of it, such as the partitioner's own, the two moves are
-one: forward's result would be saved, and a sharded parameter would be whole in memory until backward. So the
-partitioner's is switched off (`compat.min_cut_partition`), and this one stands in for it.
+A forward value that backward needs is redistributed again in backward, so that the shard is saved and not the
+whole. A common-subexpression elimination that ignores this, such as the partitioner's own, would merge the two
+redistributions: forward's result would be saved, and a sharded parameter would stay unsharded in memory until backward. So the
+partitioner's is switched off (`compat.min_cut_partition`), and this pass replaces it.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -28,9 +28,9 @@ UNDEFINED = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_li
 @register
 @dataclass(frozen=True)
 class Deduplicate(TransformPass):
-    """Equal calls of equal arguments become the first of them. Left alone: random and mutating calls, what shares memory
-    with an output (each result is the caller's own), calls held back for backward whose equal is not, and calls that are equal
-    on some ranks alone: all ranks have the same calls after it."""
+    """Replace equal calls with equal arguments by the first of them. Excluded: random and mutating calls, aliases of
+    an output (each result belongs to the caller), calls held back for backward whose equal is not, and calls that are equal
+    on some ranks only: all ranks keep the same calls."""
 
     name = "deduplicate"
 
@@ -55,7 +55,7 @@ class Deduplicate(TransformPass):
 
 
 def _returned_memory(graph: Graph) -> set[int | None]:
-    """The memory behind the outputs; the result of a collective is the one that is waited for."""
+    """Storages of the outputs; for a collective, of its wait."""
     returned = {memory_of(node) for node in graph.output_node().all_input_nodes} - {None}
     for node in graph.find_nodes(op="call_function", target=WAIT):
         if memory_of(node) in returned:
@@ -64,7 +64,7 @@ def _returned_memory(graph: Graph) -> set[int | None]:
 
 
 def _repeatable(node: Node) -> bool:
-    """Whether a second call of the same gives the same and nothing else."""
+    """True if a second call returns the same and has no other effect."""
     if is_collective(node.target):
         return True  # the same on all ranks, whose graphs have the same calls in the same order
     return not (node.is_impure() or is_random(node.target) or node.target in UNDEFINED)

@@ -1,7 +1,7 @@
-"""Take out what a gradient would do that does not arrive.
+"""Remove the computation of gradients from tangents that are zero.
 
-A model that returns its loss along with other values, such as logits, has a tangent for each; where only the loss is
-differentiated, the others are zeros, as large as the values themselves.
+A model that returns its loss along with other outputs, such as logits, has a tangent for each; if only the loss is
+differentiated, the others are zeros, as large as the outputs themselves.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 @register
 @dataclass(frozen=True)
 class DropTangents(TransformPass):
-    """tangents: names of the placeholders that are zero. What is linear in zeros is left out, and so is adding them."""
+    """tangents: names of the placeholders that are zero. Removes calls that are linear in zeros, and additions of zeros."""
 
     name = "drop_tangents"
 
@@ -54,7 +54,7 @@ class DropTangents(TransformPass):
 
 
 def _is_zero(node: Node, zeros: set[Node]) -> bool:
-    """Whether it is linear in what is zero."""
+    """True if the call is linear in a zero operand."""
     if node.target is operator.getitem:
         return True
     rule = rule_of(node)

@@ -1,12 +1,12 @@
-"""Rewrite a joint graph into the form that rules and clusters want, with the same values.
+"""Rewrite a joint graph into the normal form that rules and clusters expect, with the same values.
 
-- `alias` and `detach` go where nobody outside can tell;
-- random numbers that only take the shape of a tensor do not wait for it, and dropout multiplies by a mask, so that what
-  is drawn whole on every rank (to be what one device draws) needs no whole activation;
-- a fused bias (`addmm`) is taken apart, so that the product may be a partial sum while the bias is added once;
+- `alias` and `detach` are removed where the caller cannot notice;
+- random numbers that only take the shape of a tensor do not depend on it, and dropout multiplies by a mask, so that a mask
+  that is drawn whole on every rank (to equal one device's) needs no unsharded activation;
+- a fused bias (`addmm`) is split off, so that the product may be a partial sum while the bias is added once;
 - `mean`, `var` and `var_mean` become sums: over a split dim these are partial sums, so that the statistics of a
-  BatchNorm over a split batch are those of the whole batch by themselves;
-- `as_strided` becomes the views that it stands for;
+  BatchNorm over a split batch are those of the whole batch without special handling;
+- `as_strided` becomes equivalent views;
 - every heavy operation gets its own copies of the views that lead to it, so that the value before the views is the one
   shared by its users.
 """
@@ -65,7 +65,7 @@ class Normalize(TransformPass):
 
 def _identity(node: Node, insert: CallInserter) -> bool:
     source = node.args[0]
-    # An output that aliases an input or another output is AOTAutograd's business: leave those.
+    # AOTAutograd manages outputs that alias an input or another output: leave those.
     if any(user.op == "output" for user in node.users) or not isinstance(source, Node):
         return False
     node.replace_all_uses_with(source)
@@ -77,18 +77,18 @@ LENDS_SHAPE = (
     aten.bernoulli.p, aten.exponential.default, aten.geometric.default, aten.uniform.default, aten.normal_functional.default,
     aten.random.default, aten.random.to, getattr(aten.random, "from"), aten.log_normal.default, aten.cauchy.default,
 )
-"""Random numbers in the shape, order in memory and type of the first argument, whose values are not read."""
+"""Random ops with the shape, strides and dtype of the first argument, whose values are not read."""
 
 
 def _like(x: Node, insert: CallInserter) -> Node:
-    """A tensor without values in the image of another."""
+    """An empty tensor with the metadata of another."""
     value = x.meta["val"]
     return insert(aten.empty_strided.default, list(value.shape), list(value.stride()), dtype=value.dtype, device=value.device)
 
 
 def _drawn_for_it(x: Node) -> bool:
-    """Whether random numbers are drawn for a value with one reader alone. Without it they would not be drawn, and those
-    that come after them would be others."""
+    """True if random numbers with a single reader are drawn for a value. Removing the draw would change those
+    that come after it."""
     return len(x.users) == 1 and (is_random(x.target) or any(map(_drawn_for_it, x.all_input_nodes)))
 
 
@@ -101,7 +101,7 @@ def _lends_shape(node: Node, insert: CallInserter) -> bool:
 
 
 def _dropout(node: Node, insert: CallInserter) -> bool:
-    """Dropout's mask is drawn by dropout itself, of anything: on a GPU nothing else draws the same."""
+    """On a GPU, dropout itself draws the mask, on a tensor of ones: no other op draws the same."""
     x, p, train = (*node.args, True)[:3]
     parts = [(user, user.args[1]) for user in node.users if user.target is operator.getitem]
     if len(parts) < len(node.users) or train is False or p in (0, 1):
@@ -119,7 +119,7 @@ def _fused_bias(product):
         bias, a, b = node.args
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
         if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex()):
-            beta, alpha = int(beta), int(alpha)  # as the operator takes them
+            beta, alpha = int(beta), int(alpha)  # as the operator converts them
         result = insert(product, a, b)
         if alpha != 1:
             result = insert(aten.mul.Tensor, result, alpha)
@@ -139,7 +139,7 @@ def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _reduced(node: Node, position: int = 1) -> tuple[list[int], bool, int]:
-    """Reduced dims, whether they are kept, and how many elements each sum has."""
+    """Reduced dims, keepdim, and the number of elements in each sum."""
     x = node.args[0].meta["val"]
     dims = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
     if dims is None or dims == []:
@@ -172,7 +172,7 @@ def _mean(node: Node, insert: CallInserter) -> bool:
 
 
 def _moments(node: Node, insert: CallInserter) -> tuple[Node, Node] | None:
-    """(variance, mean) in two passes: the mean first, then the squares of the deviations."""
+    """(variance, mean) in two passes: first the mean, then the squares of the deviations."""
     x = node.args[0]
     value = x.meta["val"]
     if not value.dtype.is_floating_point:
@@ -252,7 +252,7 @@ def _is_view(x: Node) -> bool:
 
 
 def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False) -> Node:
-    """`x`, or a copy of the chain of views that leads to it if anybody else reads from that chain."""
+    """`x`, or a copy of the chain of views that leads to it if the chain has other readers."""
     if not _is_view(x) or not shared and _alone(x):
         return x
     if x not in copies:
@@ -261,7 +261,7 @@ def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False
         with user.graph.inserting_before(user):
             copies[x] = user.graph.node_copy(x, lambda a: source if a is old else a)
         copies[x].meta = dict(x.meta)
-        # The copy belongs to its user: forward views that feed backward products are made there.
+        # The copy has its user's phase: forward views that feed backward products move there.
         for key in ("partitioner_tag", "seq_nr", "nn_module_stack"):
             if key in user.meta:
                 copies[x].meta[key] = user.meta[key]
@@ -270,7 +270,7 @@ def _private(x: Node, user: Node, copies: dict[Node, Node], shared: bool = False
 
 
 def _alone(x: Node) -> bool:
-    """Whether a view and the views before it have one reader each."""
+    """True if a view and the views before it have one reader each."""
     while _is_view(x):
         if len(x.users) > 1:
             return False

@@ -1,4 +1,4 @@
-"""What a rewritten joint graph goes through before torch's partitioner cuts it into forward and backward."""
+"""Final passes over a rewritten joint graph before torch's partitioner splits it into forward and backward."""
 from __future__ import annotations
 
 from collections.abc import Container
@@ -27,10 +27,10 @@ class InductorJoint(TransformPass):
 @register
 @dataclass(frozen=True)
 class TagPhases(TransformPass):
-    """Tags as forward exactly what the forward outputs need, and random numbers that were drawn in forward whether they are
-    needed or not: the default partitioner goes by tag and position, and takes everything before the last node tagged forward
-    for computed by then (so nothing is held back for backward here). What forward needs is moved before what is made of
-    tangents: AOTAutograd traces views of an input's new value, which are returned, after all else."""
+    """Tags as forward exactly the nodes that forward outputs need, and random ops of forward whether they are
+    needed or not: the default partitioner goes by tag and position, and treats everything before the last node tagged forward
+    as computed by then (so nothing is held back for backward here). Needed forward nodes are moved before nodes that depend on
+    tangents: AOTAutograd traces views of a mutated input, which are outputs, last."""
 
     name = "tag_phases"
 
@@ -56,7 +56,7 @@ class TagPhases(TransformPass):
 
 
 def _move_forward(graph: fx.Graph, needed: Container[fx.Node]) -> None:
-    """Before the first call that reads tangents, or what was made of them."""
+    """Move them before the first call that depends on tangents."""
     first, backward = None, set()
     for node in [*graph.nodes]:
         if node.op == "placeholder":

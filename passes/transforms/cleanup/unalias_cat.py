@@ -1,9 +1,9 @@
-"""Keep what is concatenated out of the result's memory, where others read it, too.
+"""Keep concatenated operands with other readers out of the result's memory.
 
-Inductor lets an operand of `cat` be computed into its stretch of the result, and whoever else reads the operand reads it there.
-So the whole result is held as long as one operand is: of a U-Net's skip connection, until backward has come down again. Also,
-it does not see then in which order of dims a convolution wants the result, and makes a copy of that. A product in between is
-computed into the result instead, and nothing else is.
+Inductor computes an operand of `cat` directly into its part of the result, and its other readers read it there.
+So the whole result stays in memory as long as one operand does: for a U-Net's skip connection, until late in backward. Also,
+inductor then does not know the memory format that a convolution expects, and copies the result. A product in between is
+computed into the result instead, and the operand stays separate.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 @register
 @dataclass(frozen=True)
 class UnaliasCat(TransformPass):
-    """Multiplies by one, which changes no bit, what is a call's result; a plain copy would be taken out again."""
+    """Multiplies such operands by one, which changes no bit; a plain copy would be optimized away."""
 
     name = "unalias_cat"
 

@@ -1,7 +1,7 @@
-"""Give each kept gradient memory of its own.
+"""Give each gradient that goes into `.grad` its own memory.
 
-Autograd takes what a graph returns as the gradient of a leaf for `.grad` without a copy, where it sees that nobody else
-holds that tensor. It does not see that another tensor shares the memory: a tangent that the graph passes through, or the
+Autograd takes a graph's output for a leaf as `.grad` without a copy if nobody else
+references that tensor. It does not see that another tensor shares the memory: a tangent that is returned unchanged, or the
 gradient of another parameter. A script that then scales or clips one gradient in place would change the other.
 """
 # FX types a node's arguments as a union of everything an argument can be.
@@ -28,10 +28,10 @@ GOOD_PART = 0.9
 @register
 @dataclass(frozen=True)
 class UnaliasGradients(TransformPass):
-    """Copies a gradient that shares memory with an input, a forward output or another gradient. Parts of one tensor that
-    do not overlap, as of a bucket, stay as they are. outputs: the places among the graph's outputs of the gradients that
-    are kept; forward_outputs: how many outputs come before all gradients. compact: also copies what is a part of memory of
-    which nobody needs the rest, as where a gradient is reduced whole and a rank takes its part: all of it would stay."""
+    """Copies a gradient that aliases an input, a forward output or another gradient. Disjoint parts of one tensor,
+    such as of a bucket, stay as they are. outputs: indices among the graph's outputs of the gradients that
+    go into `.grad`; forward_outputs: number of outputs before all gradients. compact: also copies a gradient that is part of
+    a mostly unused storage, such as a rank's part of an all-reduced gradient: the whole storage would stay in memory."""
 
     name = "unalias_gradients"
 
@@ -48,7 +48,7 @@ class UnaliasGradients(TransformPass):
         parts: dict[int, list[tuple[int, int]]] = {}
         wasteful = _wasteful(returned) if self.compact else set()
         changed = False
-        # Gradients that are passed on first: they need no memory of their own, but what they share must not be kept.
+        # First gradients that are returned unchanged: they need no memory of their own, but others must not alias them.
         for k in sorted(range(self.forward_outputs, len(returned)), key=lambda k: k in kept):
             node = returned[k]
             memory = memory_of(node)
@@ -57,7 +57,7 @@ class UnaliasGradients(TransformPass):
             start, end = _bytes(node)
             if k in kept and (memory in taken or memory in wasteful
                               or any(start < e and s < end for s, e in parts.get(memory, ()))):
-                # At once where the rest can go then; not where a phase is told by what comes before the outputs of forward.
+                # Copy early where that frees the rest; not where a phase is defined by its position before the forward outputs.
                 place = node.next if memory in wasteful and node.op == "call_function" else output
                 insert = CallInserter(graph, place, like=node, fake_mode=fake_mode_of(graph_module))
                 returned[k] = insert(aten.clone.default, node)
@@ -71,7 +71,7 @@ class UnaliasGradients(TransformPass):
 
 
 def _wasteful(returned: Sequence[object]) -> set[int]:
-    """Memory of which what is returned needs less than a good part."""
+    """Storages of which the outputs use only a small part."""
     needed: dict[int, int] = defaultdict(int)
     sizes: dict[int, int] = {}
     for node in returned:
@@ -83,7 +83,7 @@ def _wasteful(returned: Sequence[object]) -> set[int]:
 
 
 def _bytes(node: Node) -> tuple[int, int]:
-    """The first byte of a tensor in its memory, and the one after its last."""
+    """The first byte of a tensor in its storage, and the one after its last."""
     value = node.meta["val"]
     if not value.numel():
         return 0, 0

@@ -1,15 +1,15 @@
-"""Reduce gradients together and late: one collective for many, waited for at the end of backward.
+"""Bucket gradient reductions and overlap them with backward: one collective for many, waited for at the end.
 
-A collective costs a latency that for small gradients is most of its time, and a wait right after it leaves the device
-idle. So the reductions of backward are collected into buckets, in the order in which their operands are made; a bucket
-starts when its last operand is there, and runs while the rest of backward is computed. (Li et al., "PyTorch
+A collective has a latency that for small gradients is most of its time, and an immediate wait leaves the device
+idle. So the reductions of backward are collected into buckets, in the order in which their operands are computed; a bucket
+starts when its last operand is ready, and runs while the rest of backward is computed. (Li et al., "PyTorch
 Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.)
 
-Nothing is delayed that something else than an output of the graph needs: such reductions share a bucket only as long
-as none of them is needed. Values do not change but for the order in which a backend adds up.
+Reductions that something other than a graph output needs are not delayed: they share a bucket only as long
+as none of them is needed. Values do not change except for the order in which a backend adds.
 
-Where bytes count, buckets are smaller, and each is waited for when the next one starts: what is whole until then need not
-be, and is not held until the end by all.
+Where memory is limited, buckets are smaller, and each is waited for when the next one starts, so that unreduced gradients
+are freed early.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -36,10 +36,10 @@ from passes.transforms.shard.redistributor import reshape
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 ALL_REDUCE, REDUCE_SCATTER = c10d.all_reduce.default, c10d.reduce_scatter_tensor.default
 PARTS, LEAST_BYTES = 16, 1 << 16
-"""Where bytes count, a bucket has no more than one of so many parts of all gradients, as what it holds comes on top of them;
-or than so many bytes, where that is more."""
+"""Where memory is limited, a bucket is at most this fraction of all gradients, since its buffer is allocated in addition;
+or this many bytes, if that is more."""
 MAX_LATER = 16
-"""Nodes between a reduction and the outputs that may be moved behind everything else with it."""
+"""Nodes between a reduction and the outputs that may be moved to the end with it."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class _GradientReduction:
     start: Node
     wait: Node
     later: tuple[Node, ...] | None
-    """What follows up to the outputs, if nothing else needs it: it can wait. None if something does."""
+    """The nodes up to the outputs, if nothing else needs them: the reduction can be delayed. None otherwise."""
     needed_at: int
     nbytes: int
     soon: bool = False
-    """Whether it can be waited for at once, with what follows."""
+    """True if it can be waited for at once, with the nodes that follow."""
     block: str = ""
-    """Outside of which nothing shares a bucket with it."""
+    """Reductions share a bucket only within one block."""
 
     def key(self) -> Hashable:
         operand, *how = self.start.args
@@ -63,9 +63,9 @@ class _GradientReduction:
 @register
 @dataclass(frozen=True)
 class BucketGradients(TransformPass):
-    """See the module's docstring. bucket_bytes: where a bucket is full; 0 leaves every reduction by itself, but late. soon: one
-    bucket is under way at a time. by_block: none has reductions of two blocks, so that equal layers are left equal, of which a
-    few are to stand for many."""
+    """See the module's docstring. bucket_bytes: size of a full bucket; 0 leaves every reduction by itself, but late. soon: one
+    bucket is in flight at a time. by_block: no bucket has reductions of two blocks, so that equal layers stay equal and a
+    few can stand for many."""
 
     name = "bucket_gradients"
 
@@ -83,7 +83,7 @@ class BucketGradients(TransformPass):
         fused: set[Node] = set()
         following = nodes[-1]
         buckets = self._buckets(reductions, order)
-        if self.soon:  # the last one first, so that where the next one starts is known
+        if self.soon:  # the last one first, so that the start of the next one is known
             buckets.sort(key=lambda bucket: -order[bucket[-1].start])
         for bucket in buckets:
             started, place = bucket[-1].start, following if bucket[0].soon else nodes[-1]
@@ -100,11 +100,11 @@ class BucketGradients(TransformPass):
         return bool(reductions)
 
     def _buckets(self, reductions: Sequence[_GradientReduction], order: dict[Node, int]) -> list[list[_GradientReduction]]:
-        """Groups in the order of their operands. None is needed before the last operand of its group is there."""
+        """Buckets in the order of their operands. No member is needed before the last operand of its bucket is ready."""
         full: list[list[_GradientReduction]] = []
         filling: dict[Hashable, list[_GradientReduction]] = {}
         most = self.bucket_bytes
-        if self.soon and not self.by_block:  # of a few layers that stand for many, nobody knows what all gradients are
+        if self.soon and not self.by_block:  # with folded layers the total size of gradients is unknown
             most = min(most, max(sum(r.nbytes for r in reductions) // PARTS, LEAST_BYTES))
         for r in reductions:
             bucket = filling.setdefault(r.key(), [])
@@ -119,13 +119,13 @@ class BucketGradients(TransformPass):
 
 
 def _move(nodes: Iterable[Node], place: Node, order: dict[Node, int]) -> None:
-    """To before `place`, in the order that they have."""
+    """Move nodes to before `place`, keeping their order."""
     for node in sorted(nodes, key=order.__getitem__):
         place.prepend(node)
 
 
 def _reduction(node: Node, order: dict[Node, int]) -> list[_GradientReduction]:
-    """The reduction of backward that `node` starts, if it does."""
+    """The reduction of backward that `node` starts, if any."""
     if node.target not in (ALL_REDUCE, REDUCE_SCATTER) or node.meta.get("partitioner_tag") != "is_backward":
         return []
     if len(node.users) != 1:
@@ -138,7 +138,7 @@ def _reduction(node: Node, order: dict[Node, int]) -> list[_GradientReduction]:
 
 
 def _soon(reductions: Sequence[_GradientReduction], order: dict[Node, int]) -> list[_GradientReduction]:
-    """Marks those of which all that follows needs nothing else that is made after the reduction starts, or late."""
+    """Mark reductions whose readers depend on nothing else that is computed after the reduction starts, or late."""
     late: set[Node] = set()
     while True:
         found = [replace(r, soon=r.later is not None and all(
@@ -151,7 +151,7 @@ def _soon(reductions: Sequence[_GradientReduction], order: dict[Node, int]) -> l
 
 
 def _only_for_outputs(wait: Node) -> tuple[Node, ...] | None:
-    """`wait` and all that follows, if that is little, cheap and leads to outputs only; else None."""
+    """`wait` and all its users, if these are few, cheap and lead to outputs only; else None."""
     found = {wait: None}
     stack = [wait]
     while stack:
@@ -167,11 +167,11 @@ def _only_for_outputs(wait: Node) -> tuple[Node, ...] | None:
 
 
 def _fuse(bucket: Sequence[_GradientReduction], place: Node, fake_mode: Any) -> Node:
-    """One collective over the operands side by side, waited for before `place`; every reduction is a part of its result.
-    Returns what starts it."""
+    """One collective over the concatenated operands, waited for before `place`; every reduction is a part of its result.
+    Returns the node that starts it."""
     last = bucket[-1].start
     insert = CallInserter(last.graph, last, fake_mode=fake_mode)
-    rows = [last.args[2], -1] if last.target is REDUCE_SCATTER else [-1]  # of a scatter, the first dim is shared out
+    rows = [last.args[2], -1] if last.target is REDUCE_SCATTER else [-1]  # a reduce_scatter divides the first dim
     flat = [reshape(insert, r.start.args[0], rows) for r in bucket]
     dim = len(rows) - 1
     started = insert(last.target, insert(aten.cat.default, flat, dim), *last.args[1:])
@@ -182,7 +182,7 @@ def _fuse(bucket: Sequence[_GradientReduction], place: Node, fake_mode: Any) -> 
         size = operand.meta["val"].shape[dim]
         part = insert(aten.slice.Tensor, result, dim, offset, offset + size)
         r.wait.replace_all_uses_with(reshape(insert, part, r.wait.meta["val"].shape))
-        last.graph.erase_node(r.wait)  # torch holds collectives for side effects, so they are never dead code
+        last.graph.erase_node(r.wait)  # torch marks collectives as side effects, so they are never dead code
         offset += size
     for r in bucket:
         last.graph.erase_node(r.start)

@@ -1,4 +1,4 @@
-"""What a graph gathers of its inputs: by the blocks that read it, and in the buckets that go together."""
+"""Gathers of a graph's inputs, by the blocks that read them, and their buckets."""
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
@@ -18,14 +18,14 @@ from passes.op_rules.view_names import VIEWS, view_name
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 LITTLE = 0.1
-"""What gathers no more than this part of what comes next is no block by itself: it would be too short to hide anything. A
-layer is not: there the rest of it computes, however little it gathers, and the last one is as those before it."""
+"""A block that gathers at most this fraction of the next one is merged: it would be too short to hide anything. A
+layer is not merged: the rest of it computes, however little it gathers, and the last one equals those before it."""
 
 
 @dataclass(frozen=True)
 class ParamGather:
-    """lead: what makes its operand of an input, in order. block: that of the first reader; in_layer: whether that is one of
-    several that are alike."""
+    """lead: calls between the input and the gather, in order. block: of the first reader; in_layer: whether that is one of
+    several equal ones."""
 
     start: Node
     wait: Node
@@ -36,7 +36,7 @@ class ParamGather:
     in_layer: bool = False
 
     def key(self) -> Hashable:
-        """Those that are alike in this can go together."""
+        """Gathers with equal keys can share a bucket."""
         marks = tuple(self.start.meta.get(key) for key in CHECKPOINTED)
         return self.start.args[1:], self.start.meta["val"].dtype, marks
 
@@ -46,14 +46,14 @@ Block = tuple[ParamGather, ...]
 
 @dataclass(frozen=True)
 class GatherBucket:
-    """share: the part of its block that is read before it."""
+    """share: fraction of its block that is read before it."""
 
     share: float
     gathers: list[ParamGather]
 
 
 def find_gathers(gm: GraphModule) -> list[ParamGather]:
-    """All of what is given for forward, in the order in which they are read."""
+    """All gathers of forward inputs, in the order in which they are read."""
     blocks, modules = assign_blocks(gm), assign_modules(gm)
     found = []
     for wait in gm.graph.find_nodes(op="call_function", target=WAIT):
@@ -73,7 +73,7 @@ def find_gathers(gm: GraphModule) -> list[ParamGather]:
 
 
 def _lead(node: Node) -> tuple[Node, ...] | None:
-    """What makes a node of an input of forward, if that is little: views, casts, copies. Else None."""
+    """The calls from a forward input to a node, if few and cheap: views, casts, copies. Else None."""
     found: list[Node] = []
     while node.op == "call_function":
         if len(node.all_input_nodes) != 1 or is_collective(node.target) or is_heavy(node.target) or is_random(node.target):
@@ -84,7 +84,7 @@ def _lead(node: Node) -> tuple[Node, ...] | None:
 
 
 def blocks_of(gathers: Sequence[ParamGather]) -> list[Block]:
-    """Those of one phase, by block; outside of blocks, by module."""
+    """Gathers of one phase, by block; outside of blocks, by module."""
     found = [tuple(each) for _, each in groupby(gathers, key=lambda each: each.block)]
     joined: list[Block] = []
     little: Block = ()
@@ -98,7 +98,7 @@ def blocks_of(gathers: Sequence[ParamGather]) -> list[Block]:
 
 
 def buckets_of(block: Block, most: int) -> list[GatherBucket]:
-    """In the order in which the first of each is read. most: bytes in one, if it is not one alone."""
+    """Buckets in the order of their first reads. most: bytes in a bucket, unless it has one gather."""
     found: list[GatherBucket] = []
     filling: dict[Hashable, GatherBucket] = {}
     read, total = 0, nbytes_of(block) or 1

@@ -1,13 +1,13 @@
-"""Gather parameters together and ahead: while one block computes, what the next one reads is under way.
+"""Bucket and prefetch all-gathers of parameters: the next block's are in flight while one block computes.
 
-A collective costs a latency that for small parameters is most of its time, and a wait right after it leaves the device idle. So
-what one block reads is gathered in few collectives, as its gradients are reduced (`passes.transforms.comm.gradient_buckets`),
-and these start while the block before computes, in forward as in backward: as the simulator has it
-(`passes.simulation.rank_program`), never more than one block ahead, so that no more than two blocks are whole at once. It is
-waited for where it is read first. (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.3.2.)
+A collective has a latency that for small parameters is most of its time, and an immediate wait leaves the device idle. So
+the parameters of one block are gathered in few collectives, as its gradients are reduced
+(`passes.transforms.comm.gradient_buckets`), and these start while the previous block computes, in forward as in backward: like
+in the simulator (`passes.simulation.rank_program`), never more than one block ahead, so that at most two blocks are
+unsharded at once. The wait is at the first read. (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.3.2.)
 
-What autograd does to a parameter on behalf of backward, as transposing it, stands where forward is traced. What is held back
-for backward is moved to where it is read first: else all that backward gathers would be whole from its beginning.
+Autograd's operations on parameters for backward, such as transposes, are traced in forward. Calls held back
+for backward are moved to their first reader: otherwise all parameters that backward gathers would be unsharded from its start.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -34,8 +34,8 @@ TOGETHER = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 @register
 @dataclass(frozen=True)
 class PrefetchAllGather(TransformPass):
-    """See the module's docstring. bucket_bytes: of what is gathered together, at most; 0 leaves every gather by itself. ahead:
-    else each is by itself and starts where it is waited for, which takes the least memory."""
+    """See the module's docstring. bucket_bytes: upper limit of a bucket; 0 leaves every gather by itself. ahead:
+    if False, each is by itself and starts where it is waited for, which takes the least memory."""
 
     name = "prefetch_all_gather"
 
@@ -60,12 +60,12 @@ class PrefetchAllGather(TransformPass):
 
 
 def starts_ahead(graph: Graph) -> bool:
-    """Whether something is gathered that is not waited for at once."""
+    """True if some gather is not waited for at once."""
     return any(node.target is TOGETHER or (node.target is ALL_GATHER and node.next.target is not WAIT) for node in graph.nodes)
 
 
 def _to_first_reader(graph: Graph) -> bool:
-    """Moves what is held back for backward to where it is read first."""
+    """Move calls held back for backward to their first reader."""
     changed = False
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node.users and node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE:
@@ -86,7 +86,7 @@ def _begin(graph: Graph, backward: bool) -> Node | None:
 
 
 def _anchor(before: Block, share: float) -> Node | None:
-    """The wait in the block before of which as great a part is read by then. So what is under way is no more than a block."""
+    """The wait in the previous block at which an equal share of it is read. So at most one block is in flight."""
     read, total = 0, nbytes_of(before) or 1
     for each in before:
         if read / total >= share:
@@ -96,7 +96,7 @@ def _anchor(before: Block, share: float) -> Node | None:
 
 
 class _NodeMoves:
-    """What goes elsewhere in a graph: after or before a node that stays, in the order in which it was said."""
+    """Pending moves of nodes: after or before a node that stays, in the order of registration."""
 
     def __init__(self, gm: GraphModule):
         self.graph, self.fake_mode = gm.graph, fake_mode_of(gm)
@@ -106,8 +106,8 @@ class _NodeMoves:
         self.moved: set[Node] = set()
 
     def start(self, bucket: list[ParamGather], *not_before: Node | None) -> None:
-        """One collective for all of a bucket, after the later one of these nodes, or, where that comes too late, where it is
-        waited for first."""
+        """Emit one collective for a bucket, after the later one of these nodes, or, if that is too late, at
+        its first wait."""
         first = bucket[0].wait
         anchor = max((node for node in not_before if node is not None), key=self.order.__getitem__, default=first)
         place, since = self.after[anchor], anchor
@@ -120,8 +120,8 @@ class _NodeMoves:
         self.moved.update(lead, started)
 
     def _together(self, bucket: list[ParamGather]) -> list[Node]:
-        """One call in place of several, and its parts. All are waited for when the first is: until then, and no longer, the
-        collective itself holds on to all of its results."""
+        """One coalesced call in place of several, and its parts. All are waited for when the first is: until then, and no
+        longer, the collective itself references all of its results."""
         like = bucket[0].start
         insert = CallInserter(self.graph, like, fake_mode=self.fake_mode)
         found = [insert(TOGETHER, [each.start.args[0] for each in bucket], *like.args[1:])]
@@ -136,7 +136,7 @@ class _NodeMoves:
         return found
 
     def make(self) -> None:
-        """Puts all nodes into the new order."""
+        """Apply the new order of nodes."""
         output = self.graph.output_node()
         for node in list(self.graph.nodes)[:-1]:
             for each in (*self.before[node], *([] if node in self.moved else [node]), *self.after[node]):

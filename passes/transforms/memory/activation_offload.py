@@ -1,7 +1,7 @@
-"""Move what was decided to be offloaded out of the device's memory in forward, and back in backward.
+"""Offload activations chosen by the checkpointing decision: copy them out in forward, and back in backward.
 
-The copy out begins as soon as a value is made, and is waited for after forward has read it last; the copy back is where
-backward first reads it (`passes.transforms.memory.offload_ops`). What is saved is the handle of a byte in its place.
+The copy out starts as soon as a value is computed, and is waited for after its last read in forward; the copy back is at its
+first read in backward (`passes.transforms.memory.offload_ops`). A one-byte handle is saved in place of the value.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
@@ -25,7 +25,7 @@ from passes.transforms.rewriting.call_inserter import CallInserter
 @register
 @dataclass(frozen=True)
 class OffloadActivations(TransformPass):
-    """Reads `CHECKPOINT_DECISION`, of a graph whose nodes are tagged as forward's and backward's. folder: of the files of a
+    """Reads `CHECKPOINT_DECISION`, on a graph whose nodes are tagged forward or backward. folder: for the files of a
     CPU."""
 
     name = "offload_activations"
@@ -49,7 +49,7 @@ class _OffloadRewrite:
     def __init__(self, gm: fx.GraphModule, folder: str):
         self.graph, self.folder, self.fake_mode = gm.graph, folder, fake_mode_of(gm)
         self.place = {node: k for k, node in enumerate(gm.graph.nodes)}
-        self.last_read: dict[int, fx.Node] = {}  # by memory, by forward
+        self.last_read: dict[int, fx.Node] = {}  # in forward, by storage
         for node in gm.graph.nodes:
             if node.op == "call_function" and not _in_backward(node):
                 self.last_read.update((memory, node) for x in node.all_input_nodes if (memory := memory_of(x)) is not None)
@@ -58,14 +58,14 @@ class _OffloadRewrite:
         value = node.meta["val"]
         readers = sorted((x for x in node.users if _in_backward(x)), key=self.place.__getitem__)
         if not readers:
-            return  # what was to be computed from it is kept, too
+            return  # values to be recomputed from it are saved, too
         if self.graph.output_node() in node.users:
             raise HpmlError(f"{node.name} is returned, so nothing is gained by offloading it", "offload",
                             "this is a mistake in the pass that decides what is kept")
         last = self.last_read.get(memory_of(node), node)
         start = self._before(node.next, node)(OFFLOAD_START, node, list(value.stride()), self.folder)
         after = start if last is node else last
-        if self.place[last] > self.place[readers[0]]:  # the two halves may be mixed in the order of the whole
+        if self.place[last] > self.place[readers[0]]:  # forward and backward nodes may be interleaved
             after = readers[0].prev
         handle = self._before(after.next, node)(OFFLOAD_WAIT, start, node)
         insert = self._before(readers[0], readers[0])

@@ -1,7 +1,7 @@
-"""Move what forward can compute for backward to where forward has what it is computed from.
+"""Move calls that are traced in backward but depend on forward alone to their operands in forward.
 
-Autograd's formulas stand in the part of the graph that is backward's, also where they read forward's values alone. Kept from
-there, they would be computed when forward ends, and what they read would be held until then.
+Autograd's formulas are traced in the backward part of the graph, even where they read forward values alone. If saved there,
+their results would be computed at the end of forward, and their operands would stay in memory until then.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -21,7 +21,7 @@ from passes.registry import register
 @register
 @dataclass(frozen=True)
 class HoistToForward(TransformPass):
-    """Light calls alone, and views."""
+    """Only light calls, and views."""
 
     name = "hoist_to_forward"
 

@@ -1,14 +1,14 @@
-"""The calls that move a saved value out of the device's memory and back, each as a start and a wait, as collectives are.
+"""Custom ops that copy a saved value out of the device's memory and back, each as a start and a wait, like collectives.
 
-    handle = offload_start(value)        forward: a copy elsewhere begins
-    handle = offload_wait(handle, value) forward: it is done, and the value may be freed
-    value = fetch_start(handle, ...)     backward: a copy back begins
-    value = fetch_wait(value)            backward: it is done
+    handle = offload_start(value)        forward: start a copy to offload memory
+        handle = offload_wait(handle, value) forward: the copy is done, and the value may be freed
+        value = fetch_start(handle, ...)     backward: start the copy back
+        value = fetch_wait(value)            backward: the copy is done
 
-What is saved in between is the handle: a tensor of one byte that begins the memory elsewhere, and keeps all of it. So what is
-offloaded lives exactly as long as autograd holds on to it, and can be fetched any number of times.
+The handle is saved in between: a one-byte tensor at the start of the offload memory that keeps all of it alive. So an
+offloaded value lives exactly as long as autograd references it, and can be fetched any number of times.
 
-On a GPU copies run on a stream of their own. On a CPU they are done when the start returns.
+On a GPU, copies run on a stream of their own. On a CPU they are done when the start returns.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from passes.errors import HpmlError
 from passes.transforms.memory.offload_storage import reserve, tensor_on
 
 ANY_STRIDES = (torch.Tag.flexible_layout,)
-"""What is offloaded is copied anyway, from whatever strides a compiler gave it to those of the graph."""
+"""Offloading copies anyway, from the strides that a compiler chose to those of the graph."""
 
 torch.library.define("hpml::offload_start", "(Tensor value, SymInt[] stride, str folder) -> Tensor", tags=ANY_STRIDES)
 torch.library.define("hpml::offload_wait", "(Tensor(a) handle, Tensor value) -> Tensor(a)", tags=ANY_STRIDES)
@@ -34,9 +34,9 @@ FETCH_START, FETCH_WAIT = hpml.fetch_start.default, hpml.fetch_wait.default
 
 
 class _PendingCopies:
-    """Those of one GPU that are on their way: by the address of what they fill, the event of their end, and the tensor of
-    the device. It is held here until then: were it freed before, as after an error between start and wait, its memory would
-    be another's while it is still copied."""
+    """Copies of one GPU in flight: by target address, the event of their end, and the
+    device tensor. It is referenced here until then: if it were freed before, as after an error between start and wait, its
+    memory could be reused while the copy still runs."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -65,7 +65,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
-    """device: that of the one of the two which is not offloaded."""
+    """device: of the tensor that is not offloaded."""
     if device.type == "cpu":
         target.copy_(source)
     else:

@@ -1,7 +1,7 @@
-"""Memory that is not the device's own: pinned memory of the host beside a GPU, a map of a file beside a CPU.
+"""Offload memory: pinned host memory for a GPU, a memory-mapped file for a CPU.
 
-A file is gone from its folder before anything is written to it, so that nothing is left behind whatever happens: its space
-is free as soon as no tensor looks at it.
+A file is unlinked before anything is written to it, so that nothing is left behind in any case: its space
+is freed with the last tensor on it.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.errors import HpmlError
 
 
 def reserve(nbytes: int, device: torch.device, folder: str = "") -> torch.UntypedStorage:
-    """Memory for what `device` offloads. folder: where the files of a CPU are; "": where temporary files are."""
+    """Allocate memory for offloading from `device`. folder: of a CPU's files; "": the default for temporary files."""
     if device.type == "cpu":
         return _file(nbytes, folder or tempfile.gettempdir())
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).untyped_storage()
@@ -30,20 +30,20 @@ def tensor_on(storage: torch.UntypedStorage, dtype: torch.dtype, size: Sequence[
 
 
 def moved(tensor: torch.Tensor, folder: str = "") -> torch.Tensor:
-    """A copy elsewhere, of the same strides where these leave no holes."""
+    """A copy in offload memory, with the same strides if these leave no gaps."""
     there = tensor_on(reserve(tensor.numel() * tensor.element_size(), tensor.device, folder), tensor.dtype, tensor.shape,
                       torch.empty_like(tensor, device="meta").stride())
     return there.copy_(tensor)
 
 
 def is_offload_storage(tensor: torch.Tensor) -> bool:
-    """Whether its memory is of here."""
+    """True if the tensor is in offload memory."""
     return tensor.device.type == "cpu" and (tensor.untyped_storage().data_ptr() in _maps
                                             or torch.cuda.is_available() and tensor.is_pinned())
 
 
 _maps: set[int] = set()
-"""Addresses of maps of files."""
+"""Addresses of mapped files."""
 
 
 def _file(nbytes: int, folder: str) -> torch.UntypedStorage:
@@ -64,7 +64,7 @@ def _file(nbytes: int, folder: str) -> torch.UntypedStorage:
 
 
 def _map(handle: int, nbytes: int) -> torch.UntypedStorage:
-    """Not torch's own map of a file, which counts as allocated; nor Python's, which keeps the file open: a process may have a
+    """Map a file. torch's own file mapping counts as allocated; Python's keeps the file open, and a process may have a
     thousand."""
     address = _c().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, handle, 0)
     if address == ctypes.c_void_p(-1).value:
@@ -89,7 +89,8 @@ def _c() -> ctypes.CDLL:
 
 
 def _take_space(handle: int, nbytes: int) -> None:
-    """Now: a map of a file with holes ends the process by a signal when the disk is full, and no error can say why."""
+    """Allocate the space now: writing to a sparse mapped file kills the process by a signal when the disk is full, with no
+    error."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, nbytes)
         return

@@ -1,7 +1,7 @@
-"""Compute once more in backward what is not kept from forward, just before it is read.
+"""Recompute activations that are not saved, in backward just before they are read.
 
-After it, what backward reads of forward is what was decided to be kept, so that cutting the graph in two is a matter of
-who reads what (`passes.compat.split_by_tags`).
+Afterwards backward reads exactly the saved values of forward, so that partitioning the graph only follows its
+readers (`passes.compat.split_by_tags`).
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -22,13 +22,14 @@ from passes.op_rules.view_names import VIEWS, view_name
 from passes.registry import register
 
 AGAIN = "_again"
-"""What the names of nodes end with that compute once more."""
+"""Suffix of the names of recomputing nodes."""
 
 
 @register
 @dataclass(frozen=True)
 class Rematerialize(TransformPass):
-    """Reads `CHECKPOINT_DECISION` and `STORAGE_PROGRAM`. Marks forward nodes as such, and what runs in backward as that."""
+    """Reads `CHECKPOINT_DECISION` and `STORAGE_PROGRAM`. Tags forward nodes as forward, and nodes that run in backward as
+    backward."""
 
     name = "rematerialize"
     requires = (CHECKPOINT_DECISION, STORAGE_PROGRAM)
@@ -45,13 +46,13 @@ class Rematerialize(TransformPass):
 
 
 class _RematerializationRewrite:
-    """once: names of calls that cannot run again. copies: of forward nodes in backward."""
+    """once: names of calls that cannot be recomputed. copies: of forward nodes in backward."""
 
     def __init__(self, graph: fx.Graph, kept: frozenset[str], backward: set[str], once: set[str]):
         self.graph, self.kept, self.once = graph, kept, once
         self.copies: dict[fx.Node, fx.Node] = {}
         self.in_backward: set[fx.Node] = set()
-        for node in graph.nodes:  # views and parts of what backward computes are backward's, too
+        for node in graph.nodes:  # views and parts of backward results belong to backward
             if node.name in backward or (node.op == "placeholder" and "tangent" in str(node.target)) or any(
                     x in self.in_backward for x in node.all_input_nodes):
                 self.in_backward.add(node)
@@ -68,7 +69,8 @@ class _RematerializationRewrite:
         return True
 
     def there(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        """What stands for a node in backward: itself, if it is kept, given or backward's own, else a copy before the reader."""
+        """The node to read in backward: itself, if it is saved, an input or computed in backward, else a copy before the
+        reader."""
         stack = [node]
         while stack:
             top = stack[-1]
@@ -84,13 +86,13 @@ class _RematerializationRewrite:
         return self.copies.get(node, node)
 
     def _is_there(self, node: fx.Node) -> bool:
-        """A number, such as a size, is always kept."""
+        """Numbers, such as sizes, are always saved."""
         if isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat)):
             return True
         return (node.op != "call_function" or node in self.in_backward or node in self.copies or node.name in self.kept)
 
     def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
-        # What makes no memory, such as a view, is no run of the tape; what is taken of a call with several results is one part.
+        # Nodes without memory, such as views, are no ops of the program; an element of a tuple belongs to its call.
         if node.name in self.once or not (node.target is WAIT or view_name(node.target) in VIEWS or is_recomputable(node)):
             raise HpmlError(f"{node.name} ({node.target}) cannot be computed once more, and is not kept", "rematerialize",
                             "keep it: this is a mistake in the pass that decides what is kept")

@@ -1,1 +1,1 @@
-"""The split of a joint graph into pipeline stages, and of backward into input and weight gradients."""
+"""Split of a joint graph into pipeline stages, and of backward into input and weight gradients."""

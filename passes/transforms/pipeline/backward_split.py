@@ -1,7 +1,7 @@
-"""Split a backward graph in two: what others wait for, then the gradients that nobody waits for.
+"""Split a backward graph in two: gradients of inputs, then the remaining gradients of weights.
 
-The stage before one of a pipeline waits for the gradients of what it sent there. Those of the parameters can be made later, in
-what would be a bubble (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv 2401.10241).
+The previous stage of a pipeline waits for gradients of the values that it sent. Gradients of the parameters can be computed
+later, in the bubbles (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv 2401.10241).
 """
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from passes.graph.fx_nodes import WAIT, is_collective, returned_nodes
 
 
 def split_backward(gm: GraphModule, gradients: int) -> tuple[GraphModule | None, GraphModule | None]:
-    """gm: a graph that returns `gradients` gradients, then what is sent. The first part returns those of the gradients that it
-    makes on the way, None in place of the others; what is sent; and what the second part takes of it, by name. The second
-    returns the other gradients, and None in place of those that the first returns. Views are made once more in the second.
-    Where nothing is sent, there is no first part; where no gradient is left, no second.
+    """gm: a graph that returns `gradients` gradients, then the values to send. The first part returns the gradients that it
+    computes on the way, None in place of the others; the values to send; and the values that the second part reads, by name.
+    The second returns the other gradients, and None in place of those that the first returns. Views are recomputed in the
+    second. Without values to send, there is no first part; without remaining gradients, no second.
     """
     results = returned_nodes(gm)
     own, sent = results[:gradients], [node for node in results[gradients:] if node is not None]
@@ -42,8 +42,8 @@ def split_backward(gm: GraphModule, gradients: int) -> tuple[GraphModule | None,
 
 
 def _with_ancestors(wanted: Sequence[Node], gm: GraphModule) -> set[Node]:
-    """The calls that make what is wanted, and all calls with side effects. A collective is waited for where it was started, and
-    calls with several results give all of them."""
+    """The calls that the wanted nodes depend on, and all calls with side effects. A collective's wait stays in its part, and
+    calls with several results return all of them."""
     stack = [*wanted, *(node for node in gm.graph.nodes if node.op == "call_function" and node.is_impure()
                         and not is_collective(node.target))]
     found: set[Node] = set()
@@ -56,7 +56,7 @@ def _with_ancestors(wanted: Sequence[Node], gm: GraphModule) -> set[Node]:
 
 
 def _made_of(wanted: Sequence[Node], there: Collection[Node]) -> set[Node]:
-    """The calls that it takes to make what is wanted, besides those that are there."""
+    """The calls that the wanted nodes depend on, excluding available ones."""
     stack, found = list(wanted), set[Node]()
     while stack:
         node = stack.pop()
@@ -67,7 +67,7 @@ def _made_of(wanted: Sequence[Node], there: Collection[Node]) -> set[Node]:
 
 
 def _handed(gm: GraphModule, second: set[Node], first: Collection[Node]) -> list[Node]:
-    """What the second part reads of the first one. Takes views of the first into the second."""
+    """Values that the second part reads from the first one. Moves views of the first into the second."""
     stack, found = [x for node in second for x in node.all_input_nodes], set[Node]()
     while stack:
         node = stack.pop()
@@ -89,7 +89,7 @@ def _is_view(node: Node) -> bool:
 
 def _part(gm: GraphModule, calls: Collection[Node], returned: Sequence[Node | None],
           handed: Sequence[Node] = ()) -> GraphModule:
-    """A graph of these calls. handed: its inputs besides those of the whole graph that it reads."""
+    """A graph of these calls. handed: its inputs in addition to those of the whole graph."""
     read = {x for node in calls for x in node.all_input_nodes} | {node for node in returned if node is not None}
     graph = fx.Graph()
     new: dict[Node, Node] = {}

@@ -1,9 +1,9 @@
-"""Split a joint graph into one joint graph per stage, before any of them is placed on devices.
+"""Split a joint graph into one joint graph per stage, before placements are decided.
 
-Each is what tracing that stage alone would have given, so that whatever serves a joint graph serves a stage as it is: inputs
-and what comes from the stage before are its inputs, what comes back from the one after are tangents; it returns what it sends
-on and its own outputs, then gradients of its inputs and what it sends back. Nodes keep their names, their tags and all else
-that is known of them. See `passes.pipeline.stage_assignment` for what moves between stages.
+Each equals a trace of that stage alone, so that everything that handles a joint graph handles a stage: its inputs are graph
+inputs and values received from the previous stage, its tangents are gradients received from the next one; it returns the values
+to send and its own outputs, then gradients of its inputs and the gradients to send. Nodes keep their names, tags and
+metadata. See `passes.pipeline.stage_assignment` for the values sent between stages.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false
@@ -28,26 +28,26 @@ from passes.op_rules.opaque_calls import port_of
 from passes.pipeline.stage_assignment import STAGES, SentValue, StageAssignment
 
 GRADIENT = "tangents_of_"
-"""Before the name of a value in that of the placeholder which stands for it in a stage that gets it in backward: torch's
-partitioner, and ours, know by it that forward does not have it."""
+"""Prefix of the placeholder of a value that a stage receives in backward: torch's
+partitioner, and ours, recognize by it that forward does not have the value."""
 
 
 @dataclass(frozen=True)
 class StageInputPosition:
-    """Which of a stage's inputs a placeholder is; stands where AOTAutograd's description does."""
+    """Index of a placeholder among a stage's inputs; takes the place of AOTAutograd's description."""
 
     idx: int
 
 
 @dataclass(frozen=True)
 class StageIO:
-    """What goes in and out of a stage. Values go by the names of their nodes in the whole graph.
+    """Inputs and outputs of a stage. Values have the names of their nodes in the whole graph.
 
-    given: placeholders of the whole graph that it takes, in its order; after them come `read`, those of `received` that it
-    reads itself. The others it hands on. own_sent: what it returns first of `sent`; after that come the whole graph's
-    `outputs`, by their places there. Of what backward returns, `gradients` come first, by their places among those of the whole
-    graph: those of `given`, nothing for `read`; then `own_sent_back`. fakes: of all that is received and sent, as the whole
-    graph has it.
+    given: placeholders of the whole graph that it takes, in that graph's order; followed by `read`, those of `received` that it
+    reads itself. It forwards the others. own_sent: returned first, of `sent`; then the whole graph's
+    `outputs`, by index there. Backward first returns `gradients`, by index among those of the whole
+    graph: those of `given`, none for `read`; then `own_sent_back`. fakes: of all received and sent values, as in the whole
+    graph.
     """
 
     index: int
@@ -71,7 +71,7 @@ class StageIO:
 
 @dataclass(frozen=True)
 class StageGraph(StageIO):
-    """A stage as a joint graph. inputs: of the whole graph, then those that come from the stage before, for
+    """A stage as a joint graph. inputs: of the whole graph, then those received from the previous stage, for
     `presets.annotate`."""
 
     gm: GraphModule
@@ -82,15 +82,15 @@ class StageGraph(StageIO):
 
 
 def split_stages(gm: GraphModule, inputs: Sequence[GraphInput], aligned: bool = True) -> tuple[StageGraph, ...]:
-    """The stages of a joint graph that is annotated with them. inputs: those that it was annotated with. aligned: False where
-    what its backward returns is not one gradient for each input; `inputs` are not known then, either."""
+    """Split a joint graph that is annotated with stages. inputs: those that it was annotated with. aligned: False if
+    backward's outputs are not one gradient per input; `inputs` are not known then, either."""
     whole = _WholeGraph(gm, inputs, aligned)
     return tuple(_StageBuilder(whole, index).build() for index in range(whole.stages.count))
 
 
 def makers_of_gradients(gm: GraphModule) -> dict[int, tuple[int, ...]]:
-    """Of what backward returns, by place, the stages that make it: one, or several that make parts, in the order in which these
-    are added up. What is an input of the graph is made by the first."""
+    """For each output of backward, the stages that compute it: one, or several that compute summands, in the order of
+    addition. An output that is a graph input belongs to the first."""
     stages, forward_outputs = read(STAGES, gm), read(GRAPH_SIGNATURE, gm).forward_outputs
     return {place: tuple(stages.of.get(part, 0) for part in stages.sums.get(node.name, (node.name,)))
             for place, node in enumerate(returned_nodes(gm)[forward_outputs:]) if node is not None}
@@ -117,11 +117,11 @@ class _WholeGraph:
         self.batch = {value.name for value in read(OPERATIONS, gm).graph.values if (0, 0) in value.batch} if aligned else set()
 
     def stage_of(self, node: Node) -> int:
-        """Where it is returned: what is an input itself, in the first stage."""
+        """Stage that returns the node; for a graph input, the first stage."""
         return self.stages.of.get(node.name, 0)
 
     def gradient(self, place: int, stage: int) -> Node | None:
-        """What a stage makes of what backward returns, or of a part of it."""
+        """A stage's gradient for an output of backward, or its summand of it."""
         whole = self.gradients[place] if place < len(self.gradients) else None
         if whole is None:
             return None
@@ -189,7 +189,7 @@ class _StageBuilder:
             (*whole.inputs, *map(whole.described_input, self.reads)) if whole.aligned else ())
 
     def _needed(self, wanted: Sequence[Node | None]) -> set[Node]:
-        """All that the stage computes or is given, for what it returns and for its side effects."""
+        """All nodes that the stage computes or receives, for its outputs and side effects."""
         stages = self.whole.stages
         stack = [node for node in wanted if node is not None]
         stack += [node for node in self.whole.gm.graph.nodes
@@ -213,7 +213,7 @@ class _StageBuilder:
         return node
 
     def _described(self, returned: Sequence[Node | None]) -> list[Any]:
-        """What AOTAutograd says of the outputs that are the whole graph's."""
+        """AOTAutograd's descriptions of the whole graph's outputs."""
         known = {node: said for node, said in zip((*self.whole.outputs, *self.whole.gradients), self.whole.described)
                  if node is not None}
         return [*(None for _ in self.sends), *(self.whole.described[k] for k in self.outputs),

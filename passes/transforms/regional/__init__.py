@@ -1,1 +1,1 @@
-"""Equal regions of a graph, cut out so that each is compiled once."""
+"""Regional compilation: equal regions of a graph are cut out and compiled once."""

@@ -1,8 +1,8 @@
-"""Cut a graph that is ready to be compiled into segments, so that equal ones, as the layers of a model are, are compiled once.
+"""Cut a graph that is ready for compilation into segments, so that equal ones, such as a model's layers, are compiled once.
 
-A segment is a graph of its own: it takes what it reads of what comes before it, and returns what is read after it. Two are
-equal if their calls, what these read of each other, and the sizes and strides of what they take are. A collective that is not
-waited for in its own segment, and such a wait, stand between segments, as calls of their own; so do writes into inputs.
+A segment is a separate graph: its inputs are the values it reads from outside, its outputs those read after it. Two are
+equal if their calls, their wiring, and the sizes and strides of their inputs are. A collective whose wait is
+outside its segment, and that wait, run between segments as single calls; so do writes into inputs.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -29,9 +29,9 @@ LOOK_UP = "prims.inductor_lookup_seed.default"
 
 @dataclass(frozen=True)
 class GraphSegment:
-    """Calls that follow each other, what they read of others, and what others read of them. alone: one call of which nothing
-    is compiled. donated: places of what it takes that nobody needs after it, in memory that nobody else has: results may be
-    written over it."""
+    """Consecutive calls, their inputs and outputs. alone: a single call that is not
+    compiled. donated: indices of inputs that are dead after the segment and alias nothing: results may
+    reuse their memory."""
 
     nodes: tuple[Node, ...]
     takes: tuple[Node, ...]
@@ -46,10 +46,10 @@ class GraphSegment:
         return self.calls, self.donated
 
     def graph(self, whole: GraphModule) -> GraphModule:
-        """As a graph whose nodes are named alike in all equal segments."""
+        """The segment as a graph with canonical node names."""
         graph, new = fx.Graph(), {}
         for k, node in enumerate(self.takes):
-            # Caches of compiled code go by the text of a graph, and must know that another may be written over.
+            # Caches of compiled code hash the text of a graph, which must include the donated inputs.
             new[node] = graph.placeholder(f"donated_{k}" if k in self.donated else f"taken_{k}")
             new[node].meta["val"] = node.meta["val"]
         for k, node in enumerate(self.nodes):
@@ -61,9 +61,9 @@ class GraphSegment:
 
 
 def cut_segments(gm: GraphModule, donated: Collection[int] = ()) -> tuple[GraphSegment, ...] | None:
-    """The segments of a graph in order; None where nothing repeats, or where the graph has what cannot be cut apart.
+    """The segments of a graph in order; None if nothing repeats, or if the graph cannot be cut.
 
-    donated: places of the graph's inputs that nobody needs after it.
+    donated: indices of the graph's inputs that are dead after it.
     """
     if not all(map(_can_be_cut, gm.graph.nodes)):
         return None
@@ -79,7 +79,7 @@ def cut_segments(gm: GraphModule, donated: Collection[int] = ()) -> tuple[GraphS
 
 
 def _can_be_cut(node: Node) -> bool:
-    """Whether all that is read and made are tensors of known sizes, and nothing is written but, as a whole, an input."""
+    """True if all operands and results are tensors of static sizes, and the only mutation is of a whole input."""
     if node.op not in ("placeholder", "call_function"):
         return node.op == "output"
     values = node.meta.get("val")
@@ -98,7 +98,7 @@ def _writes_input(node: Node) -> bool:
 
 
 def _gather_ports(graph: fx.Graph) -> None:
-    """Moves what takes a tensor out of several results, and seeds out of theirs, right behind the call that makes these."""
+    """Move getitems, and single seeds, directly after the call whose result they select."""
     for node in list(graph.nodes):
         if node.target is operator.getitem or str(node.target) == LOOK_UP:
             source = node.args[0]
@@ -112,7 +112,7 @@ def _gather_ports(graph: fx.Graph) -> None:
 
 
 def _parts(span: Sequence[Node]) -> list[tuple[list[Node], bool]]:
-    """A span, cut where a collective, a wait or a write stands alone; and then again, since that may part others from their
+    """A span, cut at collectives, waits and writes that stand alone; and then again, since that may separate others from their
     waits."""
     alone = {node for node in span if _writes_input(node)}
     while True:
@@ -177,7 +177,7 @@ def _donating(gm: GraphModule, segments: Sequence[GraphSegment], returned: set[N
 
 
 def _memory(node: Node) -> set[int | None]:
-    """What a value may lie in: its own memory, and that of what it is a view of, also where that was traced apart."""
+    """Storages that a value may use: its own, and those of the tensors that it is a view of, even if traced separately."""
     found = {memory_of(node)}
     while node.op == "call_function" and node.all_input_nodes and (
             node.target is WAIT or node.target is operator.getitem or view_name(node.target) in VIEWS):

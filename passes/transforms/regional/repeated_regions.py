@@ -1,7 +1,7 @@
-"""Where a list of calls repeats itself: the layers of a model, as they lie one after another in a traced graph.
+"""Find repetitions in a list of calls: the layers of a model, as they follow one another in a traced graph.
 
-A call is told by its target, its constants, and the shapes of what it makes, not by what it reads: whether two stretches of
-calls are the same in that, too, is for who cuts them out to check.
+Calls are compared by target, constants, and shapes of their results, not by operands: the caller checks that the wiring
+of two stretches is equal.
 """
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.fx import Node
 from passes.graph.fx_nodes import constants_of
 
 LEAST_CALLS = 8
-"""Of a stretch that is worth finding again."""
+"""Minimum number of calls in a repeated stretch."""
 MOST_PERIODS = 24
 
 
 def described(value: Any) -> Hashable:
-    """What compiled code depends on of a fake value: sizes, strides, dtype, device, whether it begins at 16 bytes."""
+    """Properties of a fake value that compiled code depends on: sizes, strides, dtype, device, 16-byte alignment."""
     if isinstance(value, torch.Tensor):
         aligned = value.storage_offset() * value.element_size() % 16 == 0
         return tuple(value.shape), tuple(value.stride()), str(value.dtype), str(value.device), aligned
@@ -30,7 +30,7 @@ def described(value: Any) -> Hashable:
 
 
 def repetition_cuts(nodes: Sequence[Node]) -> list[int]:
-    """Positions at which to cut a list of calls so that most of them lie between cuts in stretches that repeat each other."""
+    """Positions at which to cut a list of calls so that most of them lie in repeated stretches between cuts."""
     kinds: dict[Hashable, int] = {}
     told = [kinds.setdefault((node.target, constants_of(node), described(node.meta.get("val"))), len(kinds)) for node in nodes]
     position = {node: k for k, node in enumerate(nodes)}
@@ -49,7 +49,7 @@ def repetition_cuts(nodes: Sequence[Node]) -> list[int]:
 
 
 def _longest_run(told: Sequence[int], start: int, end: int) -> tuple[int, int, int] | None:
-    """(first, period, length) of the calls in [start, end) that repeat with a period, where that saves most."""
+    """(first, period, length) of the periodic run of calls in [start, end) that saves most."""
     where: dict[int, list[int]] = defaultdict(list)
     for k in range(start, end):
         where[told[k]].append(k)
@@ -69,8 +69,8 @@ def _longest_run(told: Sequence[int], start: int, end: int) -> tuple[int, int, i
 
 
 def _aligned(first: int, period: int, length: int, last: Sequence[int]) -> tuple[int, int, int]:
-    """(first, period, copies) of the stretches to cut out: where the fewest values cross from one to the next, as at the sum
-    that layers hand on, and as many of them as there are then. last: of each call, the position of its last reader."""
+    """(first, period, copies) of the stretches to cut out: at the offset where the fewest values cross from one to the next,
+    such as the residual sum, with as many copies as fit. last: for each call, the position of its last reader."""
     def crossing(shift: int) -> int:
         at = first + shift + period
         return sum(last[k] >= at and last[k] < at + period for k in range(at - period, at))

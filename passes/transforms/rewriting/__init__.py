@@ -1,1 +1,1 @@
-"""Insertion of calls with fake values and provenance, which all transforms share."""
+"""Insertion of calls with fake values and provenance, shared by all transforms."""

@@ -16,8 +16,8 @@ from passes.transforms.rewriting.fake_results import FakeResults
 
 
 class CallAppender(CallInserter):
-    """Appends to the graph under construction instead of inserting before a node. marked: the node whose marks of
-    checkpointing are handed on."""
+    """Appends to the graph under construction instead of inserting before a node. marked: the node whose checkpointing marks
+    are copied."""
 
     def __init__(self, graph: Graph, like: Node, fakes: FakeResults, tag: str | None = None):
         super().__init__(graph, like, like, fakes.mode)
@@ -28,7 +28,7 @@ class CallAppender(CallInserter):
     def _value(self, x: Any) -> Any:
         if not isinstance(x, Node):
             return x
-        return x.meta["val"] if "val" in x.meta else attribute_of(self.like.graph.owning_module, x)  # a graph that is called
+        return x.meta["val"] if "val" in x.meta else attribute_of(self.like.graph.owning_module, x)  # a subgraph
 
     def __call__(self, target, /, *args, **kwargs):
         node = self.graph.call_function(target, args, kwargs)
@@ -41,6 +41,6 @@ class CallAppender(CallInserter):
         if node.meta.get("partitioner_tag") != "is_backward" and any(
             n.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE for n in node.all_input_nodes
         ):
-            node.meta["partitioner_tag"] = BACKWARD_ON_PURPOSE  # what reads it cannot run before it
+            node.meta["partitioner_tag"] = BACKWARD_ON_PURPOSE  # its readers cannot run before it
         node.meta["val"] = self.fakes(target, *map_aggregate((args, kwargs), self._value))
         return node

@@ -21,7 +21,7 @@ PROVENANCE = (
 
 
 def fake_value(target: Callable, args: tuple, kwargs: dict | None = None) -> Any:
-    """What `target` returns for the fake values of its arguments."""
+    """Result of `target` on the fake values of its arguments."""
     args, kwargs = pytree.tree_map(
         lambda x: x.meta["val"] if isinstance(x, Node) else x, (args, kwargs or {}),
         is_leaf=lambda x: isinstance(x, Node),
@@ -30,7 +30,7 @@ def fake_value(target: Callable, args: tuple, kwargs: dict | None = None) -> Any
 
 
 class CallInserter:
-    """Calls inserted before one node, with that node's provenance (or another's)."""
+    """Inserts calls before one node, with the provenance of that node (or of another)."""
 
     def __init__(self, graph: Graph, before: Node, like: Node | None = None, fake_mode: Any = None):
         self.graph, self.before, self.like, self.fake_mode = graph, before, like or before, fake_mode

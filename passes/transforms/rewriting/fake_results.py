@@ -1,7 +1,7 @@
-"""Fake values of the calls that a rewrite emits, without asking an operator twice for what it makes of equal operands.
+"""Cache of fake results of the calls that a rewrite emits, by the metadata of their operands.
 
-The layers of a model have equal calls, and what a fake tensor costs is the way through torch's dispatcher. Only what is known
-from shapes alone is remembered: calls that make one tensor, in memory of its own or of one operand.
+The layers of a model have equal calls, and the cost of a fake tensor is torch's dispatcher. Only results that depend on
+shapes alone are cached: calls with one tensor result, in its own memory or in that of one operand.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, to
 
 @dataclass(frozen=True)
 class _ResultTemplate:
-    """A tensor. view_of: number of the operand whose memory it is in, from `offset` on; None where it has its own."""
+    """A cached result. view_of: index of the operand whose memory it shares, from `offset` on; None if it has its own."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,12 +38,12 @@ class _ResultTemplate:
 
 
 class FakeResults:
-    """To be called where no mode of torch's is active. mode: the fake mode of its tensors; None for real ones."""
+    """Call it where no torch mode is active. mode: the fake mode of its tensors; None for real ones."""
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode
         self._known: dict[Hashable, _ResultTemplate | None] = {}
-        """None: a call that has to be made each time."""
+        """None: a call that cannot be cached."""
 
     def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         told, operands = [target], []
@@ -60,7 +60,7 @@ class FakeResults:
 
 
 def _tell(x: Any, told: list[Any], operands: list[torch.Tensor]) -> bool:
-    """Append what the result of a call depends on of an argument; whether that is all."""
+    """Append everything that the result of a call depends on of an argument; False if that is not possible."""
     if isinstance(x, torch.Tensor):
         if not _is_plain(x):
             return False
@@ -77,7 +77,7 @@ def _tell(x: Any, told: list[Any], operands: list[torch.Tensor]) -> bool:
 
 
 def _is_plain(x: torch.Tensor) -> bool:
-    """A fake tensor whose sizes are numbers, with nothing to it but these."""
+    """True for a fake tensor with static sizes and no further metadata."""
     return is_fake(x) and x.layout is torch.strided and not (x.is_conj() or x.is_neg() or x.is_quantized) and all(
         type(n) is int for n in (*x.shape, *x.stride(), x.storage_offset()))
 

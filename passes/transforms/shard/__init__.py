@@ -1,1 +1,1 @@
-"""The rewrite of a whole graph into what one rank runs."""
+"""Rewrite of a whole graph into the graph of one rank (SPMD)."""

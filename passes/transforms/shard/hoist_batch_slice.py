@@ -1,7 +1,7 @@
-"""Take a rank's rows of a batch before its graph runs, not in it.
+"""Slice a rank's rows of a batch before its graph runs, not in it.
 
-Which rows these are is the one thing in most graphs that differs from rank to rank. Without it ranks have equal graphs, which
-inductor's cache knows as one.
+In most graphs this slice is the only difference between ranks. Without it ranks have equal graphs, which
+share an entry in inductor's cache.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -18,18 +18,18 @@ from passes.graph.fx_nodes import BY_COORDINATE
 from passes.registry import register
 
 TAKEN = "hpml_taken"
-"""In the meta of a placeholder: what is taken of the argument, in order."""
+"""Key in the meta of a placeholder: the slices taken of the argument, in order."""
 
 Taken = tuple[tuple[int, int, int], ...]
-"""(dim, start, end) of one view after another."""
+"""(dim, start, end) of successive views."""
 
 
 @register
 @dataclass(frozen=True)
 class HoistBatchSlice(TransformPass):
-    """An input of which a rank reads nothing but one part of its own becomes that part.
+    """Replaces an input of which a rank reads only one slice by that slice.
 
-    inputs: names of those that may: that have no gradient, and are not written to, since both are of the whole.
+    inputs: names of candidates: without a gradient, and not mutated, since both refer to the whole.
     """
 
     name = "hoist_batch_slice"
@@ -54,7 +54,7 @@ class HoistBatchSlice(TransformPass):
 
 
 def _slices(node: Node) -> list[Node] | None:
-    """The equal calls that are all that reads an input; None where it is read otherwise."""
+    """The equal slices that are an input's only readers; None if it has other readers."""
     users, value = list(node.users), node.meta.get("val")
     if not users or not isinstance(value, torch.Tensor):
         return None
@@ -66,12 +66,12 @@ def _slices(node: Node) -> list[Node] | None:
 
 
 def batch_slices_of(gm: GraphModule) -> dict[str, Taken]:
-    """What is taken of the arguments of a graph before it runs, by placeholder."""
+    """Slices to take of a graph's arguments before it runs, by placeholder."""
     return {node.name: node.meta[TAKEN] for node in gm.graph.find_nodes(op="placeholder") if TAKEN in node.meta}
 
 
 def part_of(value: torch.Tensor, taken: Taken) -> torch.Tensor:
-    """A view."""
+    """Apply the slices; returns a view."""
     for dim, start, end in taken:
         value = value.narrow(dim, start, end - start)
     return value

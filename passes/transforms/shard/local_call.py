@@ -1,4 +1,4 @@
-"""One call of an operator, as `localization` gets it: the local operands, and the sizes that the call has whole and here."""
+"""Description of one call for `localization`: the local operands, and whole and local sizes."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,26 +16,26 @@ from passes.transforms.shard.rank_coordinate import begin_of
 
 
 class ShardRange(NamedTuple):
-    """A rank's part of a dim that is split."""
+    """A rank's range of a split dim."""
 
     first: int
     count: int
     begins: ShardOffset
-    """How the first follows from where the rank is."""
+    """The start as a function of the rank's mesh coordinates."""
 
     def marked(self, node: Node) -> Node:
-        """A call that has the first among its constants."""
+        """Mark a call that has the start among its constants."""
         node.meta[BY_COORDINATE] = self.begins
         return node
 
     def asked(self, insert: CallInserter, device: torch.device) -> Node | int:
-        """The first, asked for when the graph runs."""
+        """The start, computed when the graph runs."""
         return begin_of(insert, self.begins, device)
 
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One call to be localized: `args`/`kwargs` hold the local operands; shapes are those of the results."""
+    """One call to localize: `args`/`kwargs` are the local operands; shapes are those of the results."""
 
     target: Any
     args: tuple
@@ -44,13 +44,13 @@ class LocalCall:
     local: tuple[tuple[int, ...], ...]
     rule: Rule | None
     ranges: Mapping[int, ShardRange]
-    """Operand that holds indices -> this rank's range of them, where the indexed dim is split."""
+    """Operand of indices -> this rank's range of them, where the indexed dim is split."""
     ordered: Mapping[int, ShardRange] = field(default_factory=dict)
-    """Dim of the first result whose positions count -> this rank's range of them, where it is split."""
+    """Dim of the first result in which positions are counted -> this rank's range of them, where it is split."""
     asks: bool = False
-    """Whether the first of a range is asked for when the graph runs."""
+    """True if the start of a range is computed when the graph runs."""
     strides: tuple[tuple[int, ...], ...] = ()
-    """Of the whole operands; only what reads memory rather than dims needs them."""
+    """Strides of the whole operands; only ops that address memory rather than dims need them."""
 
     def ratio(self, dim: int) -> int:
         return self.whole[0][dim] // max(self.local[0][dim], 1)

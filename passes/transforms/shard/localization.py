@@ -1,7 +1,7 @@
 """Turn the arguments of a whole call into those of the call on local tensors.
 
-Most operators need nothing: the local call on local operands gives the local result. What carries sizes (`view`,
-`full`) gets local ones, positions start where the rank's range does, and what carries indices into a split dim is
+Most operators need nothing: the local call on local operands gives the local result. Ops with size arguments (`view`,
+`full`) get local sizes, positions start at the rank's range, and indices into a split dim are
 shifted into that range and masked (`passes.transforms.shard.sharded_indexing`).
 """
 from __future__ import annotations
@@ -47,7 +47,7 @@ RESHAPES = {
     )},
     aten.as_strided_scatter.default: 1,
 }
-"""Operator -> position of the operand that is reshaped. A dim that is split down to size 1 must not be squeezed away."""
+"""Operator -> position of the operand that is reshaped. A dim that is split down to size 1 must not be squeezed."""
 
 
 def _last_dim_packed(value: torch.Tensor) -> bool:
@@ -55,7 +55,7 @@ def _last_dim_packed(value: torch.Tensor) -> bool:
 
 
 def _last_stride_is_one(value: torch.Tensor) -> bool:
-    """Also where the last dim has one element."""
+    """True even if the last dim has one element."""
     return value.dim() == 0 or value.stride(-1) == 1
 
 
@@ -64,7 +64,7 @@ def _strictly_packed(value: torch.Tensor) -> bool:
 
 
 def _matrices_packed(value: torch.Tensor) -> bool:
-    """Rows or columns one after another, each from a multiple of 16 bytes on."""
+    """True if rows or columns are contiguous and 16-byte aligned."""
     if value.dim() < 2:
         return True
     unit = 16 // value.element_size()
@@ -87,10 +87,10 @@ PACKED: dict[str, Callable[[torch.Tensor], bool]] = {
     "aten::adaptive_max_pool3d_backward": torch.Tensor.is_contiguous,
     "aten::_grouped_mm": _matrices_packed,
     "aten::linalg_matrix_exp": torch.Tensor.is_contiguous,
-    # Which of its results are filled depends on the order in memory.
+    # The strides decide which of its results are filled.
     **dict.fromkeys(("aten::_embedding_bag", "aten::_embedding_bag_forward_only"), _strictly_packed),
 }
-"""Operator by name -> what its kernel takes for granted of its operands' order in memory, in part without checking."""
+"""Operator by name -> layout that its kernel assumes of its operands, in part without checking."""
 
 
 def localize(call: LocalCall, insert: CallInserter) -> Node:
@@ -114,7 +114,7 @@ def localize(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def _packed(call: LocalCall, insert: CallInserter) -> LocalCall:
-    """Collectives leave values in orders in memory that the whole graph never had."""
+    """Pack operands: collectives leave values in strides that the whole graph never had."""
     packed = PACKED[name_of(call.target)]
 
     def pack(x: Any) -> Any:
@@ -147,7 +147,7 @@ def _split(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def _repeat(call: LocalCall, insert: CallInserter) -> Node:
-    """A dim of the result is its repetitions of the operand's: what is left of the result tells what is left of these."""
+    """Repetitions per dim are the ratio of result to operand, and so are local ones."""
     own = [1] * (len(call.local[0]) - call.args[0].meta["val"].dim()) + list(call.args[0].meta["val"].shape)
     return insert(call.target, call.args[0], [n // size if size else t for n, size, t in zip(call.local[0], own, call.args[1])])
 
@@ -159,7 +159,7 @@ def _convolution(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def _groups(weight: Node, channels: int) -> int:
-    """Groups of channels, from the channels that the weight has per group (output channels if transposed)."""
+    """Number of groups, from the channels that the weight has per group (output channels if transposed)."""
     return int(channels) // int(weight.meta["val"].shape[1])
 
 
@@ -183,7 +183,7 @@ def _iota(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def _from_asked(call: LocalCall, insert: CallInserter, positions: Node, step: int) -> Node:
-    """Positions of the first rank -> this rank's."""
+    """Shift positions of the first rank to this rank's."""
     begin = call.ordered[0].asked(insert, positions.meta["val"].device)
     return positions if isinstance(begin, int) else insert(aten.add.Tensor, positions, times(insert, begin, step))
 
@@ -215,7 +215,7 @@ def _empty_strided(call: LocalCall, insert: CallInserter, position: int) -> Node
 
 
 def _reads_memory(call: LocalCall, insert: CallInserter) -> Node:
-    """as_strided of a whole operand: a collective or another operator may have left it in another order in memory."""
+    """as_strided of a whole operand: a collective or another operator may have changed its strides."""
     x, value = call.args[0], call.args[0].meta["val"]
     wanted = call.strides[0] if call.strides else value.stride()
     if tuple(value.stride()) != tuple(wanted):
@@ -252,9 +252,9 @@ SPECIAL: dict[Any, Callable[[LocalCall, CallInserter], Node]] = {
 def shifted_ranges(
     rule: Rule | None, split: Callable[[bool, int, int], ShardRange | None]
 ) -> dict[int, ShardRange]:
-    """Operand that holds indices -> this rank's range, for every indexed letter whose dim is split.
+    """Operand of indices -> this rank's range, for every indexed letter whose dim is split.
 
-    `split(is_input, tensor, dim)` gives that of a split dim, or None.
+    `split(is_input, tensor, dim)` returns the range of a split dim, or None.
     """
     found: dict[int, ShardRange] = {}
     if rule is None:

@@ -1,6 +1,6 @@
-"""Give what a rank's graph returns the strides and the storage offset that the traced graph gave it.
+"""Give the outputs of a rank's graph the strides and storage offsets of the traced graph.
 
-A script sees them: by `stride()`, `view` and `as_strided`, and by random numbers that are drawn in their order in memory.
+Scripts observe them: by `stride()`, `view` and `as_strided`, and by random numbers drawn in memory order.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def with_traced_strides(node: Node, traced: torch.Tensor, insert: CallInserter) -> Node:
-    """A node with the values of `node`, in memory as the traced tensor; `node` itself where it is so, or has another shape."""
+    """A node with the values of `node` and the traced strides; `node` itself if it has them, or another shape."""
     value = node.meta["val"]
     if value.shape != traced.shape or not traced.numel() or _as(value, traced):
         return node
@@ -27,7 +27,7 @@ def with_traced_strides(node: Node, traced: torch.Tensor, insert: CallInserter) 
 
 
 def _scattered(node: Node, traced: torch.Tensor, insert: CallInserter) -> Node:
-    """With gaps, an offset, or one element in several places: laid into memory of that length, of which it is a view."""
+    """With gaps, an offset, or overlapping elements: scatter into a buffer of that length, and return a view."""
     shape, stride, offset = list(traced.shape), list(traced.stride()), traced.storage_offset()
     for dim in (dim for dim, step in enumerate(stride) if step == 0 and shape[dim] > 1):
         node, shape[dim] = insert(aten.slice.Tensor, node, dim, 0, 1), 1

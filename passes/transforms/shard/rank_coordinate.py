@@ -1,6 +1,6 @@
-"""Where a rank's part begins, asked of the process group when the graph runs, instead of having the answer in the graph.
+"""Start of a rank's shard, read from the process group when the graph runs, instead of a constant in the graph.
 
-Then these are the same calls on all ranks, and ranks of a node have equal graphs, of which inductor compiles one
+Then all ranks have the same calls, and ranks of a node have equal graphs, of which inductor compiles one
 (`hpml_compiler.compile.lower.compile_lock`).
 """
 # FX types a node's arguments as a union of everything an argument can be.
@@ -19,11 +19,11 @@ from passes.transforms.rewriting.call_inserter import CallInserter
 aten, prims = torch.ops.aten, torch.ops.prims
 
 LARGEST_BYTES = 2**16
-"""Of a part that is taken by an index: a copy, unless it is fused, where a slice is a view."""
+"""Limit in bytes of a shard that is selected by an index: a copy, unless it is fused, where a slice is a view."""
 
 torch.library.define("hpml::coordinate", "(str group, Device device) -> Tensor")
 COORDINATE = torch.ops.hpml.coordinate.default
-"""This rank's number in a process group: an integer of no dims."""
+"""This rank's index in a process group: an integer tensor without dims."""
 
 
 @torch.library.impl("hpml::coordinate", "default")
@@ -37,7 +37,7 @@ def _fake_coordinate(group: str, device: torch.device) -> torch.Tensor:
 
 
 def begin_of(insert: CallInserter, offset: ShardOffset, device: torch.device) -> Node | int:
-    """An integer of no dims; 0 where all ranks begin at the first."""
+    """An integer tensor without dims; 0 if all ranks start at 0."""
     if not offset.strides:
         return 0
     terms = [times(insert, insert(COORDINATE, name, device), offset.count * stride) for name, stride in offset.strides]
@@ -56,6 +56,6 @@ def part_from(insert: CallInserter, x: Node, dim: int, begin: Node, count: int) 
 
 
 def is_small(x: Node, parts: int) -> bool:
-    """Whether one of so many parts of a value is."""
+    """True if one of `parts` equal parts of a value is below the limit."""
     value = x.meta["val"]
     return value.numel() * value.element_size() <= LARGEST_BYTES * parts

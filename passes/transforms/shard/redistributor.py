@@ -1,8 +1,8 @@
-"""Emit the nodes of one hop of a redistribution on local tensors.
+"""Emit the nodes of one redistribution step on local tensors.
 
-A local tensor keeps the dim order of the whole one; a split factor is shorter. Collectives of torch gather and scatter
-along the first dim, so a split anywhere else is packed before or unpacked after: the tensor is seen as (A, n, B) around
-the split factor, and n moves to the front or back from it.
+A local tensor keeps the dim order of the whole one; a split factor is shorter. torch's collectives gather and scatter
+along the first dim, so a split anywhere else is packed before or unpacked after: the tensor is viewed as (A, n, B) around
+the split factor, and n moves to the front or back.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -38,14 +38,14 @@ _MOVED_AS: dict[torch.dtype, tuple[Any, torch.dtype]] = {
     **{dtype: (aten.view.dtype, torch.uint8) for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
        if (dtype := getattr(torch, f"float8_{name}", None)) is not None},
 }
-"""dtypes that gloo does not move: how, and as what they are moved."""
+"""dtypes that gloo does not support: how, and as which dtype they are moved."""
 
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """This rank's place: the axes of layouts, and on each this rank's coordinate and the name of its process group.
+    """This rank's place in the mesh: the axes of layouts, and on each this rank's coordinate and the name of its process group.
 
-    On the axis of time, every rank is everywhere: its coordinate is 0, and there is no group."""
+    On the time axis, every rank has coordinate 0, and there is no group."""
 
     axes: Axes
     coordinates: tuple[int, ...]
@@ -61,12 +61,12 @@ class MeshGroups:
 
     @property
     def axis_of(self) -> FrozenMap[str, int]:
-        """Number of the axis, by name of the process group."""
+        """Index of the axis, by name of the process group."""
         return FrozenMap({name: axis for axis, name in enumerate(self.names)})
 
 
 def local_factors(value: Value, layout: Layout, axes: Axes) -> list[list[int]]:
-    """Sizes of the factors of every dim as one rank holds them; a dim of size 1 has none."""
+    """Local sizes of the factors of every dim; a dim of size 1 has none."""
     rows = [list(f) for f in value.factors]
     for p, axis in zip(layout, axes):
         if isinstance(p, tuple):
@@ -87,7 +87,8 @@ def around(value: Value, layout: Layout, place: tuple[int, int], axes: Axes) -> 
 
 
 class Redistributor:
-    """Emits hops for this rank. `insert` is where the nodes go. asks: see `passes.transforms.shard.spmd_rewrite.Shard`."""
+    """Emits redistribution steps for this rank. `insert`: where nodes go. asks: see
+    `passes.transforms.shard.spmd_rewrite.Shard`."""
 
     def __init__(self, groups: MeshGroups, asks: bool = False):
         self.groups, self.asks = groups, asks
@@ -111,7 +112,7 @@ class Redistributor:
         return self._move(insert, x, value, source, target, axis, p, q)
 
     def _in_time(self, insert: CallInserter, x: Node, value: Value, source: Layout, target: Layout, axis: int) -> Node:
-        """Where the loop over microbatches begins or ends."""
+        """Emit a marker of the microbatch loop."""
         p, q = source[axis], target[axis]
         if p == PARTIAL and q == REPLICATE:
             return insert(ADD_UP, x)
@@ -157,7 +158,7 @@ class Redistributor:
             inner = shape[dim] // (outer * n)
             apart = reshape(insert, x, [*shape[:dim], outer, n, inner, *shape[dim + 1 :]])
         begins = ShardOffset(local[dim] if outer == 1 else 1, ((self.groups.names[axis], 1),))
-        # Of what the graph is given, a slice: which may be taken before it runs (`passes.transforms.shard.hoist_batch_slice`).
+        # A slice of a graph input may be hoisted out of the graph (`passes.transforms.shard.hoist_batch_slice`).
         if self.asks and x.op != "placeholder" and is_small(x, n):
             begin = begin_of(insert, begins, x.meta["val"].device)
             part = part_from(insert, apart, dim if outer == 1 else dim + 1, begin, begins.count)
@@ -203,7 +204,7 @@ class Redistributor:
         front = self._to_front(insert, x, before, n)
         rows = [1] * n
         received = self._wait(insert, c10d.all_to_all_single.default, front, rows, rows, name)
-        # Block r holds rank r's part of the source factor, already cut down in the target factor.
+        # Block r holds rank r's shard of the source factor, already sliced in the target factor.
         both = list(source)
         both[axis] = REPLICATE
         cut = local_factors(value, tuple(both), self.groups.axes)
@@ -218,6 +219,6 @@ class Redistributor:
 
 
 def reshape(insert: CallInserter, x: Node, shape: Sequence[int]) -> Node:
-    """A view where the strides allow it, else a copy: decided when it runs, because fake values need not have the strides
+    """A view if the strides allow it, else a copy: decided at run time, because fake values may not have the strides
     of real ones (CPU attention) and lowering may choose others."""
     return insert(aten.reshape.default, x, list(shape))

@@ -1,6 +1,6 @@
-"""Local calls of operators that index a dim which is split: each rank looks up, or writes, what lies in its own range.
+"""Local calls of operators that index a split dim: each rank reads or writes the indices in its own range.
 
-Indices are shifted by the first of the range. What lies outside is read at 0 and masked, or written to a spare slot.
+Indices are shifted by the start of the range. Indices outside are read at 0 and masked, or written to a spare slot.
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _own(call: LocalCall, insert: CallInserter, index: Node, wraps: bool = False
 
 
 def _before(insert: CallInserter, x: Node, trailing: int) -> Node:
-    """A mask over indices, lined up with values that have `trailing` more dims behind."""
+    """A mask over indices, broadcast to values with `trailing` more dims."""
     for _ in range(trailing):
         x = insert(aten.unsqueeze.default, x, -1)
     return x
@@ -76,7 +76,7 @@ def _index(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def _masked_index(call: LocalCall, insert: CallInserter) -> Node:
-    """Looked up, with a number for what is masked; or written, with values."""
+    """Reads, with a fill number for masked elements; or writes, with values."""
     table, mask, indices, given = call.args
     dim = _place(indices)
     safe, valid = _own(call, insert, indices[dim])
@@ -97,7 +97,7 @@ def _index_select(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def _scatter(call: LocalCall, insert: CallInserter) -> Node:
-    """What falls outside of the range goes into one more slot, which is cut off."""
+    """Indices outside of the range go to one more slot, which is cut off."""
     table, dim, index, *rest = call.args
     count = _range(call).count
     rank = table.meta["val"].dim()
@@ -112,7 +112,7 @@ def _scatter(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def _index_put(call: LocalCall, insert: CallInserter) -> Node:
-    """Values are added up, so that zeros may be written anywhere."""
+    """Values are accumulated, so zeros may be written anywhere."""
     table, indices, values, *rest = call.args
     dim = _place(indices)
     safe, valid = _own(call, insert, indices[dim], wraps=True)

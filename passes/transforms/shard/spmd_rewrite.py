@@ -1,7 +1,7 @@
-"""Rewrite a whole graph into what one rank does: local tensors, with collectives where layouts change.
+"""Rewrite a whole graph into the graph of one rank: local tensors, with collectives where layouts change.
 
-Obeys a `Decision`; decides nothing. A redistribution is emitted once per value, route and phase and shared by all readers
-whose routes begin alike. What backward needs of a value that forward made travels in backward: the nodes are tagged
+Applies a `Decision`; decides nothing. A redistribution is emitted once per value, route and phase and shared by all readers
+whose routes have the same prefix. A forward value that backward needs is redistributed in backward: the nodes are tagged
 `must_be_in_backward`, so that the partitioner saves the value before its route and not after.
 """
 # FX types a node's arguments as a union of everything an argument can be.
@@ -51,7 +51,7 @@ class Sharder:
         self.new = Graph()
         self.env: dict[Node, Node] = {}
         self.made: dict[int, tuple[Node, Layout]] = {}
-        """Value -> (local node, layout in which it is made)."""
+        """Value -> (local node, layout of its producer)."""
         self.moved: dict[tuple, Node] = {}
         self.by_name = {op.name: op for op in graph.operations}
         self.returned: dict[int, list[Route]] = {}
@@ -98,7 +98,7 @@ class Sharder:
         self.env[node] = self._copy(node) if index is None else self.made[index][0]
 
     def _opaque(self, node: Node) -> None:
-        """The call as it was traced, of whole operands."""
+        """The call as traced, on whole operands."""
         op = self.by_name[node.name]
         whole = {x: self._arrive(self.decision.routes[op.index, k], node) for k, x in enumerate(operand_nodes(node))}
         new = self.new.node_copy(node, lambda x: whole[x] if x in whole else self.env[x])
@@ -153,7 +153,7 @@ class Sharder:
         return node
 
     def _give(self, route: Route, node: Node) -> Node:
-        """Results of the graph. What forward returns is in memory as it was traced."""
+        """Emit the outputs of the graph. Forward outputs get the traced strides."""
         arrived = self._arrive(route, node)
         key = (route.value, route.hops, "given")
         if key not in self.moved:
@@ -208,18 +208,18 @@ class Sharder:
                     part = self.redistributor.hop(insert, part, value, layout, following)
                     layout = following
             self.made[value.index] = (part, layout)
-            # Not at the end of the graph: what comes before the last forward output counts as forward.
+            # Not at the end of the graph: nodes before the last forward output count as forward.
             for route in self.returned.get(value.index, ()):
                 self._give(route, node)
 
     def _range(self, op, layouts: OperationLayouts, is_input: bool, tensor: int, dim: int) -> ShardRange | None:
-        """This rank's part of a split dim."""
+        """This rank's range of a split dim."""
         value = self.graph.values[(op.inputs if is_input else op.outputs)[tensor]]
         layout = (layouts.inputs if is_input else layouts.made)[tensor]
         parts, strides = 1, []
         for p, axis, name in reversed([*zip(layout, self.groups.axes, self.groups.names, strict=True)]):
             if isinstance(p, tuple) and p[0] == dim:
-                if axis.kind is not AxisKind.TIME:  # along which every rank begins at the first
+                if axis.kind is not AxisKind.TIME:  # along which every rank starts at 0
                     strides.append((name, parts))
                 parts *= axis.size
         if parts == 1:
@@ -252,8 +252,8 @@ class Sharder:
 
 
 def _marked(made: Node, reader: Node, layout: Layout, hop: Hop) -> Node | None:
-    """As what a hop is checkpointed: what adds up partial sums belongs to the region that makes them, so that what it hands
-    to the next one is kept as a sum; what gathers, to the region that reads, so that the part is kept."""
+    """Checkpointing marks of a collective: a reduction of partial sums belongs to the producer's region, so that the saved
+    value is the sum; a gather belongs to the reader's region, so that the saved value is the shard."""
     if hop.phase != FORWARD:
         return None
     adds_up = any(p != q and p in (PARTIAL, PARTIAL_MAX) for p, q in zip(layout, hop.layout))
@@ -262,16 +262,16 @@ def _marked(made: Node, reader: Node, layout: Layout, hop: Hop) -> Node | None:
 
 def shard(gm: GraphModule, graph: PlacementGraph, rules: Sequence[Rule | None], decision: Decision, groups: MeshGroups,
           fake_mode: Any, asks: bool = False) -> GraphModule:
-    """The graph that one rank runs; placeholders and outputs keep their order, placeholders have local shapes."""
+    """The graph of one rank; placeholders and outputs keep their order, placeholders have local shapes."""
     return Sharder(gm, graph, rules, decision, groups, fake_mode, asks).run()
 
 
 @register
 @dataclass(frozen=True)
 class Shard(TransformPass):
-    """Replaces the whole graph by what one rank does. groups: this rank's place in the mesh. asks: whether the graph asks the
-    process groups for that place when it runs, instead of having it among its constants, except for slices of much: then
-    ranks have equal graphs, where that is all that would tell them apart."""
+    """Replaces the whole graph by the graph of one rank. groups: this rank's place in the mesh. asks: read that place
+    from the process groups when the graph runs, instead of from constants, except for large slices: then
+    ranks have equal graphs, if they differ in nothing else."""
 
     name = "shard"
     requires = (GRAPH_SIGNATURE, OPERATIONS, DECISION)

@@ -1,4 +1,4 @@
-"""Local calls of operators that go by the order of operands in memory, which a local part need not share with the whole."""
+"""Local calls of operators that depend on the strides of operands, which a shard need not share with the whole."""
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from passes.transforms.shard.local_call import LocalCall
 aten = torch.ops.aten
 
 FACTORS = {aten._linalg_det.default: 1, aten._linalg_slogdet.default: 2, aten._linalg_solve_ex.default: 1}
-"""Operators that factorize the transpose of a contiguous operand -> which result the factors are. Backward was traced for what
-the whole operand was."""
+"""Operators that factorize the transpose of a contiguous operand -> index of the result with the factors. Backward was traced
+for the strides of the whole operand."""
 
 
 def factorization(call: LocalCall, insert: CallInserter) -> Node:
-    """The local operand is contiguous where the whole one was, and only there."""
+    """Make the local operand contiguous if the whole one was, and only then."""
     x, value = call.args[0], call.args[0].meta["val"]
     if call.strides:
         whole = _contiguous(call.whole[FACTORS[call.target]], call.strides[0])
@@ -28,7 +28,7 @@ def factorization(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def scaled_mm(call: LocalCall, insert: CallInserter) -> Node:
-    """The kernel wants rows of the first operand and columns of the second packed."""
+    """The kernel requires packed rows of the first operand and packed columns of the second."""
     a, b, *rest = call.args
     if a.meta["val"].stride(1) != 1:
         a = insert(aten.clone.default, a, memory_format=torch.contiguous_format)
@@ -38,7 +38,7 @@ def scaled_mm(call: LocalCall, insert: CallInserter) -> Node:
 
 
 def _by_columns(insert: CallInserter, x: Node) -> Node:
-    """The same matrices, one column after another."""
+    """The same matrices in column-major order."""
     rank = x.meta["val"].dim()
     order = [*range(rank - 2), rank - 1, rank - 2]
     packed = insert(aten.clone.default, insert(aten.permute.default, x, order), memory_format=torch.contiguous_format)
