@@ -1,6 +1,6 @@
 """hpml: plan and run a model over many devices by changing one line, `torch.compile(model, backend="hpml")`.
 
-Importing it imports nothing else: each public name is loaded at its first use, since most of them need torch.
+Importing it imports nothing else: public names are loaded at their first use, since most of them need torch.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hpml_compiler.plan`: what would this model do on that cluster? No device is needed."""
+"""`hpml_compiler.plan`: plan a model's training step for a cluster, without any device."""
 from __future__ import annotations
 
 import os
@@ -20,10 +20,10 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
     """Plan one training step of `model` on the global `batch`.
 
     batch: arguments of the model, a mapping or a tuple. cluster: `8x8:h100-80g`, a JSON file, a `Cluster`, or None for
-    one device of this machine; one with several groups of devices gives a `MixedPlan`, in which each group takes a share
-    of the rows. run_breaks: Python code between the graphs of a model that breaks runs on the real weights and batch; else on
-    fake ones, and what that does not reach is in the plan's `unplanned`. options: those of `Options`. Tensors may be on the
-    meta device. Raises BadInput and Infeasible.
+    one device of this machine; a cluster with several groups of devices gives a `MixedPlan`, in which each group takes a
+    share of the rows. run_breaks: run Python code between the graphs of a model that breaks on the real weights and batch;
+    otherwise it runs on fake ones, and parts that cannot run so are listed in the plan's `unplanned`. options: those of
+    `Options`. Tensors may be on the meta device. Raises BadInput and Infeasible.
     """
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -39,10 +39,10 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
         cluster = Cluster.parse(parsed.cluster) if parsed.cluster else Cluster.local(1, "cpu")
     if len(cluster.groups) > 1:
         if parsed.stage_ranks > 1:
-            raise BadInput("a plan for unlike devices does not count stages of a pipeline", "options['mesh']", "leave pp out")
+            raise BadInput("planning for unlike devices does not support pipeline stages", "options['mesh']", "leave pp out")
         if parsed.microbatches > 1:
-            raise BadInput("a plan for unlike devices does not count microbatches", "options['microbatches']",
-                           "leave it out; `simulate` plays such a plan with microbatches")
+            raise BadInput("planning for unlike devices does not support microbatches", "options['microbatches']",
+                                          "leave it out; `simulate` can run such a plan with microbatches")
         return plan_mixed(model, batch, cluster, parsed)
     parsed = parsed.with_plan(cluster.world_size)
     alone = cluster.world_size == 1 and parsed.memory_budget is not None

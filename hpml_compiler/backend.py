@@ -1,4 +1,4 @@
-"""The entry point `torch.compile(model, backend="hpml")` finds. Importing it is cheap; the work is in `compile/`."""
+"""Entry point of `torch.compile(model, backend="hpml")`. Importing it is cheap; the work is in `compile/`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,10 @@ def hpml(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph: on one device as inductor does, on N ranks as the planner decides.
+    """Compile one Dynamo graph: with inductor on one device, as planned on several ranks.
 
-    `options` are those of `hpml_compiler.options.Options`; `mode` is accepted for torch.compile's sake and only
-    "default" (or None) is known. Raises BadInput for anything else.
+    `options`: see `hpml_compiler.options.Options`. `mode`: torch.compile passes it; only "default" (or None) is
+    supported. Raises BadInput otherwise.
     """
     from hpml_compiler.compile.dispatch import compile_graph
     from hpml_compiler.options import Options, defaults
@@ -27,10 +27,10 @@ def hpml(
     uncompiled_models.graph_came()
     allow_scalar_mutation()
     if mode not in (None, "default"):
-        raise BadInput(f"mode={mode!r} is not known", where="torch.compile",
-                       next_step="leave it out; what the modes of inductor tune is not exposed here")
+        raise BadInput(f"mode={mode!r} is not supported", where="torch.compile",
+                                      next_step="leave it out; hpml does not expose inductor's modes")
     return compile_graph(gm, original_inputs(example_inputs), Options.parse({**defaults, **(options or {})}))
 
 
-# Torch loads this module inside of torch.compile, before it makes the compiled module.
+# Torch loads this module inside torch.compile, before it makes the compiled module.
 ddp_fsdp_guard.watch(hpml)

@@ -1,4 +1,4 @@
-"""TARGET of the command line: "file.py:function" or "module:function", called without arguments for (model, batch)."""
+"""Load the TARGET of a command: "file.py:function" or "module:function", called without arguments for (model, batch)."""
 from __future__ import annotations
 
 import difflib
@@ -17,15 +17,15 @@ EXAMPLE = "give FILE.py:FUNCTION or MODULE:FUNCTION, such as models.py:gpt"
 
 
 def load_target(target: str) -> tuple[Any, Any]:
-    """The (model, batch) that `target` names: a torch.nn.Module, and a dict of keyword arguments, a tuple or list of
-    positional ones, or one tensor. Raises BadInput for anything else, an error in the user's code included.
+    """Load the (model, batch) that `target` names: a torch.nn.Module, and a dict of keyword arguments, a tuple or list of
+    positional ones, or one tensor. Raises BadInput for anything else, including errors in the user's code.
 
-    A file is imported with its folder first on sys.path, where it stays, as for `python file.py`: the model may import
-    its neighbors later. A module is looked for in the current folder too, as for `python -m module`.
+    The folder of a file is put first on sys.path and stays there, as for `python file.py`, since the model may import
+    its neighbors later. Modules are also searched in the current folder, as for `python -m module`.
     """
     source, colon, name = target.rpartition(":")
     if not (colon and source and name.isidentifier()):
-        raise BadInput(what=f"{target!r} is no target", where="TARGET", next_step=EXAMPLE)
+        raise BadInput(what=f"{target!r} is not a target", where="TARGET", next_step=EXAMPLE)
     is_file = source.endswith(".py") or "/" in source
     module = _import_file(Path(source)) if is_file else _import_module(source)
     function = _function(module, name, source)
@@ -40,13 +40,13 @@ def _import_file(path: Path) -> ModuleType:
         raise BadInput(what=f"there is no file {path}", where=f"TARGET, from the folder {Path.cwd()}",
                        next_step=f"did you mean {path.parent / close[0]}?" if close else EXAMPLE)
     _put_on_path(path.resolve().parent)
-    # a name of its own: models.py of the user must not stand in for another module called models
+    # a unique name: the user's models.py must not replace another module called models
     name = f"hpml_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise BadInput(what=f"{path} is no Python file", where="TARGET", next_step=EXAMPLE)
+        raise BadInput(what=f"{path} is not a Python file", where="TARGET", next_step=EXAMPLE)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look classes up there
+    sys.modules[name] = module  # dataclasses and pickle look up classes there
     try:
         _guarded(lambda: spec.loader.exec_module(module), f"importing {path}", str(path))  # type: ignore[union-attr]
     except BadInput:
@@ -73,20 +73,20 @@ def _put_on_path(folder: Path) -> None:
 
 
 def _guarded(action: Callable[[], Any], doing: str, where: str) -> Any:
-    """Run the user's code; what it raises becomes BadInput, SystemExit (a script without a main guard) included."""
+    """Run the user's code and raise BadInput for its exceptions, including SystemExit (a script without a main guard)."""
     try:
         return action()
     except SystemExit as error:
         raise BadInput(what=f"{doing} ended the process (exit {error.code})", where=where,
-                       next_step='put what the script does under `if __name__ == "__main__":`') from error
+                       next_step='put the script part under `if __name__ == "__main__":`') from error
     except Exception as error:
         line = _innermost_line(error)
         raise BadInput(what=f"{doing} failed: {type(error).__name__}: {error}", where=line or where,
-                       next_step="mend the code there, or set HPML_DEBUG=1 for the traceback") from error
+                       next_step="fix the code there, or set HPML_DEBUG=1 for the traceback") from error
 
 
 def _innermost_line(error: Exception) -> str:
-    """The file and line of the user's code that raised: the last that is not of an installed package."""
+    """File and line of the user's code that raised: the innermost frame outside site-packages."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
     frames = inspect.getinnerframes(error.__traceback__, context=0) if error.__traceback__ else []

@@ -1,4 +1,4 @@
-"""The options of the backend, of `hpml_compiler.plan` and of the command line: one set, checked in one place."""
+"""Options shared by the backend, `hpml_compiler.plan` and the command line, with their validation."""
 from __future__ import annotations
 
 import difflib
@@ -22,7 +22,7 @@ OptimizerName = Literal["adamw", "adam", "sgd", "sgd_momentum", "rmsprop", "adag
 
 Offload = Literal["off", "saved", "optimizer", "all"]
 
-# tensors of the parameter's own shape and dtype that torch.optim keeps for each parameter it updates
+# optimizer state tensors per parameter, each of the parameter's shape and dtype, as torch.optim allocates them
 OPTIMIZER_STATES: dict[OptimizerName, int] = {
     "adamw": 2, "adam": 2, "sgd": 0, "sgd_momentum": 1, "rmsprop": 1, "adagrad": 1,
 }
@@ -30,14 +30,14 @@ OPTIMIZER_STATES: dict[OptimizerName, int] = {
 
 def _path_text(value: object) -> object:
     if isinstance(value, MixedPlan):
-        raise ValueError("a MixedPlan, for groups of different devices, cannot be run yet: give the plan of one of its "
-                         "groups, MixedPlan.groups[...].plan, on the devices of that group")
+        raise ValueError("a MixedPlan (groups of different devices) cannot be run yet: give the plan of one group, "
+                                         "MixedPlan.groups[...].plan, on the devices of that group")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _level(value: object) -> object:
-    if isinstance(value, bool):  # which equals 0 or 1
-        raise ValueError("it is neither on nor off, but one of 'auto', 0, 1, 2 and 3")
+    if isinstance(value, bool):  # True == 1
+        raise ValueError("a boolean is not a level: give 'auto', 0, 1, 2 or 3")
     return value
 
 
@@ -51,82 +51,82 @@ PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
 
 
 class Options(BaseModel):
-    """Checked options; a field's description is its help. Make them with `Options.parse`, whose errors are BadInput."""
+    """Validated options; a field's description is its help text. Make them with `Options.parse`, which raises BadInput."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     compiler: Literal["inductor", "eager"] = Field(
-        "inductor", description='what lowers the rewritten graphs: "inductor", or "eager" for fast tests and debugging'
+        "inductor", description='compiler of the rewritten graphs: "inductor", or "eager" for fast tests and debugging'
     )
     mesh_order: AxisNames | None = Field(
-        None, description="the axes of the mesh from the outermost, whose ranks are farthest apart, to the innermost, whose "
-        'ranks are neighbors, such as ["tp", "dp"]; without it pp comes first, then dp, then other axes as given, then tp'
+        None, description="order of the mesh axes, from the outermost (ranks farthest apart) to the innermost (adjacent "
+        'ranks), such as ["tp", "dp"]; by default pp comes first, then dp, then other axes as given, then tp'
     )
     mesh: AxisSizes | None = Field(
         None, validate_default=True,
-        description='sizes by axis, such as {"dp": 2, "tp": 2}, multiplying to the number of ranks; on dp the batch is '
-        "sharded, on tp weights and other dims, on pp stages of a pipeline lie, on an axis of another name the solver decides",
+        description='sizes of the mesh axes, such as {"dp": 2, "tp": 2}; their product is the number of ranks. dp shards the '
+        "batch, tp weights and other dims, pp holds pipeline stages; for an axis of another name the solver decides",
     )
     memory_budget: Budget | None = Field(
-        None, description='bytes per device that no step may exceed: an integer, or text such as "64MiB" or "24GB"; or a '
-        'fraction of its memory, such as 0.8 or "80%"; what does not fit is computed once more in backward'
+        None, description='memory limit per device in bytes: an integer, or text such as "64MiB" or "24GB"; or a '
+        'fraction of device memory, such as 0.8 or "80%"; activations that do not fit are recomputed in backward'
     )
     microbatches: int = Field(
-        1, ge=1, description="how many parts of the batch a training step goes through, one after another, so that only one "
-        "part's saved values are held; results are those of the whole batch")
+        1, ge=1, description="number of microbatches per training step; they run one after another, so that the saved "
+        "activations of one are in memory at a time; results are those of the whole batch")
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = Field(
-        "auto", description='the order in which stages of a pipeline run microbatches; "auto": 1f1b, with virtual_stages '
-        "interleaved")
-    virtual_stages: int = Field(1, ge=1, description="how many stages of a pipeline each rank of the mesh's axis pp has")
+        "auto", description='pipeline schedule; "auto" is 1f1b, or interleaved with virtual_stages '
+        "above 1")
+    virtual_stages: int = Field(1, ge=1, description="pipeline stages per rank of the mesh axis pp")
     compile_blocks: Literal["auto", "on", "off"] = Field(
-        "auto", description="whether equal blocks of a graph, as the layers of a model, are compiled once and called for each "
-        'of them; "auto": where these calls take less than 1 % of the predicted step, on CPUs and with several ranks')
+        "auto", description="regional compilation: equal blocks of a graph, such as layers of a model, are compiled once and "
+        'called for each; "auto": where these calls take less than 1 % of the predicted step, on CPUs and with several ranks')
     zero: ZeroLevel = Field(
-        "auto", description="how parameters are stored: 0 whole wherever they are read whole; 2 in parts, gathered once per "
-        "step of the optimizer and held until it changes them; 3 in parts, gathered again in each forward and backward; 1 is "
-        'read as 2; "auto" leaves it to the solver, parameter by parameter, which holds what was gathered only where there is '
+        "auto", description="parameter sharding: 0 keeps parameters unsharded where they are read unsharded; 2 shards them and "
+        "gathers each once per optimizer step; 3 shards them and gathers again in each forward and backward; 1 is "
+        'the same as 2; "auto" lets the solver choose for each parameter, and keeps gathered parameters only where there is '
         "a memory_budget"
     )
-    solver: str = Field("HiGHS", min_length=1, description="a solver, by the name that PuLP has for it")
+    solver: str = Field("HiGHS", min_length=1, description="name of a PuLP solver")
     solver_options: dict[str, JsonValue] = Field(
         default_factory=dict, description='keyword arguments for PuLP\'s solver, such as {"threads": 1}'
     )
     # below the default timeout of a process group (60 s), within which the other ranks wait for the plan
-    time_limit: float = Field(30.0, gt=0, description="seconds of work for planning, on all meshes together, without tracing: "
-                              "it is counted, so that a busy machine finds the same plan")
-    gap: float = Field(1e-3, ge=0, description="relative gap to the proven bound at which the solver may stop")
+    time_limit: float = Field(30.0, gt=0, description="planning budget in seconds of work, over all meshes, without tracing; "
+                                                        "counted in operations, so that a busy machine finds the same plan")
+    gap: float = Field(1e-3, ge=0, description="relative optimality gap at which the solver may stop")
     plan: PlanOrPath | None = Field(
-        None, description="a Plan or the path of one, obeyed in place of solving; if it was made under a memory_budget and no "
-        "other is given, that is the budget"
+        None, description="a Plan, or the path of one, to use instead of solving; its memory_budget applies unless another "
+        "is given"
     )
     cluster: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; without it, the devices here"
+        None, description="NODESxDEVICES:DEVICE, such as 8x8:h100-80g, or a JSON file; by default the devices of this run"
     )
     costs: Literal["auto", "roofline", "measured"] = Field(
-        "auto", description='prices: "measured" by `hpml profile` on the devices here, "roofline" from their data sheet; '
-        '"auto" takes measured ones where there are some and no cluster is named'
+        "auto", description='source of costs: "measured" by `hpml profile` on these devices, "roofline" from their data sheet; '
+        '"auto" uses measured costs where there are some and no cluster is given'
     )
     trace_all_layers: bool = Field(
-        False, description="true: `plan` traces every layer of a deep model, so that the plan can be passed back; "
-        "false: it traces four of its repeated layers and counts the rest"
+        False, description="true: `plan` traces every layer of a deep model, so that a run can use the plan; "
+        "false: it traces four of the repeated layers and extrapolates"
     )
     objective: Objective = Field(
-        "time", description='what the solver minimizes: "time" of one step, or "energy" of one step on all devices'
+        "time", description='objective of the solver: "time" of one step, or "energy" of one step on all devices'
     )
     power_cap: Watts | None = Field(
-        None, description='watts that each device may draw: a number, or text such as "300W"; above its idle power'
+        None, description='power limit per device in watts: a number, or text such as "300W"; above its idle power'
     )
     optimizer: OptimizerOption = Field(
-        "auto", description='the optimizer whose state counts as memory; "auto": with a memory budget the one that holds the '
+        "auto", description='optimizer whose state counts as memory; "auto": with a memory budget the one that owns the '
         "parameters when they are compiled, else adamw"
     )
     offload: Offload = Field(
-        "off", description='what may leave the memory of the device while it is not used, for the memory of the host or, of a '
-        'CPU, a file: values "saved" for backward, under a memory_budget; the state of the "optimizer"; or "all" of that'
+        "off", description='offload to host memory or, on a CPU, to a file: "saved" activations, under a memory_budget; '
+        'the state of the "optimizer"; or "all" of both'
     )
-    offload_folder: Folder | None = Field(None, description="where a CPU offloads to; without it, where temporary files are")
-    monitor: bool = Field(True, description="whether a run compares what it takes with what was predicted")
-    tensorboard: Folder | None = Field(None, description="a folder for that comparison as TensorBoard scalars")
+    offload_folder: Folder | None = Field(None, description="folder that a CPU offloads to; by default that of temporary files")
+    monitor: bool = Field(True, description="compare measured step time and memory with the prediction")
+    tensorboard: Folder | None = Field(None, description="folder to write that comparison to, as TensorBoard scalars")
 
     @field_validator("mesh")
     @classmethod
@@ -137,34 +137,34 @@ class Options(BaseModel):
     @classmethod
     def _for_a_budget(cls, offload: str, others: ValidationInfo) -> str:
         if offload == "saved" and others.data.get("memory_budget") is None:
-            raise ValueError("saved values are offloaded to meet a memory_budget, and there is none")
+            raise ValueError("offloading saved activations needs a memory_budget: set one")
         return offload
 
     @field_validator("microbatches")
     @classmethod
     def _without_budget(cls, microbatches: int, others: ValidationInfo) -> int:
         if microbatches > 1 and others.data.get("memory_budget") is not None:
-            raise ValueError("what a microbatch keeps is not chosen to meet a memory_budget yet: give one of the two")
+            raise ValueError("memory_budget and microbatches cannot be combined yet: set only one")
         return microbatches
 
     @field_validator("memory_budget", "offload")
     @classmethod
     def _without_stages(cls, value: Any, others: ValidationInfo) -> Any:
         if (others.data.get("mesh") or {}).get("pp", 1) > 1 and value not in (None, "off"):
-            raise ValueError("it does not go with stages of a pipeline yet, the mesh's axis pp: give one of the two")
+            raise ValueError("it cannot be combined with pipeline stages yet (mesh axis pp): set only one")
         return value
 
     @field_validator("schedule", "virtual_stages")
     @classmethod
     def _with_stages(cls, value: Any, others: ValidationInfo) -> Any:
         if (others.data.get("mesh") or {}).get("pp", 1) == 1 and value not in ("auto", 1):
-            raise ValueError('it is for the stages of a pipeline, and there are none: give them ranks, as in "mesh": {"pp": 2}')
+            raise ValueError('it needs pipeline stages: add the axis pp to the mesh, as in "mesh": {"pp": 2}')
         return value
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | Options | None) -> Options:
-        """Options from what the user gave (torch.compile's `options=`). Raises BadInput that names the option, what is
-        legal and, for an unknown name, the closest legal one."""
+        """Validate the options that a user gave (torch.compile's `options=`). Raises BadInput that names the option, the
+        legal values and, for an unknown name, the closest legal one."""
         if isinstance(options, Options):
             return options
         if options is not None and not isinstance(options, Mapping):
@@ -184,7 +184,7 @@ class Options(BaseModel):
 
     @property
     def stage_ranks(self) -> int:
-        """How many ranks a pipeline goes through: the size of the mesh's axis pp."""
+        """Number of pipeline ranks: the size of the mesh axis pp."""
         return (self.mesh or {}).get("pp", 1)
 
     @property
@@ -199,40 +199,40 @@ class Options(BaseModel):
 
     @property
     def optimizer_states(self) -> int:
-        """How many tensors of a trainable parameter's shape and dtype the optimizer keeps for it."""
+        """Number of optimizer state tensors per trainable parameter, each of its shape and dtype."""
         return OPTIMIZER_STATES[self.optimizer_name]
 
     def budget_bytes(self, memory_bytes: int) -> int | None:
-        """The budget on a device with that much memory; None if there is none but that."""
+        """memory_budget in bytes, for a device with `memory_bytes`; None without a budget."""
         budget = self.memory_budget
         return int(budget * memory_bytes) if isinstance(budget, float) else budget
 
     @property
     def resident_states(self) -> int:
-        """How many of them are in the device's memory all the time."""
+        """Number of optimizer state tensors per parameter that stay in device memory (are not offloaded)."""
         return 0 if self.offloads("optimizer") else self.optimizer_states
 
     def offloads(self, part: Literal["saved", "optimizer"]) -> bool:
         return self.offload in (part, "all")
 
     def load_plan(self) -> Plan | None:
-        """The plan to obey, read from its file if a path was given. Raises BadInput."""
+        """The plan to use, read from its file if a path was given. Raises BadInput."""
         return Plan.load(self.plan) if isinstance(self.plan, str) else self.plan
 
     def with_plan(self, world_size: int) -> Options:
-        """With the plan to obey read from its file, once for all who ask for it, and, if it is for so many ranks, with the
-        budget, the microbatches and the stages that it was made with, where none are given. Raises BadInput."""
+        """These options with `plan` loaded from its file. If the plan is for `world_size` ranks, its budget, microbatches and
+        stages apply where these options do not set them. Raises BadInput."""
         given = self.load_plan()
         if given is None:
             return self
-        said = _made_with(given) if given.world_size == world_size else {}
-        update = {"plan": given, **{k: x for k, x in said.items() if k not in self.model_fields_set}}
+        from_plan = _made_with(given) if given.world_size == world_size else {}
+        update = {"plan": given, **{k: x for k, x in from_plan.items() if k not in self.model_fields_set}}
         if self.mesh == given.mesh and self.mesh_order is None:
-            update["mesh"] = dict(given.mesh)  # in the order of its axes that the plan was made with
+            update["mesh"] = dict(given.mesh)  # in the plan's order of axes
         return self.model_copy(update=update)
 
     def check_mesh(self, world_size: int) -> None:
-        """Raises BadInput if a pinned mesh does not multiply to the number of ranks."""
+        """Check that a pinned mesh multiplies to the number of ranks. Raises BadInput."""
         if self.mesh is None or math.prod(self.mesh.values()) == world_size:
             return
         total = math.prod(self.mesh.values())
@@ -243,13 +243,13 @@ class Options(BaseModel):
                        where="options['mesh']", next_step=", or ".join(changes))
 
     def to_json(self) -> dict[str, JsonValue]:
-        """The options that differ from the defaults, without the plan and what only runs heed, as plain JSON: what a plan is
-        stamped with."""
+        """The options that differ from their defaults, as plain JSON, for the record in a plan. Leaves out the plan itself and
+        options that matter only to a run."""
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"plan", "monitor", "tensorboard", "offload_folder"})
 
 
 def _made_with(plan: Plan) -> dict[str, Any]:
-    """The options that say when and whether a value is computed, as they are in a plan."""
+    """Options that follow from a plan: memory budget, microbatches, mesh, schedule."""
     found: dict[str, Any] = {}
     for graph in plan.step_graphs:
         if graph.kept is not None:
@@ -262,7 +262,7 @@ def _made_with(plan: Plan) -> dict[str, Any]:
 
 
 defaults: dict[str, Any] = {}
-"""Options for what names none: a library that compiles by a backend's name has no argument for them."""
+"""Options for callers that cannot pass any: libraries that compile by the name of a backend."""
 
 
 def did_you_mean(name: str) -> str:

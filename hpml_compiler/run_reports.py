@@ -1,4 +1,4 @@
-"""`hpml_compiler.last_report` and `last_stages`: what the run that goes on here takes, beside what was predicted."""
+"""`hpml_compiler.last_report` and `last_stages`: measured against predicted time and memory of the current run."""
 from __future__ import annotations
 
 from hpml_compiler.monitor.report import Report
@@ -8,9 +8,9 @@ from passes.errors import BadInput
 
 
 def last_report() -> Report:
-    """This rank's last comparison of predicted with measured step time and memory.
+    """This rank's latest comparison of predicted and measured step time and memory.
 
-    Before the first one is due, it is made of the steps until now. Raises BadInput if there are none, or no plan.
+    Before the first comparison is due, it covers the steps so far. Raises BadInput if there are none, or no plan.
     """
     monitor = session.current().monitor
     report = monitor.last_report() if monitor is not None else None
@@ -21,9 +21,9 @@ def last_report() -> Report:
 
 
 def last_stages() -> StagesReport:
-    """What the stages of the pipeline take, on all ranks, beside what they were predicted to; every rank has the same.
+    """Measured and predicted times of the pipeline stages, on all ranks; every rank has the same report.
 
-    Raises BadInput if it was not measured yet, or nothing goes through stages.
+    Raises BadInput before the first measurement, or if there are no stages.
     """
     report = session.current().stages_report
     if report is None:

@@ -1,4 +1,4 @@
-"""Bytes, watts and sizes of a mesh as people write them."""
+"""Parse bytes, watts and mesh sizes as people write them."""
 from __future__ import annotations
 
 import re
@@ -15,26 +15,26 @@ MOST_BYTES = 10**18
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes from an int or a text such as "64MiB" (2**20), "24GB" (10**9) or "1.5 TiB". Raises ValueError."""
+    """Parse bytes from an int or a text such as "64MiB" (2**20), "24GB" (10**9) or "1.5 TiB". Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
         unit = _UNITS.get(match[2].lower() or "b") if match else None
         if match is None or unit is None:
-            raise ValueError(f"{shortened(repr(value))} is no number of bytes: write 64MiB (2**20), 24GB (10**9) or an "
+            raise ValueError(f"{shortened(repr(value))} is not a number of bytes: write 64MiB (2**20), 24GB (10**9) or an "
                              "integer")
         exact = "." not in match[1] and len(match[1]) < 20
         size = int(match[1]) * unit if exact else int(min(float(match[1]) * unit, 2.0 * MOST_BYTES))
     if size < 1:
         raise ValueError(f"{shortened(str(value))!r} is less than one byte")
     if size > MOST_BYTES:
-        raise ValueError("it is more than an exabyte, which no device has")
+        raise ValueError("it is more than an exabyte")
     return size
 
 
 def parse_budget(value: object) -> int | float:
-    """Bytes, as `parse_bytes` reads them, or the fraction of a device's memory that 0.8 and "80%" are. Raises ValueError."""
+    """Parse bytes, as `parse_bytes` does, or a fraction of a device's memory, such as 0.8 or "80%". Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?\s*%|\d+\.\d+)\s*", value) if isinstance(value, str) else None
     if match:
         share = float(match[1].rstrip("% ")) / (100 if "%" in match[1] else 1)
@@ -43,34 +43,34 @@ def parse_budget(value: object) -> int | float:
     else:
         return parse_bytes(value)
     if not 0 < share <= 1:
-        raise ValueError(f"{shortened(repr(value))} is no number of bytes, and no fraction of a device's memory, which is "
-                         "above 0 and not above 1: write 24GB, 0.8 or 80%")
+        raise ValueError(f"{shortened(repr(value))} is neither a number of bytes nor a fraction of a device's memory "
+                                         "(above 0, at most 1): write 24GB, 0.8 or 80%")
     return share
 
 
 def parse_watts(value: object) -> float:
-    """Watts from a number or a text such as "300W" or "0.3 kW". Raises ValueError."""
+    """Parse watts from a number or a text such as "300W" or "0.3 kW". Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(k?)w?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
     if match:
         watts = float(match[1]) * (1000 if match[2] else 1)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         watts = float(min(value, 1e18))
     else:
-        raise ValueError(f"{shortened(repr(value))} is no power: write 300 or 300W")
+        raise ValueError(f"{shortened(repr(value))} is not a power: write 300 or 300W")
     if not 0 < watts < 1e18:
-        raise ValueError(f"{shortened(repr(value))} is no positive, finite number of watts")
+        raise ValueError(f"{shortened(repr(value))} is not a positive, finite number of watts")
     return watts
 
 
 def parse_axes(value: object) -> object:
-    """Sizes of a mesh by axis; anything but a mapping is handed on. Raises ValueError."""
+    """Check mesh sizes by axis; returns anything but a mapping unchanged. Raises ValueError."""
     if not isinstance(value, Mapping):
         return value
     if not value:
-        raise ValueError("it names no axis; leave it out to let the solver choose")
+        raise ValueError("it has no axis; leave it out to let the solver choose")
     for name, size in value.items():
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"{name!r} is no name for an axis: use letters, digits and underscores")
+            raise ValueError(f"{name!r} is not the name of an axis: use letters, digits and underscores")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"the size of axis {name!r} is {size!r}, not a positive integer")
         if size > MOST_DEVICES:
@@ -79,18 +79,18 @@ def parse_axes(value: object) -> object:
 
 
 _PLACES = {"pp": 0, "dp": 1, "tp": 3}  # 2: axes of other names
-"""Outer axes first. What is sent along pp and dp is little or can wait, and may cross nodes; tp needs the fastest links."""
+"""Outer axes first. Traffic along pp and dp is small or can wait, and may cross nodes; tp needs the fastest links."""
 
 
 def parse_names(value: object) -> object:
-    """Names from a text such as "pp,dp,tp"; lists become tuples, anything else is handed on."""
+    """Split a text such as "pp,dp,tp" into names; lists become tuples, other values are returned unchanged."""
     if isinstance(value, str):
         return tuple(name.strip() for name in value.split(","))
     return tuple(value) if isinstance(value, list) else value
 
 
 def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -> dict[str, int] | None:
-    """The axes of a mesh, the outermost first: as `order` names them, else pp, dp, those of other names as given, and tp.
+    """Sort the axes of a mesh, outermost first: by `order` if given, else pp, dp, axes of other names as given, tp.
 
     Raises ValueError where `order` does not name each axis once.
     """

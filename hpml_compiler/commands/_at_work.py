@@ -1,4 +1,4 @@
-"""While a command works: stdout is kept for its answer, and a terminal is told what is being done."""
+"""Progress display of commands; keeps stdout for their results."""
 from __future__ import annotations
 
 import contextlib
@@ -11,14 +11,14 @@ from typing import Any
 
 @contextlib.contextmanager
 def at_work() -> Iterator[Any]:
-    """A function that says what is being done; what is printed meanwhile goes to stderr."""
-    with _stdout_to_stderr(), _progress() as tell:
-        yield tell
+    """Yield a function that reports progress; output printed meanwhile goes to stderr."""
+    with _stdout_to_stderr(), _progress() as progress:
+        yield progress
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """A function that says what is being done: a spinner on a terminal, nothing elsewhere."""
+    """Yield a function that reports progress: a spinner on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -30,8 +30,8 @@ def _progress() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What the model's code prints, and what a solver writes to the file descriptor itself, goes to stderr: stdout
-    carries the table or the JSON object alone."""
+    """Redirect stdout to stderr, for prints of the model's code and for solvers that write to the file descriptor: stdout
+    carries only the table or the JSON object."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -39,6 +39,6 @@ def _stdout_to_stderr() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # a solver in C may still hold lines for a stdout that is a pipe
+        ctypes.CDLL(None).fflush(None)  # a solver in C may have buffered lines for stdout if it is a pipe
         os.dup2(kept, 1)
         os.close(kept)

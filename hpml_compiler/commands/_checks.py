@@ -1,4 +1,4 @@
-"""What `hpml doctor` looks at: each check is a function that says what is there, and how to get what is not."""
+"""Checks of `hpml doctor`: each function reports one dependency, and how to get it if it is missing."""
 from __future__ import annotations
 
 import importlib.metadata
@@ -27,7 +27,7 @@ SMOKE_MODULE = "hpml_compiler.commands._gloo_smoke"
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report; `missing` makes hpml unusable, `warning` only takes something away."""
+    """One line of the report. status: `missing` makes hpml unusable, `warning` only disables a feature."""
 
     name: str
     status: Literal["ok", "warning", "missing"]
@@ -36,7 +36,7 @@ class Check:
 
 
 def run_checks(quick: bool) -> Iterator[Check]:
-    """All checks in order; those that need torch only where it can be imported."""
+    """Run all checks in order; those that need torch only if torch is installed."""
     yield check_python()
     yield from check_requirements()
     yield from check_solvers()
@@ -51,12 +51,12 @@ def run_checks(quick: bool) -> Iterator[Check]:
 
 
 def check_python() -> Check:
-    """Says which one; pip has refused to install hpml for one that is too old."""
+    """Report the version; pip refuses to install hpml on a Python that is too old."""
     return Check("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
 
 
 def check_requirements() -> Iterator[Check]:
-    """Every requirement of the installed distribution against the version that is there; torch has its own line."""
+    """Compare installed versions with the distribution's requirements; torch has a line of its own."""
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
@@ -80,21 +80,21 @@ def check_requirements() -> Iterator[Check]:
             wrong.append(str(requirement))
     if wrong:
         quoted = " ".join(f"'{requirement}'" for requirement in wrong)
-        yield Check("packages", "missing", f"not as required: {', '.join(wrong)}", f"pip install {quoted}")
+        yield Check("packages", "missing", f"requirements not met: {', '.join(wrong)}", f"pip install {quoted}")
     else:
-        yield Check("packages", "ok", f"{len(lines)} requirements read")
+        yield Check("packages", "ok", f"{len(lines)} requirements met")
 
 
 def check_release(version: str) -> Iterator[Check]:
-    """A release of torch that is newer than the tests works or not; nothing keeps it from being installed."""
+    """Warn if torch is newer than the tested releases; it may work, and nothing prevents its installation."""
     from passes.compat.patching.torch_releases import why_untested  # which imports torch
 
     if why := why_untested(version):
-        yield Check("release", "warning", why, "report what fails; or install a release that is tested")
+        yield Check("release", "warning", why, "report failures; or install a tested release")
 
 
 def check_solvers() -> Iterator[Check]:
-    """HiGHS is needed; any other solver that PuLP finds is a choice more."""
+    """HiGHS is required; other solvers that PuLP finds are optional."""
     if not _installed("pulp"):
         yield Check("solvers", "missing", "PuLP is not installed", "pip install 'pulp[highs]'")
         return
@@ -115,21 +115,21 @@ def check_solvers() -> Iterator[Check]:
 
 
 def check_backend() -> Check:
-    """torch.compile finds the backend by its entry point, and its module can be imported."""
+    """Check that torch.compile finds the backend by its entry point, and that its module can be imported."""
     entries = [entry for entry in importlib.metadata.entry_points(group=BACKEND_GROUP) if entry.name == "hpml"]
     if not entries:
         return Check("backend", "missing", f"no entry point hpml in the group {BACKEND_GROUP}",
                      f"pip install -e . in the repository, with {sys.executable}")
     try:
         entries[0].load()
-    except Exception as error:  # whatever it is, torch.compile would meet it too
+    except Exception as error:  # of any kind: torch.compile would raise it too
         return Check("backend", "missing", f"{entries[0].value}: {type(error).__name__}: {error}",
                      f"{sys.executable} -c 'import {entries[0].module}' shows the whole error")
     return Check("backend", "ok", f"torch.compile(model, backend=\"hpml\") is {entries[0].value}")
 
 
 def check_compiler() -> Check:
-    """Inductor compiles C++ that includes Python.h."""
+    """Check for a C++ compiler and Python.h, which inductor needs."""
     remedy = "Debian: apt-get install g++ python3-dev; without it only options={\"compiler\": \"eager\"} works"
     wanted = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
     compiler = next((path for path in map(shutil.which, filter(None, wanted)) if path), None)
@@ -178,7 +178,7 @@ def check_communication() -> Iterator[Check]:
 
 
 def check_all_reduce() -> Check:
-    """Two processes under torchrun, as `hpml run` would start them."""
+    """Run an all_reduce on two processes under torchrun, as `hpml run` starts them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
                "--module", SMOKE_MODULE]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -186,7 +186,7 @@ def check_all_reduce() -> Check:
     try:
         output, _ = child.communicate(timeout=SMOKE_LIMIT_S)
     except subprocess.TimeoutExpired:
-        child.terminate()  # not kill: torchrun then ends its ranks
+        child.terminate()  # not kill, so that torchrun ends its ranks
         child.communicate()
         return Check("all_reduce", "missing", f"two gloo ranks did not finish within {SMOKE_LIMIT_S} s",
                      "set GLOO_SOCKET_IFNAME to a working network interface, such as lo")

@@ -1,4 +1,4 @@
-"""Options as the command line takes them: `--fix KEY=VALUE`."""
+"""Parse options from the command line's `--fix KEY=VALUE`."""
 from __future__ import annotations
 
 import json
@@ -12,10 +12,10 @@ from passes.hardware.cluster import MOST_DEVICES
 
 
 def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:
-    """Options from `--fix KEY=VALUE`: KEY is an option's name, else an axis of the mesh; VALUE is JSON, else text.
+    """Parse `--fix KEY=VALUE`: KEY is the name of an option, or else a mesh axis; VALUE is JSON, or else text.
 
     `["dp=2", "tp=4", "memory_budget=24GiB"]` gives `{"mesh": {"dp": 2, "tp": 4}, "memory_budget": "24GiB"}`. Values are
-    checked by `Options.parse`. Raises BadInput for anything that is not KEY=VALUE, and for a key that comes twice.
+    checked by `Options.parse`. Raises BadInput for anything that is not KEY=VALUE, and for a repeated key.
     """
     options: dict[str, Any] = {}
     axes: dict[str, int] = {}
@@ -30,13 +30,13 @@ def parse_fixes(fixes: Sequence[str]) -> dict[str, Any]:
         elif re.fullmatch(r"\d+", text, re.ASCII) and not did_you_mean(key):
             axes[key] = int(text) if len(text) < 20 else MOST_DEVICES + 1  # too many; Python refuses to read long numbers
         else:
-            raise BadInput(what=f"{key!r} is no option{did_you_mean(key)}, and {shortened(fix)} is no axis with its size",
+            raise BadInput(what=f"{key!r} is not an option{did_you_mean(key)}, and {shortened(fix)} is not AXIS=SIZE",
                            where=f"--fix {fix}", next_step="the options are " + ", ".join(Options.model_fields)
-                           + '; an axis takes a whole number, as in dp=2 or, for any name, mesh={"NAME": 2}')
+                           + '; an axis takes an integer, as in dp=2 or, for any name, mesh={"NAME": 2}')
     if axes:
         mesh = options.get("mesh", {})
         if not isinstance(mesh, dict) or set(mesh) & set(axes):
-            raise BadInput(what=f"mesh={mesh} and {axes} do not go together", where="--fix",
+            raise BadInput(what=f"mesh={mesh} and {axes} cannot be combined", where="--fix",
                            next_step="pin the axes one by one, or the mesh as a whole")
         options["mesh"] = {**mesh, **axes}
     return options
@@ -46,7 +46,7 @@ def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise BadInput("the value nests too deep to be read", f"--fix {shortened(text)}",
+        raise BadInput("the value is nested too deeply", f"--fix {shortened(text)}",
                        "options are numbers, text, or objects of these") from error
     except ValueError:
         return text

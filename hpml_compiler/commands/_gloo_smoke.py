@@ -1,4 +1,4 @@
-"""What `hpml doctor` runs under torchrun: one all_reduce over gloo, checked."""
+"""Smoke test that `hpml doctor` runs under torchrun: one all_reduce over gloo, checked."""
 from __future__ import annotations
 
 from datetime import timedelta

@@ -1,7 +1,7 @@
-"""Start of a rank of `hpml run`, where there are several GPUs or rank 0 opens a store: `script.py ...` or `-m module ...`.
+"""Launcher of one rank of `hpml run`, used with several GPUs or a store of rank 0: `script.py ...` or `-m module ...`.
 
-A script for one device says `.to("cuda")`, which is the current GPU, and that is the first one on every rank unless somebody
-chooses. LOCAL_RANK stays what it is, and so do the GPUs that are seen, for scripts that choose by themselves.
+A single-device script says `.to("cuda")`, the current GPU, which is the first one on every rank by default. This sets it to
+the rank's own. LOCAL_RANK and the visible GPUs stay unchanged, for scripts that choose by themselves.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def choose_gpu() -> None:
 
 def main() -> None:
     choose_gpu()
-    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":  # the ranks meet at a store of the launcher's
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":  # ranks use the launcher's store
         return _run()
     from passes import compat
 
@@ -30,7 +30,7 @@ def main() -> None:
 def _run() -> None:
     first = sys.argv[1]
     if first == "-m":
-        sys.argv = sys.argv[2:]  # run_module puts the file's path first
+        sys.argv = sys.argv[2:]  # run_module inserts the file's path
         sys.path.insert(0, os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

@@ -18,9 +18,9 @@ def register(app: typer.Typer) -> None:
 
 def calibrate(
     rows: Annotated[Path, typer.Argument(metavar="ROWS.json", help="Measured steps: target, cluster, mesh, seconds.")],
-    device: Annotated[str | None, typer.Option(help="The device to fit, built in or a device file; by default that of "
+    device: Annotated[str | None, typer.Option(help="Device to fit, built in or a device file; by default that of "
                                                "the rows' clusters.")] = None,
-    fit: Annotated[list[str] | None, typer.Option(metavar="PARAMETER", help="Fit only this, such as matmul_efficiency; "
+    fit: Annotated[list[str] | None, typer.Option(metavar="PARAMETER", help="Fit only this parameter, as matmul_efficiency; "
                                                   "repeatable.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the calibrated device to this JSON file, for --cluster "
                                               "4x8:FILE.json.")] = None,
@@ -34,12 +34,12 @@ def calibrate(
     check_writable(save, "the device file")
     listed = read_rows(rows)
     sheet = _sheet(device)
-    with at_work() as tell:
+    with at_work() as progress:
         plans = []
         for row in listed:
-            tell(f"planning {row.name}")
+            progress(f"planning {row.name}")
             plans.append(plan_row(row))
-        tell("fitting")
+        progress("fitting")
         found = run(listed, plans, sheet, fit or None)
     if save is not None:
         found.sheet.save(save)

@@ -1,4 +1,4 @@
-"""`hpml demo`: one training script on two ranks and on one, the plan that it was split by, and both loss curves."""
+"""`hpml demo`: run one training script on two ranks and on one; show the plan and both loss curves."""
 from __future__ import annotations
 
 import contextlib
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-AGREE = 1e-4  # relative difference of losses up to which two runs agree: rounding, grown over the steps
-FILES = ("plan.json", "plan.svg", "plan.gv", "loss.png")  # the .gv where the .svg cannot be drawn
-ROWS = 6  # of the table of losses
+AGREE = 1e-4  # relative difference of losses that rounding explains after these steps
+FILES = ("plan.json", "plan.svg", "plan.gv", "loss.png")  # plan.gv only if the .svg cannot be drawn
+ROWS = 6  # in the table of losses
 
 
 def register(app: typer.Typer) -> None:
@@ -30,16 +30,16 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for plan.json, plan.svg and loss.png.")] = Path(),
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="Ranks of the run that is split.")] = 2,
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Ranks of the distributed run.")] = 2,
     steps: Annotated[int, typer.Option(min=2, help="Training steps.")] = 40,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the GPT.")] = 6,
     width: Annotated[int, typer.Option(min=64, help="Width of the GPT, a multiple of 64.")] = 384,
-    eager: Annotated[bool, typer.Option("--eager", help="Do without inductor, which needs a C++ compiler.")] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="Run without inductor, which needs a C++ compiler.")] = False,
 ) -> None:
     """Train a small GPT with one script on several ranks and on one, and compare the losses.
 
-    Everything runs on the CPU, one run after the other: each of the ranks with one thread, the one rank with as many
-    threads as all of them together, so that both have the same cores.
+    Both runs use the CPU, one after the other: one thread for each of several ranks, or all their threads for the one
+    rank, so that both have the same cores.
     """
     from rich.console import Console
 
@@ -50,11 +50,11 @@ def demo(
         console.print(f"running without inductor: {compiler.detail} ({compiler.next_step})", markup=False)
         eager = True
     if width % 64:
-        raise BadInput(f"{width} is no multiple of 64, which is the size of a head", "--width",
+        raise BadInput(f"{width} is not a multiple of 64, the size of a head", "--width",
                        f"use {64 * round(width / 64)}")
     make_folder(out)
     for name in FILES:
-        (out / name).unlink(missing_ok=True)  # an older one would pass for this run's
+        (out / name).unlink(missing_ok=True)  # an older file would look like this run's
     plan_path = out / "plan.json"
     arguments = [f"--steps={steps}", f"--layers={layers}", f"--width={width}"]
     if eager:
@@ -81,11 +81,11 @@ def demo(
 
 def _say_what_next(console: Console, out: Path) -> None:
     plan, parameter = out / "plan.json", "blocks.0.up.weight"
-    console.print("what to look at next:")
-    for what, command in (("the plan, drawn", f"open {out / 'plan.svg'}"),
-                          ("why a parameter lives where it does", f"hpml explain {plan} {parameter}"),
-                          ("a step, event by event", f"hpml simulate {plan} --timeline {out / 'step.png'}"),
-                          ("a model of your own", "hpml plan FILE.py:FUNCTION --cluster 1x8:h100-80g")):
+    console.print("next steps:")
+    for what, command in (("view the plan", f"open {out / 'plan.svg'}"),
+                                                ("explain a parameter's placement", f"hpml explain {plan} {parameter}"),
+                                                ("simulate a step", f"hpml simulate {plan} --timeline {out / 'step.png'}"),
+                                                ("plan your own model", "hpml plan FILE.py:FUNCTION --cluster 1x8:h100-80g")):
         if command.startswith("open") and not (out / "plan.svg").exists():
             continue
         console.print(f"  {what:<36}  {command}", markup=False)
@@ -93,7 +93,7 @@ def _say_what_next(console: Console, out: Path) -> None:
 
 @contextlib.contextmanager
 def _progress(console: Console, steps: int) -> Iterator[Callable[..., Callable[[int, float], None]]]:
-    """A function that announces a run and gives what is to be called after each step: on a terminal it moves a bar."""
+    """Yield a function that announces a run and returns its per-step callback: a progress bar on a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
@@ -128,7 +128,7 @@ def _draw_plan(console: Console, source: Path, target: Path) -> None:
 
     try:
         Plan.load(source).render(target)
-    except MissingDependency as error:  # everything else is there, and the error says how to get the picture
+    except MissingDependency as error:  # the other files are written, and the error says how to get the picture
         console.print(str(error), markup=False)
 
 
@@ -150,4 +150,4 @@ def _compare(console: Console, one: TrainingRun, many: TrainingRun, difference: 
         console.print(f"{run.ranks} rank{'s' * (run.ranks > 1)}, {run.threads} thread{'s' * (run.threads > 1)}"
                       f"{' each' * (run.ranks > 1)}: first step after {run.first_step_s:.1f} s, then "
                       f"{run.step_s * 1e3:.0f} ms a step")
-    console.print("both runs have the same cores: ranks on one CPU are for trying things out, not for speed")
+    console.print("both runs have the same cores: several ranks on one CPU are a demonstration, not a speedup")

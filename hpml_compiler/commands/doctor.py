@@ -1,4 +1,4 @@
-"""`hpml doctor`: is everything there that hpml needs, and if not, how to get it."""
+"""`hpml doctor`: check hpml's dependencies, and say how to get missing ones."""
 from __future__ import annotations
 
 import dataclasses
@@ -25,24 +25,24 @@ def register(app: typer.Typer) -> None:
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the all_reduce over two processes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    cluster: Annotated[bool, typer.Option("--cluster", help="Describe the cluster this runs on instead; under "
+    cluster: Annotated[bool, typer.Option("--cluster", help="Describe this machine's cluster instead; under "
                                           "torchrun with all its nodes.")] = False,
     save: Annotated[Path | None, typer.Option(help="With --cluster: write it to this file (.json), which `hpml plan "
                                               "--cluster` reads.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="With --cluster: measure matrix products and memory, "
                                           "under 10 s.")] = False,
-    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Forget plans and graphs of earlier launches instead; what "
-                                              "`hpml profile` measured stays.")] = False,
+    clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Delete cached plans and graphs instead; measurements of "
+                                                                                        "`hpml profile` stay.")] = False,
 ) -> None:
-    """Check that everything hpml needs is there; exit code 4 says that something is not."""
+    """Check that hpml's dependencies are installed; exit code 4 if any is missing."""
     if clear_cache:
         if cluster or save is not None or measure or quick:
-            raise BadInput("--clear-cache does nothing else", "hpml doctor", "give it alone")
+            raise BadInput("--clear-cache cannot be combined with other options", "hpml doctor", "give it alone")
         return _clear_cache(as_json)
     if cluster:
         return _describe_cluster(as_json, save, measure)
     if save is not None or measure:
-        raise BadInput("--save and --measure describe a cluster", "hpml doctor", "add --cluster")
+        raise BadInput("--save and --measure need --cluster", "hpml doctor", "add --cluster")
     checks = list(run_checks(quick))
     missing = [check for check in checks if check.status == "missing"]
     if as_json:
@@ -50,7 +50,7 @@ def doctor(
     else:
         _print_table(checks)
     if missing:
-        raise MissingDependency(f"hpml cannot work here, for want of: {', '.join(check.name for check in missing)}",
+        raise MissingDependency(f"hpml cannot run: {', '.join(check.name for check in missing)} missing",
                                 where=sys.executable, next_step="; ".join(check.next_step for check in missing))
 
 
@@ -59,13 +59,13 @@ def _clear_cache(as_json: bool) -> None:
     if as_json:
         print(json.dumps({"cleared": [*map(str, cleared)]}))
     else:
-        print("\n".join(f"emptied {path}" for path in cleared) or "there is nothing of earlier launches")
+        print("\n".join(f"emptied {path}" for path in cleared) or "the cache is empty")
 
 
 def _describe_cluster(as_json: bool, save: Path | None, measure: bool) -> None:
-    """Prints, and saves, the cluster that was found; under torchrun the first rank does for all."""
+    """Print, and save, the discovered cluster; under torchrun on rank 0 only."""
     if save is not None and save.suffix != ".json" and not is_device(save):
-        raise BadInput("a cluster file ends in .json", f"--save {save}", f"write --save {save}.json")
+        raise BadInput("a cluster file needs the suffix .json", f"--save {save}", f"write --save {save}.json")
     check_writable(save, "the cluster")
     found = _discovered(measure)
     if os.environ.get("RANK", "0") != "0":
@@ -104,7 +104,7 @@ def _print_table(checks: list[Check]) -> None:
 
     colors = {"ok": "green", "warning": "yellow", "missing": "red"}
     table = Table("check", "", "found", "next step")
-    for check in checks:  # as Text, since a remedy such as pulp[highs] is no markup
+    for check in checks:  # as Text: a remedy such as pulp[highs] is not markup
         table.add_row(check.name, Text(check.status, style=colors[check.status]), Text(check.detail),
                       Text(check.next_step))
     show(table)

@@ -1,4 +1,4 @@
-"""`hpml explain`: where a node or parameter of a plan lives and why; how a step grows; what it would cost at other sizes."""
+"""`hpml explain`: why a node or parameter is placed as it is; cost formulas of a step; its cost at other sizes."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from passes.errors import BadInput, shortened
 from passes.filesystem.text_files import check_writable
 from passes.json_records import read_json
 
-MOST_DIGITS = 12  # of a size: formulas are sums of products of several
+MOST_DIGITS = 12  # of a size: formulas sum products of several sizes
 
 
 def register(app: typer.Typer) -> None:
@@ -26,27 +26,27 @@ def explain(
         help="A plan that `hpml plan --save` wrote, formulas that --save wrote, or FILE.py:FUNCTION as for `hpml plan`.")],
     name: Annotated[str | None, typer.Argument(
         help="A parameter, as model.layers.0.weight, or a node of the graph; with --grow or --what-if also a block.")] = None,
-    grow: Annotated[bool, typer.Option("--grow", help="Show formulas over batch, sequence and axis sizes.")] = False,
+    grow: Annotated[bool, typer.Option("--grow", help="Show cost formulas over batch, sequence and axis sizes.")] = False,
     what_if: Annotated[
         list[str] | None,
         typer.Option(metavar="SIZE=N", help="Show time and bytes at another size (batch=64, dp=4); repeatable."),
     ] = None,
     dim: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=N", help="Call the input dims of size N by that name; without it, batch and sequence."),
+        typer.Option(metavar="NAME=N", help="Give input dims of size N this name; by default, batch and sequence."),
     ] = None,
-    cluster: Annotated[str | None, typer.Option(help="Of a TARGET: NODESxDEVICES:DEVICE, or a JSON file.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="For a TARGET: NODESxDEVICES:DEVICE, or a JSON file.")] = None,
     fix: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Of a TARGET: pin an option (plan=PLAN.json) or an axis (dp=2); repeatable."),
+        typer.Option(metavar="KEY=VALUE", help="For a TARGET: pin an option (plan=PLAN.json) or an axis (dp=2); repeatable."),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the formulas to this JSON file.")] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Show what a device holds when it holds most, and why.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Show the contents of a device's memory at its peak.")] = False,
 ) -> None:
-    """Say where NAME lives, why, and what it costs; or, as formulas, how that grows; or whether it fits."""
+    """Explain the placement and cost of NAME; or show cost formulas; or the memory peak."""
     check_writable(save, "the formulas")
     if memory and (name is not None or grow or what_if or save):
-        raise BadInput("--memory is about a whole plan", "explain", "leave out NAME, --grow, --what-if and --save")
+        raise BadInput("--memory explains a whole plan", "explain", "leave out NAME, --grow, --what-if and --save")
     formulas_wanted = bool(grow or what_if or save)
     if target.endswith(".json"):
         cost = _read(target, name, formulas_wanted, memory)
@@ -68,18 +68,18 @@ def explain(
 
 
 def _read(path: str, name: str | None, formulas_wanted: bool, memory: bool) -> Any:
-    """The formulas in a file, or None where it is a plan, on which NAME or its memory is then explained."""
+    """Read formulas from a file and return them; for a plan, explain NAME or its memory and return None."""
     from hpml_compiler.instruments.cost_formulas.formula_file import is_formulas, load
 
     if is_formulas(read_json(path)):
         if memory:
-            raise BadInput("formulas do not say what is held when", path, "give a plan that `hpml plan --save` wrote")
+            raise BadInput("a file of formulas has no memory timeline", path, "give a plan that `hpml plan --save` wrote")
         return load(path)
     from hpml_compiler.plan_api.model_plan import Plan
 
     found = Plan.load(path)
     if formulas_wanted:
-        raise BadInput("a plan does not say how sizes grow", path,
+        raise BadInput("a plan has no cost formulas", path,
                        f"give the model: `hpml explain TARGET --fix plan={path} --grow`")
     _say(found, name, memory)
     return None
@@ -98,26 +98,26 @@ def _say(found: Any, name: str | None, memory: bool) -> None:
 
 def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | None, fixes: list[str],
           dims: dict[str, int], memory: bool) -> Any:
-    """The formulas of a target, or None where only NAME, or its memory, is to be explained."""
+    """Build the formulas of a target; or explain NAME or its memory, and return None."""
     if not formulas_wanted and not memory:
         _required(name)
     options = checked_options(fixes, {} if cluster is None else {"cluster": cluster})
-    with at_work() as tell:
-        tell("loading the model")
+    with at_work() as progress:
+        progress("loading the model")
         from hpml_compiler import api
         from hpml_compiler.instruments.cost_formulas.formula_builder import formulas
         from hpml_compiler.plan_api.model_plan import Plan
 
         model, batch = load_target(target)
-        tell("planning")
+        progress("planning")
         rest = dict(options)
         place = rest.pop("cluster", None)
         if formulas_wanted:
             return formulas(model, batch, cluster=place, dims=dims or None, **rest)
         found = api.plan(model, batch, cluster=place, **rest)
     if not isinstance(found, Plan):
-        raise BadInput("a plan over groups of different devices has no one place for a node", target,
-                       "explain on one group, or `hpml plan` to see the parts")
+        raise BadInput("a plan for groups of different devices places a node once per group", target,
+                                      "explain one group, or run `hpml plan` to see the groups")
     _say(found, name, memory)
     return None
 
@@ -129,14 +129,14 @@ def _required(name: str | None) -> str:
 
 
 def _sizes(texts: list[str], option: str) -> dict[str, int]:
-    """`["batch=64"]` to {"batch": 64}."""
+    """Parse `["batch=64"]` to {"batch": 64}."""
     sizes: dict[str, int] = {}
     for text in texts:
         name, equals, number = (part.strip() for part in text.partition("="))
         if not (name and equals and number.isascii() and number.isdecimal()):
             raise BadInput(f"{shortened(repr(text))} is not NAME=NUMBER", option, f"write {option} batch=64")
         if len(number) > MOST_DIGITS:
-            raise BadInput(f"{name} is larger than any size there is", f"{option} {shortened(text)}",
+            raise BadInput(f"{name} is too large", f"{option} {shortened(text)}",
                            f"give a number of at most {MOST_DIGITS} digits")
         if name in sizes:
             raise BadInput(f"{name} is given twice", f"{option} {text}", "leave one of them out")

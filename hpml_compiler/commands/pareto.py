@@ -1,4 +1,4 @@
-"""`hpml pareto TARGET`: what a step takes in time and in energy under power caps, and which plans nothing beats."""
+"""`hpml pareto TARGET`: time and energy of a step under power caps, and the Pareto-optimal plans."""
 from __future__ import annotations
 
 import json
@@ -25,7 +25,7 @@ def pareto(
     cluster: Annotated[str, typer.Option(help="NODESxDEVICES:DEVICE, as 8x8:h100-80g, or a JSON file.")],
     caps: Annotated[str | None, typer.Option(help="Watts per device, as 200,300,none; by default, steps of the busy "
                                              "power.")] = None,
-    devices: Annotated[str | None, typer.Option(help="Numbers of devices, as 2,4,8; by default all, half of them, a "
+    devices: Annotated[str | None, typer.Option(help="Device counts, as 2,4,8; by default all, half, a "
                                                 "quarter and an eighth.")] = None,
     fix: Annotated[
         list[str] | None,
@@ -34,11 +34,11 @@ def pareto(
     save: Annotated[Path | None, typer.Option(help="Draw the front into this file (.png, .svg, .pdf).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print every point as one JSON object.")] = False,
 ) -> None:
-    """Plan TARGET for time and for energy, on every mesh, under every cap; keep what nothing beats in both."""
+    """Plan TARGET for time and for energy, on every mesh, under every cap; show the Pareto front."""
     check_picture(save, "the front")
     options, watts, counts = _options(fix or []), _caps(caps), _counts(devices)
-    with at_work() as tell:
-        found = _sweep(target, cluster, options, watts, counts, tell)
+    with at_work() as progress:
+        found = _sweep(target, cluster, options, watts, counts, progress)
     if as_json:
         print(json.dumps(found.to_json(), allow_nan=False))
     else:
@@ -50,7 +50,7 @@ def pareto(
 
 
 def _options(fixes: list[str]) -> Any:
-    """The options of --fix; what is swept cannot be pinned. Raises BadInput."""
+    """Parse the options of --fix; swept options cannot be pinned. Raises BadInput."""
     from hpml_compiler.commands._fix_option import parse_fixes
     from hpml_compiler.options import Options
 
@@ -74,20 +74,20 @@ def _counts(text: str | None) -> list[int] | None:
     try:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise BadInput(f"{shortened(repr(text))} is no list of numbers", "--devices", "write 2,4,8") from error
+        raise BadInput(f"{shortened(repr(text))} is not a list of numbers", "--devices", "write 2,4,8") from error
 
 
 def _sweep(target: str, cluster: str, options: Any, caps: list[float | None] | None, counts: list[int] | None,
-           tell: Any) -> Sweep:
-    tell("loading the model")
+           progress: Any) -> Sweep:
+    progress("loading the model")
     from hpml_compiler.instruments.energy_studies.plan_sweep import sweep
 
     model, batch = load_target(target)
-    return sweep(model, batch, Cluster.parse(cluster), options, caps=caps, counts=counts, tell=tell)
+    return sweep(model, batch, Cluster.parse(cluster), options, caps=caps, counts=counts, progress=progress)
 
 
 def _print(found: Sweep) -> None:
-    """The front as a table, fastest first."""
+    """Print the front as a table, fastest plan first."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -107,5 +107,5 @@ def _print(found: Sweep) -> None:
         )
     labels = ", ".join(dict.fromkeys(point.energy_label for point in found.points))
     missed = f", {len(found.missed)} plans do not fit" if found.missed else ""
-    show(Group(Text(f"{len(found.front)} of {len(found.points)} plans on {found.cluster} are beaten by none{missed}; energy is "
+    show(Group(Text(f"{len(found.front)} of {len(found.points)} plans on {found.cluster} are Pareto-optimal{missed}; energy is "
                     f"{labels}"), table))

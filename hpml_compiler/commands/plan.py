@@ -1,4 +1,4 @@
-"""`hpml plan TARGET`: how a model would be split over a cluster and what a step would cost, without any device."""
+"""`hpml plan TARGET`: plan a model for a cluster and predict the cost of a step, without any device."""
 from __future__ import annotations
 
 import json
@@ -28,30 +28,30 @@ def plan(
         typer.Option(metavar="KEY=VALUE", help="Pin an option by its name, else an axis (dp=2); repeatable."),
     ] = None,
     memory_budget: Annotated[str | None, typer.Option(help="Per device: 64MiB, 24GB, 80%.")] = None,
-    solver: Annotated[str | None, typer.Option(help="A solver, by PuLP's name for it.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds of work, counted, that planning may take.")] = None,
-    gap: Annotated[float | None, typer.Option(help="Relative gap to the bound at which the solver may stop.")] = None,
+    solver: Annotated[str | None, typer.Option(help="Name of a PuLP solver.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Planning budget in seconds of counted work.")] = None,
+    gap: Annotated[float | None, typer.Option(help="Relative optimality gap at which the solver may stop.")] = None,
     run_breaks: Annotated[bool, typer.Option(
         "--run-breaks", help="Run Python code between the graphs of a model that breaks, on its real weights.")] = False,
-    partial: Annotated[bool, typer.Option("--partial", help="Exit with 0 if a part of the step could not be planned.")] = False,
+    partial: Annotated[bool, typer.Option("--partial", help="Exit with 0 if part of the step could not be planned.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this JSON file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file (.svg, .png, .pdf).")] = None,
 ) -> None:
-    """Plan TARGET on a cluster: print the table, or with --json one object."""
+    """Plan TARGET for a cluster: print the table, or with --json one object."""
     flags = {"cluster": cluster, "memory_budget": memory_budget, "solver": solver, "time_limit": time_limit, "gap": gap}
     options = checked_options(fix or [], {name: value for name, value in flags.items() if value is not None})
     check_writable(save, "the plan")
     check_picture(svg, "the plan")
-    with at_work() as tell:
-        found = _make(target, {**options, "run_breaks": True} if run_breaks else options, tell)
+    with at_work() as progress:
+        found = _make(target, {**options, "run_breaks": True} if run_breaks else options, progress)
     if save is not None:
         found.save(save)
     if as_json:
         print(json.dumps({**found.summary_json(), **_memory(found)}, allow_nan=False))
     else:
         _print_table(found)
-    if svg is not None:  # last: without the program dot all else has been done
+    if svg is not None:  # last: it fails where the program dot is missing
         found.render(svg)
     if not partial and (unplanned := getattr(found, "unplanned", ())):
         count = sum(len(part.parameters) for part in unplanned)
@@ -60,7 +60,7 @@ def plan(
 
 
 def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
-    """The options of --fix and of the flags, checked before anything slow starts. Raises BadInput."""
+    """Merge and validate the options of --fix and of the flags, before anything slow starts. Raises BadInput."""
     from hpml_compiler.commands._fix_option import parse_fixes
     from hpml_compiler.options import Options
 
@@ -73,18 +73,18 @@ def checked_options(fixes: list[str], flags: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _make(target: str, options: dict[str, Any], tell: Any) -> Any:
-    tell("loading the model")
+def _make(target: str, options: dict[str, Any], progress: Any) -> Any:
+    progress("loading the model")
     from hpml_compiler import api
 
     model, batch = load_target(target)
-    tell("planning")
+    progress("planning")
     rest = dict(options)
     return api.plan(model, batch, cluster=rest.pop("cluster", None), **rest)
 
 
 def peak_of(found: Any) -> Any:
-    """The moment at which a device holds most; simulated where the plan, written by hand, does not say it."""
+    """Memory peak of a plan; simulated if the plan, written by hand, has none."""
     from hpml_compiler.simulate.peak_moment import simulated_peak
     from hpml_compiler.simulate.simulator import steady
 
@@ -92,7 +92,7 @@ def peak_of(found: Any) -> Any:
 
 
 def _memory(found: Any) -> dict[str, Any]:
-    """Of a plan for like devices."""
+    """Memory entries of the JSON output, for a plan for like devices."""
     from hpml_compiler.plan_api.model_plan import Plan
     from hpml_compiler.visualize.memory_explanation import memory_json
 

@@ -1,4 +1,4 @@
-"""`hpml profile [TARGET]`: time what runs on the present devices, and keep it for the prices of plans."""
+"""`hpml profile [TARGET]`: time operations and collectives on these devices, and save them as costs for plans."""
 from __future__ import annotations
 
 import contextlib
@@ -28,25 +28,25 @@ def profile(
                                                  "time the operations of its graphs.")] = None,
     collectives: Annotated[bool, typer.Option("--collectives", help="Time the collectives of the process group; "
                                               f"start it on several ranks: {RANKS}.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Time for each kind of collective on each group.")] = 3.0,
-    max_mib: Annotated[float, typer.Option("--max-mib", min=2**-6, help="Largest message that is timed, in MiB.")] = 64,
-    model_seconds: Annotated[float, typer.Option(min=0.01, help="Time for the operations and steps of the TARGET.")] = 15.0,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time limit for each kind of collective on each group.")] = 3.0,
+    max_mib: Annotated[float, typer.Option("--max-mib", min=2**-6, help="Largest message to time, in MiB.")] = 64,
+    model_seconds: Annotated[float, typer.Option(min=0.01, help="Time limit for the operations and steps of TARGET.")] = 15.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Time what runs on the devices that are there, and keep the medians in the user's cache folder.
+    """Time operations and collectives on these devices, and save the medians in the user's cache folder.
 
-    That is $HPML_CACHE_DIR, else $XDG_CACHE_HOME/hpml, else ~/.cache/hpml. On several ranks without a TARGET the
-    collectives are timed, on several ranks with one if asked for.
+    That is $HPML_CACHE_DIR, else $XDG_CACHE_HOME/hpml, else ~/.cache/hpml. Several ranks without a TARGET time the
+    collectives; several ranks with a TARGET only with --collectives.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 2 and target is None:
         raise BadInput(
-            "there is only this process, and collectives need two ranks or more" if collectives else "nothing to time",
+            "there is only one process, and collectives need two ranks or more" if collectives else "nothing to time",
             "hpml profile --collectives" if collectives else "hpml profile",
             f"name a TARGET to time its operations, or start it on several ranks for the collectives: {RANKS}",
         )
     if ranks < 2 and collectives:
-        print("hpml: collectives are left out: there is only this process", file=sys.stderr)
+        print("hpml: skipping collectives: there is only one process", file=sys.stderr)
     from hpml_compiler.runtime.process.world_group import process_group
 
     with MeasurementCache() as cache, process_group():
@@ -71,7 +71,7 @@ def _operations(cache: MeasurementCache, target: str, seconds: float) -> dict[st
     from hpml_compiler.profile.model_profile import profile_model
     from hpml_compiler.runtime.process.compute_device import device_type, moved
 
-    with contextlib.redirect_stdout(sys.stderr):  # what the model's code prints
+    with contextlib.redirect_stdout(sys.stderr):  # prints of the model's code
         model, batch = load_target(target)
         found = profile_model(model.to(device_type()), moved(batch, device_type()), cache, seconds)
     return {
@@ -88,7 +88,7 @@ def _collectives(cache: MeasurementCache, seconds: float, max_mib: float) -> lis
 
 
 def collective_rows(timings: Iterable[Any]) -> list[dict[str, Any]]:
-    """What was fitted to `CollectiveTiming`s, a JSON object per kind and group. beta: of the largest sizes.
+    """Fitted parameters of `CollectiveTiming`s: one JSON object per kind and group. beta: of the largest sizes.
 
     left_out_error: the median relative error of predicting a size from the others, null with fewer than 4 sizes.
     """
@@ -121,7 +121,7 @@ def _print(found: dict[str, Any], as_json: bool) -> None:
         show(_table(found["collectives"]))
     if "operations" in found:
         print(_operation_lines(found["operations"]))
-    print(f"kept in {found['cache']}")
+    print(f"saved in {found['cache']}")
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:

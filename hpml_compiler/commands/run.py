@@ -17,14 +17,14 @@ import typer
 
 from passes.errors import BadInput, shortened
 
-MOST_CPU_RANKS = 4  # by default: without accelerators ranks are for trying things out, and each costs memory
-MOST_RANKS = 1024  # on one node: more are a typing error, and would take the machine down
+MOST_CPU_RANKS = 4  # default: ranks without accelerators are for trying things out, and each costs memory
+MOST_RANKS = 1024  # on one node: more are probably a typing error, and would exhaust the machine
 PG_TIMEOUT_S = 60
 RANK_MODULE = "hpml_compiler.commands._rank"
 
 
 def register(app: typer.Typer) -> None:
-    # Options end where the script's name begins; whatever follows it is the script's.
+    # Options end at the script's name; everything after it belongs to the script.
     app.command("run", context_settings={"allow_interspersed_args": False})(run)
 
 
@@ -35,22 +35,22 @@ def run(
         min=1, max=MOST_RANKS, help="Ranks on this node.",
         show_default=f"CUDA devices; without any, cores but at most {MOST_CPU_RANKS}")] = None,
     nnodes: Annotated[str, typer.Option(help="Number of nodes, or MIN:MAX for elastic runs.")] = "1",
-    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node; by default they agree.")] = None,
-    rdzv_endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet; needed for "
-                                                      "more than one.")] = None,
+    node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this node; by default chosen at rendezvous.")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(
+        metavar="HOST:PORT", help="Rendezvous address; required for several nodes.")] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Restarts of all ranks after one has failed.")] = 0,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT names a module, as in `python -m`.")] = False,
 ) -> None:
-    """Run a training script on every device, as torchrun would, with sound defaults.
+    """Run a training script on every device with torchrun and sensible defaults.
 
-    Sets, unless the environment has them: OMP_NUM_THREADS (cores divided by ranks), HPML_PG_TIMEOUT_S=60 (the time
-    limit of process groups that hpml makes), on one node GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback) and, where ranks
+    Sets, unless the environment has them: OMP_NUM_THREADS (cores divided by ranks), HPML_PG_TIMEOUT_S=60 (timeout of hpml's
+    process groups), on one node GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback) and, if ranks
     may be restarted (--max-restarts, --nnodes MIN:MAX), TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
-    Ends with the exit code of the first rank that failed; 128 + N if signal N ended it, or the run.
+    The exit code is that of the first rank that failed; 128 + N if signal N ended it, or the run.
     """
     if module and not _has_module(script):
-        raise BadInput(f"there is no module {script!r}", where="hpml run -m", next_step="install it, start from the folder "
-                       "that it lies in, or give a script without -m")
+        raise BadInput(f"there is no module {script!r}", where="hpml run -m", next_step="install it, start from its folder, "
+                                      "or give a script without -m")
     if not module and not Path(script).is_file():
         raise BadInput("the script does not exist", where=script, next_step="give the path of a Python file, or -m and "
                        "a module; options of `hpml run` stand before it, options of the script after it")
@@ -65,8 +65,8 @@ def run(
 
 
 def started(script: str, arguments: list[str], module: bool, own_store: bool = False) -> tuple[bool, str, list[str]]:
-    """(whether it is a module, its name, its arguments) of what torchrun is to start. Where there are several GPUs, it is
-    something that makes a rank's own the current one first; own_store: rank 0 opens a store, which listens on loopback."""
+    """(is a module, name, arguments) for torchrun to start. With several GPUs, or `own_store` (rank 0 opens a store, which
+    listens on loopback), that is a launcher that sets the rank's GPU and runs the script."""
     import torch
 
     if torch.cuda.device_count() < 2 and not own_store:
@@ -75,48 +75,48 @@ def started(script: str, arguments: list[str], module: bool, own_store: bool = F
 
 
 def available_cores() -> int:
-    """Physical cores this process may use; hardware threads of one core would only compete."""
+    """Number of physical cores that this process may use; hardware threads of one core would compete."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
 def default_ranks() -> int:
-    """One rank per CUDA device; without any, one per core but at most MOST_CPU_RANKS."""
+    """One rank per CUDA device; without any, one per core, at most MOST_CPU_RANKS."""
     import torch
 
     return torch.cuda.device_count() or min(available_cores(), MOST_CPU_RANKS)
 
 
 def _is_alone(nnodes: str, endpoint: str | None) -> bool:
-    """True if all ranks are on this node, and nobody asked for them to be reached from others."""
+    """True if all ranks are on this node and other nodes need not reach them."""
     return nnodes in ("1", "1:1") and (endpoint is None or endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1"))
 
 
 def loopback_interface() -> str | None:
-    """Such as "lo"; None where there is none, as in some containers."""
+    """Name of the loopback interface, such as "lo"; None if there is none, as in some containers."""
     return next((name for name, addresses in psutil.net_if_addrs().items()
                  if any(each.address == "127.0.0.1" for each in addresses)), None)
 
 
 def environment_defaults(ranks: int, may_restart: bool = False, alone: bool = False) -> dict[str, str]:
-    """Environment variables that every rank gets where the user has not set them. alone: whether no other node has ranks."""
+    """Environment variables set for every rank unless the user has set them. alone: no other node has ranks."""
     defaults = {
         "OMP_NUM_THREADS": str(max(1, available_cores() // ranks)),
         "HPML_PG_TIMEOUT_S": str(PG_TIMEOUT_S),
     }
     if alone and (interface := loopback_interface()) is not None:
-        # Else gloo and NCCL listen on the interface of the host's name, for everybody who reaches it.
+        # Without it, gloo and NCCL listen on the interface of the host's name, for everybody who reaches it.
         defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     if may_restart:
-        # A restarted gloo group finds the addresses of its dead predecessor in a store that torchrun keeps for the ranks.
-        # A store of rank 0's own comes at a price: torchrun chooses its port seconds before rank 0 opens it, and another
-        # process may have it by then ("address already in use"), which takes one more restart.
+        # A restarted gloo group would find the addresses of its dead predecessor in torchrun's shared store.
+        # A store of rank 0 has a price: torchrun chooses its port seconds before rank 0 opens it, and another
+        # process may take it meanwhile ("address already in use"), which costs one more restart.
         defaults["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return defaults
 
 
 def _has_module(name: str) -> bool:
-    """Whether `python -m` finds the package that it is in: the current folder counts. Nothing is imported."""
+    """True if `python -m` would find the module's package, with the current folder on the path. Imports nothing."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -126,8 +126,8 @@ def _has_module(name: str) -> bool:
 
 
 def _check_endpoint(endpoint: str, binds: bool) -> None:
-    """Raises BadInput for what is not HOST:PORT and, where this node is the one that `binds` it, for a port that is taken:
-    torchrun would wait for whoever has it."""
+    """Raises BadInput unless `endpoint` is HOST:PORT and, where this node binds it, the port is free:
+    torchrun would wait for the process that has it."""
     host, colon, port = endpoint.rpartition(":")
     if not (host and colon and port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 2**16):
         raise BadInput(f"{shortened(endpoint)!r} is not HOST:PORT", where="--rdzv-endpoint",
@@ -140,7 +140,7 @@ def _check_endpoint(endpoint: str, binds: bool) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(family[4])
     except socket.gaierror as error:
-        raise BadInput(f"the host is not known: {error.strerror}", where=f"--rdzv-endpoint {endpoint}",
+        raise BadInput(f"unknown host: {error.strerror}", where=f"--rdzv-endpoint {endpoint}",
                        next_step="give the name or address of the first node") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -153,12 +153,12 @@ def _check_endpoint(endpoint: str, binds: bool) -> None:
 def _rendezvous(nnodes: str, node_rank: int | None, endpoint: str | None) -> list[str]:
     counts = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", nnodes, re.ASCII)
     if counts is None or (counts[2] and int(counts[2]) < int(counts[1])):
-        raise BadInput(f"{shortened(nnodes)!r} is no number of nodes", where="--nnodes",
+        raise BadInput(f"{shortened(nnodes)!r} is not a number of nodes", where="--nnodes",
                        next_step="write --nnodes 2, or MIN:MAX as in 1:4")
     if nnodes == "1" and endpoint is None:
-        return ["--standalone"]  # a free port, so that several runs fit on one machine
+        return ["--standalone"]  # chooses a free port, so that several runs fit on one machine
     if endpoint is None:
-        raise BadInput("several nodes need a place to meet", where=f"--nnodes {nnodes}",
+        raise BadInput("several nodes need a rendezvous address", where=f"--nnodes {nnodes}",
                        next_step="add --rdzv-endpoint HOST:PORT, the same on every node")
     _check_endpoint(endpoint, binds=nnodes == "1" or node_rank == 0)
     meeting = [f"--nnodes={nnodes}", f"--rdzv-endpoint={endpoint}"]
@@ -168,9 +168,9 @@ def _rendezvous(nnodes: str, node_rank: int | None, endpoint: str | None) -> lis
 
 
 def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
-    """Run torchrun in this process, whose interpreter the ranks then share, and return the script's exit code.
+    """Run torchrun in this process, so that ranks share its interpreter, and return the script's exit code.
 
-    As a child process torchrun would answer every failure with 1.
+    As a child process torchrun would exit with 1 on every failure.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -179,7 +179,7 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
     from passes import compat
 
     parsed = torchrun.parse_args([*options, "--", script])
-    parsed.training_script_args = arguments  # its parser would take them for its own where a prefix matches
+    parsed.training_script_args = arguments  # torchrun's parser would match their prefixes with its own options
     try:
         with compat.stores_on_loopback():
             torchrun.run(parsed)
@@ -187,14 +187,14 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
         rank, failure = first_failure(error.failures)
         typer.echo(f"hpml: {_first_failure(rank, failure)}\n{error}", err=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except SignalException as error:  # Ctrl-C and the like: torchrun has ended the ranks
+    except SignalException as error:  # such as Ctrl-C: torchrun has ended the ranks
         return 128 + error.sigval
     return 0
 
 
 def first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
-    """The rank that ended first, and how; of those of one second, one that did not only notice that another was gone, and that
-    torchrun did not end itself."""
+    """The rank that failed first, and its failure. Among failures of the same second, prefers ranks that did not merely
+    notice another rank's failure, and that torchrun did not terminate."""
     def order(rank: int) -> tuple[int, bool, bool, int]:
         failure = failures[rank]
         word = failure.error_file_data
@@ -206,9 +206,9 @@ def first_failure(failures: Mapping[int, Any]) -> tuple[int, Any]:
 
 
 def _first_failure(rank: int, failure: Any) -> str:
-    """What to say first: who failed, and with what, as far as that rank has left word (`runtime.watchdog.heartbeat`)."""
+    """One line about the first failure: the rank, and its message if it wrote one (`runtime.watchdog.heartbeat`)."""
     word = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
     if word.get("noticed"):
         return f"{word['message']}\n  (rank {rank} noticed, and ended with exit code {failure.exitcode})"
-    said = f": {word['message']}" if isinstance(word.get("message"), str) and word["message"] else ""
-    return f"rank {rank} was the first to fail, with exit code {failure.exitcode}{said}"
+    message = f": {word['message']}" if isinstance(word.get("message"), str) and word["message"] else ""
+    return f"rank {rank} was the first to fail, with exit code {failure.exitcode}{message}"

@@ -1,4 +1,4 @@
-"""`hpml simulate PLAN.json`: what a step of a saved plan would take, where the time goes, and which bytes are held."""
+"""`hpml simulate PLAN.json`: predicted time, its breakdown, and memory of one step of a saved plan."""
 from __future__ import annotations
 
 import json
@@ -17,13 +17,13 @@ def register(app: typer.Typer) -> None:
 def simulate(
     path: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan that `hpml plan --save` wrote.")],
     cluster: Annotated[str | None, typer.Option(
-        help="Price everything anew for NODESxDEVICES:DEVICE, as 8x8:h100-80g, or a JSON file.")] = None,
+        help="Compute costs for NODESxDEVICES:DEVICE instead, as 8x8:h100-80g, or a JSON file.")] = None,
     recompute: Annotated[Literal["none", "full"], typer.Option(
-        help="full: run the blocks' forward again for backward.")] = "none",
-    microbatches: Annotated[int, typer.Option(help="Run forward and backward this often, on parts of the rows.")] = 1,
-    overlap: Annotated[bool, typer.Option(help="Compute while collectives run.")] = True,
+        help="full: recompute the blocks' forward in backward.")] = "none",
+    microbatches: Annotated[int, typer.Option(help="Number of microbatches.")] = 1,
+    overlap: Annotated[bool, typer.Option(help="Overlap computation and collectives.")] = True,
     contention: Annotated[float | None, typer.Option(
-        help="How much both slow down while they overlap, 1 to 2 (default: by the device).")] = None,
+        help="Slowdown of both while they overlap, 1 to 2 (default: by the device).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Draw the timeline into this file (.png, .svg, .pdf).")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace that opens in ui.perfetto.dev to this file.")] = None,

@@ -61,8 +61,8 @@ def test_edited_file_is_read_again(folder):
 
 
 @pytest.mark.parametrize(("target", "message", "next_step"), [
-    ("my_target.py", "is no target", "FILE.py:FUNCTION"),
-    ("my_target.py:", "is no target", "FILE.py:FUNCTION"),
+    ("my_target.py", "is not a target", "FILE.py:FUNCTION"),
+    ("my_target.py:", "is not a target", "FILE.py:FUNCTION"),
     ("my_targt.py:mlp", "no file my_targt.py", "did you mean my_target.py"),
     ("no_such_target:mlp", "no module 'no_such_target'", "no_such_target.py:FUNCTION"),
     ("no.such.target:mlp", "no module 'no.such.target'", "no/such/target.py"),
@@ -70,15 +70,15 @@ def test_edited_file_is_read_again(folder):
     ("my_target.py:zzzzz", "no 'zzzzz'", "mlp, needs"),
     ("my_target.py:number", "is a int, not a function", "mlp"),
     ("my_target.py:needs", "needs the arguments width, depth", "defaults"),
-    ("my_target.py:fails", "ZeroDivisionError: division by zero", "mend"),
+    ("my_target.py:fails", "ZeroDivisionError: division by zero", "fix"),
     ("my_target.py:leaves", "ended the process .exit 3", "__main__"),
     ("my_target.py:lonely", "returned a Linear, not", "return .model, batch"),
     ("my_target.py:swapped", "returned a Tensor as the model", "return .model, batch"),
     ("my_target.py:no_batch", "returned a NoneType as the batch", "return .model, batch"),
-    ("broken_target.py:mlp", "No module named 'no_such_package'", "mend"),
-    ("broken_target:mlp", "No module named 'no_such_package'", "mend"),
+    ("broken_target.py:mlp", "No module named 'no_such_package'", "fix"),
+    ("broken_target:mlp", "No module named 'no_such_package'", "fix"),
     ("script_target.py:mlp", "ended the process", "__main__"),
-    ("syntax_target.py:mlp", "SyntaxError", "mend"),
+    ("syntax_target.py:mlp", "SyntaxError", "fix"),
 ])
 def test_bad_targets(folder, target, message, next_step):
     with pytest.raises(BadInput, match=message) as caught:

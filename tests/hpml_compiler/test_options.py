@@ -21,7 +21,7 @@ def test_budgets(given, budget):
 
 @pytest.mark.parametrize("given", [0.0, "0%", "0.0", 1.5, "1.5", "120%", -0.5, float("nan"), float("inf"), 24e9])
 def test_no_budgets(given):
-    with pytest.raises(BadInput, match="no number of bytes, and no fraction of a device's memory") as caught:
+    with pytest.raises(BadInput, match="a number of bytes nor a fraction of a device's memory") as caught:
         Options.parse({"memory_budget": given})
     assert "write 24GB, 0.8 or 80%" in str(caught.value)
 
@@ -74,14 +74,14 @@ def test_optimizer_states_are_those_torch_keeps():
     ({"zzz": 1}, r"unknown option 'zzz'\n[^\n]*\n.*compiler, mesh_order, mesh"),
     ({1: 2}, "unknown option 1"),
     ("gap=1", "options are a dict, not str"),
-    ({"memory_budget": "24 G"}, "'24 G' is no number of bytes"),
-    ({"offload": "saved"}, "to meet a memory_budget, and there is none"),
-    ({"mesh": {"pp": 2}, "memory_budget": "1GB"}, "does not go with stages of a pipeline yet"),
-    ({"mesh": {"dp": 2}, "schedule": "gpipe"}, "for the stages of a pipeline, and there are none"),
+    ({"memory_budget": "24 G"}, "'24 G' is not a number of bytes"),
+    ({"offload": "saved"}, "needs a memory_budget"),
+    ({"mesh": {"pp": 2}, "memory_budget": "1GB"}, "cannot be combined with pipeline stages yet"),
+    ({"mesh": {"dp": 2}, "schedule": "gpipe"}, "it needs pipeline stages"),
     ({"mesh": {"dp": 0}}, "size of axis 'dp' is 0"),
     ({"mesh": {"dp": 2.0}}, "size of axis 'dp' is 2.0"),
-    ({"mesh": {"d p": 2}}, "'d p' is no name"),
-    ({"mesh": {}}, "names no axis"),
+    ({"mesh": {"d p": 2}}, "'d p' is not the name"),
+    ({"mesh": {}}, "has no axis"),
     ({"mesh": "2x2"}, "mesh"),
     ({"gap": -0.1}, "gap"),
     ({"gap": True}, "gap"),
@@ -144,9 +144,9 @@ def test_fixes_are_options_before_axes():
     (["dp"], "not KEY=VALUE"),
     (["=2"], "not KEY=VALUE"),
     (["dp=2", "dp=4"], "dp is given twice"),
-    (["dp=x"], "'dp' is no option"),
+    (["dp=x"], "'dp' is not an option"),
     (["memry_budget=100"], "did you mean 'memory_budget'"),
-    (['mesh={"dp": 2}', "dp=4"], "do not go together"),
+    (['mesh={"dp": 2}', "dp=4"], "cannot be combined"),
 ])
 def test_bad_fixes(fixes, message):
     with pytest.raises(BadInput, match=message):

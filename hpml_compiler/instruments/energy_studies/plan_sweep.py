@@ -63,7 +63,7 @@ def _fits(cluster: Cluster, count: int) -> bool:
 def sweep(
     model: nn.Module, batch: Any, cluster: Cluster, options: Options | None = None, *,
     caps: Sequence[float | None] | None = None, counts: Sequence[int] | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
     """Time and energy of a step of `model` on the global `batch`, for every number of devices, cap, mesh and objective.
 
@@ -83,7 +83,7 @@ def sweep(
     missed: list[InfeasiblePoint] = []
     errors: list[Infeasible] = []
     for number, (count, mesh, cap, objective) in enumerate(cases):
-        tell(f"plan {number + 1} of {len(cases)}")
+        progress(f"plan {number + 1} of {len(cases)}")
         traces.options = options.model_copy(update={"mesh": mesh, "power_cap": cap, "objective": objective})
         try:
             points.append(pareto_point(plan_traces(traces, part_of(cluster, count)), cap))

@@ -88,14 +88,14 @@ def test_a_failing_all_reduce_shows_its_error(monkeypatch):
 
 def test_plans_of_earlier_launches_are_forgotten(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
-    assert "there is nothing" in _doctor(capsys, "--clear-cache")[1]
+    assert "the cache is empty" in _doctor(capsys, "--clear-cache")[1]
     plan_database.put("key", "{}")
     graph_database.put("key", b"a graph")
     code, out, _ = _doctor(capsys, "--clear-cache", "--json")
     assert (code, json.loads(out)) == (0, {"cleared": [str(tmp_path / f"{each}.sqlite") for each in ("plans", "graphs")]})
     assert plan_database.get("key") is None and graph_database.get("key") is None
-    assert "there is nothing" in _doctor(capsys, "--clear-cache")[1]
+    assert "the cache is empty" in _doctor(capsys, "--clear-cache")[1]
     plan_database.put("key", "{}")
     assert _doctor(capsys, "--clear-cache")[1] == f"emptied {tmp_path / 'plans.sqlite'}\n"
     code, _, err = _doctor(capsys, "--clear-cache", "--cluster")
-    assert code == 2 and "does nothing else" in err
+    assert code == 2 and "cannot be combined" in err

@@ -97,7 +97,7 @@ def test_options_reach_the_planner(app, target, calls):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--fix", "memory_budget=1GB", "--memory-budget", "2GB"], "memory_budget is given twice"),
     (["--fix", "cluster=1x2:cpu", "--cluster", "1x4:cpu"], "cluster is given twice"),
-    (["--memory-budget", "lots"], "'lots' is no number of bytes"),
+    (["--memory-budget", "lots"], "'lots' is not a number of bytes"),
     (["--gap", "-1"], "gap"),
 ])
 def test_bad_options_stop_before_the_model_is_loaded(app, calls, arguments, message):

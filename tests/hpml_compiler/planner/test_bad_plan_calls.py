@@ -31,7 +31,7 @@ MODEL, BATCH = nn.Linear(4, 2), (torch.zeros(3, 4),)
     ((MODEL, BATCH), {"cluster": ""}, "cluster"),
     ((MODEL, BATCH), {"mesh": [2, 2]}, "mesh"),
     ((MODEL, BATCH), {"meshh": {"dp": 2}}, "did you mean 'mesh'"),
-    ((MODEL, BATCH), {"memory_budget": math.nan}, "no number of bytes"),
+    ((MODEL, BATCH), {"memory_budget": math.nan}, "number of bytes"),
     ((MODEL, BATCH), {"memory_budget": 10**400}, "exabyte"),
     ((MODEL, BATCH), {"time_limit": 10**400}, "time_limit"),
     ((MODEL, BATCH), {"power_cap": 10**400}, "watts"),

@@ -210,7 +210,7 @@ def test_doctor_prints_a_table_and_refuses_what_makes_no_sense(capsys, monkeypat
     assert code == 0 and "assumed" in out and "read" in out, err
     code, _, err = _doctor(capsys, "--measure")
     assert code == 2 and "add --cluster" in err
-    with pytest.raises(BadInput, match="ends in .json"):
+    with pytest.raises(BadInput, match="needs the suffix .json"):
         doctor(cluster=True, save=Path("here.txt"))
 
 

@@ -76,7 +76,7 @@ def test_a_pinned_mesh_is_the_only_one():
 def test_bad_caps_are_refused_before_anything_is_planned():
     told = []
     with pytest.raises(BadInput, match="leaves nothing to compute with"):
-        sweep(*mlp(), CLUSTER, caps=[None, 10.0], tell=told.append)
+        sweep(*mlp(), CLUSTER, caps=[None, 10.0], progress=told.append)
     assert not told
     with pytest.raises(BadInput, match="nothing to plan"):
         sweep(*mlp(), CLUSTER, caps=[], counts=[1])
@@ -119,11 +119,11 @@ def test_the_command_prints_the_front_as_a_table(capsys):
         main(["pareto", TARGET, "--cluster", "1x2:a100-80g", "--caps", "200", "--fix", "dp=2"])
     assert not end.value.code
     text = capsys.readouterr().out
-    assert "of 2 plans on 1x2:a100-80g are beaten by none" in text and "dp=2" in text and "200 W" in text
+    assert "of 2 plans on 1x2:a100-80g are Pareto-optimal" in text and "dp=2" in text and "200 W" in text
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--caps", "much"], "no power"), (["--caps", "20"], "leaves nothing"), (["--devices", "two"], "no list of numbers"),
+    (["--caps", "much"], "not a power"), (["--caps", "20"], "leaves nothing"), (["--devices", "two"], "not a list of numbers"),
     (["--devices", "3,9"], "no part of"), (["--fix", "objective=energy"], "both are planned"),
     (["--fix", "power_cap=300"], "--caps"),
 ])
