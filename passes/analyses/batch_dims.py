@@ -1,4 +1,4 @@
-"""Which factors of which values are rows of the batch: what a pinned `dp` axis splits and a `tp` axis leaves alone.
+"""Factors of values that are rows of the batch: a pinned `dp` axis splits these, a `tp` axis leaves them alone.
 
 Union-find over the (value, dim, factor) triples that one strategy of a call splits together, from dim 0 of the inputs
 that are data. A weight is never among them: in `x @ w` only `x` and the result carry the row letter.

@@ -1,8 +1,8 @@
-"""Where rows of the batch depend on each other: forward operations that read a result over all rows along with rows.
+"""Operations that mix rows of the batch: forward operations that read both rows and a result over all rows.
 
 BatchNorm's statistics are the usual case: sums over the rows, which then normalize each of them. A loss that averages
-over rows is none, since no row reads it. Where rows mix, computing parts of a batch apart, each with statistics of its
-own, is not what computing the whole batch is.
+over rows does not count, since no row reads it. Where rows mix, computing parts of a batch separately, each with its own
+statistics, differs from computing the whole batch.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.graph.step_phase import BACKWARD
 def mixing_operations(graph: PlacementGraph) -> list[str]:
     """Names of the forward operations at which rows mix, in graph order; `Value.batch` must be set.
 
-    An operation counts if it makes rows out of something that was computed from rows and has none itself. That errs on
+    An operation counts if its result has rows and one of its operands depends on rows but has none. That errs on
     the side of caution: rows that cannot be followed (through a sort, or an operator without a rule) count as mixed.
     """
     from_rows = {value.index for value in graph.values if value.kind == "batch" and value.batch}

@@ -19,7 +19,7 @@ Place = tuple[int, int]
 
 
 class RuledCall(NamedTuple):
-    """Rule of a call with the values that stand for its operands and results."""
+    """Rule of a call with the values of its operands and results."""
 
     rule: Rule
     inputs: tuple[int, ...]
@@ -84,7 +84,7 @@ def _relax(call: RuledCall, places: list[tuple[object, Place, int]], state: _Dim
 
 def factorize(shapes: Sequence[tuple[int, ...]], calls: Sequence[RuledCall],
               cuts: Iterable[tuple[Place, int]] = ()) -> list[Factors]:
-    """Factors of every value, by index into `shapes`. cuts: that are there from the start, whatever views do.
+    """Factors of every value, by index into `shapes`. cuts: given in addition to those of views.
 
     Terminates: cuts are only added, and a dim of size n has at most log2(n) of them.
     """

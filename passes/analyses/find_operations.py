@@ -18,8 +18,8 @@ from passes.registry import register
 @register
 @dataclass(frozen=True)
 class FindOperations(AnalysisPass):
-    """Writes OPERATIONS. The graph should be normalized before. microbatches: that a step goes through. leaves: whether what
-    the graph returns besides the loss may stay where it is made."""
+    """Writes OPERATIONS. The graph should be normalized before. microbatches: number of microbatches in a step. leaves: outputs
+    besides the loss may stay sharded."""
 
     name = "find_operations"
     requires = (FLOPS, GRAPH_SIGNATURE)
@@ -35,7 +35,7 @@ class FindOperations(AnalysisPass):
             trainable=interface.trainable, microbatches=self.microbatches,
         )
         inputs = {value.name: value.index for value in graph.values if value.producer is None}
-        # What is collected of microbatches is made whole.
+        # Values collected over microbatches are replicated.
         left = interface.unread if self.leaves and self.microbatches == 1 else ()
         graph = replace(graph, unread=FrozenMap({
             graph.outputs[each.number][0]: None if each.tangent is None else inputs[each.tangent]

@@ -35,7 +35,7 @@ FLOPS: Key[float] = Key("flops", float)
 @register
 @dataclass(frozen=True)
 class Flops(AnalysisPass):
-    """Writes `FLOPS` on every call. An op that nobody has a formula for costs one per element of its output."""
+    """Writes `FLOPS` on every call. An op without a formula costs one per element of its output."""
 
     name = "flops"
     requires = (SHAPES,)
@@ -49,10 +49,10 @@ class Flops(AnalysisPass):
 
 
 def _remembered(node: fx.Node, known: dict[Hashable, float]) -> float:
-    """Of equal calls, formulas are asked once."""
+    """FLOPs of a call, cached by its operands' shapes."""
     told = node, *arguments_of(node)
     if any(isinstance(x, torch.SymInt) for each in told for x in pytree.tree_leaves(each.meta.get("val"))):
-        return node_flops(node)  # a number that shapes do not tell
+        return node_flops(node)  # depends on more than shapes
     key = node.target, constants_of(node), tuple(read(SHAPES, each) for each in told)
     if key not in known:
         known[key] = node_flops(node)
@@ -60,7 +60,7 @@ def _remembered(node: fx.Node, known: dict[Hashable, float]) -> float:
 
 
 def has_formula(target: Any) -> bool:
-    """Whether calls of an operator (overload or not) are counted by a formula rather than one per element."""
+    """True if calls of an operator (overload or not) are counted by a formula rather than one per element."""
     return _formula(getattr(target, "overloadpacket", target)) is not None
 
 
@@ -79,7 +79,7 @@ def node_flops(node: fx.Node) -> float:
 
 
 def _as_traced(node: fx.Node) -> Any:
-    """What the node returned when it was traced, with meta tensors of plain sizes: formulas may compare sizes."""
+    """Result of the node as traced, with meta tensors of static sizes: formulas may compare sizes."""
     specs = iter(read(SHAPES, node))
 
     def stand_in(value: torch.Tensor | torch.SymInt) -> torch.Tensor | int:

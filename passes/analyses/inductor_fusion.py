@@ -1,4 +1,4 @@
-"""What inductor makes of one call: whether its result takes memory, and what it takes besides while it runs."""
+"""Inductor's treatment of one call: whether its result takes memory, and its scratch memory."""
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportCallIssue=false
 from __future__ import annotations
@@ -13,17 +13,17 @@ from passes.op_rules.view_names import view_name
 INLINED = {"clone", "_to_copy", "convert_element_type", "full", "full_like", "zeros_like", "ones_like", "new_zeros", "new_ones",
            "new_full", "iota", "arange", "scalar_tensor", "where", "constant_pad_nd", "slice_scatter", "select_scatter", "flip",
            "repeat", "_unsafe_index", "_low_memory_max_pool_offsets_to_indices"}
-"""Operators beside the pointwise ones that inductor computes wherever their results are read."""
+"""Operators besides the pointwise ones that inductor inlines into their readers."""
 SCATTERING = {"index_put", "_unsafe_index_put", "scatter", "scatter_add"}
 FUSING = INLINED | SCATTERING | {
     "sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "std", "prod", "any", "all", "argmax", "argmin", "index",
     "gather", "embedding", "cat", "cumsum", "_softmax", "_log_softmax", "inductor_random", "max_pool2d_with_indices_backward"}
-"""Operators whose kernels read other results before these are in memory."""
+"""Operators whose kernels fuse reads of other results before these are in memory."""
 COSTLY = {"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"}
-"""What inductor's kernels for CPUs do not compute twice: a result that is computed with one, and that several read, is written
-into memory (`StorageBox.should_realize_on_reuse`, torch 2.13)."""
+"""Operators that inductor's CPU kernels do not compute twice: a result that uses one, and has several readers, is
+materialized (`StorageBox.should_realize_on_reuse`, torch 2.13)."""
 NOT_ADDED_TO = {torch.bfloat16, torch.int64, torch.bool}
-"""What inductor's kernels cannot add to memory that others add to, too: the operator's own kernel is called."""
+"""dtypes without atomic additions in inductor's CPU kernels: the operator's own kernel is called."""
 
 
 def is_inlined(node: Node) -> bool:
@@ -31,7 +31,7 @@ def is_inlined(node: Node) -> bool:
 
 
 def is_costly(node: Node, device: str) -> bool:
-    """device: the type of what runs it."""
+    """device: the type of the device that runs it."""
     return device == "cpu" and view_name(node.target) in COSTLY
 
 
@@ -43,8 +43,8 @@ def is_fusing(node: Node) -> bool:
 
 
 def scratch_bytes(node: Node) -> int:
-    """What a call takes while it runs. Convolutions on CPUs put weights into another order of dims, forward once, backward what
-    it reads and what it makes; what is added up by the operator's own kernel has its places in another order, too (measured,
+    """Scratch memory of a call. Convolutions on CPUs convert the memory format: forward of weights, backward of
+    operands and results; the operator's own accumulating kernel reorders its result, too (measured,
     torch 2.13)."""
     if _calls_adding_kernel(node):
         return torch.int64.itemsize * node.args[2].meta["val"].numel()
@@ -56,6 +56,6 @@ def scratch_bytes(node: Node) -> int:
 
 
 def _calls_adding_kernel(node: Node) -> bool:
-    """On CPUs that kernel is called where a process has several threads, too, which would have to wait for each other."""
+    """On CPUs that kernel is also called if the process has several threads, which would contend."""
     on_cpu = view_name(node.target) == "scatter_add" and node.args[0].meta["val"].device.type == "cpu"
     return on_cpu and torch.get_num_threads() > 1

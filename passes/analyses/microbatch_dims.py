@@ -1,7 +1,7 @@
-"""Where a step goes through its batch in microbatches: which factors number them, and how operations may be split along these.
+"""Dims of a batch that number its microbatches, and strategies of operations along them.
 
-A microbatch is every m-th row, so that the dim of rows has the factors (rows / m, m), and its number is the *inner* one. Mesh
-axes take the outer one: the two never clash, and a rank's rows stay one block. What has to be split in one block, such as
+A microbatch is every m-th row, so that the dim of rows has the factors (rows / m, m), and its index is the *inner* one. Mesh
+axes split the outer one: the two never clash, and a rank's rows stay contiguous. Dims that must be split contiguously, such as
 positions and tables, cannot be split along the inner factor, so that all microbatches run the same program.
 """
 from __future__ import annotations
@@ -18,23 +18,23 @@ Seed = tuple[int, int, int]
 
 
 def rows_of(values: Sequence[Value]) -> int:
-    """Rows of the batch that a graph gets."""
+    """Rows of the batch in a graph's inputs."""
     return common_rows(v.spec.shape for v in values if v.kind == "batch")
 
 
 def common_rows(shapes: Iterable[Sequence[int]]) -> int:
-    """The size that dim 0 has in most inputs that are data; 0 without such inputs."""
-    sizes = Counter(int(shape[0]) for shape in shapes if len(shape))  # a size that is known, if written as a symbol
+    """The most frequent size of dim 0 among data inputs; 0 without such inputs."""
+    sizes = Counter(int(shape[0]) for shape in shapes if len(shape))  # a known size, even if it is a symbol
     return sizes.most_common(1)[0][0] if sizes else 0
 
 
 def most_that_fit(rows: int, microbatches: int) -> int:
-    """As many microbatches of equal size as these rows make, up to `microbatches`: an epoch's last batch is often smaller."""
+    """The largest number of equal microbatches of these rows, up to `microbatches`: an epoch's last batch is often smaller."""
     return max(n for n in range(1, microbatches + 1) if rows % n == 0)
 
 
 def row_cuts(values: Sequence[Value], microbatches: int) -> list[tuple[Place, int]]:
-    """Where rows are cut from the start, if there are any. Raises BadInput if they do not make that many microbatches."""
+    """Initial cuts of row dims, if there are any. Raises BadInput if the rows do not divide into that many microbatches."""
     rows = rows_of(values)
     if rows % microbatches:
         raise BadInput(f"a batch of {rows} rows does not go into {microbatches} microbatches", "options['microbatches']",
@@ -43,14 +43,14 @@ def row_cuts(values: Sequence[Value], microbatches: int) -> list[tuple[Place, in
 
 
 def seeds(values: Sequence[Value], microbatches: int) -> list[Seed]:
-    """The inner factor of the rows of every input that has them, if views leave it in one piece. values: with factors."""
+    """The inner factor of the rows of every input that has rows, if views keep it in one piece. values: with factors."""
     rows = rows_of(values)
     return [(v.index, 0, len(v.factors[0]) - 1) for v in values
             if v.kind == "batch" and v.spec.shape[:1] == (rows,) and v.factors[0] and v.factors[0][-1] == microbatches]
 
 
 def time_strategies(op: Operation, rule: Rule | None, splits: Sequence[frozenset[tuple[int, int]]]) -> tuple[Strategy, ...]:
-    """Of an operation's strategies those on the axis of time. splits: by value, the factors that number microbatches."""
+    """Those strategies of an operation that are on the time axis. splits: by value, the factors that number microbatches."""
     return tuple(s for s in op.strategies if _along(op, s, splits) and _same_for_all(rule, s))
 
 
@@ -60,13 +60,13 @@ def _along(op: Operation, strategy: Strategy, splits: Sequence[frozenset[tuple[i
 
 
 def touches(op: Operation, strategy: Strategy, splits: Sequence[frozenset[tuple[int, int]]]) -> bool:
-    """Whether a strategy splits a factor that numbers microbatches."""
+    """True if a strategy splits a factor that numbers microbatches."""
     return any(p in splits[v] for v, p in zip((*op.inputs, *op.outputs), strategy.inputs + strategy.outputs)
                if isinstance(p, tuple))
 
 
 def _same_for_all(rule: Rule | None, strategy: Strategy) -> bool:
-    """Whether the call is the same in all microbatches: not where it depends on which part of a range it has."""
+    """True if the call is the same in all microbatches: not if it depends on its position in a range."""
     if rule is None or not (rule.ordered or rule.indexed):
         return True
     ranges = {*rule.ordered, *rule.indexed}

@@ -1,7 +1,7 @@
-"""Which forward values backward finds: what the partitioner that splits the rewritten graph saves of the traced one.
+"""Forward values saved for backward: the choice of the partitioner that splits the rewritten graph, on the traced one.
 
-The decision per value (save, recompute, offload) is a later pass; this is its starting point. Rewriting changes
-which bytes a rank holds of a value, hardly which values it holds.
+Save, recompute and offload decisions are made by later passes; this is their starting point. Rewriting changes
+the bytes of a value on a rank, hardly which values are saved.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -32,7 +32,7 @@ from passes.registry import register
 @register
 @dataclass(frozen=True)
 class FindPartitionerChoice(AnalysisPass):
-    """Writes `PARTITIONER_CHOICE`: what the partitioner of torch would save, of a graph that is ready to be cut."""
+    """Writes `PARTITIONER_CHOICE`: the values that torch's partitioner would save, of a graph ready to be partitioned."""
 
     name = "find_partitioner_choice"
     provides = (PARTITIONER_CHOICE,)
@@ -47,7 +47,7 @@ class FindPartitionerChoice(AnalysisPass):
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of, itself if it is none; one of several results that a call makes stays that."""
+    """The node that a node is a view of, itself if it is none; an element of a tuple stays that element."""
     while view_name(node.target) in VIEWS and (
             isinstance(node.args[0].meta.get("val"), torch.Tensor) or view_name(node.args[0].target) in VIEWS):
         node = node.args[0]
@@ -55,7 +55,7 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int) -> frozenset[int]:
-    """Indices of the values of `graph` that are held; parameters and inputs, which are there anyway, are not among them."""
+    """Indices of the saved values of `graph`, without parameters and inputs, which are in memory anyway."""
     index = {value.name: value.index for value in graph.values}
     found: set[int] = set()
     for node in _partitioned(gm, forward_outputs, True):
@@ -69,13 +69,13 @@ def saved_values(gm: fx.GraphModule, graph: PlacementGraph, forward_outputs: int
 
 
 def _partitioned(gm: fx.GraphModule, forward_outputs: int, deduplicate: bool) -> list[fx.Node]:
-    """Nodes that forward hands to backward. deduplicate: equal calls count as one. A rewritten graph has no such calls but
-    those that are in backward on purpose, as where a parameter is gathered again."""
+    """Nodes that forward passes to backward. deduplicate: merge equal calls. In a rewritten graph, equal calls
+    are intentional, such as a second gather of a parameter in backward."""
     return compat.chosen_by_min_cut(copy_graph(gm), forward_outputs, deduplicate=deduplicate)
 
 
 def _root(graph: PlacementGraph, index: int) -> int | None:
-    """The value whose memory a value is a view of; None if that is an input's."""
+    """The value that owns the memory of a view; None if that is an input."""
     producer = graph.values[index].producer
     while producer is not None and graph.operations[producer].kind == "view":
         index = graph.operations[producer].inputs[0]
@@ -84,9 +84,9 @@ def _root(graph: PlacementGraph, index: int) -> int | None:
 
 
 def _alike_in_repeated_blocks(graph: PlacementGraph, found: Iterable[int], numbers: Sequence[Hashable]) -> set[int]:
-    """Of a value that each repetition of a block has, all or none, as most have it: where two cuts cost the same, the
-    partitioner takes one here and the other there, and blocks that differ cannot be planned as one. A value that all
-    repetitions compute from the same inputs, as a mask, is computed once, and is the first one's."""
+    """For corresponding values of repeated blocks, save all or none, by majority: where two cuts cost the same, the
+    partitioner may choose differently per block, and blocks that differ cannot be folded. A value that all
+    repetitions compute from the same inputs, such as a mask, is computed once, by the first block."""
     found, position = set(found), defaultdict(int)
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for op in graph.operations:
@@ -105,8 +105,8 @@ def _alike_in_repeated_blocks(graph: PlacementGraph, found: Iterable[int], numbe
 
 
 def _where_backward_reads(graph: PlacementGraph, found: Iterable[int], numbers: Sequence[Hashable]) -> set[int]:
-    """Backward may compute once more what forward has computed: the partitioner, which removes such calls, saves forward's
-    value. In a graph that still has them, it is backward's value that is held, if nothing there reads the other."""
+    """Backward may recompute a forward value: the partitioner, which merges such calls, saves forward's
+    value. In a graph that still has both, backward's value is the saved one, if nothing in backward reads the other."""
     again = {numbers[v]: v for op in graph.operations if op.phase == BACKWARD for v in op.outputs}
     return {v if _has_backward_reader(graph, v) else again.get(numbers[v], v) for v in found}
 
@@ -119,7 +119,7 @@ def _has_backward_reader(graph: PlacementGraph, index: int) -> bool:
 
 
 def _numbers(graph: PlacementGraph, gm: fx.GraphModule) -> list[Hashable]:
-    """Of each value; equal for values of equal calls of equal arguments."""
+    """A key of each value; equal for values of equal calls with equal arguments."""
     known: dict[Hashable, int] = {}
     of_node: dict[fx.Node, int] = {}
     of_name: dict[str, int] = {}

@@ -41,7 +41,7 @@ def kind_of(target: Any) -> str:
 
 
 class _PlacementGraphBuilder:
-    """Calls and values in order, yet without factors and strategies."""
+    """Calls and values in order, still without factors and strategies."""
 
     def __init__(self, gm: GraphModule, input_kinds: Mapping[str, InputKind], trainable: Mapping[str, bool],
                  flops: Mapping[Node, float] | Any):
@@ -68,7 +68,7 @@ class _PlacementGraphBuilder:
         return index
 
     def read(self, node: Node) -> int:
-        """Value that a node stands for, through `getitem`."""
+        """The value of a node, through `getitem`."""
         owner = port_of(node)
         assert owner is not None, "only tensors are read"
         return self.of[owner]
@@ -92,7 +92,7 @@ class _PlacementGraphBuilder:
 
 
     def _rule(self, node: Node) -> Rule | None:
-        """Of equal calls, as those of repeated blocks are, the table is asked once."""
+        """Rule of a call, looked up once for equal calls, such as those of repeated blocks."""
         key = _key(node)
         if key is None:
             return _rule(node)
@@ -106,7 +106,7 @@ def _rule(node: Node) -> Rule | None:
 
 
 def _key(node: Node) -> Hashable | None:
-    """Equal for calls that are told the same; None where not all that a call reads and makes are tensors of known sizes."""
+    """Equal for calls with equal rules; None unless all operands and results are tensors of static sizes."""
     described: list[Hashable] = [node.target, constants_of(node)]
     for value in (*(x.meta.get("val") for x in arguments_of(node)), *(x for _, x in leaves_of(node.meta.get("val")))):
         if not is_plain(value) or not all(type(size) is int for size in (*value.shape, *value.stride())):
@@ -126,8 +126,8 @@ def build_placement_graph(
     """Returns the graph and the rule of every operation.
 
     `input_kinds`: by placeholder name; `outputs`: (name of a node, name of the parameter whose
-    placement it takes, or None if it is returned whole); `flops(node)` -> FLOPs of a whole call; `microbatches`: that a
-    step goes through, one after another.
+    placement it takes, or None if it is returned replicated); `flops(node)` -> FLOPs of a whole call; `microbatches`: number in
+    a step, one after another.
     """
     built = _PlacementGraphBuilder(gm, input_kinds, trainable or {}, flops)
     nodes = {node.name: node for node in gm.graph.nodes}
@@ -140,7 +140,7 @@ def build_placement_graph(
 def complete(operations: Sequence[Operation], values: Sequence[Value], rules: Sequence[Rule | None],
              outputs: Sequence[tuple[int, int | None]], unruled: Mapping[str, Sequence[str]] | None = None,
              microbatches: int = 1) -> PlacementGraph:
-    """The graph of these calls and values, with what follows from the rules: factors, strategies, rows of the batch, users."""
+    """Complete the graph of these calls and values: factors, strategies, rows of the batch, users."""
     calls = [RuledCall(rule, op.inputs, op.outputs) for op, rule in zip(operations, rules) if rule is not None]
     factors = factorize([v.spec.shape for v in values], calls, row_cuts(values, microbatches) if microbatches > 1 else ())
     known: dict[Hashable, tuple[Strategy, ...]] = {}
@@ -162,7 +162,7 @@ def complete(operations: Sequence[Operation], values: Sequence[Value], rules: Se
 
 def _with_microbatches(operations: Sequence[Operation], values: Sequence[Value], rules: Sequence[Rule | None],
                        microbatches: int) -> tuple[list[Operation], list[Value]]:
-    """What numbers microbatches is split in time alone: devices have the other strategies."""
+    """Split microbatch factors in time alone: devices have the other strategies."""
     numbers = split_along(operations, values, seeds(values, microbatches))
     return (
         [replace(op, strategies=tuple(s for s in op.strategies if not touches(op, s, numbers)),
@@ -173,8 +173,8 @@ def _with_microbatches(operations: Sequence[Operation], values: Sequence[Value],
 
 def _strategies(op: Operation, rule: Rule | None, factors: Sequence[Factors], values: Sequence[Value],
                 known: dict[Hashable, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
-    """Of operations that do not differ in what strategies follow from, they are found once. known: those found so far; calls
-    of equal rules have one rule in common."""
+    """Strategies of operations, cached by their signature. known: the cache; calls
+    of equal rules share one rule object."""
     inputs, outputs = tuple(factors[v] for v in op.inputs), tuple(factors[v] for v in op.outputs)
     given = tuple(values[v].producer is None for v in op.inputs)
     key = id(rule), inputs, outputs, op.heavy, given, tuple(map(op.inputs.index, op.inputs))
@@ -184,8 +184,8 @@ def _strategies(op: Operation, rule: Rule | None, factors: Sequence[Factors], va
 
 
 def _consistent(op: Operation, found: Sequence[Strategy], values: Sequence[Value]) -> tuple[Strategy, ...]:
-    """Strategies that make sense here: a value read twice has one placement, a graph input is never a partial sum, and
-    heavy work is not done whole on every rank just to keep a sum partial."""
+    """Strategies that are consistent: a value read twice has one placement, a graph input is never a partial sum, and
+    heavy work is not replicated on every rank just to keep a sum partial."""
     kept = []
     for s in found:
         if op.heavy and not s.splits and any(p != REPLICATE for p in s.inputs):

@@ -1,4 +1,4 @@
-"""Shapes: shape, dtype and bytes of what every node returns."""
+"""Shapes: shape, dtype and bytes of the results of every node."""
 from __future__ import annotations
 
 import math
@@ -16,7 +16,7 @@ from passes.registry import register
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor that a node returns.
+    """One result tensor of a node.
 
     shape: sizes; for a symbolic size the number it had when the graph was traced. bytes: elements times item size,
     whatever the strides (an expanded tensor counts as if it were copied). symbolic: the expression of each size
@@ -38,7 +38,7 @@ def _is_value(node: fx.Node) -> bool:
 
 
 SHAPES: Key[tuple[TensorSpec, ...]] = Key("shapes", tuple[TensorSpec, ...], selects=_is_value)
-"""The tensors a node returns, flattened in order; what is no tensor (None, a symbolic size, a subgraph) is left out."""
+"""The tensors a node returns, flattened in order; non-tensors (None, a symbolic size, a subgraph) are left out."""
 
 
 @register

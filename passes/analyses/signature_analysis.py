@@ -1,4 +1,4 @@
-"""Pass: which inputs of a graph are parameters, which outputs their gradients."""
+"""Pass: find which inputs of a graph are parameters, and which outputs their gradients."""
 from __future__ import annotations
 
 from dataclasses import dataclass

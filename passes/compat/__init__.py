@@ -1,6 +1,6 @@
-"""The only place that touches private modules of torch, and where releases 2.11 to 2.15 differ.
+"""The only package that uses private modules of torch, and handles differences between releases 2.11 to 2.15.
 
-What takes long to load, such as `torch._inductor` and `torch._dynamo`, is imported when it is used.
+Modules that take long to load, such as `torch._inductor` and `torch._dynamo`, are imported on first use.
 """
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree  # arguments and results of ops are nested; torch has no public name for this

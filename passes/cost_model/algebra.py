@@ -1,4 +1,4 @@
-"""What a formula of costs needs besides plus and times, so that it is one formula for numbers and for symbols.
+"""Operations that a cost formula needs besides plus and times, so that one formula serves numbers and symbols.
 
 `NUMBERS` is for floats; `passes.cost_model.formulas.symbolic_costs.SYMBOLS` for sympy expressions, which stay undecided where a
 size is a symbol.

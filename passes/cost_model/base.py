@@ -1,4 +1,4 @@
-"""The interface that prices come through, whoever finds them: a roofline, measurements, formulas."""
+"""The interface of prices, whatever their source: a roofline, measurements, formulas."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Protocol
 from passes.hardware.mesh import MeshAxis
 
 COMPUTE_KINDS = ("matmul", "attention", "convolution", "pointwise", "embedding", "view")
-"""Sorts of kernels. `view` moves nothing and costs nothing."""
+"""Kinds of kernels. `view` moves nothing and costs nothing."""
 
 BUCKET_BYTES = 4 * 2**20
 """Gradients smaller than this are reduced together, up to this many bytes in one collective."""
@@ -46,7 +46,7 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerModel:
-    """Bytes that an optimizer keeps per parameter element; the default is torch's AdamW on float32.
+    """Bytes of optimizer state per parameter element; the default is torch's AdamW on float32.
 
     torch's AdamW keeps two states of the parameter's dtype and no float32 master copy. state_bytes counts all states
     together (a master copy belongs there). fused: `AdamW(fused=True)`, one kernel that touches everything once.

@@ -37,7 +37,7 @@ Line = tuple[Any, Any]
 
 
 class Ring(NamedTuple):
-    """`size` devices (or nodes) in a ring: µs of a hop, and µs per byte of what each one sends."""
+    """`size` devices (or nodes) in a ring: µs of a hop, and µs per byte sent."""
 
     size: Any
     alpha_us: Any
@@ -68,7 +68,7 @@ def collective_lines(kind: str, axis: MeshAxis) -> tuple[Line, ...]:
 
 
 def lines_of(kind: str, whole: Ring, levels: Sequence[Ring], slowdown: Any, algebra: Algebra) -> list[Line]:
-    """The same, of rings whose sizes are numbers or expressions. levels: inside nodes and across them, or none."""
+    """The lines for rings whose sizes are numbers or expressions. levels: inside nodes and across them, or none."""
     if kind == "send_recv":
         last = levels[-1] if levels else whole
         lines = [(last.alpha_us, last.beta)]
@@ -83,7 +83,7 @@ def lines_of(kind: str, whole: Ring, levels: Sequence[Ring], slowdown: Any, alge
 
 
 def _flat(kind: str, ring: Ring, algebra: Algebra) -> list[Line]:
-    """all_gather, reduce_scatter or all_reduce on links that are all alike."""
+    """all_gather, reduce_scatter or all_reduce on homogeneous links."""
     n, alpha, beta = ring
     fixed, per_byte = (n - 1) * alpha, (n - 1) / n * beta
     if kind != "all_reduce":

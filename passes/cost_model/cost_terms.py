@@ -1,4 +1,4 @@
-"""What a step is made of, as terms, and the one function that prices them.
+"""Terms of the cost of a step, and the one function that prices them.
 
     Kernel    one kernel on a device                             Message   one collective over a mesh axis
     Update    the optimizer's step over one parameter            Slice     a local hop of a redistribution
@@ -19,15 +19,15 @@ N = TypeVar("N")
 M = TypeVar("M")
 
 SLICE = 1e-3
-"""What a slice costs. It moves nothing over a link; the tiny cost only breaks ties in favor of fewer hops."""
+"""Cost of a slice. It moves nothing over a link; the tiny cost only breaks ties in favor of fewer collectives."""
 REDUCING = ("all_reduce", "reduce_scatter")
-"""The collectives that add up; of gradients, several share one."""
+"""The collectives that reduce; several gradients share one."""
 
 
 @dataclass(frozen=True)
 class Kernel(Generic[N]):
-    """One kernel. flops, bytes: of one device. kind: one of `passes.cost_model.COMPUTE_KINDS`. key: the name of the call where
-    it may have been measured (`passes.cost_model.measured.measurement_key`). factor: what it takes over its price."""
+    """One kernel. flops, bytes: of one device. kind: one of `passes.cost_model.COMPUTE_KINDS`. key: the name of the call if
+    it may have been measured (`passes.cost_model.measured.measurement_key`). factor: multiplies its price."""
 
     flops: N
     bytes: N
@@ -41,10 +41,10 @@ class Kernel(Generic[N]):
 class Message(Generic[N]):
     """One collective. bytes: as `CostModel.collective_us` counts them. axis: number of the mesh axis.
 
-    outer: for each end that is split in a dim, the number of elements before that dim; unless it is 1, the parts do not lie
-    one after another in memory, and are packed before or unpacked after by a copy. bucket_bytes: fewer bytes than that are
-    reduced together with others; they pay their part of one collective of that many, and of the copy into the bucket and
-    out of it. 0 where nothing is reduced together.
+    outer: for each end that is split in a dim, the number of elements before that dim; unless it is 1, the shards are not
+    contiguous, and are packed before or unpacked after by a copy. bucket_bytes: smaller messages than that are
+    bucketed; they pay their share of one collective of that size, and of the copy into the bucket and
+    out of it. 0 disables buckets.
     """
 
     collective: str
@@ -56,12 +56,12 @@ class Message(Generic[N]):
 
 @dataclass(frozen=True)
 class Slice:
-    """A local hop of a redistribution."""
+    """A local step of a redistribution."""
 
 
 @dataclass(frozen=True)
 class Update(Generic[N]):
-    """The optimizer's step over so many elements of one parameter."""
+    """The optimizer's step over the elements of one parameter."""
 
     elements: N
     dtype: str
@@ -71,7 +71,7 @@ Term = Kernel[N] | Message[N] | Slice | Update[N]
 
 
 def sized(term: Term[N], of: Callable[[N], M]) -> Term[M]:
-    """The term with every size replaced by what `of` says of it."""
+    """The term with `of` applied to every size."""
     if isinstance(term, Kernel):
         return Kernel(of(term.flops), of(term.bytes), term.dtype, term.kind, term.key, term.factor)
     if isinstance(term, Message):
@@ -80,14 +80,14 @@ def sized(term: Term[N], of: Callable[[N], M]) -> Term[M]:
 
 
 class Prices(Protocol):
-    """What kernels, collectives and updates cost on the devices of one mesh, in µs, or in anything that adds up (µJ)."""
+    """Costs of kernels, collectives and updates on the devices of one mesh, in µs, or in any additive unit (µJ)."""
 
     @property
     def algebra(self) -> Algebra: ...
 
     @property
     def keyed(self) -> bool:
-        """Whether the key of a kernel makes a difference."""
+        """True if the key of a kernel makes a difference."""
         ...
 
     def kernel(self, flops: Any, nbytes: Any, dtype: str, kind: str, key: str = "") -> Any: ...
@@ -98,7 +98,7 @@ class Prices(Protocol):
 
 
 def copy(nbytes: Any, prices: Prices) -> Any:
-    """Reading and writing, `nbytes` in all, by a kernel of its own."""
+    """A separate copy kernel; `nbytes` counts reads and writes."""
     return prices.kernel(0.0, nbytes, "float32", "pointwise")
 
 

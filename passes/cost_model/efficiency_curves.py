@@ -1,4 +1,4 @@
-"""What kernels of every size get of a device's peak rates: efficiency curves of arithmetic, and of memory by cache.
+"""Efficiency curves: the fraction of a device's peak arithmetic rate and of memory bandwidth, by kernel size and cache.
 
 Arithmetic of F FLOPs on B bytes of `s`-byte elements, with R = peak · efficiency the rate of large kernels:
 
@@ -9,9 +9,9 @@ which says that the efficiency saturates twice. In FLOPs, e(F) = e_max · F / (F
 F / B = 2/s · d with 1/d = 1/m + 1/n + 1/k, so that e(d) = e_max · d / (d + half_dim), where a thin product has d close
 to its smallest dim. Attention over sequences of n has d = n / 2. Both terms grow with F and B, as prices must.
 
-Memory traffic of B bytes takes B over the bandwidth of the level that holds them. A cache of C bytes serves all that
-fits; from C to 2·C its share falls (what is streamed through it twice finds less and less of itself), and the time
-goes in a line from one bandwidth's to the next one's. What remains is a line per segment, found once per device.
+Memory traffic of B bytes takes B over the bandwidth of the level that holds them. A cache of C bytes serves everything that
+fits; from C to 2·C its hit rate falls (data streamed through it twice is increasingly evicted), and the time
+is interpolated linearly between the two bandwidths'. The result is a line per segment, computed once per device.
 """
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def arithmetic(device: Device, kind: str, dtype: str) -> ArithmeticCurve:
     elif kind == "attention":
         efficiency, half_dim = device.attention_efficiency, device.attention_half_dim
         ramp_us = device.attention_ramp_us
-    else:  # the vector units, in whatever dtype
+    else:  # the vector units, in any dtype
         return ArithmeticCurve(1e6 / min(device.peak(dtype), device.peak("float32")), 0.0, 0.0)
     us_per_flop = 1e6 / (device.peak(dtype) * efficiency)
     return ArithmeticCurve(us_per_flop, 2 * half_dim / item_bytes(dtype) * us_per_flop, ramp_us)
 
 
 def efficiency(device: Device, kind: str, dtype: str, flops: float, bytes_moved: float) -> float:
-    """The fraction of the peak rate that the arithmetic of a kernel gets (launch and memory traffic left out)."""
+    """The fraction of the peak rate that the arithmetic of a kernel reaches (launch and memory traffic left out)."""
     curve = arithmetic(device, kind, dtype)
     us = curve.ramp_us + flops * curve.us_per_flop + bytes_moved * curve.us_per_byte
     return flops / us * 1e6 / device.peak(dtype) if us else 0.0
@@ -72,7 +72,7 @@ def efficiency(device: Device, kind: str, dtype: str, flops: float, bytes_moved:
 def memory_segments(device: Device) -> tuple[MemorySegment, ...]:
     """Lines of memory time over bytes, by ascending bytes; the last one has no end.
 
-    A cache that is no faster than what lies behind it is left out.
+    A cache that is no faster than the level behind it is left out.
     """
     bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     caches = [cache for cache in device.caches if cache.bandwidth_bytes_per_s > bandwidth]

@@ -1,4 +1,4 @@
-"""Energy: what a device draws while it computes, communicates or waits, and what a power cap does to its speed.
+"""Energy model: power of a device while it computes, communicates or waits, and the slowdown under a power cap.
 
     energy of a step = sum over devices of  time of a kernel · its power  +  bytes sent · energy per byte of the link
 
@@ -35,14 +35,14 @@ from passes.json_records import FrozenMap
 
 MEMORY_SHARE = {"cuda": 0.6, "cpu": 0.9}
 COMMUNICATION_SHARE = {"cuda": 0.3, "cpu": 0.6}
-"""Of busy - idle, by kind of device: estimates. A CPU moves the bytes of a collective itself."""
+"""Fraction of busy - idle, by kind of device: estimates. A CPU moves the bytes of a collective itself."""
 
 ARITHMETIC_KINDS = ("matmul", "convolution", "attention")
 
 
 @dataclass(frozen=True)
 class Power:
-    """Watts of one device while it does each sort of thing."""
+    """Watts of one device by activity."""
 
     arithmetic_w: float
     memory_w: float
@@ -51,7 +51,7 @@ class Power:
 
     @staticmethod
     def of(device: Device) -> Power:
-        """What the device says, and shares of its busy power where it says nothing; nothing exceeds busy_power_w."""
+        """The device's own values, else shares of its busy power; nothing exceeds busy_power_w."""
         idle, dynamic = device.idle_power_w, device.busy_power_w - device.idle_power_w
         memory, communication = device.memory_power_w, device.communication_power_w
         return Power(
@@ -107,7 +107,7 @@ def capped_cluster(cluster: Cluster, watts: float | None) -> Cluster:
 def sent_bytes(kind: str, size: int, nbytes: float) -> float:
     """Bytes that each of `size` devices sends in a collective of `nbytes`, as `CostModel.collective_us` defines them.
 
-    Of the algorithms that move least, the rings of `passes.cost_model.collective_costs`; raises ValueError on another kind.
+    Counts the algorithms that move least, the rings of `passes.cost_model.collective_costs`; raises ValueError on another kind.
     """
     if kind not in COLLECTIVE_KINDS:
         raise ValueError(f"unknown collective {kind!r}; legal kinds: {', '.join(COLLECTIVE_KINDS)}")
@@ -117,7 +117,7 @@ def sent_bytes(kind: str, size: int, nbytes: float) -> float:
 
 
 def link_j(kind: str, axis: MeshAxis, nbytes: float) -> float:
-    """Joules that the links take of each device for one collective on a mesh axis."""
+    """Joules on the links, per device, for one collective on a mesh axis."""
     return sent_bytes(kind, axis.size, nbytes) * axis.energy_j_per_byte
 
 

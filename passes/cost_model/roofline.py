@@ -17,7 +17,7 @@ class RooflineCost:
         compute_us = max(arithmetic_us(flops, bytes), memory_us(bytes)) + launch latency
 
     (Williams, Waterman and Patterson, "Roofline", 2009), both by the curves in `passes.cost_model.efficiency_curves`: small and
-    thin kernels get less of the peak rate, and what fits a cache moves at its bandwidth. Matrix products and
+    thin kernels get less of the peak rate, and data that fits a cache moves at its bandwidth. Matrix products and
     convolutions have the device's matmul_efficiency, attention its attention_efficiency; everything else runs on the
     vector units, at float32's rate at most. A collective is one more kernel. Call it on one mesh; it is cheap (below
     2 µs a call).

@@ -1,4 +1,4 @@
-"""What a rule says about one call of an operator, and the strategies that follow from it.
+"""Rule of one call of an operator, and the strategies that follow from it.
 
 A rule names, per operand and per result, the *letters* of each dim, as einsum does. A letter stands for an index that
 runs through the operator: where it stands in an operand and in a result, splitting it splits both. A dim may carry
@@ -57,7 +57,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: what a rule function gets.
+    """One call of an operator: the argument of a rule function.
 
     `operands` are the tensors among the arguments, in the order of `torch.utils._pytree.tree_leaves((args, kwargs))`;
     `results` the tensors it returns. `args` and `kwargs` hold `Operand(i)` where operand `i` stands.
@@ -69,7 +69,7 @@ class Call:
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
     strides: tuple[tuple[int, ...], ...] = ()
-    """Of the operands, in elements; what reads memory rather than dims (`as_strided`) needs them."""
+    """Strides of the operands, in elements; needed by ops that address memory rather than dims (`as_strided`)."""
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         if position < len(self.args):
@@ -84,7 +84,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Rule:
-    """Letters of operands and results, and what splitting a letter means.
+    """Letters of operands and results, and the meaning of splitting a letter.
 
     summed:   letters over which the operator adds up; split, the result is `PARTIAL`.
     maxed:    letters over which it takes the maximum; split, the result is `PARTIAL_MAX`.

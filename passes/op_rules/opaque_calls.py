@@ -20,7 +20,7 @@ RULED = ("flex_attention", "flex_attention_backward")
 
 
 def is_opaque(node: Node) -> bool:
-    """Whether a `call_function` node must be copied as it is, with whole operands."""
+    """True if a `call_function` node must be copied as it is, with whole operands."""
     known = str(node.target) in RULED
     if not (known or isinstance(node.target, OpOverload)):
         return True  # another higher-order operator, or arithmetic on numbers
@@ -31,12 +31,12 @@ def is_opaque(node: Node) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a tensor whose sizes are known."""
+    """True for a tensor of static sizes."""
     return isinstance(value, torch.Tensor) and not any(map(depends_on_data, (*value.shape, *value.stride())))
 
 
 def leaves_of(value: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """What a call returns, in order: the position of each part, and the part. Of a result that is no list the position
+    """Results of a call in order: (position, part) of each. The position of a result that is no list
     is empty."""
     if not isinstance(value, (tuple, list)):
         return [((), value)]

@@ -1,4 +1,4 @@
-"""Whether a call draws random numbers, and whether it may run a second time, in backward, in place of keeping what it made."""
+"""Find calls that draw random numbers, and calls that may be recomputed in backward instead of saving their results."""
 from __future__ import annotations
 
 from torch.fx import Node
@@ -8,8 +8,8 @@ from passes.op_rules.rule_table import is_random
 
 
 def uses_rng(node: Node) -> bool:
-    """Whether a call draws random numbers. An attention kernel is marked as random for the dropout that it can do, which most
-    calls do not ask for."""
+    """True if a call draws random numbers. An attention kernel is marked as random because of its optional dropout, which most
+    calls do not use."""
     if not is_random(node.target):
         return False
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
@@ -20,8 +20,8 @@ def uses_rng(node: Node) -> bool:
 
 
 def is_recomputable(node: Node) -> bool:
-    """Whether a second call of the same gives the same, and nothing else happens. A collective may run twice: all ranks have
-    the same calls in the same order, those that run once more among them."""
+    """True if a second call returns the same and has no other effect. A collective may be recomputed: all ranks have
+    the same calls in the same order, including recomputed ones."""
     if is_random(node.target):
         return not uses_rng(node)
     return not (node.is_impure() or is_opaque(node)

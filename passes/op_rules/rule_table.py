@@ -28,7 +28,7 @@ log = logging.getLogger("hpml")
 _table: dict[str, RuleFunction] = {}
 _heavy: set[str] = set()
 _failed: set[tuple[Any, Any]] = set()
-"""Operators and rules of which a warning has told that they do not fit."""
+"""Operators and rules already reported as incompatible by a warning."""
 
 
 def name_of(target: Any) -> str:

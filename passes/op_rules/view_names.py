@@ -12,6 +12,6 @@ VIEWS = WHOLE_VIEWS | {"expand", "slice", "select", "alias", "detach", "split", 
 
 
 def view_name(target: object) -> str:
-    """`view` of `aten.view.default`, `getitem` of Python's own function: what the sets above hold."""
+    """`view` of `aten.view.default`, `getitem` of Python's own function: the names in the sets above."""
     parts = str(target).split(".")
     return parts[1] if len(parts) > 1 else "getitem" if "getitem" in parts[0] else ""

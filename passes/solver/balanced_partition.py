@@ -1,20 +1,21 @@
-"""Cut a row of units into stages of nearly equal time, where little crosses."""
+"""Cut a sequence of units into stages of nearly equal time, with few bytes crossing."""
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 
 SLACK = 0.05
-"""A cut may make the slowest stage take that much longer, if less crosses then."""
+"""A cut may make the slowest stage this much longer, if fewer bytes cross."""
 
 _Worse = tuple[float, float]
 
 
 def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int) -> list[int] | None:
-    """How many units there are before the end of each stage: increasing, the last is `len(times)`.
+    """Index of the first unit after each stage: increasing, the last is `len(times)`.
 
-    The slowest stage takes as little as it can or up to `SLACK` more, and of all such cuts the least bytes cross. crossing: of
-    each unit but the last, the bytes that cross after it. Every stage has something to do; None where that cannot be.
+    The slowest stage takes the least possible time or up to `SLACK` more, and of all such cuts the least bytes cross.
+    crossing: for each unit but the last, the bytes that cross after it. Every stage has a positive time; None if that is
+    impossible.
     """
     total = [0.0]
     for time in times:
@@ -37,7 +38,7 @@ def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int) ->
 
 def _best(units: int, stages: int, extended: Callable[[_Worse, int, int], _Worse | None],
           ) -> tuple[_Worse, list[int]] | None:
-    """The least cost of cutting `units` into `stages`, and where. extended: the cost with one more stage of the units from
+    """The least cost of cutting `units` into `stages`, and the cuts. extended: the cost with one more stage of the units from
     start to stop; None if there may be no such stage."""
     best: list[tuple[_Worse, list[int]] | None] = [((0.0, 0.0), []), *(None for _ in range(units))]
     for stage in range(stages):

@@ -1,4 +1,4 @@
-"""The oracle for small problems: tries every assignment, except where what is decided already costs too much."""
+"""The oracle for small problems: enumerate all assignments, with pruning of partial ones that already cost too much."""
 from __future__ import annotations
 
 import math

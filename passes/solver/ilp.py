@@ -1,4 +1,4 @@
-"""The partition problem as an integer linear program, written with PuLP.
+"""The placement problem as an integer linear program, written with PuLP.
 
 Variables (only for what the reduction leaves undecided; see `reduction`)
     x[e,c] in {0,1}   entity e takes choice c
@@ -42,7 +42,7 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class _FixedVariablesProgram(pulp.LpProblem):
-    """A program whose variables are all made before they are asked for: PuLP's own looks for them in all rows each time."""
+    """A program with a fixed list of variables: PuLP's own collects them from all rows on each access."""
 
     _sorted: list[pulp.LpVariable] | None = None
 
@@ -116,12 +116,12 @@ class PlacementILP:
 
 
 def coefficients(reduced: Reduced) -> int:
-    """How many the program of `reduced` has, about."""
+    """Approximate number of coefficients of the program of `reduced`."""
     return 2 * sum(len(left) * (1 + len(edges)) for left, edges in zip(reduced.candidates, reduced.open_at) if len(left) > 1)
 
 
 def build(reduced: Reduced, expected: float | None = None) -> PlacementILP:
-    """The program of `reduced`, which leaves something undecided. expected: what the optimum costs, about."""
+    """The program of `reduced`, which has undecided entities. expected: approximate optimum."""
     program = _FixedVariablesProgram("placement", pulp.LpMinimize)
     decided = _variable(program, "decided")
     decided.lowBound = decided.upBound = 1.0
@@ -143,7 +143,7 @@ def one_choice(model: PlacementILP) -> None:
 
 
 def flow(model: PlacementILP) -> None:
-    """(2) On every open edge, what is supplied turns along arcs into what is demanded."""
+    """(2) On every open edge, supplied labels turn along arcs into demanded ones."""
     reduced = model.reduced
     for index, arcs in model.arcs.items():
         edge, labels = reduced.problem.edges[index], reduced.paths[index].index
@@ -165,7 +165,7 @@ def flow(model: PlacementILP) -> None:
 
 
 def budget(model: PlacementILP) -> None:
-    """(3) What is held on each device stays within the budget, at every position."""
+    """(3) Bytes held on each device stay within the budget, at every position."""
     reduced = model.reduced
     limit = reduced.problem.budget_bytes
     if limit is None:
@@ -183,7 +183,7 @@ def budget(model: PlacementILP) -> None:
 
 
 def cover(model: PlacementILP, picked: Sequence[int], position: int) -> None:
-    """(4) Forbid the choices of `picked` that hold bytes at a position, all together, as they exceed the budget there."""
+    """(4) Forbid all choices of `picked` with bytes at a position together, as they exceed the budget there."""
     heavy = [choices[number]
              for choices, helds, number in zip(model.choices, model.reduced.held_bytes, picked, strict=True)
              if choices and helds[number, position] > 0]
@@ -239,5 +239,5 @@ def _add_row(model: PlacementILP, terms: dict[pulp.LpVariable, float], sense: in
 
 @functools.lru_cache(maxsize=100_000)
 def _word(name: str) -> str:
-    """`name` as a part of a name in an LP file, where names are made of few kinds of letters and 100 at most."""
+    """`name` as part of a name in an LP file, where names have a restricted alphabet and at most 100 characters."""
     return re.sub(r"[^A-Za-z0-9_.]+", "_", name).strip("_")[:24]

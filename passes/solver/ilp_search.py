@@ -1,4 +1,4 @@
-"""Solves a partition problem: reduce, relax, round, and branch only if that leaves a gap; every answer is verified."""
+"""Solve a placement problem: reduce, relax, round, and branch only if that leaves a gap; every answer is verified."""
 from __future__ import annotations
 
 import math
@@ -22,7 +22,7 @@ def solve(problem: Problem, options: SolverOptions | None = None, *, cutoff: flo
           allowance: WorkLimit | None = None) -> Solution:
     """The cheapest assignment of `problem`, proven within `options.gap` if the time suffices, and verified.
 
-    cutoff: an assignment that costs more is of no use; when the bound of the reduction or of the relaxation says
+    cutoff: assignments that cost more are of no use; when the bound of the reduction or of the relaxation shows
     that all do, the answer is "no_solution" with that bound.
     allowance: for the search; `options.time_limit_s` if None. Raises OutOfTime where it is strict.
     Raises `Infeasible` if no assignment meets every edge and the budget; where a larger budget would do, the error has
@@ -47,7 +47,7 @@ def _find(problem: Problem, options: SolverOptions, allowance: WorkLimit, cutoff
 
 @dataclass
 class _AssignmentSearch:
-    """One run of `solve`; remembers the best assignment and bound so far."""
+    """One run of `solve`; keeps the best assignment and bound so far."""
 
     problem: Problem
     options: SolverOptions
@@ -106,7 +106,7 @@ class _AssignmentSearch:
             self._offer(model.reduced, rounded(model.reduced, picked, self.allowance))
 
     def _branch(self, model: ilp.PlacementILP) -> None:
-        """Solve the integer program, again where its solution fits the budget only within the solver's tolerance."""
+        """Solve the integer program, again if its solution fits the budget only within the solver's tolerance."""
         while not self.allowance.is_over:
             outcome = self._solver_run(model, integer=True)
             if outcome.state == "infeasible" and self.best is None:
@@ -134,21 +134,21 @@ class _AssignmentSearch:
                            allowance=self.allowance)
 
     def _exceeded(self, reduced: Reduced, picked: list[int]) -> list[int]:
-        """Numbers of the positions at which more is held than the budget."""
+        """Indices of the positions that exceed the budget."""
         budget = self.problem.budget_bytes
         if budget is None:
             return []
         return [k for k, held in enumerate(self.problem.held_bytes(reduced.original(picked))) if held > budget]
 
     def _offer(self, reduced: Reduced, picked: list[int] | None) -> None:
-        """Remember `picked` if it is an assignment, within the budget, and better than the best so far."""
+        """Keep `picked` if it is an assignment, within the budget, and better than the best so far."""
         if picked is not None and not self._exceeded(reduced, picked):
             cost = self._cost(reduced, picked)
             if cost < self.best_cost:
                 self.best, self.best_cost = list(picked), cost
 
     def _cost(self, reduced: Reduced, picked: list[int]) -> float:
-        """Exact, from the problem's own numbers; inf if an edge has no path."""
+        """Exact cost, from the problem's own numbers; inf if an edge has no path."""
         chosen = reduced.original(picked)
         terms = [entity.multiplicity * entity.choices[choice].cost
                  for entity, choice in zip(self.problem.entities, chosen, strict=True)]

@@ -1,4 +1,4 @@
-"""Says why a partition problem has no solution: which budget would do, or which edges cannot be met together."""
+"""Explain why a placement problem has no solution: the smallest feasible budget, or edges that cannot be met together."""
 from __future__ import annotations
 
 import math
@@ -18,7 +18,7 @@ _NAMED = 3  # edges that the message names
 
 
 def explain(problem: Problem, options: SolverOptions, allowance: WorkLimit, find: Find) -> Infeasible:
-    """The error for `problem`, which has no solution. `find` solves the problems that tell the reason, within `allowance`.
+    """The error for `problem`, which has no solution. `find` solves auxiliary problems, within `allowance`.
 
     Where a larger budget would do, the error has the attribute `smallest_budget_bytes`.
     """
@@ -33,16 +33,16 @@ def explain(problem: Problem, options: SolverOptions, allowance: WorkLimit, find
 
 @dataclass(frozen=True)
 class _SmallestBudget:
-    """No budget below `bound` works, `budget` does (infinite: none is known). Both are one where that is proven."""
+    """No budget below `bound` works, `budget` does (infinite: none is known). The two are equal if that is proven."""
 
     bound: float
     budget: float
 
 
 def _smallest_budget(problem: Problem, options: SolverOptions, allowance: WorkLimit, find: Find) -> _SmallestBudget:
-    """What the position that needs most needs at least: to the byte, if the time suffices.
+    """The smallest budget that every position allows: to the byte, if the time suffices.
 
-    Each position alone gives a bound. Where the choices for one take more at another, the budget is halved in between.
+    Each position alone gives a bound. If minimizing one position needs more at another, the budget is bisected in between.
     """
     bound, budget, proven = 0.0, math.inf, True
     for k in range(len(problem.positions)):
@@ -102,7 +102,7 @@ def _labels(problem: Problem, edge: Edge, supplied: bool) -> str:
 
 
 def _bytes_as_cost(problem: Problem, position: int | None) -> Problem:
-    """The same choices, to be made for the fewest bytes, at one position or in all; arcs cost nothing, and there is no
+    """The same choices, minimizing bytes at one position or in all; arcs are free, and there is no
     budget."""
 
     def cost(held: tuple[float, ...]) -> float:
@@ -118,7 +118,7 @@ def _bytes_as_cost(problem: Problem, position: int | None) -> Problem:
 
 
 def _unmet_as_cost(problem: Problem) -> Problem:
-    """The same choices, to be made for the fewest unmet edges: for 1, `_UNMET` turns any label into any other."""
+    """The same choices, minimizing unmet edges: for cost 1, `_UNMET` turns any label into any other."""
 
     def supplying(choice: Choice) -> Choice:
         return Choice(0.0, (0.0,), choice.inputs, tuple(_NOTHING if label is None else label for label in choice.outputs))
@@ -138,7 +138,7 @@ def _unmet_as_cost(problem: Problem) -> Problem:
 
 
 def _bytes(amount: float) -> str:
-    """`amount` for a person: rounded up, so that a budget of the printed size works."""
+    """`amount` formatted, rounded up, so that a budget of the printed size works."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if amount >= size:
             return f"{math.ceil(amount / size * 1000) / 1000:.3f} {unit}"

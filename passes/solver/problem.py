@@ -1,4 +1,4 @@
-"""The partition problem as numbers: entities choose, edges pay for turning what is supplied into what is demanded.
+"""The placement problem as numbers: entities choose, edges pay for turning supplied labels into demanded ones.
 
 Nothing here knows about tensors, meshes or torch. An *entity* (a group of operations, a stored parameter, a saved value)
 takes exactly one of its *choices*. A choice supplies a label on each out-port and demands one on each in-port; a
@@ -10,7 +10,7 @@ takes exactly one of its *choices*. A choice supplies a label on each out-port a
 
 A *position* is a point of the step, such as the end of forward, at which memory is counted: bytes are a number for each.
 
-An edge costs nothing where nothing is demanded (None). It cannot be met where something is demanded and nothing
+An edge is free where nothing is demanded (None). It cannot be met where something is demanded and nothing
 supplied, or where no path of arcs leads from the one label to the other.
 """
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """Something that needs a strategy; it stands for `multiplicity` equal instances, which all choose alike."""
+    """A decision variable; it stands for `multiplicity` equal instances, which all choose alike."""
 
     name: str
     kind: str
@@ -61,7 +61,7 @@ class Arc:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value on its way from an out-port to an in-port; `source` and `target` are indices into `Problem.entities`.
+    """A value between an out-port and an in-port; `source` and `target` are indices into `Problem.entities`.
 
     It stands for `multiplicity` equal values. Source and target may be the same entity: one layer feeding the next one
     of its class. Edges that share one `arcs` tuple (the same object) are cheaper to prepare.
@@ -80,7 +80,7 @@ class Edge:
 class Problem:
     """Entities, edges and the bytes that each device may hold (None: no limit). Raises `BadInput` if malformed.
 
-    positions: names of the points of the step at which bytes are counted, to one budget. "step": all through it.
+    positions: names of the points of the step at which bytes are counted, with one budget. "step": throughout.
     """
 
     entities: tuple[Entity, ...]
@@ -118,9 +118,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What a solver found.
+    """Result of a solver.
 
-    status: "optimal" (proven within the gap that was asked for), "feasible" (time ran out first), "infeasible" (no
+    status: "optimal" (proven within the requested gap), "feasible" (time ran out first), "infeasible" (no
     assignment exists) or "no_solution" (none found in time, or the bound lies above the cutoff); with the last two,
     `chosen` and `paths` are empty and `cost` is infinite.
     chosen: choice index per entity. paths: per edge, the arcs taken in order, empty where nothing has to change.

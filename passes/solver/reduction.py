@@ -1,16 +1,16 @@
-"""Makes a partition problem smaller without losing its optimum, before any variable is created.
+"""Reduce a placement problem without losing its optimum, before any variable is created.
 
 Repeated until nothing changes:
 
-- *unmet*: a choice goes when on some edge no choice at the other end fits it;
-- *settled*: an edge whose cost is (a number per source choice) + (a number per target choice) goes, and the numbers are
-  added to the choices; so go edges with a single label at one end and edges from an entity to itself;
-- *over budget*: a choice goes when at some position the budget is exceeded even with the lightest choices elsewhere;
-- *dominated*: a choice goes when another one, plus the collectives that turn its labels into those of the first, is not
-  dearer (nor heavier at any position if there is a budget). By the triangle inequality this holds whatever the neighbors
+- *unmet*: a choice is dropped when on some edge no choice at the other end fits it;
+- *settled*: an edge whose cost is (a number per source choice) + (a number per target choice) is removed, and the numbers are
+  added to the choices; so are edges with a single label at one end and edges from an entity to itself;
+- *over budget*: a choice is dropped when at some position the budget is exceeded even with the lightest choices elsewhere;
+- *dominated*: a choice is dropped when another one, plus the collectives that turn its labels into those of the first, costs
+  no more (nor is heavier at any position if there is a budget). By the triangle inequality this holds whatever the neighbors
   choose.
 
-Without a budget bytes break ties only. Once an assignment is known, choices and paths that alone cost more go (`cap`).
+Without a budget bytes break ties only. Once an assignment is known, choices and paths that alone cost more are dropped (`cap`).
 """
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _ROUNDING = 1e-12  # relative: sums of a few numbers
 
 
 class NoAssignment(Exception):
-    """The reduction has found that no assignment meets every edge and the budget; says nothing about why."""
+    """The reduction has found that no assignment meets every edge and the budget; it does not say why."""
 
 
 @dataclass
 class Reduced:
-    """What is left of a problem; all lists are indexed as its entities or edges.
+    """A reduced problem; all lists are indexed as its entities or edges.
 
-    Per entity: candidates, original indices of the choices that are left, (n,) ints; costs (settled edges included),
-    (n,) floats, and held_bytes, (n, positions) floats, of these, for all instances together; open_at, the edges at it
+    Per entity: candidates, original indices of the remaining choices, (n,) ints; costs (settled edges included),
+    (n,) floats, and held_bytes, (n, positions) floats, of these, for all instances together; open_at, its edges
     that are not settled.
     Per edge: paths; supply and demand, the index into the paths' table of each candidate's label, (n,) ints.
-    spare_cost: no edge that costs more is of use (`cap`).
+    spare_cost: edges that cost more are useless (`cap`).
     """
 
     problem: Problem
@@ -87,9 +87,9 @@ def reduce(problem: Problem) -> Reduced:
 
 
 def cap(reduced: Reduced, picked: list[int], most: float) -> list[int]:
-    """Drop the choices and paths that no assignment for `most` or less can take; changes `reduced` in place.
+    """Drop the choices and paths that no assignment for `most` or less can use; changes `reduced` in place.
 
-    picked: positions of an assignment that costs no more; none of its choices go. Returns their new positions.
+    picked: positions of an assignment that costs no more; none of its choices are dropped. Returns their new positions.
     """
     chosen = reduced.original(picked)
     reduced.spare_cost = most * (1 + _ROUNDING) - reduced.lower_bound
@@ -113,7 +113,7 @@ def _shrink(reduced: Reduced, changed: set[int], dominated: bool) -> None:
 
 
 def sizes_of(problem: Problem) -> tuple[int, int]:
-    """How much there is to reduce: (choices at the ends of edges, pairs of choices of an entity by edges at it)."""
+    """Size of the reduction: (choices at the ends of edges, pairs of choices of an entity by edges at it)."""
     counts = [len(entity.choices) for entity in problem.entities]
     ends = [entity for edge in problem.edges for entity in {edge.source, edge.target}]
     return sum(counts[entity] for entity in ends), sum(counts[entity] ** 2 for entity in (*ends, *range(len(counts))))
@@ -151,7 +151,7 @@ def unreduced(problem: Problem) -> Reduced:
 
 
 def _keep(reduced: Reduced, entity: int, kept: np.ndarray) -> set[int]:
-    """Keep the candidates of `entity` where `kept` (bools) is true; returns {entity} if some go, else nothing."""
+    """Keep the candidates of `entity` where `kept` (bools) is true; returns {entity} if some are dropped, else nothing."""
     if kept.all():
         return set()
     if not kept.any():
@@ -214,7 +214,7 @@ def _drop_dominated(reduced: Reduced, entity: int) -> set[int]:
     cost, held = reduced.costs[entity], reduced.held_bytes[entity]
     if len(cost) == 1:
         return set()
-    loss = cost[:, None] - cost[None, :]  # (a, b): what taking a, made to look like b, costs more than b
+    loss = cost[:, None] - cost[None, :]  # (a, b): extra cost of a, redistributed to look like b
     for edge in reduced.open_at[entity]:
         between = reduced.edge_cost(edge)
         if reduced.problem.edges[edge].source == entity:
@@ -226,6 +226,6 @@ def _drop_dominated(reduced: Reduced, entity: int) -> set[int]:
         replaces &= (held[:, None] <= held[None, :]).all(axis=2)
     np.fill_diagonal(replaces, False)
     kept = np.ones(len(cost), dtype=bool)
-    for candidate in np.lexsort((*held.T[::-1], cost))[::-1]:  # dearest first, so that of equals the lightest stays
+    for candidate in np.lexsort((*held.T[::-1], cost))[::-1]:  # most expensive first, so that of equals the lightest stays
         kept[candidate] = not (replaces[:, candidate] & kept).any()
     return _keep(reduced, entity, kept)

@@ -1,4 +1,4 @@
-"""A feasible assignment from any assignment: made to meet every edge, then to fit the budget, then to cost less.
+"""Round any assignment to a feasible one: meet every edge, then the budget, then reduce the cost.
 
 It ends a search without a MIP where the relaxation is only a little fractional, starts the MIP, and is the answer when
 the time runs out. It proves nothing: bounds come from the solver.
@@ -61,9 +61,9 @@ class _LocalSearch:
         self.sweep_candidates = sum(len(self.neighbors[a]) + len(self.neighbors[b]) for a, b in self.between)
 
     def construct(self, preferred: list[int] | None) -> list[int]:
-        """Pick for one entity after another: the preferred candidate if it fits what is picked, else the cheapest.
+        """Pick for one entity after another: the preferred candidate if it fits those picked, else the cheapest.
 
-        What a candidate will cost on edges to entities that are not picked yet is taken at its lowest.
+        The cost on edges to entities that are not picked yet is taken at its lowest.
         """
         picked: list[int] = []
         for entity, own in enumerate(self.reduced.costs):
@@ -78,7 +78,7 @@ class _LocalSearch:
     def improve(self, start: list[int], limit: float | None = None) -> list[int]:
         """Improve `start` until no entity and no two neighbors can be changed for the better.
 
-        limit: bytes that `start` keeps to at every position, and so does the result.
+        limit: bytes that `start` does not exceed at any position; the result does not, either.
         """
         picked = list(start)
         spare = (math.inf if limit is None else limit) - self._held(picked)
@@ -111,21 +111,21 @@ class _LocalSearch:
         return picked
 
     def lighten(self, start: list[int], limit: float) -> list[int] | None:
-        """Change `start` until `limit` bytes are kept to at every position; None if that does not succeed."""
+        """Change `start` until `limit` bytes are not exceeded at any position; None if that fails."""
         picked: list[int] | None = list(start)
-        for _ in range(_SWEEPS):  # what is saved at some positions may be added at others
+        for _ in range(_SWEEPS):  # savings at some positions may add bytes at others
             if picked is None or (self._held(picked) <= limit).all():
                 return picked
             picked = self._lighten(picked, limit)
         return None
 
     def _lighten(self, start: list[int], limit: float) -> list[int] | None:
-        """Change the entity that adds least cost per byte saved, again and again until `limit` bytes are kept to at the
-        positions that exceed it now."""
+        """Change the entity that adds least cost per byte saved, repeatedly, until no position that exceeds `limit` bytes now
+        still does."""
         picked = list(start)
         over = self._held(picked) - limit
         exceeded = over > 0
-        latest = [0] * len(picked)  # number of an entity's entry that still holds; older ones stay in the queue
+        latest = [0] * len(picked)  # number of an entity's valid entry; older ones stay in the queue
         queue = [(*self._cheapest_saving(entity, picked, exceeded), entity, 0) for entity in range(len(picked))]
         heapq.heapify(queue)
         while (over[exceeded] > 0).any() and queue:
@@ -142,7 +142,7 @@ class _LocalSearch:
         return picked
 
     def met(self, picked: list[int]) -> bool:
-        """Whether every open edge has a path."""
+        """True if every open edge has a path."""
         return all(table[picked[a], picked[b]] < self.unmet_cost for (a, b), table in self.between.items())
 
     def _cheapest_saving(self, entity: int, picked: list[int], exceeded: np.ndarray) -> tuple[float, int]:
@@ -155,7 +155,7 @@ class _LocalSearch:
         return float(rate[best]), best
 
     def _costs(self, entity: int, picked: list[int], skip: int | None = None) -> np.ndarray:
-        """What each candidate of `entity` costs with all others as picked, edges to `skip` left out, (n,)."""
+        """Cost of each candidate of `entity` with all others as picked, edges to `skip` left out, (n,)."""
         cost = self.reduced.costs[entity].copy()
         for other in self.neighbors[entity]:
             if other != skip:
@@ -163,11 +163,11 @@ class _LocalSearch:
         return cost
 
     def _added_bytes(self, entity: int, picked: list[int]) -> np.ndarray:
-        """Of each candidate, at each position, (n, positions)."""
+        """Bytes of each candidate at each position, (n, positions)."""
         held = self.reduced.held_bytes[entity]
         return held - held[picked[entity]]
 
     def _held(self, picked: list[int]) -> np.ndarray:
-        """At each position."""
+        """Bytes at each position."""
         helds = [held[p].tolist() for held, p in zip(self.reduced.held_bytes, picked, strict=True)]
         return np.array([math.fsum(held) for held in zip(*helds)])

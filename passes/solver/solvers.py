@@ -1,4 +1,4 @@
-"""Any solver that PuLP knows, by name: found, configured, run, and asked what it really proved.
+"""Run any solver that PuLP knows, by name, and read what it really proved.
 
 PuLP's own `status` is not enough: it says "Optimal" when only the time ran out, and it does not carry the bound.
 """
@@ -19,7 +19,7 @@ from passes.solver.work_limit import US, WorkLimit
 
 DEFAULT_TIME_LIMIT_S = 60.0
 LEAST_S, LEAST_ITERATIONS = 0.1, 1000
-"""However little is left."""
+"""Minimum time of a run, in seconds."""
 
 # What `SolverOptions.extra` may override. The MIP presolve of HiGHS 1.12 to 1.15 called wrong assignments optimal or
 # infeasible, or looped for ever whatever its time limit, in some of 10,000 random problems of 20 to 50 variables; what
@@ -47,9 +47,9 @@ _INSTALL = {
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """How to solve.
+    """Options of a solve.
 
-    solver: PuLP's name of it, in any case. time_limit_s: of one call, `DEFAULT_TIME_LIMIT_S` if None. gap: relative, at
+    solver: PuLP's name of it, in any case. time_limit_s: of one call, `DEFAULT_TIME_LIMIT_S` if None. gap: relative gap at
     which to stop. threads: the solver's default if None. extra: passed on to PuLP's solver by name.
     """
 
@@ -69,16 +69,16 @@ class SolverOptions:
 
     @property
     def seconds(self) -> float:
-        """The time limit that holds."""
+        """The effective time limit."""
         return DEFAULT_TIME_LIMIT_S if self.time_limit_s is None else self.time_limit_s
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of a solver proved; the values lie in the model's variables.
+    """Result of one run of a solver; values are in the model's variables.
 
     state: "optimal" (within the gap), "feasible", "infeasible" or "unknown" (no values). bound: in the model's
-    objective, None if the solver tells none.
+    objective, None if the solver reports none.
     """
 
     state: Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -86,14 +86,14 @@ class Outcome:
 
 
 class _StartedHiGHS(pulp.HiGHS):
-    """PuLP's HiGHS, made to start from the variables' values if `start` is set, and to end in any of HiGHS's ways."""
+    """PuLP's HiGHS that starts from the variables' values if `start` is set, and accepts any of HiGHS's final states."""
 
     start = False
     allowance: WorkLimit | None = None
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
-        """All columns and all rows at once, where PuLP's own adds one after another: for a program of some hundred rows that
-        takes as long as solving it does."""
+        """Pass all columns and all rows at once, where PuLP adds one after another: for some hundred rows that
+        takes as long as solving."""
         import highspy
 
         variables, rows = lp.variables(), rows_of(lp)
@@ -131,8 +131,8 @@ class _StartedHiGHS(pulp.HiGHS):
             self._within(self.allowance, lp)
 
     def _within(self, allowance: WorkLimit, lp: pulp.LpProblem) -> None:
-        """As far as an allowance goes: by iterations of the simplex method, or by how often HiGHS asks whether to go on, which
-        it does at the same points each time."""
+        """Apply a work limit: by iterations of the simplex method, or by HiGHS's interrupt callbacks, which
+        it calls at the same points each time."""
         import highspy
 
         highs: Any = lp.solverModel
@@ -156,7 +156,7 @@ class _StartedHiGHS(pulp.HiGHS):
         super().callSolver(lp)
 
     def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
-        """PuLP's own raises KeyError for a limit of nodes or solutions; what was proven, `run` asks HiGHS."""
+        """PuLP's own raises KeyError for a limit of nodes or solutions; `run` reads the proven state from HiGHS."""
         highs: Any = lp.solverModel
         for variable, value in zip(lp.variables(), highs.getSolution().col_value, strict=False):
             variable.varValue = value
@@ -195,10 +195,10 @@ def check_options(options: SolverOptions) -> str:
 def run(model: pulp.LpProblem, options: SolverOptions, *, integer: bool, allowance: WorkLimit, start: bool) -> Outcome:
     """Solve `model` within `options.gap`; the values are left in its variables.
 
-    integer: whether it has integer variables. allowance: for this and what comes after it; other solvers than HiGHS keep to
-    what is left of it by clocks of their own. start: its variables hold a feasible assignment, to begin from if the solver can.
+    integer: True if it has integer variables. allowance: for this run and later ones; solvers other than HiGHS enforce
+    the remaining time by their own clocks. start: its variables hold a feasible assignment for a warm start, if supported.
 
-    Raises `BadInput` when the solver does not take an option of `options.extra` or breaks off.
+    Raises `BadInput` if the solver does not accept an option of `options.extra` or aborts.
     """
     name = check_options(options)
     seconds = None if name == "HiGHS" else max(allowance.left_s, LEAST_S)
@@ -222,7 +222,7 @@ def run(model: pulp.LpProblem, options: SolverOptions, *, integer: bool, allowan
                        "add {'msg': True} to the solver options to see its log, or use the solver HiGHS") from error
     if isinstance(solver, _StartedHiGHS):
         return _outcome_of_highs(model.solverModel, integer)
-    allowance.take(sum(os.times()[:4]) - began)  # user and system time, of processes that it started, too
+    allowance.take(sum(os.times()[:4]) - began)  # user and system time, including child processes
     if model.status == pulp.LpStatusInfeasible:
         return Outcome("infeasible", None)
     states: dict[int, Literal["optimal", "feasible"]] = {
@@ -247,7 +247,7 @@ def _make(name: str, settings: Mapping[str, Any]) -> Any:
 
 
 def _check_common(extra: Mapping[str, Any]) -> None:
-    """What PuLP itself reads, and hands on or ignores without a look at it."""
+    """Check options that PuLP itself reads, and passes on or ignores unchecked."""
     for key, own in (("timeLimit", "time_limit"), ("gapRel", "gap")):
         if key in extra:
             raise BadInput(f"{key} has a name of its own here", "solver options", f"give {own} in its place")

@@ -1,4 +1,4 @@
-"""Checks a solution with code of its own: nothing here is shared with the reduction, the ILP or its path tables."""
+"""Verify a solution with independent code: nothing here is shared with the reduction, the ILP or its path tables."""
 from __future__ import annotations
 
 import heapq
@@ -11,11 +11,11 @@ TOLERANCE = 1e-9  # relative, of sums of floats added up in another order
 
 
 class VerificationError(AssertionError):
-    """A solution is not what it claims to be. This is an error in the planner, not in its input."""
+    """A solution is not what it claims to be. This is a bug in the planner, not an error in its input."""
 
 
 def check(problem: Problem, solution: Solution) -> None:
-    """Recompute what `solution` claims. Raises `VerificationError`, with the figures, where it is wrong."""
+    """Recompute the figures of `solution`. Raises `VerificationError`, with both figures, where one is wrong."""
     if solution.status in ("infeasible", "no_solution"):
         return
     if len(solution.chosen) != len(problem.entities) or len(solution.paths) != len(problem.edges):

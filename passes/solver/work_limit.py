@@ -1,7 +1,7 @@
-"""A limit on what a search does. Work is counted and not timed, so that the same input gives the same answer on a busy machine.
+"""Work limit of a search. Work is counted, not timed, so that the same input gives the same answer on a busy machine.
 
-`US` is the one place that says how long a unit of work takes. It says too much rather than too little: what is counted ends a
-search before the limit is over on a core of its own. CPU time ends it where the count is wrong by far.
+`US` is the one table of times per unit of work. It overestimates rather than underestimates: the count ends a
+search before the limit is over on an idle core. CPU time ends it where the count is far off.
 """
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ US = {
     "cutting coefficient": 3.0,  # likewise, at the root, where it makes cuts
     "run": 5.0,  # of a tape that is walked
 }
-"""µs of a unit of work, rounded up."""
+"""µs per unit of work, rounded up."""
 GUARD, SLACK_S = 2.0, 5.0
-"""CPU time after which a search ends whatever was counted: so many limits, and what the first use of libraries takes."""
+"""CPU time after which a search ends regardless of the count: a multiple of the limit, plus the first use of libraries."""
 
 
 class OutOfTime(Exception):
-    """What an allowance that must not be exceeded allows is used up."""
+    """A strict work limit is used up."""
 
 
 class WorkLimit:
-    """Seconds of work for a search. parent: of the search that it is a part of, and counts towards. strict: `spend` raises
-    OutOfTime when it is used up; else the search looks at `is_over`, and ends with the answer that it has by then."""
+    """Seconds of work for a search. parent: limit of the enclosing search, charged as well. strict: `spend` raises
+    OutOfTime when it is used up; otherwise the search checks `is_over`, and ends with its best answer so far."""
 
     def __init__(self, seconds: float, parent: WorkLimit | None = None, strict: bool = False,
                  cpu_s: Callable[[], float] = time.thread_time):
         self.seconds = self.left_s = seconds
         self.parent, self.strict = parent, strict
         self.was_over = False
-        """Whether it, or a part of it, ended a search."""
+        """True if this limit, or a part of it, ended a search."""
         self._cpu_s = cpu_s
         self._end_s: float = cpu_s() + GUARD * seconds + SLACK_S if parent is None else parent._end_s
 
@@ -55,7 +55,7 @@ class WorkLimit:
         return WorkLimit(seconds, self, strict, self._cpu_s)
 
     def spend(self, unit: str, count: float = 1.0) -> None:
-        """Raises OutOfTime if it is strict and over."""
+        """Count work. Raises OutOfTime if the limit is strict and used up."""
         self.take(1e-6 * US[unit] * count)
         if self.strict and self.is_over:
             raise OutOfTime
@@ -66,7 +66,7 @@ class WorkLimit:
             self.parent.take(seconds)
 
     def allows(self, unit: str, count: float = 1.0) -> bool:
-        """Whether so much is left."""
+        """True if that much is left."""
         return not self.is_over and 1e-6 * US[unit] * count <= self.left_s
 
     @property

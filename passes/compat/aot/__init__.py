@@ -1,1 +1,1 @@
-"""AOTAutograd: tracing a joint graph, its decompositions, and what is done around the compiled graphs."""
+"""AOTAutograd: tracing of a joint graph, decompositions, and the epilogue around the compiled graphs."""

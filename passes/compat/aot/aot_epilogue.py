@@ -1,4 +1,4 @@
-"""What AOTAutograd does around a graph besides calling it, as it has traced that: what it writes back, and what it returns."""
+"""AOTAutograd's runtime epilogue around a traced graph: input mutations and outputs."""
 from __future__ import annotations
 
 import dataclasses
@@ -11,15 +11,15 @@ from torch._guards import TracingContext
 
 
 class UnsupportedEpilogue(Exception):
-    """AOTAutograd does more around the graph than to call it, to return its results and to copy new values into inputs."""
+    """AOTAutograd's epilogue does more than return results and copy new values into inputs."""
 
 
 @dataclass(frozen=True)
 class MutatedInput:
-    """An input that a program changes in place, and into which AOTAutograd copies the new value after each call.
+    """An input that a program mutates, and into which AOTAutograd copies the new value after each call.
 
-    position: among the program's inputs. without_gradients: whether it was changed under `no_grad` alone. said: all that
-    AOTAutograd has noted about the input, by which it decides how to copy.
+    position: among the program's inputs. without_gradients: mutated under `no_grad` only. said: AOTAutograd's metadata
+    of the input, by which it decides how to copy.
     """
 
     position: int
@@ -28,11 +28,11 @@ class MutatedInput:
 
 
 def mutated_inputs_as_traced(inputs: int) -> tuple[MutatedInput, ...]:
-    """Inside the compiler of a forward graph: what the traced program changes, in the order in which the graph returns the new
-    values, before its results. inputs: how many the program has.
+    """Inside the compiler of a forward graph: inputs mutated by the traced program, in the order in which the graph returns
+    the new values, before its results. inputs: number of the program's inputs.
 
-    Raises UnsupportedEpilogue for what a copy of values, as a program of its own would make it, does not say: shapes or memory
-    that change, what autograd records or does not see, and inputs that AOTAutograd has put together since they share memory.
+    Raises UnsupportedEpilogue for mutations that a copy of values does not express: changes of shape or
+    storage, mutations that autograd records or does not see, and inputs that AOTAutograd has merged since they alias.
     """
     known: Any = TracingContext.get().fw_metadata
     written = []
@@ -41,7 +41,7 @@ def mutated_inputs_as_traced(inputs: int) -> tuple[MutatedInput, ...]:
             raise UnsupportedEpilogue("it changes the shape, the strides or the memory of what it is given")
         if not info.mutates_data:
             continue
-        if info.requires_grad:  # also of a buffer that gradients flow into: its new value is differentiable
+        if info.requires_grad:  # also a buffer that gradients flow into: its new value is differentiable
             raise UnsupportedEpilogue("it changes what it is given where gradients flow")
         if info.mutations_hidden_from_autograd:
             raise UnsupportedEpilogue("it changes what it is given unseen by autograd")
@@ -54,11 +54,11 @@ def mutated_inputs_as_traced(inputs: int) -> tuple[MutatedInput, ...]:
 
 
 def results_as_traced(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
-    """Inside the compiler of a forward graph: each result as the program made it, before it was decomposed, and whether it can
+    """Inside the compiler of a forward graph: each result as the program computed it, before decomposition, and whether it can
     have a gradient, which then has these strides. outputs: the results in the traced graph, for those without a gradient.
 
-    Raises UnsupportedEpilogue for results that share memory with others or with inputs, effects in an order, generators or
-    tensors of other classes that are passed in and out, and a program that leaves gradients switched on or off.
+    Raises UnsupportedEpilogue for results that alias others or inputs, effect tokens, generators or
+    tensor subclasses as inputs or outputs, and a program that changes the grad mode.
     """
     from torch._functorch._aot_autograd.schemas import OutputType
 

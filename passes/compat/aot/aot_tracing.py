@@ -1,4 +1,4 @@
-"""Tracing by AOTAutograd and the fake tensors that it traces with."""
+"""Tracing by AOTAutograd, and the fake tensors that it traces with."""
 from __future__ import annotations
 
 import contextlib
@@ -22,8 +22,8 @@ from passes.compat.capture.module_paths import straighten
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
-    """`torch._dynamo.backends.common.aot_autograd`: a backend that traces forward and backward into one graph. A `partition_fn`
-    is given a graph all of whose calls are tagged (`passes.compat.aot.phase_tags`)."""
+    """`torch._dynamo.backends.common.aot_autograd`: a backend that traces forward and backward into one graph. `partition_fn`
+    receives a graph with a phase tag on every call (`passes.compat.aot.phase_tags`)."""
     from torch._dynamo.backends.common import aot_autograd as make_backend
 
     partition: Any = kwargs.get("partition_fn")
@@ -44,7 +44,7 @@ def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def outside_tracing() -> Any:
-    """A context in which tensors are real again, inside a backend: for communication while a graph is traced.
+    """Context in which tensors are real again, inside a backend: for communication while a graph is traced.
 
     The Python dispatcher is off too. With it on, a collective is queued by a thread that holds the GIL and waits for
     gloo's queue, while gloo's thread holds the queue and waits for the GIL to free the tensors of the collective before:
@@ -56,14 +56,14 @@ def outside_tracing() -> Any:
 
 @contextlib.contextmanager
 def without_modes() -> Any:
-    """A context in which no mode sees what is called, whatever is being traced: for who enters the mode that it needs."""
+    """Context without dispatch modes: for callers that enter the mode that they need."""
     with _disable_current_modes():
         yield
 
 
 @functools.cache
 def tracing_fake_mode() -> Any:
-    """A fake mode for planning without devices; real constants inside a model are let in."""
+    """A fake mode for planning without devices; accepts real constants inside a model."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -76,12 +76,12 @@ def fake_mode() -> Any:
 
 
 def is_tracing() -> bool:
-    """Whether Dynamo is at work in this thread."""
+    """True if Dynamo is tracing in this thread."""
     return TracingContext.try_get() is not None
 
 
 def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
-    """The fake mode that a traced graph's values live in, or None if they are real."""
+    """The fake mode of a traced graph's values, or None if they are real."""
     for node in gm.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None:
@@ -91,30 +91,30 @@ def fake_mode_of(gm: torch.fx.GraphModule) -> Any:
 
 @contextlib.contextmanager
 def nested_compilation(fake: Any) -> Any:
-    """A context in which a traced graph can be compiled when its trace is over. fake: one of its values."""
+    """Context for compiling a traced graph after its trace has ended. fake: one of its values."""
     with tracing(TracingContext(fake.fake_mode)):
         yield
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it is a FakeTensor: shape and dtype without data, as Dynamo traces with."""
+    """True for a FakeTensor: shape and dtype without data, as Dynamo traces with."""
     return type(tensor) is FakeTensor
 
 
 def fake_of(meta: torch.Tensor, mode: Any, device: torch.device) -> torch.Tensor:
-    """The fake tensor on `device` that a meta tensor, made outside of `mode`, describes, in the same memory."""
+    """The fake tensor on `device` for a meta tensor made outside of `mode`, with the same storage identity."""
     return FakeTensor(mode, meta, device)
 
 
 def is_effect_token(placeholder: torch.fx.Node) -> bool:
-    """Whether it is no input of the model, but what AOTAutograd orders side effects by (checks of torch.linalg, prints)."""
+    """True for a token that orders side effects (checks of torch.linalg, prints), which is no input of the model."""
     return type(placeholder.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
 
 
 def results_of_program(gm: torch.fx.GraphModule, forward_outputs: int) -> dict[int, tuple[int, str | None]]:
-    """What the traced program itself returns, and neither AOTAutograd for it nor a gradient: number among the graph's
-    outputs -> (number among the program's results, placeholder of the gradient that backward is given for it). Empty where
-    tracing did not say, or the graph returns something else by now."""
+    """Outputs of the traced program itself, without AOTAutograd's own and gradients: index among the graph's
+    outputs -> (index among the program's results, placeholder of its tangent). Empty if
+    tracing did not record it, or the graph's outputs have changed."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 
     (output,) = gm.graph.find_nodes(op="output")
@@ -129,8 +129,8 @@ def results_of_program(gm: torch.fx.GraphModule, forward_outputs: int) -> dict[i
 
 
 def expect_gradients(of: dict[int, torch.Tensor]) -> None:
-    """Inside the compiler of a forward graph: the gradients that backward is given have the shape and strides of these
-    tensors, by their numbers. AOTAutograd would make them those of the outputs that it traced."""
+    """Inside the compiler of a forward graph: declare that tangents have the shape and strides of these
+    tensors, by index. By default AOTAutograd coerces them to those of the outputs that it traced."""
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 
     if not of:
@@ -144,7 +144,7 @@ def expect_gradients(of: dict[int, torch.Tensor]) -> None:
 
 
 def mutated_inputs(joint: torch.fx.GraphModule) -> set[int]:
-    """Positions of the inputs that the traced program changes in place: AOTAutograd has the graph return their new values,
+    """Positions of the inputs that the traced program mutates: AOTAutograd makes the graph return their new values,
     and copies these into the inputs after each call."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
@@ -156,9 +156,9 @@ def mutated_inputs(joint: torch.fx.GraphModule) -> set[int]:
 
 @contextlib.contextmanager
 def restrict_overwriting(places: frozenset[int] | None) -> Any:
-    """A backward that is compiled inside writes results over none of its inputs but these, by their places, of those that
-    AOTAutograd says nobody reads after it; None leaves these as they are. In a part of a backward, other tensors have the
-    places that it speaks of: parameters, rows of the batch."""
+    """Context: a backward compiled inside reuses only these inputs for results, by index, of those that
+    AOTAutograd reports as dead after it; None leaves these unchanged. In a part of a backward, other tensors have those
+    indices: parameters, rows of the batch."""
     metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
     if metadata is None or places is None:
         yield
@@ -173,8 +173,8 @@ def restrict_overwriting(places: frozenset[int] | None) -> Any:
 
 @contextlib.contextmanager
 def allow_overwriting(places: Sequence[int]) -> Any:
-    """A graph that is compiled as backward inside may write results over these of its inputs, and no others. Whether it can be
-    told to: not where there are none, or no gradients."""
+    """Context: a graph compiled as backward inside may reuse exactly these inputs for results. Yields whether that is
+    supported: not without such inputs, or without gradients."""
     metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
     if metadata is None or not places:
         yield False
@@ -188,14 +188,14 @@ def allow_overwriting(places: Sequence[int]) -> Any:
 
 
 def overwritable_inputs() -> frozenset[int]:
-    """Inside the compiler of a backward graph: places of the inputs that it may write over; none where nobody has said."""
+    """Inside the compiler of a backward graph: indices of the inputs that it may overwrite; none by default."""
     known: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
     return frozenset(getattr(known, "bw_donated_idxs", None) or ())
 
 
 def settings_of_tracing() -> list[Any] | None:
-    """What decides, besides a program and its inputs, what it is traced and compiled to; None where that cannot be told: a
-    script has hooks on all that is saved for backward."""
+    """Settings, besides a program and its inputs, that determine the traced and compiled graph; None if unknown: a
+    script has saved-tensor hooks."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
@@ -215,7 +215,7 @@ def settings_of_tracing() -> list[Any] | None:
 
 
 def data_classes() -> list[type]:
-    """Classes of torch whose objects are data in kept graphs: placements, AOTAutograd's descriptions of inputs and outputs, and
+    """torch classes whose objects are data in cached graphs: placements, AOTAutograd's descriptions of inputs and outputs, and
     FX's containers."""
     from torch._functorch._aot_autograd import descriptors
     from torch.distributed.tensor import placement_types

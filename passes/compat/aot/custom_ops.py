@@ -9,8 +9,8 @@ from torch.fx import GraphModule
 
 
 def custom_op_functions(gm: GraphModule) -> dict[str, Callable[..., Any]]:
-    """By name, the functions that `torch.library.custom_op` made the operators of, which the graph calls. Operators of C++ and
-    those that were registered by torch.library.Library alone have none that torch knows of."""
+    """Python functions of the `torch.library.custom_op` operators that a graph calls, by name. C++ operators and
+    those registered through torch.library.Library alone have none that torch knows of."""
     definitions: Any = getattr(custom_ops, "OPDEFS", {})
     targets = {node.target for node in gm.graph.nodes if node.op == "call_function"}
     names = {schema.name for target in targets if (schema := getattr(target, "_schema", None)) is not None}

@@ -1,4 +1,4 @@
-"""Decompositions that hpml traces with: inductor's, without those that compute something else than their operator."""
+"""Decompositions that hpml traces with: inductor's, without those whose results differ from the operator's."""
 from __future__ import annotations
 
 import contextlib
@@ -21,11 +21,11 @@ WRONG_OF_BYTES = tuple(f"{name}.{overload}" for overload in ("default", "vec") f
 WRONG_OF_HALVES = ("grid_sampler_2d.default",)
 """Not used for bfloat16 and float16, in which they round coordinates: the operators compute these in float32."""
 SCALED = ("addmm.default", "baddbmm.default", "addmv.default", "addbmm.default", "addr.default")
-"""Not used for integers with factors that are fractions, which the operators truncate first."""
+"""Not used for integers with fractional factors, which the operators truncate first."""
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decomposition table that inductor traces with, as far as it is right."""
+    """Inductor's decomposition table, without wrong entries."""
     import torch._inductor.lowering as lowering  # fills the table; without it some ops stay whole
     from torch._inductor.decomposition import select_decomp_table
 
@@ -49,8 +49,8 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def eager_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The same table without the operators that draw random numbers themselves: inductor's stand-ins for them, made for
-    its own generator, draw others from torch's than the operators do. What consists of other operators is kept."""
+    """The same table without operators that draw random numbers: inductor's replacements, made for
+    its own generator, draw other numbers than the operators. Composites of other operators are included."""
     table = {op: decomposed for op, decomposed in inductor_decompositions().items()
              if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or op._can_decompose()}
     return table | dict.fromkeys(_operators(("eye.default", "eye.m")), _eye)
@@ -58,7 +58,7 @@ def eager_decompositions() -> dict[Any, Callable[..., Any]]:
 
 def _eye(n: int, m: int | None = None, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
          device: Any = None, pin_memory: bool | None = None) -> Any:
-    """torch's own counts from 256 rows on in uint16, of which only inductor can make a range."""
+    """torch's own decomposition counts in uint16 from 256 rows on, for which only inductor can make a range."""
     if layout not in (None, torch.strided) or pin_memory:
         return NotImplemented
     rows, columns = torch.arange(n, device=device), torch.arange(n if m is None else m, device=device)
@@ -67,7 +67,7 @@ def _eye(n: int, m: int | None = None, *, dtype: torch.dtype | None = None, layo
 
 @contextlib.contextmanager
 def without_wrong_decompositions() -> Iterator[None]:
-    """Operators that are traced inside are not taken apart by the wrong decompositions that torch registers as their kernels,
+    """Context in which operators are not traced through the wrong decompositions that torch registers as their kernels,
     and which its Python dispatcher prefers to any table."""
     before: list[tuple[OpOverload, dict[DispatchKey, Callable[..., Any]]]] = []
     for names, replaced in ((WRONG, lambda op, kernels: {}), (WRONG_OF_BYTES, _kernels_unless_bytes)):
@@ -85,7 +85,7 @@ def without_wrong_decompositions() -> Iterator[None]:
 
 
 def _operators(names: tuple[str, ...]) -> list[OpOverload]:
-    """Those that this release has."""
+    """The operators that exist in this release."""
     found = []
     for name in names:
         packet, overload = name.split(".")
@@ -137,6 +137,6 @@ def _kernels_unless_bytes(op: OpOverload, kernels: Mapping[DispatchKey, Any]) ->
 
 
 def _falls_back(op: OpOverload, lowering: Any) -> None:
-    """Inductor calls the operator itself, where a graph has it."""
+    """Make inductor call the operator itself."""
     if op not in lowering.lowerings:
         lowering.make_fallback(op, warn=False, override_decomp=True)

@@ -1,8 +1,8 @@
-"""Tags of the nodes of a traced joint graph that say whether forward or backward runs them.
+"""Phase tags on the nodes of a traced joint graph: forward or backward.
 
-AOTAutograd tags what the autograd engine calls, and numbers it by the forward call that it is the backward of. The backward
+AOTAutograd tags the autograd engine's calls, and gives each the `seq_nr` of its forward call. The backward
 of a custom `autograd.Function` is a graph that Dynamo made, and is interpreted: its nodes come without a tag, and with the
-number of whatever ran last in forward. They are tagged here by what they read, and numbered by what ran around them.
+`seq_nr` of whatever ran last in forward. They are tagged here by their operands, and numbered by their neighbors.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TAG, NUMBER = "partitioner_tag", "seq_nr"
 
 
 def mark_phases(joint: GraphModule, forward_outputs: int) -> None:
-    """Tag each call that has no tag: forward's if the outputs of forward need it, else backward's, where it is one."""
+    """Tag each untagged call: as forward if the forward outputs need it, else as backward, where it is one."""
     calls = [node for node in joint.graph.nodes if node.op == "call_function"]
     untagged = [node for node in calls if node.meta.get(TAG) is None]
     if not untagged:
@@ -39,8 +39,8 @@ def _needed(results: Iterable[Node]) -> set[Node]:
 
 
 def _number(calls: Sequence[Node], interpreted: set[Node]) -> None:
-    """The engine runs the backward of the call with the highest number that is left. So what it interprets has a number of
-    forward between those of its neighbors: the highest in the same module, or the highest at all."""
+    """The engine runs the backward of the call with the highest remaining `seq_nr`. So interpreted calls get a forward
+    `seq_nr` between those of their neighbors: the highest in the same module, or the highest at all."""
     forward: dict[int, str] = {}
     for node in calls:
         if node.meta[TAG] == "is_forward" and node.meta.get(NUMBER) is not None:
@@ -63,7 +63,7 @@ def _number(calls: Sequence[Node], interpreted: set[Node]) -> None:
 
 
 def _counts(node: Node) -> bool:
-    """True if the engine called it for the forward call of its number; sums of gradients have that of the last one."""
+    """True if the engine called it for the forward call of its `seq_nr`; sums of gradients have that of the last one."""
     return node.meta[TAG] == "is_backward" and not node.meta.get("is_gradient_acc") and node.meta.get(NUMBER) is not None
 
 

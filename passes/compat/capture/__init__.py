@@ -1,1 +1,1 @@
-"""Dynamo: what it captures, the sources of graph inputs, and symbolic sizes."""
+"""Dynamo: capture, sources of graph inputs, and symbolic sizes."""

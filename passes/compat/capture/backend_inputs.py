@@ -11,15 +11,15 @@ from passes.compat.patching.patches import replace_for_good
 
 
 class _PlainInputs(list):
-    """Example inputs of a graph with plain fakes in the place of instances of a class. given: as Dynamo gave them.
-    taken: whether the backend has asked for those."""
+    """Example inputs of a graph with plain fakes in place of instances of a class. given: Dynamo's own inputs.
+    taken: True once the backend has requested those."""
 
     given: Sequence[Any]
     taken = False
 
 
 def original_inputs(example_inputs: Sequence[Any]) -> Sequence[Any]:
-    """For a backend that knows what to do with instances of the class: example inputs as Dynamo gave them."""
+    """Example inputs as Dynamo passed them, for a backend that supports the class."""
     if not isinstance(example_inputs, _PlainInputs):
         return example_inputs
     example_inputs.taken = True
@@ -27,9 +27,9 @@ def original_inputs(example_inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def unwrap_backend_inputs(kind: type, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """From now on, backends get plain fakes of the same shape in the place of instances of `kind` among their example inputs,
-    unless they ask for what was given (`original_inputs`). `around` makes of what such a backend returns what is called
-    instead."""
+    """For the rest of the process, backends get plain fakes of the same shape in place of instances of `kind` among their
+    example inputs, unless they request the originals (`original_inputs`). `around` wraps the callable that such a backend
+    returns."""
     def instead_of(compiler: Any) -> Any:
         @functools.wraps(compiler)
         def with_plain(self: Any, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Dynamo: what it compiles, where it found the inputs of a graph, what it skips, and its guards."""
+"""Dynamo: the compiled code, sources of graph inputs, skipped functions, and guards."""
 from __future__ import annotations
 
 import contextlib
@@ -19,8 +19,8 @@ from passes.compat.patching.patches import replace_for_good
 
 @contextlib.contextmanager
 def quiet_dynamo() -> Any:
-    """Trace on through logging calls of libraries (transformers warns once), which would break the graph; and log nothing
-    of an operation that fails on fake tensors: the error itself says it."""
+    """Trace through logging calls of libraries (transformers warns once), which would break the graph; and log nothing
+    about an operation that fails on fake tensors: the error itself says it."""
 
     import torch._dynamo.config as config
 
@@ -40,17 +40,17 @@ def quiet_dynamo() -> Any:
 
 @functools.cache
 def allow_scalar_mutation() -> None:
-    """Let Dynamo keep what writes to a tensor of no dims in float64.
+    """Keep Dynamo from dropping writes to float64 tensors without dims.
 
-    It takes every such input for a Python float. After AOTAutograd has found that it cannot trace that float as a symbol,
-    Dynamo traces once more without the float's readers, and what it takes for those are the calls whose results nobody
-    reads: `self.seen.add_(1)` among them, whose result is the input itself. Without this the buffer keeps its old value,
+    It treats every such input as a Python float. After AOTAutograd has found that it cannot trace that float as a symbol,
+    Dynamo traces once more without the float's readers, and drops calls whose results nobody
+    reads: `self.seen.add_(1)` among them, whose result is the input itself. Without this patch the buffer keeps its old value,
     silently, with every backend that goes through AOTAutograd (seen with torch 2.13).
     """
     def instead_of(remove: Any) -> Any:
         @functools.wraps(remove)
         def remove_inputs_alone(self: Any) -> None:
-            # What it goes by is the value of a call; the input itself and `.item()` of it are still taken out.
+            # It compares the value of a call; the input itself and `.item()` of it are still removed.
             hidden = {node: node.meta.pop("example_value") for node in self.graph.nodes
                       if node.op != "placeholder" and "example_value" in node.meta}
             try:
@@ -65,18 +65,18 @@ def allow_scalar_mutation() -> None:
 
 
 def sets_data(target: Any) -> bool:
-    """Whether a call is how Dynamo writes `p.data = value`: a method up to torch 2.14, an operator since."""
+    """True if a call is Dynamo's form of `p.data = value`: a method up to torch 2.14, an operator since."""
     return target is torch.Tensor.set_ or target is getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)
 
 
 def frame_being_compiled() -> str:
-    """Which piece of Python code Dynamo is compiling, as a number that is the same when it compiles that again; "" if none."""
+    """Number of the Python code that Dynamo is compiling, equal when it compiles that again; "" if none."""
     compile_id = CompileContext.current_compile_id()
     return "" if compile_id is None else str(compile_id.frame_id)
 
 
 def function_being_compiled() -> str:
-    """Which function Dynamo is compiling, in the words in which it speaks of it; to be called inside a backend."""
+    """Dynamo's name of the function that it is compiling; call it inside a backend."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     code = InstructionTranslator.current_tx().output.root_tx.f_code  # pyright: ignore[reportOptionalMemberAccess]
@@ -84,13 +84,13 @@ def function_being_compiled() -> str:
 
 
 def ends_in_a_break(gm: torch.fx.GraphModule) -> bool:
-    """Whether Dynamo ended this graph where the script breaks it, so that there will be more."""
+    """True if Dynamo ended this graph at a graph break, so that more graphs follow."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
 def on_recompile_limit(callback: Callable[[str, int, str, str], None]) -> None:
-    """Call back whenever Dynamo gives up compiling a function anew: with the name of the limit in its config, the limit,
-    the function, and what differed the last time. It only logs that, so its log is what is listened to."""
+    """Call back whenever Dynamo hits a recompile limit: with the name of the limit in its config, the limit,
+    the function, and the last failed guard. Dynamo only logs it, so a log handler is installed."""
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             told = record.args
@@ -101,13 +101,13 @@ def on_recompile_limit(callback: Callable[[str, int, str, str], None]) -> None:
 
 
 def dynamo_made_no_graph() -> bool:
-    """Whether Dynamo was given something to compile in this process, and made no graph of it for any backend."""
+    """True if Dynamo was given something to compile in this process, and made no graph of it for any backend."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and utils.counters["frames"]["total"] > 0 and not utils.counters["stats"]["unique_graphs"]
 
 
 def graph_break_reasons() -> Counter[str]:
-    """Why Dynamo ended graphs or made none so far in this process, in its own words, each in one line, and how often."""
+    """Reasons of graph breaks so far in this process, in Dynamo's words, one line each, and their counts."""
     utils, found = sys.modules.get("torch._dynamo.utils"), Counter[str]()
     if utils is None:
         return found
@@ -118,18 +118,18 @@ def graph_break_reasons() -> Counter[str]:
 
 
 def _in_one_line(text: str) -> str:
-    """Without what is for developers. Before torch 2.7, a reason was one line already."""
+    """Remove the developer sections. Before torch 2.7, a reason was one line already."""
     lines = [line.strip() for line in text.partition("Developer debug context")[0].splitlines() if line.strip()]
     return " ".join(line if line.endswith((".", "!", "?")) else f"{line}." for line in lines)
 
 
 def compiled_module_type() -> Any:
-    """The class of what `torch.compile(module)` returns; None before Dynamo is loaded."""
+    """The class of `torch.compile(module)`; None before Dynamo is loaded."""
     return getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
 
 
 def backend_of(module: torch.nn.Module) -> Any:
-    """The backend that a module is compiled for, by `torch.compile(module)` or `module.compile()`; None if it is not."""
+    """The backend of a module compiled by `torch.compile(module)` or `module.compile()`; None if it is not compiled."""
     kind = compiled_module_type()
     if kind is None:
         return None
@@ -146,9 +146,9 @@ def backend_of(module: torch.nn.Module) -> Any:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: Dynamo compiles neither this function nor what it calls, where it meets them running.
+    """Decorator: Dynamo compiles neither this function nor its callees when they run as frames of their own.
 
-    After a graph break it may go on with any function that runs inside the model, the runtime's own included. Unlike
+    After a graph break it may compile any function that runs inside the model, the runtime's own included. Unlike
     `torch.compiler.disable` it costs nothing per call, and does not stop Dynamo where it traces through.
     """
     skip = eval_frame._FrameAction.SKIP
@@ -157,7 +157,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def break_graph(reason: str) -> None:
-    """Traced by Dynamo: what follows runs without a compiler; with fullgraph=True an error that gives the reason."""
+    """Break the graph when traced by Dynamo; with fullgraph=True an error that gives the reason."""
     torch._dynamo.graph_break(msg=reason)
 
 
@@ -196,7 +196,7 @@ def trace_as(kind: type) -> None:
 def _let_inner_graphs_read(kind: type) -> None:
     """Up to torch 2.12 Dynamo stops where a graph inside an operator, such as a branch of `torch.cond`, reads a DTensor.
 
-    It asks for fake tensors there, to find out which share storage. Later releases take a DTensor's local part for that.
+    It creates fake tensors there to find shared storages. Later releases use a DTensor's local part for that.
     """
     if hasattr(inner_graphs, "is_traceable_wrapper_subclass"):
         return

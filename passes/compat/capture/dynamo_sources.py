@@ -1,4 +1,4 @@
-"""Where Dynamo found the inputs of a graph, and what holds them there."""
+"""Dynamo's sources of graph inputs, and the objects that hold them."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,7 +8,7 @@ from torch._guards import TracingContext
 
 
 def input_sources(gm: torch.fx.GraphModule) -> list[Any]:
-    """Where Dynamo found the value of each graph input, in order; None for one that it made itself."""
+    """Dynamo's source of each graph input, in order; None for an input that Dynamo made."""
     arguments = [node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder")]
     return [None if argument is None else argument.source for argument in arguments]
 
@@ -19,7 +19,7 @@ def source_name(source: Any) -> str:
 
 
 def duplicated_inputs(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
-    """Source of a graph input -> the other sources at which Dynamo found the same tensor."""
+    """Source of a graph input -> the other sources of the same tensor."""
     found: dict[Any, list[Any]] = {source: [] for source in input_sources(gm) if source is not None}
     for guard in TracingContext.get().guards_context.dynamo_guards:
         other = getattr(guard.create_fn, "keywords", {}).get("source_b")
@@ -31,8 +31,8 @@ def duplicated_inputs(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
 
 
 def objects_to(source: Any) -> list[Any]:
-    """The objects through which the code being compiled reaches what is at a source, the nearest first. To be called inside a
-    backend. Ends before one that is made anew whenever it is asked for, such as `list(some.values())`."""
+    """The objects through which the compiled code reaches a source, the nearest first. Call it inside a
+    backend. Ends before an object that is created on each access, such as `list(some.values())`."""
     import torch._dynamo.guards as module
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

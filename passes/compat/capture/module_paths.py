@@ -1,4 +1,4 @@
-"""Paths of modules in a Dynamo graph, however the `forward` of the model is reached.
+"""Canonical module paths in a Dynamo graph, however the `forward` of the model is reached.
 
 Dynamo writes where it found a module: `L['self'].model.layers.3`. Where `forward` is wrapped, as by a decorator that takes
 `(*args, **kwargs)`, that is `L['args'][0].model.layers.3`, through a function's closure or a bound method it is longer still,

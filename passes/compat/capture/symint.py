@@ -1,4 +1,4 @@
-"""Sizes that are symbols."""
+"""Symbolic sizes."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,9 +8,9 @@ from torch.utils import _pytree as pytree
 
 
 def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
-    """The number that stands for a size at trace time, without adding a guard.
+    """A concrete number for a size at trace time, without adding a guard.
 
-    unbacked: what to answer for a size that depends on data, for which there is no number.
+    unbacked: the result for a data-dependent size, which has no number.
     """
     if isinstance(size, int):
         return size
@@ -22,7 +22,7 @@ def size_hint(size: int | torch.SymInt, unbacked: int) -> int:
 
 
 def depends_on_data(size: int | torch.SymInt) -> bool:
-    """Whether a size is only known when the graph runs, such as the length of `nonzero`."""
+    """True for a data-dependent size, such as the length of `nonzero`."""
     if isinstance(size, int):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -31,14 +31,14 @@ def depends_on_data(size: int | torch.SymInt) -> bool:
 
 
 def static_int(value: Any) -> int | None:
-    """The number that a size or another integer of a traced graph is at every call; None if it may differ."""
+    """The value of a size or another integer of a traced graph if it is static; None if it may differ between calls."""
     if isinstance(value, torch.SymInt):
         return value.node.maybe_as_int()
     return value if isinstance(value, int) else None
 
 
 def substitute_symbols(value: Any) -> Any:
-    """A size, or a fake tensor, whose symbols all stand for one number, with these numbers; anything else as it is."""
+    """A size, or a fake tensor, with symbols of static value replaced by their values; anything else unchanged."""
     if isinstance(value, torch.SymInt):
         number = static_int(value)
         return value if number is None else number

@@ -1,1 +1,1 @@
-"""Inductor: lowering, its C++ kernels and its order of kernels."""
+"""Inductor: lowering, C++ kernels and kernel order."""

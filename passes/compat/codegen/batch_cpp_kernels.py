@@ -1,8 +1,8 @@
-"""Inductor's C++ kernels: those of one graph compiled together, and waited for together.
+"""Compile inductor's C++ kernels of one graph in batches, and wait for them together.
 
-Of what g++ takes for one kernel, two thirds are the same for all: starting, reading inductor's header, linking. Inductor starts
-it for each; here, kernels of a graph share a few runs of it: half as many as there are threads to compile, which other graphs
-and ranks have work for, too, or more where each would have many kernels. Which of them share one follows from the graph's code
+Two thirds of g++'s time for one kernel are overhead: starting, reading inductor's header, linking. Inductor starts
+it for each; here, kernels of a graph share a few runs: half as many as there are compile threads, which other graphs
+and ranks use, too, or more where each would have many kernels. The assignment of kernels to runs follows from the graph's code
 and the machine alone, so that every process finds the same libraries.
 """
 from __future__ import annotations
@@ -21,21 +21,21 @@ from passes.compat.patching.patches import replaced
 
 log = logging.getLogger("hpml")
 MOST_KERNELS = 8
-"""Of one library: what it takes to compile the rest of them is worth a run of its own then."""
+"""Kernels per library: beyond it, the rest is worth a run of its own."""
 _FIELDS = {"arg_len", "call_entry_func", "entry_func", "extra_parse_arg"}
 _NAME = re.compile(r"\bkernel\s*\(")
 _INCLUDE = re.compile(r"^\s*#\s*include\b.*$", re.MULTILINE)
 
 _unfinished: list[tuple[Any, dict[str, Any]]] | None = None
 _gathered: dict[int, list[_DeferredKernel]] = {}
-"""By the compiler of a graph's code, the kernels that it was asked for until now."""
+"""Kernels requested so far, by the compiler of a graph's code."""
 
 
 @contextlib.contextmanager
 def deferred_cpp_kernels() -> Any:
-    """What is compiled inside may be called after the context: only its end waits for the C++ compiler, which works beside what
-    is lowered meanwhile. Inductor would wait for the kernels of each graph before it begins the next. Inside another one, the
-    end of that waits."""
+    """Context in which C++ kernels are compiled in the background: the results may be called after its end, which waits for the
+    compiler. Without it, inductor would wait for the kernels of each graph before it begins the next. Nested contexts wait at
+    the end of the outermost."""
     global _unfinished
     if _unfinished is not None:
         yield
@@ -56,7 +56,7 @@ def deferred_cpp_kernels() -> Any:
 
 
 def _begin(self: Any, scope: dict[str, Any]) -> None:
-    """Instead of waiting for the kernels of a graph's code."""
+    """Replaces the wait for the kernels of a graph's code."""
     assert _unfinished is not None, "inductor waits inside of the context"
     _compile(_gathered.pop(id(self), []), self.submit)
     _unfinished.append((self, scope))
@@ -76,8 +76,8 @@ def _gathering(alone: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class _DeferredKernel:
-    """Called, it is loaded. argtypes: of its arguments, in C++. alone: compiles it by itself. call: what loads it, once that
-    was begun."""
+    """A kernel that is loaded on its first call. argtypes: C++ types of its arguments. alone: compiles it by itself. call:
+    loads it, once its compilation has started."""
 
     argtypes: tuple[str, ...]
     code: str
@@ -95,7 +95,7 @@ class _DeferredKernel:
 
 
 def _can_share(code: str) -> bool:
-    """Whether a kernel is written as inductor writes them, and its library as this is made for."""
+    """True if a kernel has inductor's standard form, which the shared library requires."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
     fields = {field for _, field, _, _ in string.Formatter().parse(Cache.suffix_template) if field}
@@ -104,7 +104,7 @@ def _can_share(code: str) -> bool:
 
 
 def _compile(kernels: Sequence[_DeferredKernel], submit: Callable[..., Any]) -> None:
-    """Begin to."""
+    """Start compiling."""
     from torch._inductor.async_compile import get_compile_threads
 
     runs = max(get_compile_threads() // 2, -(-len(kernels) // MOST_KERNELS))
@@ -140,7 +140,7 @@ class _KernelLibrary:
         return getattr(_module(first, number), _entry(number))
 
     def source(self) -> str:
-        """Each kernel in a namespace, with its bindings, and an entry that Python can import by its name."""
+        """C++ source with each kernel in a namespace, its bindings, and an entry that Python can import by its name."""
         includes = dict.fromkeys(line.strip() for kernel in self.kernels for line in _INCLUDE.findall(kernel.code))
         parts = [_NAME.sub(f"{_entry(number)}(", _INCLUDE.sub("", kernel.code)) + _bindings(kernel, number)
                  for number, kernel in enumerate(self.kernels)]
@@ -150,7 +150,7 @@ class _KernelLibrary:
 
 
 def _entry(number: int) -> str:
-    return f"kernel_{number}" if number else "kernel"  # as inductor loads the first of them
+    return f"kernel_{number}" if number else "kernel"  # inductor loads the first one by this name
 
 
 def _bindings(kernel: _DeferredKernel, number: int) -> str:
@@ -163,7 +163,7 @@ def _bindings(kernel: _DeferredKernel, number: int) -> str:
 
 
 def _module(first: ModuleType, number: int) -> ModuleType:
-    """One library is a module of Python's for each of its kernels."""
+    """One library is one Python module for each of its kernels."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
     if number == 0:

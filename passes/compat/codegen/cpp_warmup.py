@@ -1,4 +1,4 @@
-"""The C++ compiler behind inductor on CPUs: made ready while a graph is still being traced."""
+"""Warm up the C++ compiler behind inductor on CPUs while a graph is still being traced."""
 from __future__ import annotations
 
 import functools
@@ -17,9 +17,9 @@ _chosen.set()
 
 @functools.cache
 def warm_cpp_compiler() -> None:
-    """Begin in the background, once in a process, what inductor does before its first C++ kernel: it tries the vector
-    instructions and looks over, or compiles, its header. With cold caches that is several seconds of waiting for a
-    compiler in subprocesses, while nothing is there to lower yet."""
+    """Run in the background, once in a process, inductor's preparation for its first C++ kernel: it tries the vector
+    instructions and checks, or compiles, its header. With cold caches that is several seconds of waiting for a
+    compiler in subprocesses, while nothing is ready for lowering yet."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -31,7 +31,7 @@ def warm_cpp_compiler() -> None:
                 pick_vec_isa()
             finally:
                 _chosen.set()
-            # By the comment torch 2.13 knows what needs vector instructions.
+            # torch 2.13 recognizes by the comment that the kernel needs vector instructions.
             CppPythonBindingsCodeCache.load_pybinding(["float*"], 'extern "C" void kernel(float* x) {}  // at::vec::\n')
         except Exception as error:  # inductor meets the same at its first kernel, and its error is the user's
             logging.getLogger("hpml").debug("The C++ compiler could not be warmed: %s", error)
@@ -41,15 +41,15 @@ def warm_cpp_compiler() -> None:
 
 
 def wait_for_vector_instructions() -> None:
-    """Until the thread of `warm_cpp_compiler` has chosen them, if it has begun. While torch tries them, the flags of its
-    compiler are others for a moment: a second thread that reads them then compiles for instructions that no other process
-    compiles for, and whose code none finds again."""
+    """Wait until the thread of `warm_cpp_compiler` has chosen them, if it was started. While torch tries them, its compiler
+    flags are temporarily others: a second thread that reads them then compiles for instructions that no other process
+    uses, and nobody finds its code again."""
     _chosen.wait()
 
 
 def _try_only_what_is_asked_for() -> None:
-    """Inductor compiles and loads a piece of code for each set of vector instructions that the processor has, and takes the
-    first that works. The others are tried only where somebody wants them."""
+    """Inductor compiles and loads a test for each set of vector instructions of the processor, and takes the
+    first that works. With this patch the others are tried only on demand."""
     from torch._inductor import cpu_vec_isa
 
     names = ("valid_vec_isa_list", "supported_vec_isa_list", "x86_isa_checker")
@@ -58,7 +58,7 @@ def _try_only_what_is_asked_for() -> None:
 
 
 class _FirstVectorIsa:
-    """The list that `all_of` makes, of which the first is found alone."""
+    """Lazy list of `all_of`, whose first element is found alone."""
 
     def __init__(self, all_of: Any) -> None:
         self.all_of = all_of

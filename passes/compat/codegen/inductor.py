@@ -1,4 +1,4 @@
-"""Inductor: what it decomposes, its passes and partitioners, and lowering one graph."""
+"""Inductor: decompositions, joint-graph passes, partitioners, and lowering of one graph."""
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +22,7 @@ from passes.compat.patching.patches import replaced
 
 def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
                    around: Callable[[], Any] = contextlib.nullcontext) -> Callable[..., Any]:
-    """What `backend="inductor"` does with a Dynamo graph. around: makes a context in which each half is compiled, backward in
+    """Compile a Dynamo graph like `backend="inductor"`. around: makes a context in which each half is compiled, backward in
     its first call."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -46,7 +46,7 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
 
 @contextlib.contextmanager
 def visible_kernels() -> Any:
-    """What inductor compiles inside shows its C++ kernels to `torch.profiler`; see `is_fused_kernel`."""
+    """Context in which inductor's C++ kernels are visible to `torch.profiler`; see `is_fused_kernel`."""
     from torch._inductor import config
 
     with config.patch({"cpp.enable_kernel_profile": True, "fx_graph_cache": False}):
@@ -54,7 +54,7 @@ def visible_kernels() -> Any:
 
 
 def is_fused_kernel(event: str) -> bool:
-    """Whether a profiler's event is a kernel that inductor made: `graph_0_cpp_fused_add_3`, `triton_poi_fused_add_1`."""
+    """True if a profiler's event is a kernel that inductor made: `graph_0_cpp_fused_add_3`, `triton_poi_fused_add_1`."""
     return "cpp_fused_" in event or event.startswith("triton_")
 
 
@@ -69,7 +69,7 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
     if "input_device" in inspect.signature(passes).parameters:  # not in every patch of 2.11
         devices = [n.meta["val"].device for n in joint.graph.find_nodes(op="placeholder")
                    if isinstance(n.meta.get("val"), torch.Tensor)]
-        # What a model computes on, where numbers on the CPU are among its inputs.
+        # The model's device, where numbers on the CPU are among its inputs.
         kwargs["input_device"] = next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)
     with V.set_fake_mode(fake_mode_of(joint)), _patterns_for(joint):  # what replaces random numbers asks for the mode
         return passes(joint, **kwargs) or joint
@@ -77,8 +77,8 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 @contextlib.contextmanager
 def _patterns_for(joint: torch.fx.GraphModule) -> Any:
-    """Inside, inductor readies its patterns of attention only for a graph that they could match. They are so many that it takes
-    half a second, once in a process; all of them have batched products, which a call of attention or a plain model has not."""
+    """Context in which inductor prepares its attention patterns only for a graph that they could match. Preparing them takes
+    half a second, once in a process; all of them contain batched products, which plain models lack."""
     from torch._inductor.fx_passes import fuse_attention, joint_graph, misc_patterns, pad_mm
 
     graphs = [module.graph for module in joint.modules() if isinstance(module, torch.fx.GraphModule)]
@@ -94,9 +94,9 @@ def _patterns_for(joint: torch.fx.GraphModule) -> Any:
 
 def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any, *,
                       deduplicate: bool = False) -> Any:
-    """Inductor's partitioner: forward and backward graph, saving what costs least.
+    """Inductor's min-cut partitioner: forward and backward graph.
 
-    deduplicate: with its elimination of common subexpressions, which knows nothing of nodes held back for backward: see
+    deduplicate: with its elimination of common subexpressions, which ignores nodes held back for backward: see
     `passes.transforms.cleanup.common_subexpressions`.
     """
     from torch._functorch import config
@@ -113,15 +113,15 @@ def min_cut_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
 
 
 class _PartitionChosen(BaseException):
-    """Raised where the partitioner knows what it saves, instead of going on to make two graphs. saved: these nodes. Nothing
-    that torch may catch on the way as an error of its own."""
+    """Raised where the partitioner knows the saved nodes, to skip the construction of two graphs. saved: these nodes. A
+    BaseException, which torch does not catch as an error of its own."""
 
     def __init__(self, saved: list[torch.fx.Node]) -> None:
         self.saved = saved
 
 
 def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, deduplicate: bool = False) -> list[torch.fx.Node]:
-    """What inductor's partitioner would hand from forward to backward, in half of the time that partitioning takes. Changes the
+    """Nodes that inductor's partitioner would save, in half the time of partitioning. Changes the
     graph: calls without readers are removed and, with `deduplicate`, equal ones."""
     def stop(_: Any, saved: list[torch.fx.Node], *args: Any, **kwargs: Any) -> Any:
         raise _PartitionChosen(saved)
@@ -138,16 +138,16 @@ def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, dedu
 
 
 def _from_both_ends(minimum_cut: Any) -> Any:
-    """With the algorithm of Boykov and Kolmogorov, whose cut is the same: that side of the sink which all maximal flows leave.
-    Sources and sinks are near each other wherever a value is worth computing again."""
+    """Use the algorithm of Boykov and Kolmogorov, with the same cut: that side of the sink which all maximal flows leave.
+    Sources and sinks are near each other wherever a value is worth recomputing."""
     from networkx.algorithms.flow import boykov_kolmogorov
 
     return functools.partial(minimum_cut, flow_func=boykov_kolmogorov)
 
 
 def split_by_tags(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:
-    """Forward and backward graph by the tags of the nodes: what is tagged `is_backward` is backward's, and what that reads of
-    the rest is saved."""
+    """Forward and backward graph by tags: nodes tagged `is_backward` go to backward, and their other operands
+    are saved."""
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
     backward = {node for node in joint.graph.nodes if node.meta.get("partitioner_tag") == "is_backward" or (
@@ -168,7 +168,7 @@ def default_partition(joint: torch.fx.GraphModule, inputs: Any, forward_outputs:
 
 
 def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
-    """Whether inductor will have the convolutions of a graph read and make what is in that order of dims."""
+    """True if inductor will compute the convolutions of a graph in channels last."""
     if not any(node.target is torch.ops.aten.convolution.default for node in gm.graph.nodes):
         return False
     from torch._inductor.graph import GraphLowering
@@ -178,18 +178,18 @@ def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
 
 @contextlib.contextmanager
 def strides_of_results() -> Any:
-    """Collects the strides that lowering gives the results of what is compiled inside, in order; None where it does not say."""
+    """Context that collects the result strides reported by lowering, in order; None where not reported."""
     with TracingContext.report_output_strides() as strides:
         yield strides
 
 
 def strides_reported() -> Sequence[Any]:
-    """What lowering has said, so far, of the strides of the results of the graph that AOTAutograd is at; see above."""
+    """Strides reported so far for the results of the graph that AOTAutograd is compiling; see above."""
     return getattr(TracingContext.try_get(), "output_strides", None) or ()
 
 
 def inductor_cache_folder() -> str | None:
-    """Where inductor keeps what it compiles for all processes of this user; None where it is told not to."""
+    """Inductor's cache folder, shared by all processes of this user; None if the cache is disabled."""
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -197,14 +197,14 @@ def inductor_cache_folder() -> str | None:
 
 
 def inductor_folder() -> str:
-    """Where inductor writes what it compiles, whether that can be or not."""
+    """Folder in which inductor writes compiled code, whether it is writable or not."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
 
 
 def is_inductor_cacheable(gm: torch.fx.GraphModule) -> bool:
-    """Whether a graph has only what inductor keeps compiled, where it keeps anything."""
+    """True if inductor can cache the compiled graph, and its cache is enabled."""
     from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
 
     try:
@@ -221,11 +221,11 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
                           is_inference: bool, reuse: bool = True, keep_order: bool = False) -> Callable[..., Any]:
     """Lower one graph of aten calls and functional collectives; the result takes a list of inputs and clears it.
 
-    reuse: whether a buffer that nobody reads any more may stay for a later one of its size, instead of being freed at once, and
-    kernels may run in another order than the graph's. keep_order: whether the order is the graph's but for what is fused, with
-    `reuse`, too. A collective would else start where it is waited for, if less is held then.
+    reuse: a dead buffer may stay for a later one of its size, instead of being freed at once, and
+    kernels may be reordered. keep_order: keep the graph's order except for fusion, even with
+    `reuse`. Otherwise a collective would start at its wait, if that lowers peak memory.
 
-    Never into CUDA graphs, also where inductor is set up for them: not every collective can be captured.
+    Never into CUDA graphs, even if inductor is configured for them: not every collective can be captured.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -1,10 +1,10 @@
-"""Inductor's schedule where bytes are counted: the order of the graph, and nothing held for longer than that says.
+"""Inductor's schedule under a memory budget: the order of the graph, without longer lifetimes.
 
-Left to itself, inductor gives a result its place when something needs it in memory. A result that only the next large kernel
-reads is so computed just before that, after what else that kernel reads; and what it is computed from is held until then.
-On CPUs it also puts all light kernels between two calls of a library into one function, whose memory is taken when it starts
-and given back when it is over. And it computes in one kernel what reads the same, however far apart: of what is computed once
-more in backward, layers ahead of where it is read.
+By default, inductor computes a result when something needs it in memory. A result that only the next large kernel
+reads is then computed just before that kernel, after its other operands; and its own operands live until then.
+On CPUs it also puts all light kernels between two library calls into one function, whose memory is allocated when it starts
+and freed when it ends. And it fuses kernels with common operands, however far apart: recomputation in backward would run
+layers ahead of its reader.
 """
 # Nodes of inductor's scheduler have no types to speak of.
 # pyright: reportAttributeAccessIssue=false
@@ -28,12 +28,12 @@ from passes.compat.patching.patches import replaced
 SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.11, 2.12: any callable is one
 
 LEAST_FREED_BYTES = 1 << 14
-"""What is worth a function of its own."""
+"""Minimum bytes worth a separate function."""
 
 
 @contextlib.contextmanager
 def scheduled_in_graph_order() -> Iterator[None]:
-    """What inductor compiles inside holds what the graph, run call by call, would hold."""
+    """Context: graphs that inductor compiles inside hold no more memory than the graph run call by call."""
     settings = {
         "_post_fusion_custom_pass": InGraphOrder(), "reorder_for_peak_memory": False, "allow_buffer_reuse": False,
         "realize_acc_reads_threshold": 8, "realize_reads_threshold": 4,  # as `passes.simulation.memory.memory_trace` has them
@@ -50,7 +50,7 @@ def scheduled_in_graph_order() -> Iterator[None]:
 
 
 class InGraphOrder(SchedulerPass):
-    """Of all kernels that can run, the one that stands first in the graph runs next."""
+    """Of all ready kernels, run the one that is first in the graph."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         places = _places(nodes)
@@ -61,13 +61,13 @@ class InGraphOrder(SchedulerPass):
         return [nodes[k] for k in stable_topological_order(first, waits_for)]
 
     def uuid(self) -> bytes:
-        """Of the code above: what inductor keeps from compiling is found by it, too."""
+        """Hash of the code above, as part of inductor's cache key."""
         return hashlib.sha256(Path(__file__).read_bytes()).digest()
 
 
 class _GraphPositions:
-    """Where in the graph the calls stand whose results kernels are. called: of those of them that libraries make. operands: by
-    buffer, where the call stands that one of these reads in it, view or not."""
+    """Positions in the graph of the calls behind each kernel. called: the library calls among them. operands: by
+    buffer, the position of the call that reads it, through views or not."""
 
     def __init__(self, graph: Any, nodes: Iterable[Any]):
         self.number = {node: k for k, node in enumerate(graph.nodes)}
@@ -85,11 +85,11 @@ class _GraphPositions:
         self.called.sort()
 
     def of(self, node: Any) -> list[int]:
-        """One for each kernel that was fused."""
+        """Positions, one for each kernel that was fused."""
         return [place for each in node.get_nodes() for place in self._of_kernel(each)]
 
     def stretches(self, *nodes: Any) -> set[int]:
-        """Numbers of the stretches between calls of libraries that these are from."""
+        """Indices of the stretches between library calls that these kernels are from."""
         return {bisect(self.called, place) for node in nodes for place in self.of(node)}
 
     def _of_kernel(self, each: Any) -> list[int]:
@@ -102,10 +102,10 @@ class _GraphPositions:
         return self.of_kernel[name]
 
     def _computed(self, node: Any, origins: list[int]) -> list[int]:
-        """Where a library wants an operand in memory, or in another order of dims, its own call and all that computes its other
-        operands are said to be what computes this one."""
+        """Where a library call needs an operand in memory, or in another memory format, inductor lists its own call and the
+        origins of its other operands as origins of that operand."""
         known = self.number.get(getattr(node, "origin_node", None))
-        if known is not None:  # what changes nothing, as a view of the same shape, is said to be it, too, if it stands later
+        if known is not None:  # a no-op, such as a view of the same shape, is listed as an origin, too, if it comes later
             return [min(known, max(origins, default=known))]
         known = self.operands.get(node.get_name())
         return origins if known is None else [known]
@@ -115,7 +115,7 @@ class _GraphPositions:
 
 
 def _places(nodes: Iterable[Any]) -> _GraphPositions:
-    """Of the graph that is being compiled. nodes: all of its kernels; asked when they are not fused yet, and afterwards."""
+    """Positions for the graph that is being compiled. nodes: all of its kernels; called before and after fusion."""
     graph: Any = V.graph
     if not hasattr(graph, "hpml_places"):
         graph.hpml_places = _GraphPositions(graph.graph, nodes)
@@ -123,7 +123,7 @@ def _places(nodes: Iterable[Any]) -> _GraphPositions:
 
 
 def stable_topological_order(first: list[int], waits_for: list[set[int]]) -> list[int]:
-    """All numbers, each after those that it waits for, and among those that wait for nothing more by `first`."""
+    """Topological order of all numbers; among ready ones, by `first`."""
     waiting = [len(found) for found in waits_for]
     followers: dict[int, list[int]] = defaultdict(list)
     for k, found in enumerate(waits_for):
@@ -144,7 +144,7 @@ def stable_topological_order(first: list[int], waits_for: list[set[int]]) -> lis
 
 
 def _freed_bytes(scheduler: Any) -> int:
-    """Of buffers that nobody reads after the kernels that are not written down yet."""
+    """Bytes of buffers without readers after the kernels that are not emitted yet."""
     names = scheduler.buffer_names_to_free - V.graph.removed_buffers - V.graph.wrapper_code.freed
     return sum(map(_nbytes, names))
 
@@ -152,7 +152,7 @@ def _freed_bytes(scheduler: Any) -> int:
 def _nbytes(name: str) -> int:
     try:
         return int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize
-    except NotImplementedError:  # stands for several results, which are buffers themselves
+    except NotImplementedError:  # a multi-output buffer, whose outputs are buffers themselves
         return 0
-    except TypeError:  # nobody knows its size yet
+    except TypeError:  # its size is not known yet
         return LEAST_FREED_BYTES

@@ -1,4 +1,4 @@
-"""DTensor's insides, for parameters that are DTensors (hpml_compiler/runtime)."""
+"""DTensor internals, for parameters that are DTensors (hpml_compiler/runtime)."""
 from __future__ import annotations
 
 import contextlib
@@ -16,8 +16,8 @@ plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 
 
 def with_dispatch() -> Any:
-    """Context in which `__torch_dispatch__` of subclasses is called, also inside of `torch.tensor([x])`, which asks `x` for its
-    number with that switched off: a collective's result that is not waited for would be read like memory that it lacks."""
+    """Context in which `__torch_dispatch__` of subclasses is called, even inside `torch.tensor([x])`, which reads the number
+    of `x` with that switched off: an unfinished collective's result would be read from memory that it lacks."""
     keys = torch._C.DispatchKey
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(keys.Python):
         return contextlib.nullcontext()
@@ -44,37 +44,37 @@ _interned_specs: dict[Any, Any] = {}
 
 
 def interned_spec(spec: Any) -> Any:
-    """The one spec of all that are equal: parameters have these, so that a guard need only compare identities."""
+    """The interned spec equal to this one: parameters have interned specs, so that a guard need only compare identities."""
     return _interned_specs.setdefault((id(spec.mesh), spec), spec)  # equal meshes may be of other process groups
 
 
 def as_interned(spec: Any) -> Any:
-    """The interned spec that equals this one, if there is one, else this one."""
+    """The interned spec equal to this one if there is one, else this one."""
     return _interned_specs.get((id(spec.mesh), spec), spec)
 
 
 def forget_interned_specs() -> None:
-    """For a fresh start: parameters that are placed from now on share nothing with those from before."""
+    """Clear the table: parameters placed from now on share nothing with earlier ones."""
     _interned_specs.clear()
 
 
 def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part of a tensor, and where it starts in the whole."""
+    """Shape of this rank's shard of a tensor, and its offset in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def norm_partial(order: float) -> Any:
-    """The placement of norms of parts: reduced, they give the norm of the whole."""
+    """The placement of norms of shards: reduced, they give the norm of the whole."""
     from torch.distributed.tensor._ops._math_ops import _NormPartial
 
     return _NormPartial(order)
 
 
 def on_fully_shard(look: Callable[[Any], None]) -> None:
-    """From now on, `look` is called with each parameter that `fully_shard` is about to shard. Nothing is done as long as that
-    is not loaded."""
+    """From now on, call `look` with each parameter that `fully_shard` is about to shard. Does nothing unless that
+    is loaded."""
     if "torch.distributed.fsdp._fully_shard._fsdp_param" not in sys.modules:
         return
 
@@ -95,9 +95,9 @@ def on_fully_shard(look: Callable[[Any], None]) -> None:
 
 @functools.cache
 def enable_subclass_dispatch() -> None:
-    """From now on, `__torch_dispatch__` of a DTensor subclass is called for what autograd's engine does with gradients.
+    """From now on, call `__torch_dispatch__` of a DTensor subclass for the autograd engine's operations on gradients.
 
-    Before torch 2.13, the C++ code that handles DTensors takes subclasses for DTensors; it asks a table of handlers first.
+    Before torch 2.13, the C++ code for DTensors treats subclasses as DTensors; it checks a table of handlers first.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
         return
@@ -122,8 +122,8 @@ def enable_subclass_dispatch() -> None:
 
 
 def register_scalar_reader(kind: type, whole: Callable[[Any], torch.Tensor]) -> None:
-    """From now on, where torch takes a tensor of this kind for a number (`alpha=tensor`, `torch.full((2,), tensor)`), it takes
-    `whole(tensor)`. No `__torch_function__` is asked then, and DTensor gives this rank's part, whatever its placement.
+    """From now on, where torch reads a tensor of this kind as a number (`alpha=tensor`, `torch.full((2,), tensor)`), it reads
+    `whole(tensor)`. `__torch_function__` is not called then, and DTensor gives this rank's shard, whatever its placement.
     """
     from torch.distributed.tensor import DTensor
 

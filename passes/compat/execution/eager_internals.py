@@ -1,4 +1,4 @@
-"""What runs outside of compiled graphs: transforms of functions, autograd, optimizers, profiler and log."""
+"""Eager-mode internals: function transforms, autograd, optimizers, profiler and log."""
 from __future__ import annotations
 
 import ctypes
@@ -13,17 +13,17 @@ from torch.utils._foreach_utils import _foreach_supported_types as of_utilities
 from passes.compat.patching.patches import replace_for_good
 
 inside_transform = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` (vmap, grad, jvp, ...) is running."""
+"""True while a transform of `torch.func` (vmap, grad, jvp, ...) is running."""
 
 
 def outside_transforms() -> Any:
-    """A context outside of all transforms of `torch.func` that are running: for what is the same to all of them."""
+    """Context outside of all running transforms of `torch.func`."""
     return temporarily_clear_interpreter_stack()
 
 
 def convert_before_differentiating(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """From now on, `torch.func`'s grad, vjp and jvp (and what is made of them) convert each tensor that they
-    differentiate by. They wrap tensors in a way that `__torch_function__` does not see, and DTensor meets plain ones."""
+    """From now on, `torch.func`'s grad, vjp and jvp (and their derivatives) convert each tensor that they
+    differentiate by. They wrap tensors without calling `__torch_function__`, and DTensor would meet plain ones."""
     def converting(wrap: Any) -> Any:
         if getattr(wrap, "converts", None) is convert:
             return wrap
@@ -53,34 +53,34 @@ def convert_before_vmap(convert: Callable[[Any], Any]) -> None:
 
 
 def inside_backward() -> bool:
-    """Whether autograd runs a backward in this thread: one of its own, perhaps, for which the script's thread waits."""
+    """True if autograd runs a backward in this thread: possibly one of its own, for which the script's thread waits."""
     return torch._C._current_graph_task_id() != -1
 
 
 def running_node() -> Any:
-    """The autograd node that this thread's backward has come to."""
+    """The autograd node that this thread's backward is executing."""
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def will_accumulate(nodes: Any) -> bool:
-    """Whether the backward that is running will call all these nodes (`AccumulateGrad`s) to add to `.grad`.
+    """True if the running backward will call all these nodes (`AccumulateGrad`s) to add to `.grad`.
 
     False under `torch.autograd.grad` and `backward(inputs=...)` without them, whose callers want the gradient itself.
     """
     try:
         return all(torch._C._will_engine_execute_node(node) for node in nodes)
-    except RuntimeError:  # its answer under torch.autograd.grad
+    except RuntimeError:  # raised under torch.autograd.grad
         return False
 
 
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """A class's `step` without what torch wraps it in when the first of the class is made: hooks, and a profiler's range."""
+    """A class's `step` without the wrapper that torch installs with the first instance: hooks, and a profiler range."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 use_count: Callable[[torch.Tensor], int] = cast("Any", torch.Tensor)._use_count
-"""How many hold a tensor: 1 for one that only Python knows, where all of Python's references count as one."""
+"""Reference count of a tensor: 1 for one that only Python knows, where all of Python's references count as one."""
 
 
 def register_foreach_type(kind: type) -> None:
@@ -92,7 +92,7 @@ def register_foreach_type(kind: type) -> None:
 
 
 def profiler_is_on() -> bool:
-    """Whether somebody profiles this thread."""
+    """True if this thread is being profiled."""
     return bool(torch.autograd._profiler_enabled())  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -109,5 +109,5 @@ def set_cpp_log_level(level: int) -> int | None:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs was called with retain_graph=True, so that it may run again."""
+    """True if the running backward was called with retain_graph=True, so that it may run again."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Process groups: their timeouts and stores, and collectives over gloo that torch does wrong."""
+"""Process groups: timeouts, stores, and workarounds for collectives over gloo."""
 from __future__ import annotations
 
 import contextlib
@@ -21,32 +21,32 @@ from passes.compat.patching.patches import replaced
 
 
 def group_timeout(group: Any) -> timedelta:
-    """After how long a collective of a process group gives up."""
+    """Timeout of the collectives of a process group."""
     backend = next(iter({group._get_backend(device) for device in group._device_types}))
     return backend.options._timeout
 
 
 def collectives_begun(name: str) -> int:
-    """How many collectives this rank has begun in the process group of this name."""
+    """Number of collectives that this rank has started in the process group of this name."""
     group: Any = cast("Any", distributed_c10d)._resolve_process_group(name)
     return group._get_sequence_number_for_group()
 
 
 def is_coalescing(group: Any) -> bool:
-    """Whether collectives of a process group are being collected by a `_coalescing_manager`; None is the group of all ranks."""
+    """True if collectives of a process group are being collected by a `_coalescing_manager`; None is the group of all ranks."""
     world: Any = cast("Any", distributed_c10d)._world
     return (dist.group.WORLD if group is None else group) in world.pg_coalesce_state
 
 
 def coordinate_in(name: str) -> int:
-    """This rank's number in the process group of this name."""
+    """This rank's index in the process group of this name."""
     return int(cast("Any", distributed_c10d)._resolve_process_group(name).rank())
 
 
 def registered_as(name: str, group: Any) -> str:
-    """A further name of a process group for functional collectives; another group that had it here loses it.
+    """Register another name of a process group for functional collectives; replaces another group under that name.
 
-    Names that torch gives differ between groups of one axis, and so would graphs of ranks that do the same.
+    torch's names differ between groups of one axis, and so would graphs of equal ranks.
     """
     c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
     try:
@@ -61,7 +61,7 @@ def registered_as(name: str, group: Any) -> str:
 
 
 def subgroups_mesh(device_type: str, axes: Mapping[str, int], timeout: timedelta) -> DeviceMesh:
-    """A mesh of all ranks, whose groups give up after `timeout`; `init_device_mesh` would give them half an hour."""
+    """A mesh of all ranks, whose groups have this `timeout`; `init_device_mesh` would give them half an hour."""
     ranks = torch.arange(math.prod(axes.values())).view(*axes.values())
     own: list[Any] = []
     for axis in range(len(axes)):
@@ -71,8 +71,8 @@ def subgroups_mesh(device_type: str, axes: Mapping[str, int], timeout: timedelta
 
 
 def side_store(prefix: str, timeout_s: float) -> Any:
-    """The store of the group of all ranks, through a connection of its own: whoever waits for a key on the other one blocks
-    all that use it. None for a store that cannot be reached twice."""
+    """The store of the group of all ranks, through a separate connection: a thread that waits for a key on the other one blocks
+    all its users. None for a store that cannot be connected to twice."""
     c10d, store = cast("Any", torch.distributed), cast("Any", _get_default_store())
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
@@ -87,11 +87,11 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @contextlib.contextmanager
 def stores_on_loopback() -> Iterator[None]:
-    """Stores that torchrun or `init_process_group` opens in this process for 127.0.0.1 listen there alone: a TCPStore listens
-    on all interfaces of its host, whatever that is called. Where a release of torch opens them elsewhere, nothing changes."""
+    """Context in which stores that torchrun or `init_process_group` opens in this process for 127.0.0.1 listen there alone: a
+    TCPStore listens on all interfaces. Where a release of torch opens them elsewhere, nothing changes."""
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
 
-    in_ranks = sys.modules["torch.distributed.rendezvous"]  # as an attribute, that is the function of the same name
+    in_ranks = sys.modules["torch.distributed.rendezvous"]  # the attribute of this name is a function
     modules: list[Any] = [m for m in (in_ranks, c10d_rendezvous_backend, static_tcp_rendezvous) if hasattr(m, "TCPStore")]
     for module in modules:
         module.TCPStore = _store_on_loopback
@@ -130,13 +130,13 @@ _FUNCTIONAL_COLLECTIVES = (
 )
 
 
-_libraries: list[Any] = []  # what is registered goes with its library
+_libraries: list[Any] = []  # registrations live as long as their library
 
 
 @functools.cache
 def collectives_through_host(dispatch_key: str = "CUDA") -> None:
-    """From now on, functional collectives of CUDA tensors are those of copies in the host's memory: for process groups in
-    which gloo carries them. Its `all_gather_into_tensor` reads device memory as if it were the host's and the process
+    """From now on, functional collectives of CUDA tensors run on copies in host memory: for process groups on
+    gloo. Its `all_gather_into_tensor` reads device memory as if it were host memory and the process
     dies (https://github.com/pytorch/pytorch/issues/152645); other ops are copied inside gloo anyway.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
@@ -147,8 +147,8 @@ def collectives_through_host(dispatch_key: str = "CUDA") -> None:
 
 
 def through_host(op: Any) -> Callable[..., Any]:
-    """A functional collective on copies of its tensors in the host's memory. It waits, so that there is nothing to wait for
-    in the result; what the op writes to is written back."""
+    """A functional collective on host copies of its tensors. It waits, so that there is nothing to wait for
+    in the result; mutated arguments are copied back."""
     written = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     names = [each.name for each in op._schema.arguments]
 
@@ -171,12 +171,12 @@ def through_host(op: Any) -> Callable[..., Any]:
 
 @functools.cache
 def use_single_gloo_allgather(dispatch_key: str = "CPU") -> None:
-    """From now on, a functional all_gather of CPU tensors is one `allgather` of gloo, not one of several tensors together.
+    """From now on, a functional all_gather of CPU tensors is one `allgather` of gloo, not a coalesced one.
 
-    The two threads of a gloo group note the name of what they did last in one std::string, without a lock
-    (`ProcessGroupGloo::runLoop`, in torch 2.11 to 2.15 at least). "ALLGATHER_COALESCED" is too long for a string to hold in
-    itself, so two gathers that end at once free its memory twice: the heap is corrupt, and the process dies somewhere else,
-    later. The names of all others that graphs use fit: characters written twice do no harm.
+    The two threads of a gloo group write the name of their last operation into one std::string, without a lock
+    (`ProcessGroupGloo::runLoop`, in torch 2.11 to 2.15 at least). "ALLGATHER_COALESCED" is too long for the small-string
+    buffer, so two gathers that end at once free its memory twice: the heap is corrupt, and the process dies somewhere else,
+    later. The names of all other ops in graphs fit: characters written twice do no harm.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", single_all_gather, dispatch_key)
@@ -184,11 +184,11 @@ def use_single_gloo_allgather(dispatch_key: str = "CPU") -> None:
 
 
 def single_all_gather(tensor: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
-    """What `_c10d_functional.all_gather_into_tensor` returns: to be waited for."""
+    """Like `_c10d_functional.all_gather_into_tensor`: the result must be waited for."""
     out = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
     real, real_out = (torch.view_as_real(x) if x.is_complex() else as_transferable(x) for x in (tensor, out))
     torch.ops._c10d_functional.all_gather_into_tensor_out.default(real, group_size, group_name, out=real_out)
-    return out  # the work is found by the memory
+    return out  # the work is registered by its memory
 
 
 _KNOWN_TO_GLOO = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -196,6 +196,6 @@ _KNOWN_TO_GLOO = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64, t
 
 
 def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
-    """A packed tensor as what moves between ranks without being computed with: its bytes where gloo does not know the dtype, as
-    float8 and int16 ("Invalid scalar type"), or does not in all releases, as bool. The same memory."""
+    """A packed tensor in a dtype that can be moved between ranks: its bytes where gloo does not support the dtype, such
+    as float8 and int16 ("Invalid scalar type"), or not in all releases, such as bool. The same memory."""
     return tensor if tensor.dtype in _KNOWN_TO_GLOO else tensor.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Orders of a pipeline's actions as torch's own schedules have them."""
+"""Action orders of torch's own pipeline schedules."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -8,14 +8,14 @@ import torch
 from passes.errors import BadInput
 
 Ordered = tuple[str, int, int]
-"""(what, stage, microbatch); what: "F" forward, "B" backward, or its halves: "I" gradients of inputs, "W" of weights."""
+"""(kind, stage, microbatch); kind: "F" forward, "B" backward, or its halves: "I" gradients of inputs, "W" of weights."""
 
 
 def schedule_order(name: str, ranks: int, virtual: int, microbatches: int) -> list[list[Ordered]]:
-    """What each rank computes, in order, by a schedule of `torch.distributed.pipelining` for several stages a rank.
+    """Computations of each rank, in order, by a schedule of `torch.distributed.pipelining` with several stages a rank.
 
-    The classes are public, and so is the attribute that holds the order. What they ask of a stage to make it is not: how many
-    there are, and where it is; it stands here in place of one that runs. Raises BadInput for numbers that torch refuses.
+    The classes are public, and so is the attribute with the order. The attributes of a stage that they read are not: the number
+    of stages, and its index; a stub stage provides them. Raises BadInput for numbers that torch rejects.
     """
     from torch.distributed import pipelining
 

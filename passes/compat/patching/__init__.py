@@ -1,1 +1,1 @@
-"""Functions of torch that hpml replaces, and the releases that it is tested with."""
+"""Replaced functions of torch, and the releases that hpml is tested with."""

@@ -1,8 +1,8 @@
-"""Functions of torch that hpml replaces: one table, and one way to do it.
+"""Patches: the functions of torch that hpml replaces, in one table.
 
-Each entry says why, what the function's parameters have to be, and what hpml does without. Before a function is replaced, its
-parameters are compared with these (the probe). Where they differ, or the function is gone, it is left as it is, and one line of
-the log says so: a new release of torch takes something away, and breaks nothing.
+Each entry states its purpose, the expected parameters, and the consequence without it. Before a function is replaced, its
+parameters are compared with these (the probe). Where they differ, or the function is gone, it is left as it is, with one
+log line: a new release of torch disables a feature, and breaks nothing.
 """
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing import Any
 
 log = logging.getLogger("hpml")
 _lock = threading.RLock()
-"""Held while functions are replaced: what one thread restores is what it found."""
+"""Held while functions are replaced, so that each thread restores the function that it found."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """target: module, and the name in it. parameters: those that the function begins with, by name. seen: the first and the
-    last release of torch in which the probe succeeds. A replacement has to take further parameters as they come."""
+    """target: module, and the name in it. parameters: the function's leading parameters, by name. seen: the first and the
+    last release of torch in which the probe succeeds. A replacement must accept further parameters."""
 
     target: str
     parameters: tuple[str, ...]
@@ -37,7 +37,7 @@ class Patch:
         return self.target.rpartition(":")[2]
 
     def place(self) -> tuple[Any, str]:
-        """The object that has the function, and its name there. Raises ImportError or AttributeError."""
+        """The object with the function, and its name there. Raises ImportError or AttributeError."""
         module, _, path = self.target.partition(":")
         *owners, name = path.split(".")
         owner: Any = importlib.import_module(module)
@@ -46,7 +46,7 @@ class Patch:
         return owner, name
 
     def probe(self) -> str | None:
-        """Why the function cannot be replaced; None if it can."""
+        """Reason why the function cannot be replaced; None if it can."""
         try:
             owner, name = self.place()
             function = getattr(owner, name)
@@ -105,19 +105,19 @@ PATCHES = {patch.name: patch for patch in (
 """By the name in its module."""
 
 Replacing = Mapping[str, Callable[[Any], Any]]
-"""Names in PATCHES, with what makes a replacement of the function that is there."""
+"""Names in PATCHES, with a factory of the replacement from the original function."""
 
 
 def replace_for_good(replacements: Replacing) -> bool:
-    """Replace functions for the rest of the process: all of them, or none where a probe fails. Returns which."""
+    """Replace functions for the rest of the process: all of them, or none where a probe fails. Returns True if replaced."""
     with _lock:
         return _replace(replacements) is not None
 
 
 @contextlib.contextmanager
 def replaced(replacements: Replacing) -> Iterator[bool]:
-    """A context in which functions are replaced: all of them, or none where a probe fails. Gives which. Other threads that
-    want to replace something wait."""
+    """Context in which functions are replaced: all of them, or none where a probe fails. Yields True if replaced. Other threads
+    that replace functions wait."""
     with _lock:
         before = _replace(replacements)
         try:
@@ -128,7 +128,7 @@ def replaced(replacements: Replacing) -> Iterator[bool]:
 
 
 def _replace(replacements: Replacing) -> list[tuple[Any, str, Any]] | None:
-    """What was there before, for each."""
+    """Replace, and return the originals."""
     if not all([_can_be_replaced(name) for name in replacements]):
         return None
     before = []
@@ -142,7 +142,7 @@ def _replace(replacements: Replacing) -> list[tuple[Any, str, Any]] | None:
 
 @functools.cache
 def _can_be_replaced(name: str) -> bool:
-    """The probe, once in a process: what has been replaced already has the parameters of its replacement."""
+    """Run the probe, once in a process: a replaced function has the parameters of its replacement."""
     patch = PATCHES[name]
     why = patch.probe()
     if why is not None:

@@ -12,7 +12,7 @@ FIRST, LAST = (2, 11), (2, 15)
 
 
 def why_untested(version: str = torch.__version__) -> str | None:
-    """A sentence about a release that tests do not cover, None for one that they do."""
+    """A sentence about an untested release, None for a tested one."""
     release = Version(version).release[:2]
     if FIRST <= release <= LAST:
         return None
@@ -22,6 +22,6 @@ def why_untested(version: str = torch.__version__) -> str | None:
 
 @functools.cache
 def warn_if_untested() -> None:
-    """Once per process. The private modules that hpml uses may have changed: what has is missing then, or raises."""
+    """Warn once per process. The private modules that hpml uses may have changed: names are then missing, or calls raise."""
     if why := why_untested():
         log.warning("%s; if something fails that works with %d.%d, please report it", why, *LAST)

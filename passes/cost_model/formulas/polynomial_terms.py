@@ -1,13 +1,13 @@
-"""Sizes as polynomials in the sizes of a model's inputs, as data: equal ones are equal tuples."""
+"""Polynomials in the sizes of a model's inputs, as data: equal ones are equal tuples."""
 from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
 
 Powers = tuple[int, ...]
-"""Of each symbol."""
+"""Exponent of each symbol."""
 Polynomial = tuple[tuple[Powers, Fraction], ...]
-"""Coefficients that are not 0, by ascending powers."""
+"""Nonzero coefficients, by ascending powers."""
 
 
 def polynomial(terms: Iterable[tuple[Powers, Fraction]]) -> Polynomial:
@@ -19,7 +19,7 @@ def polynomial(terms: Iterable[tuple[Powers, Fraction]]) -> Polynomial:
 
 
 def value(terms: Polynomial, at: tuple[int, ...]) -> Fraction:
-    """At a point: exact."""
+    """Exact value at a point."""
     return sum((factor * product(powers, at) for powers, factor in terms), Fraction(0))
 
 

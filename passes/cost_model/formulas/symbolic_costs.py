@@ -3,8 +3,8 @@
     kernel      Max(ramp + flops · a + bytes · b, memory(bytes)) + launch           `passes.cost_model.efficiency_curves`
     collective  Min over algorithms of (fixed + bytes · per byte)                    `passes.cost_model.collective_costs`
 
-with memory(bytes) a line, or a line for each level of caches. That is exact for a roofline; an expression for what was
-measured is that of the roofline, `scaled` so that it equals the measurement at the base size.
+with memory(bytes) a line, or a line for each level of caches. That is exact for a roofline; the expression for a measured
+kernel is that of the roofline, `scaled` so that it equals the measurement at the base size.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SymbolicAxis:
 
 
 def symbolic_axes(mesh: Mesh, symbols: Sequence[sympy.Symbol], devices_per_node: int) -> tuple[SymbolicAxis, ...]:
-    """The axes of a mesh with symbols for their sizes, on links of the kind that they lie on now (`price_axis`)."""
+    """The axes of a mesh with symbols for their sizes, on links of the kind that they use now (`price_axis`)."""
     found = []
     for k, (axis, n) in enumerate(zip(mesh.axes, symbols)):
         if not axis.levels:
@@ -50,7 +50,7 @@ def symbolic_axes(mesh: Mesh, symbols: Sequence[sympy.Symbol], devices_per_node:
 
 
 def collective_expression(kind: str, axis: SymbolicAxis, nbytes: sympy.Expr) -> sympy.Expr:
-    """µs of a collective; see `passes.cost_model.collective_costs`, whose formulas these are."""
+    """µs of a collective, by the formulas of `passes.cost_model.collective_costs`."""
     slow = sympy.Float(axis.slowdown[kind]) if kind in axis.slowdown else sympy.Integer(1)
     return SYMBOLS.least([fixed + nbytes * per_byte for fixed, per_byte in
                           lines_of(kind, axis.whole, axis.levels, slow, SYMBOLS)])
@@ -92,7 +92,7 @@ SYMBOLS = SympyAlgebra()
 
 @dataclass(frozen=True)
 class SymbolicCosts:
-    """Expressions for what a roofline says on a mesh; `base` are the values of the symbols at the base size."""
+    """Roofline costs on a mesh as expressions; `base` are the values of the symbols at the base size."""
 
     roofline: RooflineCost
     axes: tuple[SymbolicAxis, ...]
@@ -107,7 +107,7 @@ class SymbolicCosts:
         return largest(work, self._memory_us(nbytes)) + _float(self.roofline.device.launch_latency_us)
 
     def _memory_us(self, nbytes: sympy.Expr) -> sympy.Expr:
-        """A line in bytes for each level that may hold them; only those that the bytes may reach."""
+        """A line in bytes for each level that may hold them; only levels that the bytes may reach."""
         lines = [(until, _float(fixed) + nbytes * _float(slope))
                  for until, fixed, slope in memory_segments(self.roofline.device)]
         if not nbytes.free_symbols:
@@ -123,7 +123,7 @@ class SymbolicCosts:
         return collective_expression(kind, self.axes[axis], nbytes) + launch
 
     def scaled(self, expression: sympy.Expr, now_us: float) -> sympy.Expr:
-        """The expression times what makes it `now_us` at the base size."""
+        """The expression, multiplied so that it equals `now_us` at the base size."""
         arguments = list(self.base)
         found = float(sympy.lambdify(arguments, expression, "math")(*self.base.values()))
         if not found or abs(found - now_us) <= _SAME * abs(now_us):

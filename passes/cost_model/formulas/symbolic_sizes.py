@@ -1,4 +1,4 @@
-"""Sizes as polynomials: one model traced at a few sizes of its inputs, every number of it interpolated exactly.
+"""Sizes as polynomials: one model traced at a few sizes of its inputs, with every number interpolated exactly.
 
 A size (bytes of a value, FLOPs of a call) is a polynomial with rational coefficients in the sizes of the inputs: of
 degree 1 in the batch and 2 in a length (attention). `Interpolation.of` finds it from its values at sample points and
@@ -33,11 +33,11 @@ _HIGHEST = 4  # power of a length in a single product: attention over the patche
 
 
 class NotPolynomial(Exception):
-    """A size is no polynomial of the expected degree, or more points are needed to tell which."""
+    """A size is no polynomial of the expected degree, or more points are needed to decide."""
 
 
 def goes_down(size: int) -> bool:
-    """Whether a length has a half, a quarter and three quarters that are no less than 2."""
+    """True if a half, a quarter and three quarters of a length are integers of at least 2."""
     return size % 4 == 0 and size >= 8
 
 
@@ -62,7 +62,7 @@ def first_points(names: Sequence[str], base: Point, up: bool) -> tuple[Point, ..
 
 
 def lattice_points(names: Sequence[str], base: Point, up: bool) -> tuple[Point, ...]:
-    """Points at which a polynomial of the highest degrees may have any value: the grid below its degrees."""
+    """Points that determine any polynomial of the highest degrees: the grid below its degrees."""
     levels = [(n, 3 * n) if name == LINEAR else (n, *_levels(n, up)[:2]) for name, n in zip(names, base)]
     return tuple(tuple(level[g] for level, g in zip(levels, powers)) for powers in _grid(names))
 
@@ -138,29 +138,29 @@ class SymbolicSizes:
         self.samples, self.interpolation = samples, interpolation
 
     def bytes(self, v: int) -> Polynomial:
-        """Of value number `v`, whole."""
+        """Whole bytes of value number `v`."""
         return self.interpolation.of(tuple(graph.values[v].bytes for graph in self.samples))
 
     def flops(self, operation: int) -> Polynomial:
-        """Of operation number `operation`, whole."""
+        """FLOPs of the whole operation number `operation`."""
         return self.interpolation.of(tuple(round(graph.operations[operation].flops) for graph in self.samples))
 
     def factor(self, v: int, dim: int, factor: int) -> Polynomial:
-        """A factor of a dim; the dim, where its size has other factors at another point."""
+        """A factor of a dim; the whole dim, if its factors differ at another point."""
         values = [graph.values[v] for graph in self.samples]
         alike = len({len(value.factors[dim]) for value in values}) == 1
         return self.interpolation.of(tuple(
             value.factors[dim][factor] if alike else value.spec.shape[dim] for value in values))
 
     def outer(self, v: int, placement: tuple[int, int]) -> Polynomial:
-        """Elements before the parts of a split: 1 where they lie one after another in memory."""
+        """Elements before the shards of a split: 1 if they are contiguous in memory."""
         dim, factor = placement
         return self.interpolation.of(tuple(
             prod(graph.values[v].spec.shape[:dim]) * prod(graph.values[v].factors[dim][:factor]) for graph in self.samples))
 
 
 def difference(base: PlacementGraph, other: PlacementGraph) -> str | None:
-    """The first place where two traces of one model are not the same calls on the same values; None if they are."""
+    """The first place where two traces of one model differ in calls or values; None if they are equal."""
     for mine, theirs in zip(base.operations, other.operations):
         if (mine.target, mine.inputs, mine.outputs, mine.phase, mine.block) != (
             theirs.target, theirs.inputs, theirs.outputs, theirs.phase, theirs.block

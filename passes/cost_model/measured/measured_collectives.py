@@ -58,7 +58,7 @@ class CollectivePoint:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What `read` finds it again by."""
+        """JSON values from which `read` restores the point."""
         return {"collective": self.kind, "bytes": self.nbytes, **asdict(self.group)}
 
     @staticmethod
@@ -94,14 +94,14 @@ def fit_points(points: Iterable[CollectivePoint]) -> dict[tuple[str, MeasuredGro
 
 @dataclass(frozen=True)
 class _CollectiveCurves:
-    """What was measured of one kind on groups that the formula prices alike, however far apart their ranks are."""
+    """Measurements of one kind on groups that the formula prices equally, however far apart their ranks are."""
 
     axis: MeshAxis
     world_size: int
     points: tuple[CollectivePoint, ...]
 
     def distance(self, axis: MeshAxis, world_size: int | None) -> tuple[float, ...]:
-        """How far from an axis: the levels it spans count first, then their links, their sizes, and the world."""
+        """Distance from an axis: the levels it spans count first, then their links, their sizes, and the world."""
         mine, other = _levels(self.axis), _levels(axis)
         if len(mine) != len(other):
             return (1.0, 0.0, _apart([self.axis.size], [axis.size]), 0.0)
@@ -116,13 +116,13 @@ class _CollectiveCurves:
 class MeasuredCollectives:
     """The collective half of a `CostModel`.
 
-    A group that was measured takes the fitted time, launch included. Another one, of another size or level of the
+    A measured group takes the fitted time, launch included. Another one, of another size or level of the
     hierarchy, takes the formula's time multiplied by measured / formula of the nearest measured group at the same
-    bytes; beyond the largest measured size, at that size. Kinds that were measured nowhere take the formula's time.
+    bytes; beyond the largest measured size, at that size. Kinds without measurements take the formula's time.
     Times never fall as bytes grow.
 
     points: see `read_points`. axis_of: the axis by which the formula prices a measured group, such as
-    `MeasuredGroup.axis`. world_size: of what is equally near, the measurement in a world nearest to this size is
+    `MeasuredGroup.axis`. world_size: among equally near measurements, the one in a world nearest to this size is
     taken, since ranks compete for a host. formula: µs of kind, axis and bytes, above 0 on an axis longer than 1.
     """
 
@@ -138,7 +138,7 @@ class MeasuredCollectives:
         self._functions: dict[tuple[str, MeshAxis], Callable[[float], float]] = {}
 
     def is_measured(self, kind: str) -> bool:
-        """Whether any measurement stands behind the prices of a kind."""
+        """True if the prices of a kind are based on measurements."""
         return kind in self._measured
 
     def collective_us(self, kind: str, axis: MeshAxis, nbytes: float) -> float:
@@ -163,14 +163,14 @@ class MeasuredCollectives:
         sizes = sorted({float(p.nbytes) for p in nearest.points})
         if len(sizes) > 1:
             fit = fit_piecewise([p.nbytes for p in nearest.points], [p.us for p in nearest.points])
-        else:  # one size tells one ratio
+        else:  # one size gives one ratio
             ratio = float(np.mean([p.us for p in nearest.points])) / self._formula(kind, nearest.axis, sizes[0])
             ends = (0.0, sizes[0])
             fit = PiecewiseLinear(ends, tuple(ratio * self._formula(kind, nearest.axis, size) for size in ends))
         own = [self._formula(kind, axis, size) for size in fit.knots]
         if own == [self._formula(kind, nearest.axis, size) for size in fit.knots]:
             return fit
-        # The product of fit and ratio is no straight line between the knots of the fit: follow it in octaves.
+        # The product of fit and ratio is not linear between the knots of the fit: sample it in octaves.
         octaves = 2.0 ** np.arange(8, math.ceil(math.log2(sizes[-1])))
         knots = sorted({*fit.knots, *octaves[octaves < sizes[-1]].tolist()})
         ratios = [self._formula(kind, axis, size) / self._formula(kind, nearest.axis, size) for size in knots]
@@ -185,5 +185,5 @@ def _levels(axis: MeshAxis) -> list[tuple[float, float, float]]:
 
 
 def _apart(a: Iterable[float], b: Iterable[float]) -> float:
-    """How many octaves lie between two rows of numbers, in all."""
+    """Total distance of two tuples of numbers, in octaves."""
     return sum(abs(math.log2(x / y)) for x, y in zip(a, b))

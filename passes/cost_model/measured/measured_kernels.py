@@ -1,4 +1,4 @@
-"""Costs from what `hpml profile` has measured on this device, and from a roofline scaled by it where nothing was.
+"""Costs from `hpml profile`'s measurements on this device, and from a roofline scaled by them elsewhere.
 
     kernel that was measured       launch_us + its median
     other kernel of kind k         launch_us + (roofline without its launch) · factor[k]
@@ -6,8 +6,8 @@
     optimizer                      tensor_us per parameter + (roofline's traffic) · factor["optimizer"]
     a step besides                 graph_us for every call of a forward or backward graph
 
-factor[k] is the median of measured over predicted, so that kernels that were not measured err as those that were.
-What was found on the very graph that is planned goes before what was found on others, of which the median is taken.
+factor[k] is the median of measured over predicted, so that unmeasured kernels err like measured ones.
+Measurements of the planned graph itself take precedence over those of other graphs, of which the median is taken.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class DeviceMeasurements:
-    """What is known of one device. operations: by `measurement_key_of`, µs. factors: by kind of kernel, or OPTIMIZER.
+    """Measurements of one device. operations: by `measurement_key_of`, µs. factors: by kind of kernel, or OPTIMIZER.
 
     launch_us: host time of a step per kernel, besides what the kernel takes; graph_us: of one call of a compiled
     forward or backward graph; tensor_us: of the optimizer per parameter; collective_us: of a collective in a step,
@@ -43,8 +43,8 @@ class DeviceMeasurements:
 
     @staticmethod
     def load(cache: MeasurementCache, device: str, graph: str = "") -> DeviceMeasurements | None:
-        """None where nothing was measured on that device (see `passes.cost_model.measured.measurement_cache.device_key`).
-        graph: its hash; factors and overheads are kept as `name@hash`."""
+        """None without measurements of that device (see `passes.cost_model.measured.measurement_cache.device_key`).
+        graph: its hash; factors and overheads are stored as `name@hash`."""
         found = {kind: {key: m.median_us for key, m in cache.all(device, kind).items()}
                  for kind in (OPERATION, FACTOR, OVERHEAD)}
         if not any(found.values()):
@@ -65,7 +65,7 @@ def _of_graph(values: Mapping[str, float], graph: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """A `CostModel` on top of a roofline. `compute_us` takes the key of the operation besides, where there is one."""
+    """A `CostModel` on top of a roofline. `compute_us` also takes the key of the operation, if it has one."""
 
     roofline: RooflineCost
     measurements: DeviceMeasurements

@@ -1,4 +1,4 @@
-"""Measurements kept from one run to the next: a SQLite file in the user's cache folder."""
+"""Persistent cache of measurements: a SQLite file in the user's cache folder."""
 from __future__ import annotations
 
 import functools
@@ -28,7 +28,7 @@ _COLUMNS = "median_us, runs, spread, extra"
 
 @dataclass(frozen=True)
 class TimedMeasurement:
-    """One thing timed. runs: how many times; spread: 90th over 10th percentile of them, 1 where all were alike.
+    """One timed thing. runs: number of runs; spread: 90th over 10th percentile of them, 1 if all were equal.
 
     extra: whatever else identifies or explains it, as JSON values.
     """
@@ -56,7 +56,7 @@ class MeasurementCache(SqliteFile):
                          "delete this file; `hpml profile` makes a new one")
 
     def get(self, device: str, kind: str, key: str) -> TimedMeasurement | None:
-        """What was measured last, or None."""
+        """The latest measurement, or None."""
         sql = f"SELECT {_COLUMNS} FROM measurement WHERE device = ? AND kind = ? AND key = ?"
         rows = self.read(sql, (device, kind, key))
         return self.guarded(lambda: _measurement(rows[0])) if rows else None
@@ -68,11 +68,11 @@ class MeasurementCache(SqliteFile):
         return self.guarded(lambda: {key: _measurement(rest) for key, *rest in rows})
 
     def put(self, device: str, kind: str, key: str, measurement: TimedMeasurement) -> None:
-        """Keeps a measurement, in place of an earlier one."""
+        """Store a measurement, replacing an earlier one."""
         self.put_all(device, kind, {key: measurement})
 
     def put_all(self, device: str, kind: str, measurements: Mapping[str, TimedMeasurement]) -> None:
-        """Keeps many in one transaction: all of them or none."""
+        """Store many in one transaction: all of them or none."""
         self.write("INSERT OR REPLACE INTO measurement VALUES (?, ?, ?, ?, ?, ?, ?)", [
             (device, kind, key, m.median_us, m.runs, m.spread, json.dumps(dict(m.extra), allow_nan=False))
             for key, m in measurements.items()
@@ -85,7 +85,7 @@ def default_path() -> Path:
 
 
 def device_key(device_type: str = "cpu") -> str:
-    """Names this process's device, torch version and, on a CPU, cores and threads: what measurements hold for.
+    """Key of this process's device: device, torch version and, on a CPU, cores and threads.
 
     device_type: "cpu" or "cuda". Such as "Intel(R) Xeon(R) CPU, 8 cores, 4 threads, torch 2.13.0".
     """
@@ -101,7 +101,7 @@ def device_key(device_type: str = "cpu") -> str:
 
 @functools.cache
 def _processor() -> str:
-    """The processor's model: what the kernel says on Linux, else what Python knows."""
+    """The processor's model: from the kernel on Linux, else from Python."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""The name of one call on one rank: what measurements of operations are kept under."""
+"""Key of the measurements of one call on one rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f1
 def measurement_key_of(
     graph: PlacementGraph, op: Operation, inputs: Sequence[Layout], made: Sequence[Layout], axes: Axes
 ) -> str:
-    """`aten.mm.default f32[256,128] f32[128,64] -> f32[256,64]`: the operator and what one rank reads and makes."""
+    """`aten.mm.default f32[256,128] f32[128,64] -> f32[256,64]`: the operator with local operands and results."""
     def spec(v: int, layout: Layout) -> str:
         value = graph.values[v]
         shape = ",".join(map(str, local_shape(value, layout, axes)))

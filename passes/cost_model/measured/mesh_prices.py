@@ -1,4 +1,4 @@
-"""A cost model seen from one mesh, with axes by number, as building a partition problem wants it."""
+"""Prices of a cost model on one mesh, with axes by number, for building a placement problem."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from passes.hardware.mesh import Mesh
 
 @dataclass(frozen=True)
 class CachedMeasurements:
-    """What `hpml profile` left in the cache for the devices that a plan is for."""
+    """Measurements that `hpml profile` left in the cache for the planned devices."""
 
     measurements: DeviceMeasurements
     collectives: MeasuredCollectives | None
 
 
 class MeshPrices:
-    """`passes.cost_model.cost_terms.Prices` of one mesh, in µs. states: tensors that the optimizer keeps per parameter, in its
+    """`passes.cost_model.cost_terms.Prices` of one mesh, in µs. states: optimizer tensors per parameter, in its
     dtype.
 
-    measured: what takes the place of the roofline where something was measured. cost: a cost model to ask instead of both;
-    its optimizer has one dtype, and its time goes with the bytes that are read and written.
+    measured: replaces the roofline where there are measurements. cost: a cost model to use instead of both;
+    its optimizer has one dtype, and its time is proportional to the bytes that are read and written.
     """
 
     algebra = NUMBERS
@@ -58,11 +58,11 @@ class MeshPrices:
 
     @property
     def overhead_us(self) -> float:
-        """Of a call of a compiled graph, forward or backward, besides its kernels; 0 where it was not measured."""
+        """Overhead of a call of a compiled graph, forward or backward, besides its kernels; 0 without measurements."""
         return self.measured.measurements.graph_us if self.measured is not None else 0.0
 
     def _optimizer(self, dtype: str) -> tuple[CostModel, float]:
-        """The model to ask about parameters of a dtype, and elements of its dtype that one of theirs counts as."""
+        """The cost model for parameters of a dtype, and how many elements of its dtype one parameter element counts as."""
         size = 8 if dtype == "float64" else 2 if dtype in ("bfloat16", "float16") else 4
         optimizer = OptimizerModel(size, size, self.states * size)
         if self.given is None:

@@ -34,7 +34,7 @@ _SMALL = 1e-6
 
 @dataclass(frozen=True)
 class FitParameter:
-    """A number to fit: where it starts, within which bounds, and `sigma`: how far its logarithm may well be off."""
+    """A number to fit: its start, its bounds, and `sigma`: the prior standard deviation of its logarithm."""
 
     name: str
     start: float
@@ -54,7 +54,7 @@ class FitParameter:
 class ParameterFit:
     """The fitted values, and predicted seconds of each row with them.
 
-    informed: for each parameter, from 0 (the rows say nothing: its value is the start's) to 1 (the start no longer
+    informed: for each parameter, from 0 (the rows do not determine it: its value is the start's) to 1 (the start no longer
     counts): 1 - (σ of ln θ_p after) / (σ before).
     """
 

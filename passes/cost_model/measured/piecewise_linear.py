@@ -62,7 +62,7 @@ class PiecewiseLinear:
 
     @property
     def beta_us_per_byte(self) -> float:
-        """What one more byte takes at the largest sizes."""
+        """Time of one more byte at the largest sizes."""
         return (self.values[-1] - self.values[-2]) / (self.knots[-1] - self.knots[-2])
 
 

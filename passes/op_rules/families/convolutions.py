@@ -12,7 +12,7 @@ from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
 OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
-"""How many of the arguments, from the first on, are what is computed with; the last of them is the weight."""
+"""Number of leading arguments that are operands of the computation; the last of them is the weight."""
 
 
 def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[list, list, list, list, dict]:

@@ -1,7 +1,7 @@
-"""Flex attention: one operation with graphs inside, which say how a score is changed or masked.
+"""Flex attention: one operation with subgraphs that modify or mask scores.
 
-Batch and heads are split where those graphs do not ask which one they are in: a rank counts its own from 0. Positions in
-the sequences are always asked for. GQA as in `passes.op_rules.families.attention`: heads of q are `(g)(r)`, those of k and v
+Batch and heads are split unless a subgraph reads their indices: a rank counts its own from 0. Sequence
+positions are always read. GQA as in `passes.op_rules.families.attention`: heads of q are `(g)(r)`, those of k and v
 `(g)`.
 """
 from __future__ import annotations

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def _letters(call: Call, image: int) -> tuple[list, list, list]:
-    """Layouts of the image (n, c, space), of the grid (n, points, coordinates), and of what is sampled (n, c, points)."""
+    """Letters of the image (n, c, space), of the grid (n, points, coordinates), and of the samples (n, c, points)."""
     points = [("point", d) for d in range(len(call.operands[image].shape) - 2)]
     return ["n", "c", *[None] * len(points)], ["n", *points, None], ["n", "c", *points]
 

@@ -17,7 +17,7 @@ def _dims(given: int | list[int] | None, rank: int) -> set[int]:
 
 
 def _reduction(call: Call, position: int = 1, *, default: int | None = None, summed: bool = False, maxed: bool = False) -> Rule:
-    """`position`: of the argument `dim`; `default`: what that is if it is not given, all dims if None."""
+    """`position`: of the argument `dim`; `default`: its default value, all dims if None."""
     rank = len(call.operands[0].shape)
     dims = _dims(call.argument(position, "dim", default), rank)
     keep = len(call.results[0].shape) == rank and rank > 0

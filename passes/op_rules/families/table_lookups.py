@@ -90,7 +90,7 @@ def index(call: Call) -> Rule | None:
 
 @rule(aten._unsafe_masked_index.default)
 def masked_index(call: Call) -> Rule | None:
-    """args: self, mask, indices, what to put where the mask is false"""
+    """args: self, mask, indices, values for where the mask is false"""
     return _index(call, list(call.args[2]), call.args[1].index, call.args[3] == 0)
 
 
