@@ -1,4 +1,4 @@
-"""What the benchmarks share: models, timed steps, medians, one JSON line."""
+"""Shared by the benchmarks: models, timed steps, medians, one JSON line."""
 from __future__ import annotations
 
 import importlib.util

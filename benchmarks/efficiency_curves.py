@@ -1,4 +1,4 @@
-"""Kernels of growing size, measured against what the roofline with its efficiency curves predicts.
+"""Kernels of growing size: measured times against the roofline with its efficiency curves.
 
     python benchmarks/efficiency_curves.py [--device cpu] [--seconds 30]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of memory share: a step whose bytes are counted as an allocator counts them."""
+"""Shared by the memory benchmarks: a step whose bytes are counted as an allocator counts them."""
 from __future__ import annotations
 
 import contextlib

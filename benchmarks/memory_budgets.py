@@ -1,4 +1,4 @@
-"""Byte budgets, from what a step takes without one down to the least that works: what is predicted, and what it takes.
+"""Byte budgets from unconstrained memory down to the smallest that works: predicted and measured bytes.
 
     python benchmarks/memory_budgets.py [--cases gpt_4 unet logits ...] [--shares 0.9 0.8 ...]
     torchrun --nproc-per-node 2 benchmarks/memory_budgets.py [--mesh dp=2]

@@ -1,4 +1,4 @@
-"""Memory against time of a training step on one device: hpml under byte budgets, and the other ways to save memory.
+"""Memory against time of a training step on one device: hpml under byte budgets, and other ways to save memory.
 
     python benchmarks/memory_frontier.py [--model gpt_memory unet] [--rounds 5] [--budgets 8] [--device cuda] [--json FILE]
 

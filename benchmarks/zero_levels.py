@@ -1,4 +1,4 @@
-"""Levels of ZeRO: bytes of a rank between steps and at the peak, and collectives, against what the formulas say.
+"""Levels of ZeRO: a rank's bytes between steps and at the peak, and collectives, against the formulas.
 
     torchrun --nproc-per-node 2 benchmarks/zero_levels.py [--models gpt] [--levels 0 2 3] [--accumulate 1 4] [--json FILE]
 

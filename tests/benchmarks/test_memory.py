@@ -1,4 +1,4 @@
-"""The benchmarks of memory, tried out on small models without inductor -> points, and what they say of each other."""
+"""Memory benchmarks on small models without inductor -> points and their comparison."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""README.md does what it says: its examples run, and the files that it names exist."""
+"""README.md: its examples run, and the files that it names exist."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""docs/rules.md does what it says: its operators and rules are written out, registered and tested."""
+"""docs/rules.md: its operators and rules are written out, registered and tested."""
 from __future__ import annotations
 
 import dataclasses

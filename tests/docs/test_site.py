@@ -1,4 +1,4 @@
-"""Pages of the site: links between them lead somewhere, and what tables are made from is all there."""
+"""Pages of the site: links point to files, and tables are complete."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""docs/writing_a_pass.md does what it says: its files are written out, imported and run."""
+"""docs/writing_a_pass.md: its files are written out, imported and run."""
 from __future__ import annotations
 
 import importlib

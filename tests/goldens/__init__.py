@@ -1,1 +1,1 @@
-"""What a use is compiled to and communicates, recorded on one commit and compared on another: `python -m tests.goldens`."""
+"""Compiled graphs and communication of uses, recorded on one commit and compared on another: `python -m tests.goldens`."""

@@ -1,4 +1,4 @@
-"""Rank 0 of several, without the others: what it decides, compiled in this process."""
+"""Compile rank 0 of several in this process, without the others."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What the modules of this repository import: read from their source, since an import that runs is there already."""
+"""Imports of this repository's modules, read from their source, since running an import may find it already loaded."""
 from __future__ import annotations
 
 import ast

@@ -1,4 +1,4 @@
-"""Scripts before -> what the backend says of them."""
+"""Scripts -> messages of the backend."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Options: what is taken, what is refused and how the refusal helps."""
+"""Options: accepted and refused values, and helpful refusals."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Bytes as people write them -> numbers, or what is wrong with them."""
+"""Byte quantities as text -> numbers, or an error."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""What an operator is taken apart into, against the operator itself: outputs and gradients of a traced graph and of torch."""
+"""Decompositions against their operators: outputs and gradients of a traced graph and of torch."""
 from __future__ import annotations
 
 import warnings

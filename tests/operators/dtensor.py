@@ -1,4 +1,4 @@
-"""What DTensor's own strategies make of an entry: an operand's dim is split over two ranks, none of which is real."""
+"""Coverage of DTensor's own strategies: an operand's dim is split over two fake ranks."""
 from __future__ import annotations
 
 import functools

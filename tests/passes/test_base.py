@@ -1,4 +1,4 @@
-"""The lifecycle of a pass: what is required is checked, and so is every promise."""
+"""The lifecycle of a pass: requirements and declarations are checked."""
 from __future__ import annotations
 
 import dataclasses

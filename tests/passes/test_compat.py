@@ -1,4 +1,4 @@
-"""Contexts that wrap what torch keeps private."""
+"""Contexts around private torch APIs."""
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""Errors for the user: what they print, and that they cross process borders whole."""
+"""Errors for the user: their text, and that they survive pickling between processes."""
 from __future__ import annotations
 
 import pickle

@@ -1,4 +1,4 @@
-"""A value before -> what in it could change after it was written, in words."""
+"""A value -> its mutable parts, in words."""
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Joint graphs with what planning knows of them, for tests; models may be fake, so that they can be large."""
+"""Joint graphs with their annotations for planning, for tests; models may be fake, so that they can be large."""
 from __future__ import annotations
 
 import contextlib

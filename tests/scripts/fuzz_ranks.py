@@ -1,4 +1,4 @@
-"""Ranks that stay and judge one script after another: what a search for failing scripts asks, since it decides as it goes."""
+"""Long-lived ranks that judge one script after another, for an adaptive search for failing scripts."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What fails today, and why: data, not skips. A test turns red when an entry does not fail any more, so that it goes."""
+"""Known failures with their causes, as data instead of skips. A test fails when an entry passes, so that it is removed."""
 from __future__ import annotations
 
 ALL = ("dp", "tp", "unpinned", "parts", "stages")

@@ -1,4 +1,4 @@
-"""What a script saw and left behind, as one flat list of names and plain values."""
+"""A script's results and side effects as one flat list of names and plain values."""
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Uses that go wrong on purpose -> each is told, and the ones after it run."""
+"""Uses that fail on purpose -> each is reported, and later ones still run."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Whether a use did what is expected of it."""
+"""Compare a use's result with its expected verdict."""
 from __future__ import annotations
 
 import re

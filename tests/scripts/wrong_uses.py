@@ -1,4 +1,4 @@
-"""Uses that go wrong on purpose, for the tests of what tells."""
+"""Uses that fail on purpose, for the tests of the harness."""
 from __future__ import annotations
 
 import os

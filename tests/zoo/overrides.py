@@ -1,4 +1,4 @@
-"""What single architectures need besides small sizes, and those that are left out with the reason."""
+"""Special settings of single architectures, and excluded architectures with the reason."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What only a process of its own shows: closed pipes, Ctrl-C, full disks under stdout, poor terminals, no dot."""
+"""Behavior of a separate process: closed pipes, Ctrl-C, full disks under stdout, poor terminals, no dot."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""`hpml demo`: its script is an ordinary one, its launcher reads what ranks print, and the whole of it leaves its files."""
+"""`hpml demo`: an ordinary script, a launcher that reads the ranks' output, and the files that a run leaves."""
 from __future__ import annotations
 
 import ast

@@ -1,4 +1,4 @@
-"""`hpml doctor`: what it finds here, and what it says when something is taken away."""
+"""`hpml doctor`: its report here, and with something missing."""
 from __future__ import annotations
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""`hpml explain` with formulas: from a model, from a file, and what it refuses."""
+"""`hpml explain` with formulas: from a model, from a file, and refused arguments."""
 from __future__ import annotations
 
 import sys

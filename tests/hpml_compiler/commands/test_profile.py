@@ -1,4 +1,4 @@
-"""`hpml profile`: what it says without ranks, and what it prints of them."""
+"""`hpml profile`: its messages without ranks, and its output with them."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A byte budget on one device and on two: what a step really holds stays below it, and its numbers are those without."""
+"""A byte budget on one device and on two: measured memory stays below it, and results equal those without."""
 from __future__ import annotations
 
 import logging

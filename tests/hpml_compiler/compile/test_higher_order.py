@@ -1,4 +1,4 @@
-"""Graphs with what no rule looks into (graphs inside graphs, sizes that depend on data, lists of results) -> one device's."""
+"""Opaque operations (higher-order operators, data-dependent sizes, lists of results) -> one device's results."""
 from __future__ import annotations
 
 import copy

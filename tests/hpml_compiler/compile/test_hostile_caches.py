@@ -1,4 +1,4 @@
-"""A cache that another user may have written, or with something else in it -> not read, said once, same results."""
+"""A cache that another user may have written, or with foreign content -> not read, one warning, same results."""
 from __future__ import annotations
 
 import os

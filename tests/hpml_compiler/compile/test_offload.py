@@ -1,4 +1,4 @@
-"""Saved values that leave the device's memory: budgets that computing again alone cannot meet, with the same numbers."""
+"""Offloaded activations: budgets that recomputation alone cannot meet, with the same results."""
 from __future__ import annotations
 
 import gc

@@ -1,4 +1,4 @@
-"""What scripts do on one device, with options that have hpml decide something there -> eager torch's result, or a word."""
+"""Scripts on one device, with options that hpml acts on there -> eager torch's result, or an error."""
 from __future__ import annotations
 
 import copy

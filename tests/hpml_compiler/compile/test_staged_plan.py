@@ -1,4 +1,4 @@
-"""The plan of a run through stages: what each has, holds and sends, and that the schedule that runs is the one played."""
+"""The plan of a pipelined run: each stage's blocks, memory and sends, and that the simulated schedule is the one that runs."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A training at each level of ZeRO before -> the losses and parameters of one device after, and what it gathers for them."""
+"""Training at each level of ZeRO -> one device's losses and parameters, and the expected gathers."""
 from __future__ import annotations
 
 from collections import Counter

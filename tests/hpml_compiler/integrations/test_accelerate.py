@@ -1,4 +1,4 @@
-"""accelerate puts DDP around a compiled model by itself -> one device's training, and checkpoints that are whole."""
+"""accelerate wraps a compiled model in DDP -> one device's training, and whole checkpoints."""
 from __future__ import annotations
 
 import pytest

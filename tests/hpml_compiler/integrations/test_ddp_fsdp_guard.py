@@ -1,4 +1,4 @@
-"""A model that DDP or FSDP is put around, in either order -> the gradients of one device, or an error that says so."""
+"""A model wrapped in DDP or FSDP, in either order -> one device's gradients, or an error that says so."""
 from __future__ import annotations
 
 import copy

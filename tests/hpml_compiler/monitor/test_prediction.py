@@ -1,4 +1,4 @@
-"""Plans and what a step ran -> predicted time, by class, and bytes."""
+"""Plans and the graphs run in a step -> predicted time by class, and bytes."""
 from __future__ import annotations
 
 import pytest

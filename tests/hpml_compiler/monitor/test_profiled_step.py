@@ -1,4 +1,4 @@
-"""What torch's profiler saw -> time by class of work, and the peak of tensor memory."""
+"""Events of torch's profiler -> time by class of work, and the peak of tensor memory."""
 from __future__ import annotations
 
 import subprocess

@@ -1,4 +1,4 @@
-"""Figures -> what is said of them, in the log and as TensorBoard scalars."""
+"""Figures -> their text in the log and their TensorBoard scalars."""
 from __future__ import annotations
 
 import importlib.util

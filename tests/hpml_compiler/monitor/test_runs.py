@@ -1,4 +1,4 @@
-"""Unmodified scripts on two ranks -> a report of their steps; a wrong cluster -> a warning that names what is off."""
+"""Unmodified scripts on two ranks -> a report of their steps; a wrong cluster -> a warning that names the class that is off."""
 from __future__ import annotations
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Training steps through stages -> what each stage took on all ranks, beside what it was cut by."""
+"""Pipelined training steps -> measured times of each stage on all ranks, beside the predicted ones."""
 from __future__ import annotations
 
 import logging

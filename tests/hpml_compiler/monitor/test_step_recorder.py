@@ -1,4 +1,4 @@
-"""Calls and optimizer steps as they happen -> steps, and what each part of them took."""
+"""Calls and optimizer steps -> steps, and the time of each part."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Plans for unlike devices, made by hand: what they refuse, sum up, keep through a file, and show."""
+"""Handmade plans for mixed devices: validation, sums, JSON and tables."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Plans: what they hold, refuse, sum up, and keep through a file."""
+"""Plans: contents, validation, sums and JSON."""
 from __future__ import annotations
 
 import json

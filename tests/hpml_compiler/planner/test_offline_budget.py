@@ -1,4 +1,4 @@
-"""Plans under a byte budget, without a run -> what a run of the same decides, and what is proven of it."""
+"""Plans under a byte budget, without a run -> the decision of a run, and its proven bound."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""What graphs of a step hold each -> what a device holds when it holds most, by part."""
+"""Memory of a step's graphs -> a device's peak, by part."""
 from __future__ import annotations
 
 from hpml_compiler.plan_api.model_plan import Plan

@@ -1,4 +1,4 @@
-"""A model and its batch on a mesh -> whether the plan says that every rank does all of it, and why."""
+"""A model and its batch on a mesh -> whether the plan says that every rank runs all of it, and why."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Errors of pydantic -> one line in plain words that says where, what is expected, and what was given."""
+"""pydantic's errors -> one plain line with the place, the expected and the given value."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""What the tests of the runtime share: a small model, whole values, comparison."""
+"""Shared by the tests of the runtime: a small model, whole values, comparison."""
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""A model changes a buffer in place and returns views of it -> values, and what shares memory, as on one device."""
+"""A model changes a buffer in place and returns views of it -> values and memory sharing as on one device."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Every optimizer of torch, and what goes with one, on two ranks -> what one device gives, in float64."""
+"""Every torch optimizer, with schedulers, weight averages and GradScaler, on two ranks -> one device's results, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers as a script makes them -> which one holds the parameters, and what its step makes, against a real step."""
+"""Optimizers of a script -> the one with the parameters, and its step's temporary memory, against a real step."""
 from __future__ import annotations
 
 import gc

@@ -1,4 +1,4 @@
-"""Graphs of a step before -> what they leave to one of them, and real bytes where a script breaks its graph."""
+"""Graphs of a step -> memory left for one of them, and real bytes after a graph break."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""The trace against what the trace event format and Perfetto ask for."""
+"""The trace against the trace event format and Perfetto's requirements."""
 from __future__ import annotations
 
 import json

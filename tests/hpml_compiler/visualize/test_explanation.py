@@ -1,4 +1,4 @@
-"""explain: where something lives, what moves around it, and what to do about a name that is not there."""
+"""explain: placement, communication, and help for unknown names."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Plans, of a budget and without -> what a device holds, why, and what that costs, in words."""
+"""Plans with and without a budget -> a device's memory, the reasons and the cost, in words."""
 from __future__ import annotations
 
 import json

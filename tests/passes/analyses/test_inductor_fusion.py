@@ -1,4 +1,4 @@
-"""A call -> whether inductor computes it together with what it reads, and what it takes besides."""
+"""A call -> whether inductor fuses it with its inputs, and its temporary memory."""
 from __future__ import annotations
 
 import pytest

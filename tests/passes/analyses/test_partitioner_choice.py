@@ -1,4 +1,4 @@
-"""A traced step before -> the values that forward holds after, against what autograd of the compiled model keeps."""
+"""A traced step -> forward's saved values, against those that autograd of the compiled model saves."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Shapes, dtypes and bytes, read from what tracing left."""
+"""Shapes, dtypes and bytes, read from tracing metadata."""
 from __future__ import annotations
 
 import pytest

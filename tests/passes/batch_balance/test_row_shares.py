@@ -1,4 +1,4 @@
-"""Tables of times -> the shares that make the step shortest, against every way to share."""
+"""Tables of times -> the shares with the shortest step, against exhaustive search."""
 from __future__ import annotations
 
 import math

@@ -1,4 +1,4 @@
-"""What is kept, against every way to keep."""
+"""The chosen saved values, against every possible choice."""
 from __future__ import annotations
 
 import itertools

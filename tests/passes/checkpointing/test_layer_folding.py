@@ -1,4 +1,4 @@
-"""Four layers of which two stand for many -> the bytes and the time that a tape of all of them has."""
+"""Four layers of which two stand for many -> bytes and time of the storage program of all layers."""
 from __future__ import annotations
 
 import random

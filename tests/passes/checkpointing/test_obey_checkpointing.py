@@ -1,4 +1,4 @@
-"""Names that a plan keeps -> what that comes to, or why it cannot be obeyed."""
+"""Saved names of a plan -> the decision with its bytes, or the reason why it is refused."""
 from __future__ import annotations
 
 import pytest

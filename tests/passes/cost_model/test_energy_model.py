@@ -1,4 +1,4 @@
-"""A device and a cap before -> how fast it runs and what it draws; times before -> energies."""
+"""A device and a power cap -> its speed and power; times -> energies."""
 from __future__ import annotations
 
 import math

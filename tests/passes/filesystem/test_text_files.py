@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all over regular ones, through to devices, pipes and streams."""
+"""Writing files: atomic for regular files, direct for devices, pipes and streams."""
 from __future__ import annotations
 
 import os

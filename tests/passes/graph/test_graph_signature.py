@@ -1,4 +1,4 @@
-"""A joint graph and the inputs of its Dynamo graph -> which placeholder and which output stands for what."""
+"""A joint graph and its Dynamo graph's inputs -> the role of each placeholder and output."""
 from __future__ import annotations
 
 import torch

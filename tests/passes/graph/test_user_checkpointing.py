@@ -1,4 +1,4 @@
-"""Calls as torch marks them in checkpointed regions -> what the script said of their results."""
+"""Calls as torch marks them in checkpointed regions -> the script's policy for their results."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""The table as a whole: every operator in it is sampled, and what is not in it is left whole."""
+"""The table as a whole: every operator in it has a sample, and others are replicated."""
 from __future__ import annotations
 
 import operator

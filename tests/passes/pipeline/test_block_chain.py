@@ -1,4 +1,4 @@
-"""Calls by hand before -> blocks in order, what crosses them and where they may be cut after."""
+"""Handmade calls -> blocks in order, values that cross, and possible cuts."""
 from __future__ import annotations
 
 from passes.pipeline.block_chain import FIRST, ForwardCall, chain_of_blocks

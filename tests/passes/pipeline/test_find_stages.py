@@ -1,4 +1,4 @@
-"""Traced models before -> the stage of every call, and what crosses, after."""
+"""Traced models -> the stage of every call, and values that cross."""
 from __future__ import annotations
 
 import pytest

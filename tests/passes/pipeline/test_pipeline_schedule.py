@@ -1,4 +1,4 @@
-"""Tables of schedules: what is sent and received, and tables that do not work."""
+"""Schedule tables: sends and receives, and invalid tables."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline computes, and in which order."""
+"""Each rank's computations in a pipeline, in order."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Where operations lie on the axis of time: a graph by hand before -> what is whole, and what is in the loop, after."""
+"""Operations on the time axis: a handmade graph -> values outside and inside the loop."""
 from __future__ import annotations
 
 from dataclasses import replace

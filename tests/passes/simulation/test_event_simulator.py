@@ -1,4 +1,4 @@
-"""Events against spans worked out by hand, lower bounds, and what may never happen."""
+"""Events against hand-computed spans, lower bounds and impossible states."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Step graphs before -> bytes held after: small ones worked out on paper, random ones against a walk over all instants."""
+"""Step graphs -> live bytes: small ones by hand, random ones against a check of all instants."""
 from __future__ import annotations
 
 import pytest

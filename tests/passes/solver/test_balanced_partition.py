@@ -1,4 +1,4 @@
-"""Units with times and what crosses between them -> where stages end, against all cuts there are."""
+"""Units with times and crossing bytes -> stage boundaries, against all cuts."""
 from __future__ import annotations
 
 import itertools

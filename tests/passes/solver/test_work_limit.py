@@ -1,4 +1,4 @@
-"""Work that is counted -> where a search ends, whatever the clock says."""
+"""Counted work -> the end of a search, independent of the clock."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""What scripts do with parameters and gradients outside of the compiled model."""
+"""Scripts that use parameters and gradients outside of the compiled model."""
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""Ranks that are not alike, wrappers of other libraries, and what else is done with a model that has trained."""
+"""Ranks that differ, wrappers of other libraries, and other uses of a trained model."""
 from __future__ import annotations
 
 import io

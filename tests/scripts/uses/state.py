@@ -1,4 +1,4 @@
-"""What is saved, loaded, copied, moved and cast."""
+"""Saving, loading, copying, moving and casting."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""What scripts do between backward and the next step: gradients, optimizers' groups and state, schedules, averages."""
+"""Scripts between backward and the next step: gradients, optimizers' groups and state, schedules, averages."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""Outputs that no loss reads: what they alone are made of gets no gradient, and optimizers leave it alone."""
+"""Outputs that no loss reads: parameters used only by them get no gradient, and optimizers skip them."""
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""The time before the first step: what is inside of a phase is not the outer one's, and a terminal sees the innermost."""
+"""Time before the first step: nested phases are counted once, and a terminal shows the innermost."""
 from __future__ import annotations
 
 import io

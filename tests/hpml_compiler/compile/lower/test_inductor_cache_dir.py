@@ -1,4 +1,4 @@
-"""Inductor cannot write what it compiles -> the folder, the reason and the remedy, not the words of a C++ compiler."""
+"""Inductor's folder is not writable -> an error with folder, reason and next step, not a C++ compiler's."""
 from __future__ import annotations
 
 import errno

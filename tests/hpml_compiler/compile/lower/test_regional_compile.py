@@ -1,4 +1,4 @@
-"""A model of equal layers with compile_blocks -> the whole graph's results, from few compiled segments."""
+"""Equal layers with compile_blocks -> the whole graph's results, from few compiled segments."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""compile_blocks in a step that goes through microbatches, and through stages -> whole graphs' results, of few segments."""
+"""compile_blocks with microbatches and with stages -> whole graphs' results, from few segments."""
 from __future__ import annotations
 
 import copy

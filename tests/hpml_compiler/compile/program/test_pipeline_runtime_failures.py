@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a pipeline -> what all of them say, within seconds, and that those left can go on."""
+"""Errors on one rank of a pipeline -> raised on all ranks within seconds, and the others can go on."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""What models return -> the loss alone; what has none is refused."""
+"""Outputs of models -> only the loss; models without a loss are refused."""
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Rows of a file -> checked rows and their step times in seconds; what is wrong with a row is said with its place."""
+"""Rows of a file -> checked rows and step times in seconds; errors name the row."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Points before -> the front after: what no other point beats."""
+"""Points -> the Pareto front: points that no other beats."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Rooms that are too small -> errors that say what takes them, and what to do."""
+"""Budgets that are too small -> errors with memory by part and the next step."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Models before -> what planning says besides the plan."""
+"""Models -> messages of the planner."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""What `hpml profile` measured cannot be read -> a warning and estimated prices; an error where it was asked for."""
+"""Unreadable measurements -> a warning and estimated costs; an error with costs="measured"."""
 from __future__ import annotations
 
 import logging

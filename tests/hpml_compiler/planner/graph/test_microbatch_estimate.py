@@ -1,4 +1,4 @@
-"""A budget that a whole batch's saved values exceed, and those of a microbatch do not -> a plan that fits."""
+"""A budget below the batch's activations and above a microbatch's -> a plan that fits."""
 from __future__ import annotations
 
 from dataclasses import replace

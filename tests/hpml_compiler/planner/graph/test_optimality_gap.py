@@ -1,4 +1,4 @@
-"""A byte budget -> a bound that no plan within it is below: plans made at random, each with every way to keep."""
+"""A byte budget -> a lower bound for every plan within it: random plans, each with every checkpointing choice."""
 from __future__ import annotations
 
 import math

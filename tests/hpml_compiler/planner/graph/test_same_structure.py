@@ -1,4 +1,4 @@
-"""Graphs of one structure and other sizes -> the first one's decisions, priced anew; a search where they do not fit."""
+"""Graphs with one structure and other sizes -> the first one's decisions, priced again; a search if they do not fit."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A graph planned in an earlier launch -> the same plan without a search; a search where the entry is not what it should be."""
+"""A graph planned in an earlier launch -> the same plan without a search; a search if the entry is invalid."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""What goes wrong with caches, again and again -> one warning per cause and process."""
+"""Repeated cache failures -> one warning per cause and process."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""Ranks that are not alike: weights and random numbers become rank 0's, other batches are an error on all ranks."""
+"""Ranks that differ: weights and random numbers become rank 0's, other batches are an error on all ranks."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""What a model returns besides its loss: in parts, sent to nobody, and every use gives what one device gives."""
+"""Outputs besides the loss: sharded, not sent until used, and every use gives one device's result."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""A placed tensor in eager code: each line gives what it gives on one device."""
+"""A sharded tensor in eager code: each line gives one device's result."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed on placed tensors -> what they do on ranks that each have the whole tensor; or an error."""
+"""torch.distributed collectives on sharded tensors -> their result on replicated ones, or an error."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""Functions that another backend compiles, given placed tensors -> what they do with plain ones."""
+"""Functions compiled by another backend, given sharded tensors -> their results with plain ones."""
 from __future__ import annotations
 
 import pytest

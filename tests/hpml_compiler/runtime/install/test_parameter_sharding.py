@@ -1,4 +1,4 @@
-"""Parameters after they were placed: what else a script may do to them and to their model."""
+"""Sharded parameters: later changes by the script to them and to their model."""
 from __future__ import annotations
 
 import copy

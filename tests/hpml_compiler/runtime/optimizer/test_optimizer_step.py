@@ -1,4 +1,4 @@
-"""Optimizer steps on placed parameters give what they give on one device."""
+"""Optimizer steps on sharded parameters give one device's results."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A parameter that is held gathered, and a way of changing it before -> the next call computes with its new value, after."""
+"""A stored unsharded parameter is changed -> the next call computes with its new value."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""What the ranks compute on: names of devices -> kind and sharing, or an error; gloo's collectives by way of the host."""
+"""The ranks' device: device names -> kind and sharing, or an error; gloo collectives through host memory."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""What the ranks posted -> whom the others name."""
+"""Heartbeats of ranks -> the rank that the others name."""
 from __future__ import annotations
 
 import time

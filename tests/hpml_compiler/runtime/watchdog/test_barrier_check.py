@@ -1,4 +1,4 @@
-"""One rank alone does what needs all: it hears so within seconds, and what to do instead; the others hear who failed."""
+"""One rank alone calls something that needs all: it gets an error with the next step within seconds; the others too."""
 from __future__ import annotations
 
 import io

@@ -1,4 +1,4 @@
-"""A rank that is killed, raises or sleeps -> what the others say, and that they say it in time."""
+"""A rank that is killed, raises or sleeps -> the others' errors, in time."""
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,4 @@
-"""Posts of ranks over time -> which of them are gone, and what a rank that waits for nobody, or in a meeting, says then."""
+"""Heartbeats over time -> lost ranks, and the error of a rank that waits for none of them or in a meeting."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""What AOTAutograd does around a graph: known where it writes new values back, refused where it does more."""
+"""AOTAutograd's epilogue of a graph: known if it only writes back new values, otherwise refused."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""C++ kernels of a graph -> compiled in few runs of the compiler, each computes what it says."""
+"""C++ kernels of a graph -> few invocations of the compiler, correct results."""
 from __future__ import annotations
 
 from typing import Any

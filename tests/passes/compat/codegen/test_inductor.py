@@ -1,4 +1,4 @@
-"""Graphs that are compiled or partitioned with less waiting -> what compiling or partitioning them gives."""
+"""Graphs compiled or partitioned with less waiting -> the same results."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Kernels and what they wait for -> their order."""
+"""Kernels and their dependencies -> their order."""
 from __future__ import annotations
 
 from types import SimpleNamespace

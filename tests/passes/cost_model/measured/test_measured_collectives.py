@@ -1,4 +1,4 @@
-"""What was measured is predicted, what was not is scaled from the nearest, and the formula remains for the rest."""
+"""Measured groups use their curve, others scale from the nearest, and the formula serves the rest."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Measurements survive the process, meet other writers, and a broken file says what to do."""
+"""Measurements persist, with concurrent writers, and an error for a broken file gives the next step."""
 from __future__ import annotations
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Tensors made from numbers: constants are made split, positions know where they start, random numbers are drawn whole."""
+"""Tensors made from numbers: split constants, positions with offsets, random numbers drawn whole."""
 from __future__ import annotations
 
 import pytest

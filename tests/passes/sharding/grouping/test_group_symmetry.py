@@ -1,4 +1,4 @@
-"""Repeated blocks before -> classes that choose alike, and an ILP whose size does not grow, after."""
+"""Repeated blocks -> classes that choose alike, and an ILP whose size does not grow."""
 from __future__ import annotations
 
 from dataclasses import replace

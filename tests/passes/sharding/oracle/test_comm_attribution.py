@@ -1,4 +1,4 @@
-"""Layouts and routes before -> which hops are paid, by whom, and what is saved, after."""
+"""Layouts and routes -> paid hops by reader, and shared ones."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Random placement graphs and decisions before -> a step that takes, one call after another, what the planner adds up."""
+"""Random placement graphs and decisions -> a step whose serial time is the planner's sum."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A decision's bytes -> what is held at each moment."""
+"""A decision's bytes -> live bytes at each position."""
 from __future__ import annotations
 
 from passes.sharding.oracle.cost_check import DecisionCost

@@ -1,4 +1,4 @@
-"""A placement graph and axes before -> an answer that fits, or an error that says why not, after."""
+"""A placement graph and axes -> an answer that fits, or an error with the reason."""
 from __future__ import annotations
 
 import pytest

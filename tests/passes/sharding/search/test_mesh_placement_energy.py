@@ -1,4 +1,4 @@
-"""A placement graph, and powers, before -> the placements of least energy, whose time is a time again, after."""
+"""A placement graph and powers -> the placements of least energy, with their time."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Strategies of single operations before -> those of a whole group on one axis after."""
+"""Strategies of single operations -> strategies of a group on one axis."""
 from __future__ import annotations
 
 from passes.graph.step_phase import FORWARD

@@ -1,4 +1,4 @@
-"""Groups before -> what each may do on a whole mesh, with costs, after."""
+"""Groups -> their strategies on a whole mesh, with costs."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A walk along a tape -> whose bytes are held when most are, what is kept and what is run once more."""
+"""A memory trace -> the peak by part, saved values and recomputed operations."""
 from __future__ import annotations
 
 import random

@@ -1,4 +1,4 @@
-"""Bytes along a tape, counted by hand and by a slower count that shares nothing with the walk."""
+"""Bytes of a storage program, counted by hand and by a slower, independent count."""
 from __future__ import annotations
 
 import itertools

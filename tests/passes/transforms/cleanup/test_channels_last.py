@@ -1,4 +1,4 @@
-"""A joint graph with convolutions before -> copies of what they are given after."""
+"""A joint graph with convolutions -> copies of their inputs."""
 from __future__ import annotations
 
 import pytest

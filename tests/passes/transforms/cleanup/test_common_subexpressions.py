@@ -1,4 +1,4 @@
-"""Equal calls before, one of them after; but what is held back for backward stays there."""
+"""Equal calls become one, but calls deferred to backward stay there."""
 from __future__ import annotations
 
 import random

@@ -1,4 +1,4 @@
-"""A joint graph before -> what the partitioner is told of it after."""
+"""A joint graph -> its marks for the partitioner."""
 from __future__ import annotations
 
 import torch

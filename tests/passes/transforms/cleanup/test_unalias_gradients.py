@@ -1,4 +1,4 @@
-"""Gradients that share memory before -> each with memory of its own; what shares none stays."""
+"""Gradients that share memory -> each with its own; others do not change."""
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""A joint graph and what is offloaded before -> forward hands backward a handle of one byte, with the same numbers."""
+"""A joint graph and its offloaded values -> forward passes a one-byte handle to backward, with the same results."""
 from __future__ import annotations
 
 import gc

@@ -1,4 +1,4 @@
-"""A joint graph and what is kept of it before -> a backward that computes the rest once more, with the same numbers."""
+"""A joint graph and its saved values -> a backward that recomputes the rest, with the same results."""
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""A backward graph in two parts -> the results of the whole, with nothing in the first that nobody waits for."""
+"""A backward graph in two parts -> the same results, with only urgent work in the first."""
 from __future__ import annotations
 
 from collections import Counter

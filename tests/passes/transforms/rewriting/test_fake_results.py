@@ -1,4 +1,4 @@
-"""Calls of operators on fake tensors -> what the operators make of them, also when it is remembered."""
+"""Operator calls on fake tensors -> the operators' results, also when cached."""
 from __future__ import annotations
 
 from unittest.mock import patch
