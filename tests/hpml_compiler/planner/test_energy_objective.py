@@ -16,7 +16,7 @@ from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
 from tests.helpers.plans import gpt_plan
-from tests.hpml_compiler.energy.models import mlp
+from tests.hpml_compiler.instruments.energy_studies.models import mlp
 
 CLUSTER = "2x2:a100-80g"
 MESH = {"dp": 2, "tp": 2}

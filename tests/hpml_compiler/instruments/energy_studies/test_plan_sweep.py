@@ -12,7 +12,7 @@ from hpml_compiler.instruments.energy_studies.plan_sweep import default_caps, de
 from hpml_compiler.options import Options
 from passes.errors import BadInput, Infeasible
 from passes.hardware.cluster import Cluster, builtin_sheet
-from tests.hpml_compiler.energy.models import mlp
+from tests.hpml_compiler.instruments.energy_studies.models import mlp
 
 CLUSTER = Cluster.parse("1x4:a100-80g")
 TARGET = f"{Path(__file__).parent / 'models.py'}:mlp"
