@@ -1,4 +1,4 @@
-"""What passes say about keeping."""
+"""Annotations of activation checkpointing."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from passes.simulation.memory.memory_breakdown import MemoryReport
 from passes.simulation.memory.storage_program import StorageProgram
 
 STORAGE_PROGRAM: Key[StorageProgram] = Key("storage_program", StorageProgram, scope="graph")
-"""A joint graph as runs and storages."""
+"""The storage program of a joint graph: its operations and storages."""
 
 
 @dataclass(frozen=True)
 class CheckpointDecision:
-    """names: of the nodes of forward whose results backward finds; everything else that it reads of forward is computed
-    once more. again: how many calls that are; again_us: what they take. forward_bytes, backward_bytes: what a call holds at
-    most besides what it is given; after_bytes: while its gradients are used; saved_bytes: from forward to backward. All of
-    these count what others take meanwhile. budget_bytes: what a call was to hold at most. seconds: that deciding took.
-    offloaded: of `names`, those that are out of the device's memory between forward and backward; offloaded_bytes: how much
-    that is; offload_us: what moving it takes. account: all of that by name. ahead: whether what is gathered is started a block
-    before it is read."""
+    """names: forward nodes whose results are saved; every other forward value that backward reads is
+    recomputed. again: number of recomputed calls; again_us: their time. forward_bytes, backward_bytes: peak bytes of a call
+    besides its inputs; after_bytes: while its gradients are used; saved_bytes: between forward and backward. All of
+    these include other users' bytes meanwhile. budget_bytes: the limit for a call. seconds: time of the decision.
+    offloaded: those of `names` that are out of the device's memory between forward and backward; offloaded_bytes: their
+    size; offload_us: time of moving them. account: a report by name. ahead: gathers are prefetched one block before
+    they are read."""
 
     names: frozenset[str]
     again: int
@@ -46,6 +46,6 @@ class CheckpointDecision:
 
 
 CHECKPOINT_DECISION: Key[CheckpointDecision] = Key("checkpoint_decision", CheckpointDecision, scope="graph")
-"""Which values of forward are kept for backward."""
+"""Forward values that are saved for backward."""
 PARTITIONER_CHOICE: Key[frozenset[str]] = Key("partitioner_choice", frozenset[str], scope="graph")
-"""Names of the nodes that torch's own partitioner would save: the least traffic to memory, whatever it takes of it."""
+"""Names of the nodes that torch's own partitioner would save: least memory traffic, whatever the bytes."""

@@ -1,8 +1,8 @@
-"""What is kept for backward: at the least cost in time, so that a step never holds more than so many bytes.
+"""Choose which activations to save: at the least cost in time, so that the peak of a step stays within a budget.
 
-The program of `passes.checkpointing.checkpoint_ilp` proposes, a walk along the tape counts, and small changes, each counted by
-a walk, mend what the program could not know. So an answer never holds more than the walk says; that it is the fastest is not
-proven.
+The program of `passes.checkpointing.checkpoint_ilp` proposes, a memory trace counts, and small changes, each counted by
+a trace, correct estimates of the program. So the trace of an answer never exceeds the budget; that the answer is the fastest
+is not proven.
 """
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
 ROUNDS = 6
-"""How often a program is built around the answer before, at most."""
+"""Limit of programs, each built around the previous answer."""
 MOST_WALKED, LEAST_WALKED = 1_500_000, 150_000
-"""Runs that all walks together pass, or twice as many where values can be offloaded; and, however little is left, those that
-see what more can be kept. Counted, not timed, so that the answer does not depend on what else the machine does: some 7 s."""
+"""Limit of ops in all traces together, twice as many with offloading; and the minimum left for
+saving more. Counted, not timed, so that the answer does not depend on the load of the machine: some 7 s."""
 MOST_NODES, MOST_SECONDS, GAP = 100, 10.0, 0.02
-"""Of one program's search, which need not be solved closer than this: what it says is an estimate. Most take a single node
+"""Time limit of one program, which need not be solved exactly: its figures are estimates. Most take a single node
 and a tenth of a second."""
 TIGHTER = 0.5
-"""How much of what an answer holds beyond the budget is taken off the budget of the next round."""
+"""Fraction of an answer's excess over the budget that the next round's budget is reduced by."""
 
 PAIRS_OF = 24
-"""Of how many storages, the largest, every pair is tried."""
+"""Number of largest storages of which every pair is tried."""
 
 
 class BudgetTooSmall(Infeasible):
-    """Nothing fits. walk: what holds least of what is looked at whatever the budget is."""
+    """Nothing fits. walk: the trace with the lowest peak found, whatever the budget."""
 
     def __init__(self, what: str, where: str = "", next_step: str = "", walk: MemoryTrace | None = None) -> None:
         super().__init__(what, where, next_step)
@@ -47,7 +47,7 @@ class BudgetTooSmall(Infeasible):
 
 @dataclass(frozen=True)
 class CheckpointSolution:
-    """An answer. walk: along the tape with what it keeps. seconds: that finding it took; solves: programs solved."""
+    """An answer. walk: its memory trace. seconds: time of the search; solves: programs solved."""
 
     walk: MemoryTrace
     seconds: float
@@ -64,10 +64,10 @@ class CheckpointSolution:
 
 def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptions | None = None,
                  suggested: Iterable[frozenset[int]] = (), allowance: WorkLimit | None = None) -> CheckpointSolution:
-    """Storages to keep. suggested: what others would keep; the first of them is taken where it fits. allowance: in place of the
+    """Storages to save. suggested: choices by others; the first of them is taken if it fits. allowance: replaces the
     options' time limit.
 
-    Raises BudgetTooSmall, with the least number of bytes that was found to work.
+    Raises BudgetTooSmall, with the smallest number of bytes that was found to work.
     """
     options = options or SolverOptions()
     search = _CheckpointSearch(tape, budget_bytes, options, allowance or WorkLimit(options.seconds))
@@ -76,17 +76,17 @@ def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptio
             return search.answer()
     least = search.look(frozenset(s for s in tape.candidates if not tape.runs[tape.maker(s)].inlined))
     search.improve(offloading=False)
-    if tape.offloadable:  # a program of its own: it is twice as large, and finds less in its time
+    if tape.offloadable:  # a separate program: it is twice as large, and finds less in its time
         search.improve(offloading=True)
-    if search.best() is None:  # from where no budget has led: what is named as the least is found again
+    if search.best() is None:  # without the budget, so that the reported minimum is reproducible
         least = search.shrink(least)
     if search.best() is None:
         search.shrink(search.least())
     best = search.best()
     if best is None:
         raise BudgetTooSmall(
-            f"a call of this graph holds {least.peak} bytes at least besides its inputs, whatever is computed once "
-            f"more{' or offloaded' if tape.offloadable else ''}, where {max(budget_bytes, 0):.0f} are left", "memory_budget",
+            f"a call of this graph needs at least {least.peak} bytes besides its inputs, even with recomputation"
+            f"{' and offloading' if tape.offloadable else ''}; {max(budget_bytes, 0):.0f} are left", "memory_budget",
             "give more bytes, fewer rows or more devices",
             least)
     search.keep_more(best)
@@ -94,7 +94,7 @@ def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptio
 
 
 def _shared_out(search: _CheckpointSearch, kept: CheckpointSolution) -> CheckpointSolution:
-    """Where layers stand for several: as many as fit of the kind that takes less time, and then again what more can be kept."""
+    """With folded layers: give as many layers as fit the faster of the two variants, then save more again."""
     walked = split_layers(kept.walk, search.budget_bytes)
     if walked is kept.walk:
         return kept
@@ -107,25 +107,25 @@ def _shared_out(search: _CheckpointSearch, kept: CheckpointSolution) -> Checkpoi
 class _CheckpointSearch:
     def __init__(self, tape: StorageProgram, budget_bytes: float, options: SolverOptions, allowance: WorkLimit):
         self.tape, self.budget_bytes, self.allowance = tape, budget_bytes, allowance
-        # A wrong answer, which HiGHS's presolve has been seen to give, is no danger here: every answer is walked.
-        # To begin again at the root, where variables were fixed, takes as long as these small programs do.
+        # HiGHS's presolve may give wrong answers, which do no harm here: every answer is traced.
+        # A restart at the root, after fixing variables, takes as long as these small programs do.
         own = {"presolve": "on", "mip_max_nodes": MOST_NODES, "mip_allow_restart": False} if options.solver == "HiGHS" else {}
         self.options = replace(options, gap=max(options.gap, GAP), extra={**own, **options.extra})
         self.left = MOST_WALKED * (2 if tape.offloadable else 1)
-        self.told = False
+        self.reported = False
         self.start, self.solves = time.perf_counter(), 0
         self.walks: dict[checkpoint_ilp.Choice, MemoryTrace] = {}
         self.at_least: dict[checkpoint_ilp.Choice, int] = {}
-        """Bytes that others hold, which were not walked to their end."""
+        """Lower bounds of the peaks whose traces were not completed."""
         self.solved: dict[tuple[checkpoint_ilp.Choice, float | None, bool], checkpoint_ilp.Choice | None] = {}
 
     @property
     def is_over(self) -> bool:
-        if not self.told and self.allowance.is_over:
-            self.told = True
-            log.info("the search for what is kept was cut short by the time limit: with more time it may find what is faster "
-                     "or holds less")
-        return self.left <= 0 or self.told
+        if not self.reported and self.allowance.is_over:
+            self.reported = True
+            log.info("the checkpointing search was cut short by the time limit; raise time_limit to find a faster or smaller "
+                     "solution")
+        return self.left <= 0 or self.reported
 
     def answer(self) -> CheckpointSolution:
         best = self.best()
@@ -140,7 +140,7 @@ class _CheckpointSearch:
         return self.walks[choice]
 
     def look_below(self, other: MemoryTrace, kept: frozenset[int], offloaded: frozenset[int]) -> MemoryTrace | None:
-        """None if it holds no less than `other`, which most do and half a walk tells."""
+        """None if its peak is not below that of `other`, which is usual and takes half a trace."""
         choice = self._choice(kept, offloaded)
         if choice in self.walks:
             return self.walks[choice] if self.walks[choice].peak < other.peak else None
@@ -168,15 +168,15 @@ class _CheckpointSearch:
         return min(fitting, key=lambda each: (each.us, each.peak), default=None)
 
     def least(self) -> MemoryTrace:
-        """What holds least."""
+        """The one with the lowest peak."""
         return min(self.walks.values(), key=lambda each: (each.peak, each.us))
 
     def improve(self, offloading: bool) -> None:
-        """Solve, walk, and solve again around the answer."""
+        """Solve, trace, and solve again around the answer."""
         around, within = self.best() or self.least(), self.budget_bytes
         for _ in range(ROUNDS):
             choice = self._solve(around, within, offloading)
-            if choice is None:  # there is none by these rows; an answer of less than all can be built around
+            if choice is None:  # infeasible by these rows; restart from an answer with a lower peak
                 choice = self._solve(around, None, offloading)
             if choice is None or choice in self.walks:
                 return
@@ -195,7 +195,7 @@ class _CheckpointSearch:
         return self.solved[program]
 
     def shrink(self, least: MemoryTrace) -> MemoryTrace:
-        """Down from there until it fits, or to the end: by programs that look for less still, then one storage at a time."""
+        """Lower the peak until it fits, or cannot be lowered: by programs with smaller budgets, then one storage at a time."""
         for _ in range(ROUNDS):
             choice = self._solve(least, None)
             if choice is None or self.look(*choice).peak >= least.peak:
@@ -206,7 +206,7 @@ class _CheckpointSearch:
         return least
 
     def _step_down(self, least: MemoryTrace) -> MemoryTrace | None:
-        """One storage more or less, or two, or one elsewhere, so that the peak is lower; None if there is no such change."""
+        """Add, drop, swap or move one or two storages so that the peak falls; None if there is no such change."""
         largest, matter = self._largest_first(), can_lower_peak(least)
         changes = ({s} for s in largest), itertools.combinations(largest[:PAIRS_OF], 2)
         kept = ((least.kept ^ frozenset(change), least.offloaded)
@@ -225,7 +225,7 @@ class _CheckpointSearch:
         return sorted(free, key=lambda s: -self.tape.storages[s].nbytes)
 
     def keep_more(self, best: MemoryTrace) -> None:
-        """As long as it fits: what saves most time for its bytes first."""
+        """Save more while it fits: most time per byte first."""
         runs, storages = self.tape.runs, self.tape.storages
         more = [s for s in self.tape.candidates if s not in best.kept and self.tape.maker(s) in set(best.again)]
         more.sort(key=lambda s: -runs[self.tape.maker(s)].us / max(storages[s].nbytes, 1))

@@ -1,7 +1,8 @@
-"""How two neighboring layers on a tape follow on each other: what each hands to the next, and that they do the same.
+"""Boundary between two equal neighboring layers of a storage program: the storages that each passes to the next.
 
-Runs and storages of two such layers correspond by their places. What the second reads of the first in a place, each further
-layer would read of the one before it; what the first reads of the second in a place, as in backward, of the one after it.
+Ops and storages of two such layers correspond by position. A storage of the first that the second reads at a position is read
+likewise in each further layer from the layer before it; one of the second that the first reads, as in backward, from the
+layer after it.
 """
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from passes.simulation.memory.storage_program import FoldedLayer, ProgramOp, Sto
 
 
 class LayersDiffer(Exception):
-    """Layers do not correspond, or hand on what the layers between them cannot."""
+    """Layers do not correspond, or pass on values that folded layers cannot."""
 
 
 @dataclass(frozen=True)
 class LayerBoundary:
-    """twins: storage that the first layer makes -> the one that the second makes in its place. entering: storage of the first
-    that the second reads -> what the first reads in that place, of the layer before. leaving: storage of the second that the
-    first reads -> what the second reads in that place, of the layer after."""
+    """twins: storage of the first layer -> the corresponding one of the second. entering: storage of the first
+    that the second reads -> the first's operand at that position, from the previous layer. leaving: storage of the second that
+    the first reads -> the second's operand at that position, from the next layer."""
 
     one: FoldedLayer
     other: FoldedLayer
@@ -29,19 +30,19 @@ class LayerBoundary:
 
     @property
     def crossing(self) -> frozenset[int]:
-        """What one layer makes and another one reads."""
+        """Storages of one layer that another one reads."""
         handed_on = {*self.entering, *(self.twins[s] for s in self.entering), *self.entering.values()}
         back = {s for s, twin in self.twins.items() if twin in self.leaving}
         return frozenset(handed_on | back | {*self.leaving, *self.leaving.values()})
 
 
 def boundary_between(tape: StorageProgram, one: FoldedLayer, other: FoldedLayer) -> LayerBoundary:
-    """Of two neighbors, in the order of forward. Raises LayersDiffer."""
+    """Boundary of two neighbors, in the order of forward. Raises LayersDiffer."""
     return _LayerPairing(tape, one, other).seam()
 
 
 def layer_boundaries(tape: StorageProgram) -> tuple[LayerBoundary, ...]:
-    """Of all layers that stand for several."""
+    """Boundaries of all folded layers."""
     return tuple(boundary_between(tape, one, other) for one,
                  other in zip(tape.stand_ins[::2], tape.stand_ins[1::2], strict=True))
 
@@ -71,13 +72,13 @@ class _LayerPairing:
         for run, twin in pairs:
             for s, t in zip(run.reads, twin.reads, strict=True):
                 self._pair_reads(s, t)
-        for neighbors in self.entering, self.leaving:  # each is one thing, and nothing else
+        for neighbors in self.entering, self.leaving:  # each maps to exactly one storage
             _hold(len(set(neighbors.values())) == len(neighbors) and self.shared.isdisjoint(neighbors.values()))
         self._check_readers()
         return LayerBoundary(self.one, self.other, self.twins, self.entering, self.leaving)
 
     def _pair_reads(self, s: int, t: int) -> None:
-        """What a run of the first reads, and what its twin reads in that place."""
+        """Match an operand of the first layer with the twin's operand at that position."""
         homes = self.home.get(s), self.home.get(t)
         if homes == (self.one, self.other):
             _hold(self.twins[s] == t)
@@ -85,13 +86,13 @@ class _LayerPairing:
             _hold(self.entering.setdefault(t, s) == s and _alike(self.tape, s, t))
         elif homes == (self.other, None):
             _hold(self.leaving.setdefault(s, t) == t and _alike(self.tape, s, t))
-        else:  # the same for all layers, or of a layer its own, such as parameters, which are there all the time
+        else:  # the same for all layers, or each layer's own, such as parameters, which are always in memory
             given = {self.tape.storages[each].given for each in (s, t)}
             _hold(homes == (None, None) and (s == t or given == {"forward"}))
             self.shared.update({s, t} if s == t else ())
 
     def _check_readers(self) -> None:
-        """Nobody but its neighbor reads what a layer makes: nobody can read it of all the layers that one stands for."""
+        """Only its neighbors read a layer's storages: no other reader could name one of the folded layers."""
         own = {*self.one.runs, *self.other.runs}
         for s, t in self.twins.items():
             _hold(t in self.leaving or own.issuperset(self.tape.readers[s]))

@@ -1,8 +1,8 @@
-"""The tape of a few equal layers as that of many: the two in the middle stand for all but the first and the last.
+"""Fold the storage program of many equal layers: the two in the middle stand for all but the first and the last.
 
-Two, so that some layers may keep what others compute again: a budget that lies between all of one kind and all of the other
-is used up. The layers of one kind follow one another. What a layer hands on to the next is kept, so that none has to be
-computed again for another one; where it depends on parameters alone, as a weight that is gathered early, it is never kept.
+Two, so that some layers may save values that others recompute: a budget between the peaks of all-save and all-recompute
+is used up. Layers of one variant are consecutive. Values that a layer passes to the next are saved, so that no layer is
+recomputed for another one; those that depend on parameters alone, such as a prefetched weight, are never saved.
 """
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from passes.simulation.memory.storage_program import FoldedLayer, ProgramOp, Sto
 
 
 def fold_layers(tape: StorageProgram, lists: Sequence[Sequence[str]], layers: int) -> StorageProgram:
-    """lists: of each list of equal layers, the blocks on the tape: the first layer, two in the middle, the last. layers: how
-    many each list has. Raises LayersDiffer where these do not do the same, or hand on what the layers between them cannot."""
+    """lists: for each list of equal layers, its blocks in the program: the first layer, two in the middle, the last. layers:
+    length of each list in the model. Raises LayersDiffer if these are not equal, or pass on values that folded layers
+    cannot."""
     middle = layers - 2
     stand_ins = [each for blocks in lists for each in _stand_ins(tape, blocks, (middle - middle // 2, middle // 2))]
     taken = [run for each in stand_ins for run in each.runs]
@@ -32,7 +33,7 @@ def fold_layers(tape: StorageProgram, lists: Sequence[Sequence[str]], layers: in
 
 
 def _stand_ins(tape: StorageProgram, blocks: Sequence[str], layers: tuple[int, int]) -> tuple[FoldedLayer, FoldedLayer]:
-    """A layer's part of a phase is from where it begins there to where the layer begins that comes next."""
+    """A layer's part of a phase extends from its first op there to the first op of the next layer."""
     turn = next((k for k, run in enumerate(tape.runs) if run.backward), len(tape.runs))
     first, one, other, last = blocks
     ahead = {block: _begin(tape, block, 0, turn) for block in (one, other, last)}
@@ -44,8 +45,8 @@ def _stand_ins(tape: StorageProgram, blocks: Sequence[str], layers: tuple[int, i
 
 
 def _begin(tape: StorageProgram, block: str, start: int, stop: int) -> int:
-    """Where a layer begins in a phase. What it computes from parameters alone may come earlier, as where a weight is gathered
-    while the layer before is at work: that is part of the layer before."""
+    """Position of a layer's first op in a phase. Ops on parameters alone may come earlier, such as the gather of a weight
+    during the previous layer: they belong to that layer."""
     given = {s for s, storage in enumerate(tape.storages) if storage.given == "forward"}
     for k in range(start, stop):
         run = tape.runs[k]
@@ -59,7 +60,7 @@ def _begin(tape: StorageProgram, block: str, start: int, stop: int) -> int:
 
 
 def _early(tape: StorageProgram, blocks: Sequence[str], place: int) -> Iterator[tuple[int, int | None]]:
-    """Runs of forward that are before their layer begins, and the place of that among the layers that stand for several."""
+    """Forward ops that run before their layer begins, and the index of that layer among the folded ones."""
     _, one, other, last = blocks
     for block, of in ((one, place), (other, place + 1), (last, None)):
         begin = _begin(tape, block, 0, len(tape.runs))
@@ -67,13 +68,13 @@ def _early(tape: StorageProgram, blocks: Sequence[str], place: int) -> Iterator[
 
 
 def _handing_on(tape: StorageProgram, seam: LayerBoundary) -> StorageProgram:
-    """What a layer hands on to the next is kept until that one's backward begins at least, or never."""
+    """Values that a layer passes to the next are saved at least until the next one's backward begins, or never."""
     if any(tape.is_forward(s) and not _of_given(tape, seam.other, s) for s in seam.leaving):
         raise LayersDiffer
     said: dict[int, str] = {}
     read_by: dict[int, list[int]] = {}
     for s, before in seam.entering.items():
-        handed_on = before, s, seam.twins[s]  # to the first that stands for several, to the second, and to the last
+        handed_on = before, s, seam.twins[s]  # to the first folded layer, to the second, and to the last
         if not all(map(tape.is_forward, handed_on)) or not set(handed_on).intersection(tape.candidates):
             continue
         never = _of_given(tape, seam.one, s)
@@ -94,7 +95,7 @@ def _handing_on(tape: StorageProgram, seam: LayerBoundary) -> StorageProgram:
 
 
 def _of_given(tape: StorageProgram, layer: FoldedLayer, storage: int) -> bool:
-    """Whether a layer computes something from parameters, or other inputs, alone."""
+    """True if a layer computes the storage from parameters, or other inputs, alone."""
     found = {s for s, each in enumerate(tape.storages) if each.given == "forward"}
     for run in (tape.runs[k] for k in layer.runs):
         if run.repeatable and found.issuperset(run.reads):
@@ -103,13 +104,13 @@ def _of_given(tape: StorageProgram, layer: FoldedLayer, storage: int) -> bool:
 
 
 def _is_kernel(run: ProgramOp) -> bool:
-    """Whether it is a call of backward that is not computed by its readers."""
+    """True for a backward op that is not inlined into its readers."""
     return run.backward and not run.inlined and bool(run.makes)
 
 
 def split_layers(walked: MemoryTrace, budget_bytes: float) -> MemoryTrace:
-    """The same kept, where there are as many layers as fit of the kind that takes less time. walked: what fits; it is the
-    answer itself where both kinds take as much, or no more fit."""
+    """The same decision with as many layers as fit of the faster variant. walked: a trace that fits; it is
+    returned itself if both variants take equal time, or no more fit."""
     ones, others = (walked.tape.stand_ins[k].layers for k in (0, 1))
     walks = {ones: walked}
 
@@ -124,5 +125,5 @@ def split_layers(walked: MemoryTrace, budget_bytes: float) -> MemoryTrace:
     if others == 1 or look(ones + 1).us == walked.us:
         return walked
     numbers = range(ones, ones + others) if look(ones + 1).us < walked.us else range(ones, 0, -1)
-    too_many = bisect_left(numbers, True, key=lambda number: look(number).peak > budget_bytes)  # more of them hold more
+    too_many = bisect_left(numbers, True, key=lambda number: look(number).peak > budget_bytes)  # peaks grow with the number
     return look(numbers[too_many - 1])

@@ -1,7 +1,7 @@
-"""The tape of all layers, from one on which some stand for several: what the folded one is checked by.
+"""Unfold a storage program with folded layers into all layers, to check the folded trace.
 
-It is as long as the model is deep, and so is a walk along it. Whether both count the same bytes is asked of a few layers
-(`counts_alike`): what is held grows by the same with each further one.
+It grows with the depth of the model, and so does a trace of it. So both are compared with few layers
+(`counts_alike`): bytes grow linearly with each further one.
 """
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from passes.simulation.memory.phase_timeline import PhaseTimeline
 from passes.simulation.memory.storage_program import FoldedLayer, ProgramOp, StorageProgram
 
 FEW = 3
-"""Layers for each that stands for several, where it is asked whether both tapes count the same."""
+"""Layers per folded layer when both programs are compared."""
 CLOSE = 0.02
 
 
 @dataclass(frozen=True)
 class UnfoldedProgram:
-    """source, run_source: of each storage and run of `tape`, which one of the folded tape it is."""
+    """source, run_source: for each storage and op of `tape`, its index in the folded program."""
 
     tape: StorageProgram
     source: tuple[int, ...]
     run_source: tuple[int, ...]
 
     def walk(self, walked: MemoryTrace) -> MemoryTrace:
-        """With what a walk along the folded tape keeps."""
+        """Trace with the decision of a folded trace."""
         kept, away = (frozenset(s for s, source in enumerate(self.source) if source in which)
                       for which in (walked.kept, walked.offloaded))
         return simulate_memory(self.tape, kept, away)
 
     def most(self, phase: PhaseTimeline) -> dict[int, int]:
-        """By number of a run, as in the order of the folded tape's phase: bytes in that of its layers where most is held."""
+        """Maximum bytes over the layers of each op, by the op's number in the folded program's phase."""
         found: dict[int, int] = {}
         for number, nbytes in zip(phase.order, phase.nbytes, strict=True):
             source = self.run_source[number] if number >= 0 else -1 - self.run_source[-1 - number]
@@ -42,12 +42,12 @@ class UnfoldedProgram:
 
 
 def unfold_layers(tape: StorageProgram) -> UnfoldedProgram:
-    """Raises LayersDiffer."""
+    """Unfold. Raises LayersDiffer."""
     return _Unfolding(tape).unfolded()
 
 
 def counts_alike(walked: MemoryTrace) -> bool:
-    """Whether a walk along the folded tape counts at no run less than one along all layers, and at most no more to speak of."""
+    """True if the folded trace nowhere counts less than the unfolded one, and its peak is not much higher."""
     tape = walked.tape
     few = replace(tape, stand_ins=tuple(replace(each, layers=min(each.layers, FEW)) for each in tape.stand_ins))
     unfolded = unfold_layers(few)
@@ -60,7 +60,7 @@ def counts_alike(walked: MemoryTrace) -> bool:
 
 
 class _Unfolding:
-    """numbers: by storage of the folded tape and which of its layers, from 1."""
+    """numbers: by storage of the folded program and index of its layer, from 1."""
 
     def __init__(self, tape: StorageProgram):
         self.tape, self.seams = tape, layer_boundaries(tape)
@@ -113,24 +113,24 @@ class _Unfolding:
         self.runs.append(replace(run, reads=reads, makes=makes, waits_for=waits_for))
 
     def _read(self, s: int, seam: LayerBoundary | None, stand_in: FoldedLayer | None, layer: int) -> tuple[int, int]:
-        """Of which layer a run of this layer reads what it reads `s` for."""
+        """The layer of the storage that an op of this layer reads in place of `s`."""
         if seam is None or stand_in is None:
             return self._read_outside(s)
         back: Mapping[int, int] = self.back[self.seams.index(seam)]
         if s in (seam.twins if stand_in == seam.one else back):
             return s, layer
         if stand_in == seam.one:
-            if s in back:  # of the layer after
+            if s in back:  # from the next layer
                 return (s, 1) if layer == stand_in.layers else (back[s], layer + 1)
             before = next((t for t, entered in seam.entering.items() if entered == s), None)
             return self._read_outside(s) if layer == 1 or before is None else (before, layer - 1)
-        if s in seam.twins:  # of the layer before
+        if s in seam.twins:  # from the previous layer
             return (s, seam.one.layers) if layer == 1 else (seam.twins[s], layer - 1)
         after = next((t for t, left in seam.leaving.items() if left == s), None)
         return self._read_outside(s) if layer == stand_in.layers or after is None else (after, layer + 1)
 
     def _read_outside(self, s: int) -> tuple[int, int]:
-        """What a layer that stands for itself reads: of layers before it the last one's, of layers after it the first one's."""
+        """Operand of an unfolded layer: of layers before it the last one's, of layers after it the first one's."""
         for each, back in zip(self.seams, self.back, strict=True):
             if s in back:
                 return s, each.other.layers

@@ -1,4 +1,4 @@
-"""The pass that keeps for backward what a saved plan keeps."""
+"""Pass: apply the checkpointing decision of a saved plan."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ AGAIN = "plan again, for the model, the batch and the options that it runs with"
 @register
 @dataclass(frozen=True)
 class ObeyCheckpointing(AnalysisPass):
-    """Writes `CHECKPOINT_DECISION`: `names`, and `offloaded` of them out of the device's memory in between, counted by a walk.
-    That may be more than `budget_bytes`, less what others take meanwhile (`after_bytes`).
+    """Writes `CHECKPOINT_DECISION`: saves `names`, offloads those in `offloaded`, with bytes from a memory trace.
+    These may exceed `budget_bytes`, less the bytes of others meanwhile (`after_bytes`).
 
-    Raises BadInput for what is not of this graph or cannot be kept, and where something is missing that nothing else can be
-    made of.
+    Raises BadInput for names that are not in this graph or cannot be saved, and if a needed value is neither saved nor
+    recomputable.
     """
 
     name = "obey_checkpointing"
@@ -43,10 +43,10 @@ class ObeyCheckpointing(AnalysisPass):
         if wrong := _named(tape, offloaded - tape.offloadable):
             raise BadInput(f"{wrong} cannot be offloaded here", WHERE, 'give offload="saved", if the plan was made with it')
         if wrong := _named(tape, (kept | offloaded) & tape.never_kept):
-            raise BadInput(f"the script says that {wrong} is computed once more", WHERE, AGAIN)
+            raise BadInput(f"the script's own checkpointing recomputes {wrong}", WHERE, AGAIN)
         walked = simulate_memory(tape, kept, offloaded)
         if wrong := _named(tape, walked.kept - kept - offloaded):
-            raise BadInput(f"{wrong} is not kept, and cannot be computed once more", WHERE, AGAIN)
+            raise BadInput(f"{wrong} is not saved and cannot be recomputed", WHERE, AGAIN)
         write(CHECKPOINT_DECISION, graph_module, decision_of_trace(walked, self.budget_bytes, 0.0))
 
 

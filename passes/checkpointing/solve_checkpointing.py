@@ -1,4 +1,4 @@
-"""The pass that decides what is kept for backward."""
+"""Pass: choose which activations to save under a memory budget."""
 from __future__ import annotations
 
 import time
@@ -22,12 +22,12 @@ from passes.solver.work_limit import WorkLimit
 @register
 @dataclass(frozen=True)
 class SolveCheckpointing(AnalysisPass):
-    """Writes `CHECKPOINT_DECISION`: the least time in which a call of the graph holds no more than `budget_bytes` besides its
-    inputs, and leaves `between_bytes` of them to others while forward is over and backward is not begun, and `after_bytes` once
-    it is over.
+    """Writes `CHECKPOINT_DECISION`: the least time in which a call of the graph holds at most `budget_bytes` besides its
+    inputs, and leaves `between_bytes` of them to others between forward and backward, and `after_bytes` after
+    backward.
 
-    strict: raise `BudgetTooSmall` where nothing fits; else what holds least of all that was tried is the answer. Raises
-    `LayersDiffer` where a layer cannot stand for several. allowance: in place of the options' time limit.
+    strict: raise `BudgetTooSmall` if nothing fits; otherwise the answer is the lowest peak found. Raises
+    `LayersDiffer` if layers cannot be folded. allowance: replaces the options' time limit.
     """
 
     name = "solve_checkpointing"
@@ -59,7 +59,7 @@ class SolveCheckpointing(AnalysisPass):
 
 
 def decision_of_trace(walked: MemoryTrace, budget_bytes: float, seconds: float) -> CheckpointDecision:
-    """A walk in the words of an annotation."""
+    """Convert a memory trace to an annotation."""
     tape = walked.tape
     return CheckpointDecision(
         frozenset(tape.storages[s].name for s in walked.kept), sum(tape.layers_again[k] for k in walked.again),
@@ -72,7 +72,7 @@ def decision_of_trace(walked: MemoryTrace, budget_bytes: float, seconds: float) 
 @register
 @dataclass(frozen=True)
 class AdoptCheckpointing(AnalysisPass):
-    """Writes `CHECKPOINT_DECISION` as it was decided elsewhere, of the same graph."""
+    """Writes `CHECKPOINT_DECISION` as decided elsewhere for the same graph."""
 
     name = "adopt_checkpointing"
     provides = (CHECKPOINT_DECISION,)

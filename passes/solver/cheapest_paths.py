@@ -15,8 +15,8 @@ class Paths:
     """Cheapest paths through a set of arcs; among equally cheap ones, one with the fewest arcs.
 
     index: label -> row and column of `cost`; None ("nothing") has the last row and column.
-    cost: (labels + 1, labels + 1), of the cheapest path from row to column, inf where there is none. Whatever is
-    supplied, None can be demanded for nothing; when None is supplied, nothing else can be demanded.
+    cost: (labels + 1, labels + 1), of the cheapest path from row to column, inf where there is none. Demanding None is free
+    whatever is supplied; when None is supplied, nothing else can be demanded.
     """
 
     def __init__(self, arcs: Iterable[Arc], labels: Iterable[Label]) -> None:
@@ -61,7 +61,7 @@ class Paths:
     def useful_arcs(self, sources: np.ndarray, targets: np.ndarray) -> list[Arc]:
         """The arcs on the chosen cheapest paths from each of `sources` to the one of `targets` at the same position.
 
-        Both hold indices; a pair must have a path. All other arcs can be left out without making any pair dearer.
+        Both hold indices; a pair must have a path. All other arcs can be left out without making any pair more expensive.
         """
         size = len(self.index) - 1
         moving = (sources != targets) & (targets != size)

@@ -86,6 +86,6 @@ def _paths(problem: Problem, edge: Edge) -> dict[tuple[Label | None, Label | Non
                     cost, path = from_label[arc.source]
                     if cost + arc.cost < from_label.get(arc.target, (math.inf, ()))[0]:
                         from_label[arc.target] = (cost + arc.cost, (*path, arc))
-        from_label[None] = (0.0, ())  # whatever is supplied, nothing may be demanded
+        from_label[None] = (0.0, ())  # demanding None is always possible
         found.update({(label, target): from_label[target] for target in demanded if target in from_label})
     return found

@@ -74,8 +74,8 @@ class WorkLimit:
         over = self.left_s <= 0
         if not over and self._cpu_s() > self._end_s:
             over, self.left_s = True, 0.0
-            log.warning("planning took more than %g times its limit of CPU time: it is cut short, and another time may find "
-                        "another plan; a larger time_limit avoids that", GUARD)
+            log.warning("planning was cut short after %g times its time limit in CPU time, so another run may find another "
+                        "plan; raise time_limit to avoid this", GUARD)
         if over:
             self._tell()
         return over

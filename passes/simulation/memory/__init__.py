@@ -1,1 +1,1 @@
-"""The memory of one joint graph: its operations and storages, and the bytes held at every operation."""
+"""Memory of one joint graph: its operations and storages, and the bytes in memory at every operation."""

@@ -38,7 +38,7 @@ class OffloadActivations(TransformPass):
         found = [node for node in graph_module.graph.nodes if node.name in names]
         if missing := names - {node.name for node in found}:
             raise HpmlError(f"there is no {', '.join(sorted(missing))} to offload", "offload",
-                            "this is a mistake in the pass that decides what is kept")
+                            "this is a bug in the checkpointing pass")
         rewrite = _OffloadRewrite(graph_module, self.folder)
         for node in found:
             rewrite.offload(node)
@@ -61,7 +61,7 @@ class _OffloadRewrite:
             return  # values to be recomputed from it are saved, too
         if self.graph.output_node() in node.users:
             raise HpmlError(f"{node.name} is returned, so nothing is gained by offloading it", "offload",
-                            "this is a mistake in the pass that decides what is kept")
+                            "this is a bug in the checkpointing pass")
         last = self.last_read.get(memory_of(node), node)
         start = self._before(node.next, node)(OFFLOAD_START, node, list(value.stride()), self.folder)
         after = start if last is node else last

@@ -40,8 +40,8 @@ class Rematerialize(TransformPass):
         backward = {run.name for run in tape.runs if run.backward}
         once = {run.name for run in tape.runs if not run.repeatable}
         if missing := kept.names - {node.name for node in graph_module.graph.nodes}:
-            raise HpmlError(f"there is no {', '.join(sorted(missing))} to keep", "rematerialize",
-                            "what is kept was decided of another graph: this is a mistake in the pass that decides it")
+            raise HpmlError(f"there is no {', '.join(sorted(missing))} to save", "rematerialize",
+                            "the checkpointing decision is of another graph: this is a bug in the checkpointing pass")
         return _RematerializationRewrite(graph_module.graph, kept.names, backward, once).run()
 
 
@@ -94,8 +94,8 @@ class _RematerializationRewrite:
     def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
         # Nodes without memory, such as views, are no ops of the program; an element of a tuple belongs to its call.
         if node.name in self.once or not (node.target is WAIT or view_name(node.target) in VIEWS or is_recomputable(node)):
-            raise HpmlError(f"{node.name} ({node.target}) cannot be computed once more, and is not kept", "rematerialize",
-                            "keep it: this is a mistake in the pass that decides what is kept")
+            raise HpmlError(f"{node.name} ({node.target}) cannot be recomputed and is not saved", "rematerialize",
+                            "save it: this is a bug in the checkpointing pass")
         with self.graph.inserting_before(before):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self.copies.get(x, x))
             copy = self.graph.create_node(node.op, node.target, args, kwargs, node.name + AGAIN)

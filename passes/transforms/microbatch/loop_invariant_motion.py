@@ -1,6 +1,6 @@
-"""Compute once what is there before a loop over microbatches, for forward and backward of all of them.
+"""Compute loop invariants once before the microbatch loop, for forward and backward of all microbatches.
 
-What backward gathers for itself would be gathered a second time before the loop: it is whole all the time then anyway.
+A second gather in backward would also run before the loop: the parameter is unsharded all the time then anyway.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -19,7 +19,7 @@ from passes.transforms.microbatch.loop_markers import COLLECTS, TAKE
 @register
 @dataclass(frozen=True)
 class MoveLoopInvariants(TransformPass):
-    """Holds nothing back for backward of what depends on no microbatch and no tangent, so that `Deduplicate` finds it."""
+    """Lets backward share calls that depend on no microbatch and no tangent with forward, so that `Deduplicate` merges them."""
 
     name = "move_loop_invariants"
 

@@ -1,12 +1,12 @@
-"""Calls that stand in a graph where its loop over microbatches begins and ends; `passes.transforms.microbatch.loop_split` cuts
+"""Marker ops at the begin and end of a graph's microbatch loop; `passes.transforms.microbatch.loop_split` splits the graph
 there.
 
-    take(x)         the rows of x that this microbatch has; in the loop
-    put_together(x) the rows of all microbatches, from what each has; after the loop
+    take(x)         this microbatch's rows of x; in the loop
+    put_together(x) concatenated rows of all microbatches; after the loop
     add_up(x)       the sum over all microbatches; after the loop
 
-Sizes say which rows: `apart` is the shape of the whole tensor with one dim more, `dim`, along which the microbatches lie. None
-of them is ever run: what runs the loop takes and collects.
+Sizes define the rows: `apart` is the shape of the whole tensor with an additional dim `dim` that numbers the microbatches. The
+markers are never run: the runtime of the loop slices and accumulates.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def taken(x: torch.Tensor, apart: Sequence[int], dim: int, size: Sequence[int], 
 
 
 def place_of(whole: torch.Tensor, apart: Sequence[int], dim: int, number: int) -> torch.Tensor:
-    """Where the rows of microbatch `number` go in a packed tensor."""
+    """The view of a packed tensor that the rows of microbatch `number` are written to."""
     return whole.view(apart).select(dim, number)
 
 

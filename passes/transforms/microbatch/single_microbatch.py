@@ -1,6 +1,6 @@
-"""Mark a graph whose whole step is one microbatch, for `passes.transforms.microbatch.loop_split` to cut like any other.
+"""Add loop markers to a graph whose whole step is one microbatch, for `passes.transforms.microbatch.loop_split`.
 
-All of it is in the loop but for random numbers and what these are made of, which all ranks of a pipeline draw before it, in the
+Everything is in the loop except random numbers and their operands, which all ranks of a pipeline draw before it, in the
 order of one device.
 """
 # FX types a node's arguments as a union of everything an argument can be.
@@ -53,7 +53,7 @@ class MarkSingleMicrobatch(TransformPass):
 
 
 def _drawn(gm: GraphModule) -> set[Node]:
-    """Calls that draw random numbers, with all that they are made of, but for what waits for a gradient."""
+    """Calls that draw random numbers, and all calls they depend on, except those that depend on a tangent."""
     late: set[Node] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.name.startswith("tangents") or late.intersection(node.all_input_nodes):

@@ -55,7 +55,7 @@ def test_to_keep_nothing_is_an_answer():
 
 def test_a_budget_that_nothing_meets_names_the_least_that_works():
     tape = chain([10, 20, 30])
-    with pytest.raises(Infeasible, match="holds 80 bytes at least") as caught:
+    with pytest.raises(Infeasible, match="needs at least 80 bytes") as caught:
         choose_saved(tape, 25)
     assert isinstance(caught.value, BudgetTooSmall) and caught.value.walk.peak == min(w.peak for w in every_walk(tape)) == 80
 

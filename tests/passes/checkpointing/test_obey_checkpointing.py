@@ -36,7 +36,7 @@ def test_what_cannot_be_kept_or_made_again_is_refused(taped):
     names = read(CHECKPOINT_DECISION, taped).names
     random = next(name for name in names if "random" in name or "bernoulli" in name or "gt" in name or "dropout" in name)
     for wrong, message in ((ObeyCheckpointing(names | {"other"}), "finds no other"),
-                           (ObeyCheckpointing(names - {random}), "cannot be computed"),
+                           (ObeyCheckpointing(names - {random}), "cannot be recomputed"),
                            (ObeyCheckpointing(names, frozenset({random})), "cannot be offloaded")):
         with pytest.raises(BadInput, match=message):
             obeying_checkpointing(wrong)(taped)

@@ -110,11 +110,11 @@ def test_it_is_computed_once_more_just_before_it_is_read():
 
 def test_what_was_decided_of_another_graph_is_refused():
     gm, _, names = traced(Residual())
-    with pytest.raises(HpmlError, match="there is no elsewhere to keep"):
+    with pytest.raises(HpmlError, match="there is no elsewhere to save"):
         rematerializing(kept({*names, "elsewhere"}))(gm)
 
 
 def test_random_numbers_are_never_drawn_again():
     gm, forward_outputs, names = traced(Residual(dropout=0.5))
-    with pytest.raises(HpmlError, match="cannot be computed once more, and is not kept"):
+    with pytest.raises(HpmlError, match="cannot be recomputed and is not saved"):
         rematerializing(kept(set()))(gm)
