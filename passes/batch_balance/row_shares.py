@@ -1,14 +1,14 @@
-"""How many rows of a batch each group of unlike devices should take: exact, from tables of times.
+"""Optimal rows of a batch for each group of unlike devices: exact, from tables of times.
 
-Groups work side by side and wait for each other once in a step, when they add up their gradients, so with b_g rows for
+Groups run in parallel and wait for each other once in a step, at the all-reduce of their gradients. With b_g rows for
 group g, of a batch of B, a step takes
 
     minimize    max_g T_g(b_g)  +  R({g : b_g > 0})
     subject to  sum_g b_g = B,  b_g an integer of at least 0,  T_g(0) = 0
 
-T_g may be any table: inf marks what is impossible (memory), and neither convexity nor growth is assumed, since rows
-that a mesh does not divide cost more than a few more that it does. R is the time of adding up between the groups that
-take part. For each set of groups, a dynamic program over the groups finds the least maximum; R is added then.
+T_g may be any table: inf marks infeasible rows (memory), and neither convexity nor growth is assumed, since rows
+that a mesh does not divide cost more than a few more rows that it divides. R is the time of the reduction between the active
+groups. For each set of groups, a dynamic program over the groups finds the least maximum; R is added then.
 
 Among equally fast shares, the one with the least sum of times is taken: it leaves most devices free for longest.
 The time is O(B) for two groups, and O(2^G B F) for G, with F finite entries per table.
@@ -29,7 +29,7 @@ Times = Sequence[float] | np.ndarray
 """µs of a group's part of a step by its rows."""
 
 Together = Callable[[tuple[int, ...]], float]
-"""µs of adding up between the groups with these numbers, in ascending order; it is asked about two groups or more."""
+"""µs of the gradient reduction between these groups, in ascending order; called with two groups or more."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RowShares:
 
 
 def step_us(rows: Sequence[int], tables: Sequence[Times], together_us: Together) -> float:
-    """What a step takes with these rows: the objective above. inf where a group cannot take its rows."""
+    """Duration of a step with these rows: the objective above. inf if a group cannot take its rows."""
     active = tuple(g for g, count in enumerate(rows) if count)
     slowest = max((float(tables[g][rows[g]]) for g in active), default=0.0)
     return slowest + (together_us(active) if len(active) > 1 else 0.0)
@@ -50,7 +50,7 @@ def step_us(rows: Sequence[int], tables: Sequence[Times], together_us: Together)
 def best_shares(tables: Sequence[Times], total: int, together_us: Together) -> RowShares | None:
     """The best shares of `total` rows, or None if there are none.
 
-    tables: of each group, the µs of its part of a step with 0 to `total` rows (length total + 1); entry 0 is ignored.
+    tables: for each group, the µs of its part of a step with 0 to `total` rows (length total + 1); entry 0 is ignored.
     """
     if not 0 < len(tables) <= MOST_GROUPS:
         raise BadInput(f"{len(tables)} groups of devices", "shares of a batch", f"give 1 to {MOST_GROUPS} groups")
@@ -86,8 +86,8 @@ def _split(times: Sequence[np.ndarray], total: int, limit_us: float) -> tuple[in
 
 
 def _program(times: Sequence[np.ndarray], total: int, join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """The least `join` (maximum or sum) of the groups' times, and the rows. best[j] is that of the groups so far with
-    j rows together; taken[j], the rows of the last of them. Of the last group, only best[total] is needed."""
+    """The least `join` (maximum or sum) of the groups' times, and the rows. best[j]: for the groups so far with
+    j rows together; taken[j]: the rows of the last of them. For the last group, only best[total] is needed."""
     best = np.concatenate(([math.inf], times[0][1:]))
     history = [np.arange(total + 1)]
     for table in times[1:-1]:

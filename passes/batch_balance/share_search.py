@@ -1,4 +1,4 @@
-"""Shares of a batch between groups whose times cost much to find: ask for few, estimate the rest from below."""
+"""Shares of a batch between groups whose times are expensive to compute: query few, bound the rest from below."""
 from __future__ import annotations
 
 import math
@@ -14,8 +14,8 @@ Ask = Callable[[int, int], "float | None"]
 
 @dataclass(frozen=True)
 class ShareSearchResult:
-    """The best shares all of whose times were asked for, None if there are none; `bound_us`: no shares take less, as
-    far as the estimates are lower bounds; `rounds` of asking."""
+    """The best shares with all times queried, None if there are none; `bound_us`: no shares take less, as
+    far as the estimates are lower bounds; `rounds` of queries."""
 
     shares: RowShares | None
     bound_us: float
@@ -24,10 +24,10 @@ class ShareSearchResult:
 
 def search_shares(estimates: Sequence[TimeEstimate], together_us: Together, ask: Ask, *, tolerance: float = 0.01,
                   most_rounds: int = 8) -> ShareSearchResult:
-    """Solve for the estimated times, ask for those of the answer, and again, until nothing promises to be better.
+    """Solve with estimated times, query those of the answer, and repeat until nothing can be better.
 
     The answer is then within `tolerance` of the bound, unless `most_rounds` ended the search. `estimates` (all of the
-    same total) learn from what is asked; a group of which nothing is known is first asked about a row for each device.
+    same total) learn from the queries; a group without data is first queried with a row for each device.
     """
     total = estimates[0].total
     for group, estimate in enumerate(estimates):

@@ -1,4 +1,4 @@
-"""The time of a group's part of a step by its rows, known at few points: what the search for shares goes by.
+"""Estimates of a group's step time by its rows, from few known points.
 
 Planning a group for a number of rows takes seconds to minutes, so it is done for few numbers, and the rest is
 estimated from below: then an answer all of whose entries are known is the best one (`search`).
@@ -10,12 +10,12 @@ one its own time.
 
 Rows that the devices do not divide cost more. Numbers of rows are therefore sorted into classes by their greatest
 common divisor with the number of devices. The chords go through the points of the class with the largest divisor seen;
-another class is dearer by the least factor that its known points show to be sure (over the most that a concave function
-through the points of the chords can be there), and one without any by none.
+another class costs more by the smallest factor that its known points prove (over the largest value of a concave function
+through the points of the chords there), and one without points by none.
 
-A bound has to be that hopeful; a good question need not. So there are careful tables too, in which the last chord is
-continued, and of the rows between a number that fits the memory and one that does not, only the lower half fits: asking
-then finds the limit in steps that halve.
+A bound has to be that optimistic; a good query need not. So there are careful tables too, in which the last chord is
+extended, and of the rows between a feasible and an infeasible number, only the lower half counts as feasible: queries
+then bisect the limit.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 FINEST = 4096
-"""Parts of a batch, up to which every number of rows is thought of."""
+"""Batch size up to which every number of rows is a candidate."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class TimeEstimate:
     impossible: set[int] = field(default_factory=set)
 
     def learn(self, rows: int, time_us: float | None) -> None:
-        """The time with so many rows; None if they do not fit. More rows that are divided no better do not fit either."""
+        """Record the time of `rows`; None if they do not fit. More rows with no better divisor do not fit either."""
         if time_us is None or math.isinf(time_us):
             self.impossible.add(rows)
         else:
@@ -57,8 +57,8 @@ class TimeEstimate:
         return self._with_known(np.full(self.total + 1, math.inf))
 
     def table(self, careful: bool = False) -> np.ndarray:
-        """At least so many µs for 0 to `total` rows, inf where that is impossible; careful: about so many, inf where that
-        may be impossible. Entry 0 is 0."""
+        """Lower bounds of µs for 0 to `total` rows, inf where infeasible; careful: estimates, inf where
+        possibly infeasible. Entry 0 is 0."""
         table = np.full(self.total + 1, math.inf)
         if self.known:
             rows = _candidates(self.total)
@@ -83,7 +83,7 @@ class TimeEstimate:
         return self.total if not misses else max(fits + self.devices, (fits + min(misses)) // 2)
 
     def _points(self) -> list[tuple[int, float]]:
-        """What the chords go through, in ascending order, the origin first."""
+        """Points of the chords, in ascending order, the origin first."""
         best = max(self.divisor(rows) for rows in self.known)
         return [(0, 0.0), *sorted((rows, us) for rows, us in self.known.items() if self.divisor(rows) == best)]
 
@@ -95,7 +95,7 @@ class TimeEstimate:
         return found
 
     def _most(self, rows: int) -> float:
-        """The most that a concave growing function through the points can be: the chords beside, continued."""
+        """The largest value of a concave increasing function through the points: the neighboring chords, extended."""
         points = self._points()
         right = next((i for i, (x, _) in enumerate(points) if x >= rows), len(points))
         most = [points[right][1]] if right < len(points) else []
@@ -115,7 +115,7 @@ def _line(a: tuple[int, float], b: tuple[int, float], x: Any) -> Any:
 
 
 def _candidates(total: int) -> np.ndarray:
-    """1 to `total`, or of a very large batch the multiples of a divisor, and what they leave of it."""
+    """1 to `total`, or for a very large batch the multiples of a divisor, and the rest up to `total`."""
     rows = np.arange(1, total + 1)
     if total <= FINEST:
         return rows

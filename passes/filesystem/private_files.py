@@ -1,4 +1,4 @@
-"""Files and folders that this user alone can write: caches are made so, and what others could have written is not read."""
+"""Private files and folders for caches, and checks that no other user could have written them."""
 from __future__ import annotations
 
 import contextlib
@@ -14,17 +14,17 @@ _ROOT = 0
 
 
 def make_private_folder(path: str | os.PathLike[str]) -> None:
-    """The folder and those above it, where they are missing, with mode 0700."""
+    """Create the folder and missing parents with mode 0700."""
     for each in (*reversed(Path(path).parents), Path(path)):
         if not each.is_dir():
-            with contextlib.suppress(FileExistsError):  # another process has made it meanwhile, or `is_dir` of a file is False
+            with contextlib.suppress(FileExistsError):  # another process created it meanwhile, or `is_dir` of a file is False
                 each.mkdir(mode=0o700)
     if not Path(path).is_dir():
         raise NotADirectoryError(20, os.strerror(20), str(path))
 
 
 def make_private_file(path: str | os.PathLike[str]) -> None:
-    """An empty file with mode 0600, unless there is one, which others may no longer read then."""
+    """Create an empty file with mode 0600; an existing one loses read permission for others."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
@@ -34,11 +34,11 @@ def make_private_file(path: str | os.PathLike[str]) -> None:
 
 
 def is_written_by_others(path: str | os.PathLike[str]) -> str | None:
-    """Why another user may have written what is at `path`; None where none can have, and where nothing is.
+    """Reason why another user may have written the file at `path`; None if none can have, or if it does not exist.
 
-    A file has to belong to this user, and nobody else may write it. So has the folder that it is in. Folders above may belong
-    to root as well, and others may write them if they are sticky, as /tmp is: nobody can rename there what is not theirs.
-    Symbolic links on the way have to be this user's or root's, and where they lead is judged likewise.
+    A file must belong to this user, and not be writable by others. So must its folder. Parent folders may belong
+    to root as well, and may be writable by others if they are sticky, like /tmp: entries of other owners cannot be renamed
+    there. Symbolic links on the way must belong to this user or root, and their targets are checked likewise.
     """
     if not hasattr(os, "geteuid"):  # Windows: a user's folders are the user's own there
         return None
@@ -61,7 +61,7 @@ class _PathEntry:
 
 
 def _way(path: str | os.PathLike[str]) -> list[_PathEntry]:
-    """All that is looked up on the way to a file, links before what they lead to; the file, or folder, is last."""
+    """All path entries looked up on the way to a file, links before their targets; the file, or folder, is last."""
     here, way, links = os.sep, [_step(os.sep)], 0
     rest = deque(Path(os.path.join(os.getcwd(), path)).parts[1:])
     while rest:
@@ -81,7 +81,7 @@ def _way(path: str | os.PathLike[str]) -> list[_PathEntry]:
         if target.is_absolute():
             here = os.sep
         rest.extendleft(reversed([part for part in target.parts if part != target.anchor]))
-    if way[-1].path != here:  # the path ends in "..", and names a folder that has been passed already
+    if way[-1].path != here:  # the path ends in "..", and names a folder that is in the list already
         way.append(_step(here))
     return way
 
@@ -98,7 +98,7 @@ def _not_own(step: _PathEntry) -> str | None:
 
 
 def _replaceable(step: _PathEntry) -> str | None:
-    """True if others could put something else in the place of what is in this folder, or of this link."""
+    """Reason why others could replace an entry of this folder, or this link; None if they cannot."""
     if step.owner not in (_ROOT, os.geteuid()):
         return f"{step.path} belongs to user {step.owner}"
     if stat.S_ISDIR(step.mode) and step.mode & _OTHERS_WRITE and not step.mode & stat.S_ISVTX:

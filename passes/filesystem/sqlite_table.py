@@ -1,4 +1,4 @@
-"""A table in a SQLite file in the user's cache folder, read and written by several processes at once."""
+"""A table in a SQLite file in the user's cache folder, shared by several processes."""
 from __future__ import annotations
 
 import os
@@ -17,7 +17,7 @@ from passes.filesystem.private_files import is_written_by_others, make_private_f
 T = TypeVar("T")
 
 _BESIDE = ("", "-wal", "-shm", "-journal")
-"""Endings of the files that SQLite keeps: all of them are read."""
+"""Suffixes of the files that SQLite maintains: all of them are read."""
 BUSY_TIMEOUT_S = 30.0  # how long a writer waits for another one
 
 
@@ -30,7 +30,7 @@ def cache_folder() -> Path:
 
 
 class Unusable(BadInput):
-    """A file that cannot be opened, read or written: it is not allowed, the disk is full, another process holds it."""
+    """A file that cannot be opened, read or written: no permission, disk full, or locked by another process."""
 
 
 class OthersWrite(Unusable):
@@ -40,16 +40,16 @@ class OthersWrite(Unusable):
 class SqliteFile:
     """One file with one table.
 
-    It is opened at the first use, and made, with its folder, when something is first written: reading where nothing is leaves
+    It is opened on first use, and created, with its folder, on the first write: reading a missing file leaves
     no trace. Several processes may use it at once (write-ahead log, and a writer waits up to 30 s for another); processes of
     several hosts should not share one, as with any SQLite file on a network disk.
 
-    The file has mode 0600, and folders that are made for it 0700. One that another user may have written is neither read nor
+    The file has mode 0600, and new folders 0700. A file that another user may have written is neither read nor
     written (`passes.filesystem.private_files`).
 
-    table: the statement that makes it. version: of its columns. name: what errors call it; remake: what to do where it is
-    damaged. Raises BadInput, naming the file, where it is damaged or of another version; Unusable where it cannot be opened or
-    written, OthersWrite where another user may have written it.
+    table: the CREATE statement. version: of its columns. name: used in errors; remake: next step if it is
+    damaged. Raises BadInput, naming the file, if it is damaged or of another version; Unusable if it cannot be opened or
+    written, OthersWrite if another user may have written it.
     """
 
     def __init__(self, path: Path, table: str, version: int, name: str, remake: str) -> None:
@@ -60,25 +60,26 @@ class SqliteFile:
     def read(self, sql: str, values: Iterable[Any]) -> list[Any]:
         """The rows of a query."""
         def rows() -> list[Any]:
-            if self._connection is None and not self.path.exists():  # which is an error itself where the folder is not readable
+            if self._connection is None and not self.path.exists():  # raises if the folder is not readable
                 return []
             return self._open().execute(sql, tuple(values)).fetchall()
 
         return self.guarded(rows)
 
     def write(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        """A statement once for each of these rows, in one transaction: all of them or none."""
+        """Run a statement for each of these rows, in one transaction: all of them or none."""
         self.guarded(lambda: self._write(sql, rows))
 
     def check_writable(self) -> None:
-        """Raises BadInput where nothing could be kept. Makes the file."""
+        """Raise BadInput if nothing could be stored. Creates the file."""
         self.guarded(self._begin_to_write)
 
     def forget(self, table: str) -> Path | None:
-        """Delete all rows, and give the disk its room back. The file; None where there was nothing.
+        """Delete all rows, and release their disk space. Returns the file; None if there was none.
 
-        The file itself stays: another process may be at it, whose next write would go to what SQLite keeps beside the file of
-        that name, which is a new one by then, and damage that. One that cannot be emptied, as on a full disk, is deleted.
+        The file itself stays: another process may be using it, and its next write would go to SQLite's side files of
+        that name, which belong to a new file by then, and damage that. One that cannot be emptied, as on a full disk, is
+        deleted.
         """
         if not self.path.exists():
             return None
@@ -105,11 +106,11 @@ class SqliteFile:
         self.close()
 
     def guarded(self, do: Callable[[], T]) -> T:
-        """`do()`, with what can go wrong with a file said as BadInput."""
+        """Call `do()`, converting errors of the file to BadInput."""
         where = f"{self.name} {self.path}"
         try:
             return do()
-        except (sqlite3.OperationalError, OSError) as error:  # not there, not allowed, disk full, held by another
+        except (sqlite3.OperationalError, OSError) as error:  # missing, no permission, disk full, locked by another
             raise Unusable(
                 f"cannot use the {self.name}: {error}",
                 where,
@@ -152,7 +153,7 @@ class SqliteFile:
         return [self.path.with_name(self.path.name + end) for end in _BESIDE]
 
     def _check_own(self) -> None:
-        """Raises OthersWrite where another user may have written what is read here."""
+        """Raise OthersWrite if another user may have written the files that are read here."""
         why = next((why for each in (self.path.parent, *self._files()) if (why := is_written_by_others(each))), None)
         if why is not None:
             raise OthersWrite(f"the {self.name} is not read: {why}", f"{self.name} {self.path}",
@@ -160,7 +161,7 @@ class SqliteFile:
                               "alone can write")
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        """Makes the table in a new file; raises BadInput on a file of another version."""
+        """Create the table in a new file; raises BadInput on a file of another version."""
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version not in (0, self._version):
             raise BadInput(
@@ -171,14 +172,14 @@ class SqliteFile:
         if version == 0:
             _write_ahead(connection)
             with connection:
-                connection.execute("BEGIN IMMEDIATE")  # whoever comes second waits here, and then finds the table
+                connection.execute("BEGIN IMMEDIATE")  # a second process waits here, and then finds the table
                 connection.execute(self._table)
                 connection.execute(f"PRAGMA user_version = {self._version}")
-        connection.execute("PRAGMA synchronous = NORMAL")  # what a power cut takes can be made again
+        connection.execute("PRAGMA synchronous = NORMAL")  # data lost in a power cut can be made again
 
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Of all statements, this is the one at which SQLite does not wait for another process that makes the same file."""
+    """Enable the write-ahead log. SQLite does not wait here for another process that creates the same file, so retry."""
     over = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:

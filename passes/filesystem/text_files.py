@@ -1,4 +1,4 @@
-"""Files that people name: read as text, and written whole or not at all. What goes wrong is BadInput.
+"""Files that users name: read as text, and written atomically. Errors are BadInput.
 
 Every writer of the project goes through `write_file`: plans, pictures, traces, clusters, formulas.
 """
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 def read_text(path: str | os.PathLike[str], what: str, next_step: str) -> str:
-    """The text of a file, which is UTF-8. what: "the plan". Raises BadInput."""
+    """The text of a UTF-8 file. what: "the plan". Raises BadInput."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -30,18 +30,18 @@ def read_text(path: str | os.PathLike[str], what: str, next_step: str) -> str:
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes, what: str) -> None:
-    """Write `what` (such as "the plan"). Raises BadInput that says why it cannot be written.
+    """Write `what` (such as "the plan"). Raises BadInput with the reason if it cannot be written.
 
     A regular file is written beside and then renamed: an older one stays whole until the new one is, keeps its mode, and
-    a link goes on pointing to it. To a device, a pipe or one of this process's streams (/dev/stdout) it is written
-    through, since renaming a file over /dev/null would replace the device.
+    a link stays in place. A device, a pipe or one of this process's streams (/dev/stdout) is written
+    directly, since renaming a file over /dev/null would replace the device.
     """
     data = content.encode() if isinstance(content, str) else content
     path = Path(path)
     try:
         if (stream := _stream(path)) is not None:
             for each in (sys.stdout, sys.stderr):
-                each.flush()  # what was printed before comes before
+                each.flush()  # earlier prints come first
             _through(os.dup(stream), data)
         elif _is_regular(path):
             _beside(path.resolve(), data)
@@ -52,7 +52,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes, what: str) ->
 
 
 def check_writable(path: str | os.PathLike[str] | None, what: str) -> None:
-    """Raises BadInput where `write_file` could not even begin: asked before something slow is done. None is no file."""
+    """Raise BadInput if `write_file` could not even start: called before slow work. None is no file."""
     if path is None:
         return
     path = Path(path)
@@ -71,7 +71,7 @@ def check_writable(path: str | os.PathLike[str] | None, what: str) -> None:
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """The folder and those above it, where they are not there. Raises BadInput."""
+    """Create the folder and missing parents. Raises BadInput."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -79,7 +79,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def is_device(path: str | os.PathLike[str]) -> bool:
-    """Whether `write_file` writes through: no suffix is to be asked for then."""
+    """True if `write_file` writes directly: a suffix must not be required then."""
     try:
         return _stream(Path(path)) is not None or not _is_regular(Path(path))
     except (OSError, ValueError):
@@ -87,13 +87,13 @@ def is_device(path: str | os.PathLike[str]) -> bool:
 
 
 def _stream(path: Path) -> int | None:
-    """The file descriptor of /dev/stdout and its like. Opened anew, a file behind it would be cut off."""
+    """The file descriptor of /dev/stdout and the like. Opening it anew would truncate a file behind it."""
     found = _STREAM.fullmatch(os.fspath(path))
     return None if found is None else _NAMED[found[2]] if found[2] else int(found[1])
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether there is, or is to be, a regular file. Raises OSError where there can be none."""
+    """True if it is, or would be, a regular file. Raises OSError if there can be none."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

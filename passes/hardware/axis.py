@@ -1,4 +1,4 @@
-"""Axes as layouts are over them: what lies along each, and how many. What they cost is a mesh's to say (`MeshAxis`)."""
+"""Axes of layouts: kind and size. Their costs are in a mesh (`MeshAxis`)."""
 from __future__ import annotations
 
 import enum
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 
 class AxisKind(enum.Enum):
-    """What lies along an axis. Along devices, a change of placement is a collective of theirs, or a slice. Along time lie the
-    microbatches of a step, one after another: what is whole is there before their loop or after it, a change is taking rows for
-    it, or collecting what it made."""
+    """Kind of an axis. Along devices, a change of placement is a collective, or a slice. Along time are the
+    microbatches of a step: whole values are computed before or after their loop, and a change is slicing rows for
+    it, or accumulating its results."""
 
     DEVICES = "devices"
     TIME = "time"
@@ -27,9 +27,9 @@ def time_axis(microbatches: int) -> Axis:
 
 
 Axes = tuple[Axis, ...]
-"""Those of a layout, in order: one placement on each."""
+"""Axes of a layout, in order: one placement on each."""
 
 
 def device_axes(sizes: Mapping[str, int]) -> Axes:
-    """Axes of devices, as a plan or a pin names them: `{"dp": 2, "tp": 4}`."""
+    """Device axes, as a plan or a pin names them: `{"dp": 2, "tp": 4}`."""
     return tuple(Axis(name, size) for name, size in sizes.items())

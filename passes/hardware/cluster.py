@@ -27,19 +27,19 @@ from passes.json_records import FrozenMap, from_json, read_json, to_json, write_
 __all__ = ["Cluster", "Device", "DeviceSheet", "Link", "NodeGroup", "builtin_devices", "builtin_sheet"]
 
 _PATTERN = re.compile(r"(?:([0-9]+)x)?([0-9]+):(.+)")
-_JOINT = re.compile(r"\+(?=\s*(?:[0-9]+x)?[0-9]+:)")  # a + in a file's name is none
+_JOINT = re.compile(r"\+(?=\s*(?:[0-9]+x)?[0-9]+:)")  # not a + in a file's name
 MOST_DEVICES, MOST_GROUPS = 2**20, 10
-"""Of a cluster: several times as many devices as the largest ever had; as many groups as shares are searched for."""
-LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S = 200e9  # what the cores of one host share: about eight channels of DDR4-3200
+"""Limits of a cluster: several times the largest number of devices ever; the number of groups that the share search handles."""
+LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S = 200e9  # shared by the cores of one host: about eight channels of DDR4-3200
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Nodes that are alike: `nodes` times `devices_per_node` devices.
+    """Equal nodes: `nodes` times `devices_per_node` devices.
 
     intra_node: the link between devices of one node; inter_node: the NICs through which a node reaches the others;
-    host: between a device and its host's memory; storage: to the file system. Of the last two, as of the NICs,
-    `device_bytes_per_s(devices_per_node)` says what each device has while all devices of its node use them.
+    host: between a device and its host's memory; storage: to the file system. For the last two, as for the NICs,
+    `device_bytes_per_s(devices_per_node)` is the bandwidth of each device while all devices of its node use them.
     """
 
     nodes: int
@@ -62,7 +62,7 @@ class NodeGroup:
 
     @staticmethod
     def of(nodes: int, devices_per_node: int, sheet: DeviceSheet) -> NodeGroup:
-        """Like nodes, with the links that the device file says."""
+        """Equal nodes, with the links of the device file."""
         return NodeGroup(nodes, devices_per_node, sheet.device, sheet.intra_node, sheet.inter_node, sheet.host,
                          sheet.storage)
 
@@ -105,7 +105,7 @@ class Cluster:
 
     @staticmethod
     def homogeneous(nodes: int, devices_per_node: int, sheet: DeviceSheet) -> Cluster:
-        """Like nodes, with the links that the device file says."""
+        """Equal nodes, with the links of the device file."""
         return Cluster((NodeGroup.of(nodes, devices_per_node, sheet),))
 
     @staticmethod
@@ -114,7 +114,7 @@ class Cluster:
         cluster file (.json).
 
         Several of the first kind joined by `+` (`1x4:h100-80g+1x4:a100-80g`) are groups of different nodes.
-        Raises BadInput that says what is wrong and lists the built-in devices.
+        Raises BadInput with the problem and the built-in devices.
         """
         parts = [part.strip() for part in _JOINT.split(text.strip())]
         matches = [_PATTERN.fullmatch(part) for part in parts]
@@ -151,7 +151,7 @@ class Cluster:
         return from_json(Cluster, data, str(path))
 
     def save(self, path: str | Path) -> None:
-        """Writes a cluster file that says everything, devices and links included."""
+        """Write a complete cluster file, devices and links included."""
         write_json(to_json(self), path)
 
     @staticmethod
@@ -165,9 +165,9 @@ class Cluster:
     ) -> Cluster:
         """The machine this runs on, as `world_size` ranks use it.
 
-        device_type: "cpu" (the ranks share the cores, the memory and its bandwidth) or "cuda". device_name: what
-        `torch.cuda.get_device_name()` says. devices_per_node: ranks on one node, all by default. memory_bytes: of one
-        device, where the caller knows better (`torch.cuda.mem_get_info`). A GPU that is not built in is priced as an
+        device_type: "cpu" (the ranks share the cores, the memory and its bandwidth) or "cuda". device_name:
+        `torch.cuda.get_device_name()`. devices_per_node: ranks on one node, all by default. memory_bytes: of one
+        device, if known better (`torch.cuda.mem_get_info`). A GPU that is not built in is priced as an
         a100-40g, with a warning.
         """
         per_node = world_size if devices_per_node is None else devices_per_node
@@ -189,7 +189,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return sum(group.size for group in self.groups)
 
     @property
@@ -244,7 +244,7 @@ def _too_many() -> str:
 
 
 def _slowest_link(groups: tuple[NodeGroup, ...], same_node: bool) -> Link:
-    """What a message from one group to another passes: both groups' links, of which the slower one counts."""
+    """The path of a message from one group to another: both groups' links, of which the slower one counts."""
     links = [(group.intra_node if same_node else group.inter_node, group.devices_per_node) for group in groups]
     slowest, _ = min(links, key=lambda each: each[0].device_bytes_per_s(each[1]))
     return replace(slowest, latency_us=max(link.latency_us for link, _ in links))

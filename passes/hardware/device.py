@@ -1,4 +1,4 @@
-"""Devices and links: the figures that costs are priced on, and the built-in ones with their sources."""
+"""Devices and links: the figures that prices are based on, and the built-in ones with their sources."""
 from __future__ import annotations
 
 import difflib
@@ -34,7 +34,7 @@ class Device:
     the time that one more kernel adds however small it is. Power is that of the whole device; memory_power_w (while a
     memory-bound kernel runs) and communication_power_w are estimated where they are None (`passes.cost_model.energy_model`).
 
-    What kernels that are not large lose (`passes.cost_model.efficiency_curves` has the formulas): the ramps are the time that a
+    Losses of kernels that are not large (`passes.cost_model.efficiency_curves` has the formulas): the ramps are the time that a
     matrix product or attention takes beyond its launch to fill and drain the device; a product whose mean dim (a third
     of n for n x n x n, m for a thin m x n x k) is half_dim has half the efficiency. caches: smallest first.
     """
@@ -104,9 +104,9 @@ class Device:
 class DeviceSheet:
     """A device file: the device, the links of the nodes it usually sits in, and a pattern of its name in torch.
 
-    torch_name is a regular expression for `torch.cuda.get_device_name()`; empty where nothing is to match.
-    host: between the device and the memory of its host. storage: to the file system, through which checkpoints go.
-    Left out, they are assumed, and their `source` says so.
+    torch_name is a regular expression for `torch.cuda.get_device_name()`; empty to match nothing.
+    host: between the device and the memory of its host. storage: to the file system, for checkpoints.
+    By default they are assumed, and their `source` says so.
     """
 
     device: Device

@@ -1,4 +1,4 @@
-"""Links: how devices reach each other, the memory of their host, and storage; and what is assumed of the last two."""
+"""Links between devices, to host memory, and to storage; and assumptions about the last two."""
 from __future__ import annotations
 
 import math
@@ -13,7 +13,7 @@ BOARD_J_PER_BYTE, SYSTEM_J_PER_BYTE = 8 * 10e-12, 8 * 250e-12
 
 
 def check_positive(record: object, where: str, *names: str) -> None:
-    """Raises BadInput about the first of the fields that is not a positive, finite number."""
+    """Raise BadInput for the first of the fields that is not a positive, finite number."""
     for name in names:
         value = getattr(record, name)
         if not 0 < value < math.inf:
@@ -22,7 +22,7 @@ def check_positive(record: object, where: str, *names: str) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """How devices reach each other at one level of the hierarchy.
+    """A link at one level of the hierarchy.
 
     latency_us: of one message (the α of α-β). bandwidth_bytes_per_s: of one port (NIC), in one direction, as the
     vendor rates it; efficiency: the fraction of it that payload gets. shared_by: devices of a node that share a port.
@@ -61,12 +61,12 @@ class Link:
 
 ASSUMED_HOST = Link("PCIe 4 x16", 10.0, 32e9, 1, 0.8, source="assumed where a file says nothing: PCI Express 4.0 base "
                     "specification, 16 lanes of 16 GT/s; 0.8 (pinned memory) and latency: estimated")
-"""What a device that is no CPU reaches the memory of its host through, where its file does not say."""
+"""Default link of a GPU to the memory of its host."""
 
 ASSUMED_CPU_HOST = Link("memory of the host", 1.0, 10e9, 1, 1.0, source="assumed where a file says nothing: a copy "
                         "by one core, read and written; estimated")
-"""The same for a CPU, whose own memory this is: a copy from one place to another."""
+"""The same for a CPU: a copy within its own memory."""
 
 ASSUMED_STORAGE = Link("one NVMe drive per node", 100.0, 3.0e9, 1024, 0.8, source="assumed where a file says "
                        "nothing: PCIe 3 x4 drives write about 3 GB/s; all devices of a node share it; estimated")
-"""Where checkpoints go, where a file does not say."""
+"""Default storage link, for checkpoints."""

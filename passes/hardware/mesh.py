@@ -1,4 +1,4 @@
-"""Meshes: the devices of a cluster as a grid, each axis priced by the links that it runs over."""
+"""Meshes: the devices of a cluster as a grid, each axis priced by the links that it uses."""
 from __future__ import annotations
 
 import math
@@ -15,7 +15,7 @@ from passes.hardware.link import BOARD_J_PER_BYTE, SYSTEM_J_PER_BYTE
 from passes.json_records import FrozenMap
 
 AXIS_NAMES = ("x", "y", "z", "w")
-"""Names of enumerated axes, outer first: they say nothing about what an axis is for."""
+"""Names of enumerated axes, outer first: they do not imply a purpose."""
 
 INSIDE, BETWEEN, BOTH = "inside a node", "between nodes", "inside and between nodes"
 """The links that the groups of an axis use."""
@@ -23,7 +23,7 @@ INSIDE, BETWEEN, BOTH = "inside a node", "between nodes", "inside and between no
 
 @dataclass(frozen=True)
 class AxisLevel:
-    """The part of an axis in one level of the hierarchy: `size` devices (or nodes), and what each device has there."""
+    """The part of an axis in one level of the hierarchy: `size` devices (or nodes), and the latency and bandwidth of each."""
 
     size: int
     latency_us: float
@@ -35,8 +35,8 @@ class MeshAxis:
     """One axis of a mesh.
 
     All groups of an axis communicate at once. latency_us: one hop of a ring through a group, on average.
-    bandwidth_bytes_per_s: what a ring through a group sustains, per device and direction. levels: for an axis that
-    runs inside nodes and across them, the two parts, inner first; their bandwidths are what one device has while all
+    bandwidth_bytes_per_s: sustained by a ring through a group, per device and direction. levels: for an axis that
+    runs inside nodes and across them, the two parts, inner first; their bandwidths are per device while all
     use the link. slowdown: of the slowest link (see `passes.hardware.link.Link`). energy_j_per_byte: of one hop of a ring, on
     average.
     """
@@ -63,7 +63,7 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of like devices; rank = row-major index, so neighbors on the last axis have adjacent ranks."""
+    """A grid of equal devices; rank = row-major index, so neighbors on the last axis have adjacent ranks."""
 
     axes: tuple[MeshAxis, ...]
     device: Device
@@ -88,7 +88,7 @@ class Mesh:
 
     @property
     def layout_axes(self) -> Axes:
-        """The axes as layouts are over them, whatever they cost."""
+        """The axes for layouts, without costs."""
         return tuple(Axis(axis.name, axis.size) for axis in self.axes)
 
     def axis(self, name: str) -> MeshAxis:
@@ -99,7 +99,7 @@ class Mesh:
         raise KeyError(f"no axis {name!r} in the mesh; its axes: {', '.join(self.names) or 'none'}")
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Where a rank stands, one index per axis; raises IndexError."""
+        """Coordinates of a rank, one per axis; raises IndexError."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is not in a mesh of {self.size}")
         result: list[int] = []

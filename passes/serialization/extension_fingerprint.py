@@ -1,8 +1,8 @@
-"""Fingerprint of the rules and passes that come from outside of this package, for the keys of caches.
+"""Fingerprint of external rules and passes, for cache keys.
 
-A user's rule or pass may be edited between two launches, or say something else for the same source, by a constant of its module
-or by what its closure holds. So the fingerprint covers the source of the module that defines it, and the plain data (numbers,
-text, and containers of these) that its module, defaults and closure hold.
+A user's rule or pass may be edited between two launches, or behave differently with the same source, through a constant of its
+module or a closure. So the fingerprint covers the source of the module that defines it, and the plain data (numbers,
+text, and containers of these) in its module, defaults and closure.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 def extension_fingerprint_of() -> str:
-    """The same for two processes with the same rules and passes from outside; "" where there are none."""
+    """Equal for two processes with the same external rules and passes; "" without any."""
     found = [("rule", name, rule) for name, rule in rule_table.external_rules().items()]
     found += [("pass", name, cls) for name, cls in registry.external_passes().items()]
     lines = [f"{kind} {name} {source_of(each)} {[*_data_of(each)]}" for kind, name, each in found]
@@ -28,7 +28,7 @@ def extension_fingerprint_of() -> str:
 
 
 def source_of(definition: Callable[..., Any] | type) -> str:
-    """Hash of the source of the module that defines it, or of its code where that was typed in."""
+    """Hash of the source of the defining module, or of the code if it was typed interactively."""
     module = sys.modules.get(definition.__module__)
     file = getattr(module, "__file__", None)
     if file is not None and Path(file).is_file():

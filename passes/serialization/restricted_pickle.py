@@ -1,8 +1,8 @@
-"""Pickles of plain data, in which nothing can hide that runs: loading accepts the classes of an allow list and nothing else.
+"""Pickles of plain data that cannot run code: loading accepts the classes of an allow list and nothing else.
 
-The list is made from what is to be loaded: the classes of the objects that are expected, and those that their fields are
+The list is derived from the expected data: its classes, and those that their fields are
 declared to hold (`classes_of`). Besides them there are few constructors: torch's constants and devices, placements, tensors as
-shapes and bytes. No name is looked up that the list has not.
+shapes and bytes. No name outside the list is looked up.
 """
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class NotPlain(Exception):
-    """There is something else in a pickle than plain data of the classes that are expected."""
+    """A pickle contains something other than plain data of the expected classes."""
 
 
 def classes_of(*roots: Any) -> Classes:
-    """The allow list for objects of these classes, by module and name. With them go this project's frozen dataclasses, pydantic
-    models, enumerations and containers among the types of their fields, and of the fields of those."""
+    """The allow list for objects of these classes, by module and name: including this project's frozen dataclasses, pydantic
+    models, enumerations and containers among the types of their fields, recursively."""
     found: dict[tuple[str, str], Any] = {}
     rest = list(roots)
     while rest:
@@ -46,19 +46,19 @@ def classes_of(*roots: Any) -> Classes:
 
 
 def dumps(what: Any) -> bytes:
-    """Raises pickle.PicklingError, TypeError or AttributeError for what is no data."""
+    """Pickle plain data. Raises pickle.PicklingError, TypeError or AttributeError for anything else."""
     file = io.BytesIO()
     RestrictedPickler(file).dump(what)
     return file.getvalue()
 
 
 def loads(packed: bytes, classes: Classes) -> Any:
-    """Raises NotPlain for anything that the list has not, and for what is no pickle."""
+    """Unpickle. Raises NotPlain for anything outside the list, and for bytes that are no pickle."""
     return RestrictedUnpickler(io.BytesIO(packed), classes).load()
 
 
 class RestrictedPickler(pickle.Pickler):
-    """Writes what `RestrictedUnpickler` reads."""
+    """Writes pickles that `RestrictedUnpickler` reads."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -66,7 +66,7 @@ class RestrictedPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, _CONSTANTS):
             return constant, (str(obj).removeprefix("torch."),)
-        if isinstance(obj, enum.Enum):  # releases of Python differ in what they make of it
+        if isinstance(obj, enum.Enum):  # releases of Python pickle these differently
             return type(obj), (obj.value,)
         if type(obj) is torch.Tensor and obj.device.type == "meta":
             return meta_tensor, (tuple(obj.shape), obj.stride(), obj.dtype, obj.requires_grad)
@@ -93,12 +93,12 @@ class RestrictedUnpickler(pickle.Unpickler):
             return super().load()
         except (NotPlain, MemoryError):
             raise
-        except Exception as error:  # bytes that are no pickle, or one of other fields, can raise almost anything
+        except Exception as error:  # invalid pickles, or ones with other fields, can raise almost anything
             raise NotPlain(f"{type(error).__name__}: {error}") from error
 
 
 def constant(name: str) -> Any:
-    """torch.float32, torch.strided and their like, by name."""
+    """torch.float32, torch.strided and the like, by name."""
     value = vars(torch).get(name)
     if not isinstance(value, _CONSTANTS):
         raise NotPlain(f"torch.{name} is no dtype, layout or memory format")
@@ -112,7 +112,7 @@ def meta_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.d
 
 def cpu_tensor(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, values: bytes,
                requires_grad: bool) -> torch.Tensor:
-    """A tensor with these bytes for its values, row by row."""
+    """A tensor with these bytes as its values, row by row."""
     made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     if made.numel():
         made.copy_(torch.frombuffer(bytearray(values), dtype=dtype).reshape(shape))

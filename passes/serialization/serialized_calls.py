@@ -1,6 +1,6 @@
-"""Names of what the nodes of a kept graph call and read, and back: operators of torch, arithmetic, and nothing else.
+"""Serialized targets of a graph's nodes: torch's operators, arithmetic, and nothing else.
 
-FX makes Python code of a graph, in which names stand as they are: so each of them is one.
+FX generates Python code of a graph with names inserted verbatim: so each name must be an identifier.
 """
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _FUNCTIONS: dict[str, Any] = {
 """Functions that a graph may call besides torch's operators: arithmetic."""
 _NAMES = {id(function): name for name, function in _FUNCTIONS.items()}
 _OF_FILES = ("aten::from_file",)
-"""Operators that do something else than to compute: they are not taken from a file."""
+"""Operators with effects other than computing: they are not loaded from a file."""
 
 
 class CannotSerialize(Exception):
-    """The graph has something that is not known to mean the same in another process."""
+    """The graph has something that may mean something else in another process."""
 
 
 @dataclass(frozen=True)
 class SerializedOperator:
-    """One of torch's, by its full name."""
+    """A torch operator, by its full name."""
 
     name: str
 
@@ -60,7 +60,7 @@ def packed_target(node: Node) -> Any:
         return str(node.target)
     if isinstance(node.target, OpOverload):
         return SerializedOperator(node.target.name())
-    if isinstance(node.target, HigherOrderOperator):  # what it calls may be in tables of this process
+    if isinstance(node.target, HigherOrderOperator):  # its callees may be in tables of this process
         raise CannotSerialize(f"a call of {node.target.name()}")
     if id(node.target) in _NAMES:
         return SerializedFunction(_NAMES[id(node.target)])
@@ -68,7 +68,7 @@ def packed_target(node: Node) -> Any:
 
 
 def called(op: str, target: Any, constants: Container[str]) -> Any:
-    """Target of a node. FX makes Python code of a graph, in which names stand as they are."""
+    """Target of a node. FX generates Python code of a graph with names inserted verbatim."""
     if isinstance(target, SerializedOperator) and op == "call_function":
         return _operator(target.name)
     if isinstance(target, SerializedFunction) and op == "call_function" and target.name in _FUNCTIONS:
@@ -84,7 +84,7 @@ def _operator(full_name: str) -> OpOverload:
     found: Any = torch.ops
     try:
         for part in (namespace, name, overload or "default"):
-            found = getattr(found, part)  # which makes nothing and calls nothing; what it finds is looked at below
+            found = getattr(found, part)  # creates nothing and calls nothing; the result is checked below
     except AttributeError as error:
         raise CannotSerialize(f"there is no operator {full_name} here") from error
     if not isinstance(found, OpOverload) or found.name().partition(".")[0] in _OF_FILES:
@@ -93,7 +93,7 @@ def _operator(full_name: str) -> OpOverload:
 
 
 def own_name(name: Any) -> str:
-    """The name, if it is one. Raises NotPlain."""
+    """The name, if it is an identifier. Raises NotPlain."""
     if type(name) is not str or not name.isidentifier() or keyword.iskeyword(name):
         raise NotPlain(f"{name!r} as a name")
     return name

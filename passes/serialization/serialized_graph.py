@@ -1,8 +1,8 @@
-"""Graphs of aten calls as bytes, and back: for a later process, which compiles them as this one did.
+"""Serialize graphs of aten calls for a later process, which compiles them like this one.
 
-What is kept is what compiling reads: calls with their arguments, names, and of each value its shape, strides, dtype, device and
-memory. Values that share memory share it again, since what backward may write over is decided by that, also where they are
-of several graphs that are packed together. Where a node came from in a script is kept only of graphs that are still to be
+Stored is all that compilation reads: calls with their arguments, names, and for each value its shape, strides, dtype, device
+and storage. Values that share a storage share it again, also across graphs packed together, since that decides which memory
+backward may reuse. Source locations in the script are stored only for graphs that are still to be
 planned, `TRACED_META`.
 """
 from __future__ import annotations
@@ -26,20 +26,20 @@ from passes.serialization.serialized_calls import PARTS, CannotSerialize, called
 KEPT_META = ("partitioner_tag",)
 _MODULES_OF_NODE = "nn_module_stack"
 TRACED_META = ("partitioner_tag", "desc", "seq_nr", "is_gradient_acc", _MODULES_OF_NODE, *CHECKPOINTED)
-"""What annotating a traced graph reads besides its values."""
+"""Metadata that annotating a traced graph reads besides its values."""
 LARGEST_CONSTANT_BYTES = 2**20
 _CONSTANTS = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None),
               type(...))
 @dataclass(frozen=True)
 class _NodeReference:
-    """Of an argument that is another node: its number."""
+    """An argument that is another node: its index."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _TensorRecord:
-    """A tensor that a node makes. memory: number of its storage, of so many bytes."""
+    """A tensor value of a node. memory: index of its storage, of so many bytes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -58,36 +58,36 @@ class _SerializedGraph:
 
 
 def pack(what: Any, meta: Sequence[str] = KEPT_META) -> bytes:
-    """A graph, or data with graphs and fake tensors in it. meta: what is kept of each node besides its value.
+    """Serialize a graph, or data with graphs and fake tensors in it. meta: metadata stored for each node besides its value.
 
     Raises CannotSerialize for calls of anything but torch's operators, sizes that are not numbers, large constants and graphs
     inside of graphs."""
     file = io.BytesIO()
     try:
         _GraphPickler(file, meta).dump(what)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:  # what pickle raises where it does not know how
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # raised by pickle for unsupported objects
         raise CannotSerialize(str(error)) from error
     return file.getvalue()
 
 
 def unpack(packed: bytes, mode: Any, *roots: Any) -> Any:
-    """To be called where no tensors are fake. mode: the fake mode that values shall live in. roots: classes of what was packed,
+    """Deserialize; call it outside fake tensor modes. mode: the fake mode of the new values. roots: classes of the packed data,
     besides graphs and containers.
 
-    Raises CannotSerialize where an operator is not known in this process, NotPlain where there is something that `pack` does
-    not write: what is executed afterwards are calls of operators on data, and nothing else.
+    Raises CannotSerialize if an operator is unknown in this process, NotPlain for anything that `pack` does
+    not write: the code executed afterwards consists of calls of operators on data, and nothing else.
     """
     return _GraphUnpickler(io.BytesIO(packed), mode, classes_of(*roots)).load()
 
 
 def check(packed: bytes, *roots: Any) -> None:
-    """Raises NotPlain or CannotSerialize where `unpack` would. Makes no graphs, and may be called at any time."""
+    """Raise NotPlain or CannotSerialize if `unpack` would. Builds no graphs, and may be called at any time."""
     nothing = {_key(_graph): lambda _, stored: [*_calls(stored)] and None, _key(_value): lambda *_: None}
     _GraphUnpickler(io.BytesIO(packed), None, {**classes_of(*roots), **nothing}).load()
 
 
 class _GraphPickler(RestrictedPickler):
-    """Graphs and fake tensors go as data that `_FakeStorages` makes them of again."""
+    """Pickles graphs and fake tensors as data from which `_FakeStorages` rebuilds them."""
 
     def __init__(self, file: io.BytesIO, meta: Sequence[str]):
         super().__init__(file)
@@ -117,7 +117,7 @@ class _GraphUnpickler(RestrictedUnpickler):
 
 
 _HERE = object()
-"""Stands for the memory of the process that unpacks."""
+"""Placeholder for the storages of the process that unpacks."""
 
 
 def _packed(gm: GraphModule, memories: dict[int, int], kept: Sequence[str]) -> _SerializedGraph:
@@ -141,7 +141,7 @@ def _key(what: Any) -> tuple[str, str]:
 
 
 def _by_names(stack: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Classes of modules may be those of a script, which another process does not find by their names."""
+    """Classes of modules may be a script's own, which another process does not find by name."""
     return {key: (path, f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else str(kind))
             for key, (path, kind) in stack.items()}
 
@@ -151,7 +151,7 @@ def _value(memory: _FakeStorages, value: _TensorRecord) -> torch.Tensor:
 
 
 def _calls(stored: _SerializedGraph) -> Iterator[tuple[str, str, Any, Any, dict[str, Any]]]:
-    """(kind, name, what it calls, arguments, keyword arguments) of each node. Raises NotPlain or CannotSerialize."""
+    """(kind, name, target, arguments, keyword arguments) of each node. Raises NotPlain or CannotSerialize."""
     for op, name, target, args, kwargs, *_ in stored.nodes:
         yield (op, own_name(name), called(op, target, stored.constants), _plain(tuple(args)),
                {own_name(key): _plain(x) for key, x in kwargs.items()})
@@ -175,8 +175,8 @@ def _graph(memory: _FakeStorages, stored: _SerializedGraph) -> GraphModule:
 
 
 def bare(gm: GraphModule) -> GraphModule:
-    """The same graph in a module that has its constants, and nothing else of where it came from: caches of compiled code tell
-    modules apart by all that they have, in its order."""
+    """The same graph in a module that has only its constants: caches of compiled code hash
+    all attributes of a module, in order."""
     graph, new = Graph(), {}
     result = graph.graph_copy(gm.graph, new)
     graph.output(result).meta.update(gm.graph.output_node().meta)
@@ -191,7 +191,7 @@ def bare(gm: GraphModule) -> GraphModule:
 
 
 class _FakeStorages:
-    """Makes fake tensors: those that were in one storage are in one again."""
+    """Makes fake tensors: those that shared a storage share one again."""
 
     def __init__(self, mode: Any) -> None:
         self.mode = mode

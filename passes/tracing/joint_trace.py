@@ -21,7 +21,7 @@ from passes.tracing.untraced_parts import GraphCalls, UntracedPart
 @dataclass(frozen=True)
 class JointTrace:
     """Joint graph, its inputs in the order of the Dynamo graph, and the number of its forward outputs. leaves: positions of the
-    inputs whose gradients `.grad` will hold; breaks: whether the graph ends where the script breaks it."""
+    inputs whose gradients go into `.grad`; breaks: True if the graph ends at a graph break."""
 
     gm: GraphModule
     inputs: list[GraphInput]
@@ -32,7 +32,7 @@ class JointTrace:
 
 
 class _TraceComplete(BaseException):
-    """Ends compilation once the joint graph is there. No Exception, which Dynamo or the model might take for a failure."""
+    """Ends compilation once the joint graph is traced. No Exception, which Dynamo or the model might handle as a failure."""
 
 
 def call_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
@@ -45,8 +45,8 @@ def call_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def decompositions(compiler: str) -> dict[Any, Callable[..., Any]]:
-    """Into what operators are taken apart while they are traced. Random numbers are those of one device: inductor draws
-    with a generator of its own, "eager" as torch does without a compiler."""
+    """Decomposition table for tracing. Random numbers are those of one device: inductor draws
+    with its own generator, "eager" as torch does without a compiler."""
     return compat.inductor_decompositions() if compiler == "inductor" else compat.eager_decompositions()
 
 
@@ -55,9 +55,9 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
                  calls: GraphCalls | None = None) -> list[JointTrace]:
     """The joint graphs of one call, one per graph that Dynamo makes: AOTAutograd is stopped where it would cut them in two.
 
-    dynamic: as in torch.compile. alone: on one device, which runs without a compiler what "eager" does not take apart.
-    calls: takes what is called behind graph breaks, and the error that ends the call there; without it, the first graph with
-    gradients is the last. Where Dynamo leaves a function to Python, its first graph is one of a function that this calls.
+    dynamic: as in torch.compile. alone: on one device, which runs ops that "eager" does not decompose without a compiler.
+    calls: records calls behind graph breaks, and the error that ends the step there; without it, the first graph with
+    gradients is the last. Where Dynamo leaves a function to Python, its first graph is one of a callee.
     """
     start = time.perf_counter()
     found: list[JointTrace] = []
@@ -85,7 +85,7 @@ def joint_graphs(function: Callable[..., Any], args: Sequence[Any] = (), kwargs:
         def run(*arguments: Any) -> Any:
             assert calls is not None, "else the call has ended"
             if calls.note(number, arguments):
-                for k, value in enumerate(arguments):  # Dynamo's name is of the way by which the frame reached it
+                for k, value in enumerate(arguments):  # Dynamo's name is the path by which the frame reached it
                     inputs[k] = replace(inputs[k], name=calls.trained.get(id(value), inputs[k].name))
             if whole:
                 raise _TraceComplete
@@ -115,9 +115,9 @@ def trace(model: nn.Module, batch: Any, compiler: str = "inductor", alone: bool 
     """Joint graphs of one training step of `model` on `batch`, one per graph that Dynamo makes, as they are for a compiler;
     alone: on one device.
 
-    Real, fake and meta tensors are taken alike: weights and batch are replaced by fake ones on the device that they are
-    on (meta: cpu, since on meta the loss has no gradient). Behind a graph break, Python code runs on these; with
-    `run_breaks` on the real ones, buffers and random numbers left as they were. unplanned: takes what was not reached.
+    Real, fake and meta tensors are treated alike: weights and batch are replaced by fake ones on their
+    device (meta: cpu, since on meta the loss has no gradient). Behind a graph break, Python code runs on these; with
+    `run_breaks` on the real ones, restoring buffers and generators. unplanned: receives the parts that were not reached.
     Raises BadInput if nothing is differentiable.
     """
     check_batch(batch)
@@ -162,7 +162,7 @@ def _fake(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _left_as_it_was(model: nn.Module, batch: Any) -> Iterator[None]:
-    """For a step of the real model: its buffers and the generators of random numbers come back at the end."""
+    """For a step of the real model: restores its buffers and the random number generators."""
     leaves = compat.pytree.tree_leaves(batch)
     tensors = [*model.parameters(), *model.buffers(), *(x for x in leaves if isinstance(x, torch.Tensor))]
     if any(x.device.type == "meta" or compat.is_fake(x) for x in tensors):
@@ -180,7 +180,7 @@ def _left_as_it_was(model: nn.Module, batch: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_weights(model: nn.Module) -> Iterator[None]:
-    """The model with fake parameters and buffers, ties kept; the real ones come back at the end."""
+    """The model with fake parameters and buffers, ties kept; the real ones are restored at the end."""
     mode = compat.tracing_fake_mode()
     fakes: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []

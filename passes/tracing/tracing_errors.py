@@ -1,4 +1,4 @@
-"""What is said where a model cannot be traced: the error itself, the line of the model, and what to try."""
+"""Errors for models that cannot be traced: the original error, the line of the model, and the next step."""
 from __future__ import annotations
 
 import re
@@ -16,11 +16,11 @@ _PRODUCTS = {
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default,
     torch.ops.aten.convolution.default,
 }
-"""Operations whose operands have one dtype: on fake tensors nothing checks that."""
+"""Operations whose operands have one dtype, which fake tensors do not check."""
 
 
 def check_batch(batch: Any) -> None:
-    """Raises BadInput for a batch that no step can be made of: names that are no text, or no rows."""
+    """Raise BadInput for an invalid batch: names that are no text, or no rows."""
     if isinstance(batch, dict) and (wrong := [name for name in batch if not isinstance(name, str)]):
         raise BadInput(f"the batch names an argument {wrong[0]!r}, which is no name", "batch",
                        "name the arguments of forward with text, or give a tuple")
@@ -31,7 +31,7 @@ def check_batch(batch: Any) -> None:
 
 
 def check_products(graph: GraphModule, model: nn.Module) -> None:
-    """Raises BadInput for the first product of unlike dtypes, such as integers into a layer of floats."""
+    """Raise BadInput for the first product of different dtypes, such as integers into a layer of floats."""
     for node in graph.graph.nodes:
         if node.target in _PRODUCTS:
             dtypes = {value.dtype for each in node.args if isinstance(each, Node)
@@ -43,7 +43,7 @@ def check_products(graph: GraphModule, model: nn.Module) -> None:
 
 
 def not_traceable(model: nn.Module, batch: Any, error: BaseException) -> BadInput:
-    """`error` in a sentence: of what Dynamo wraps, the error within."""
+    """`error` in a sentence: for an error that Dynamo wraps, the inner error."""
     text = str(error)
     if "_local_scalar_dense" in text or "data-dependent" in text.lower():
         return BadInput("the model cannot be traced without running it: it turns a tensor's value into a number or a branch",
@@ -57,6 +57,6 @@ def not_traceable(model: nn.Module, batch: Any, error: BaseException) -> BadInpu
 
 
 def _line(text: str) -> str:
-    """The last line of Python that a trace in `text` names, outside of torch."""
+    """The last line of Python outside of torch that a traceback in `text` names."""
     places = [(file, line) for file, line in re.findall(r'File "([^"]+)", line (\d+)', text) if "site-packages" not in file]
     return f"{places[-1][0]}, line {places[-1][1]}" if places else ""

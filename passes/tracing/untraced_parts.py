@@ -25,12 +25,12 @@ class UntracedPart:
 
 @dataclass
 class GraphCalls:
-    """Calls of the graphs of one step. trained: by id, the parameters' names."""
+    """Calls of the graphs of one step. trained: names of parameters, by id."""
 
     trained: Mapping[int, str]
     counts: Counter[int] = field(default_factory=Counter)
     first: set[int] = field(default_factory=set)
-    """Ids of parameters that the first call of a graph took."""
+    """Ids of parameters among the inputs of first calls of a graph."""
     again: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
     """Ids of parameters that the result has a gradient for."""
@@ -41,13 +41,13 @@ class GraphCalls:
         return GraphCalls({id(p): name for name, p in model.named_parameters() if p.requires_grad})
 
     def note(self, graph: int, arguments: Iterable[object]) -> bool:
-        """Note a call; whether it is the graph's first."""
+        """Record a call; returns True if it is the graph's first."""
         self.counts[graph] += 1
         (self.first if self.counts[graph] == 1 else self.again).update(map(id, arguments))
         return self.counts[graph] == 1
 
     def note_result(self, result: object) -> None:
-        """Note what the step returned, which Python code may have computed from parameters that no graph takes."""
+        """Record the step's result, which Python code may have computed from parameters that no graph takes."""
         nodes = [leaf.grad_fn for leaf in compat.pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         seen: set[object] = set()
         while nodes:
