@@ -42,7 +42,7 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
             raise BadInput("planning for unlike devices does not support pipeline stages", "options['mesh']", "leave pp out")
         if parsed.microbatches > 1:
             raise BadInput("planning for unlike devices does not support microbatches", "options['microbatches']",
-                                          "leave it out; `simulate` can run such a plan with microbatches")
+                           "leave it out; `simulate` can run such a plan with microbatches")
         return plan_mixed(model, batch, cluster, parsed)
     parsed = parsed.with_plan(cluster.world_size)
     alone = cluster.world_size == 1 and parsed.memory_budget is not None

@@ -28,7 +28,7 @@ def hpml(
     allow_scalar_mutation()
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not supported", where="torch.compile",
-                                      next_step="leave it out; hpml does not expose inductor's modes")
+                       next_step="leave it out; hpml does not expose inductor's modes")
     return compile_graph(gm, original_inputs(example_inputs), Options.parse({**defaults, **(options or {})}))
 
 

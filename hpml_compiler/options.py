@@ -31,7 +31,7 @@ OPTIMIZER_STATES: dict[OptimizerName, int] = {
 def _path_text(value: object) -> object:
     if isinstance(value, MixedPlan):
         raise ValueError("a MixedPlan (groups of different devices) cannot be run yet: give the plan of one group, "
-                                         "MixedPlan.groups[...].plan, on the devices of that group")
+                         "MixedPlan.groups[...].plan, on the devices of that group")
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -93,7 +93,7 @@ class Options(BaseModel):
     )
     # below the default timeout of a process group (60 s), within which the other ranks wait for the plan
     time_limit: float = Field(30.0, gt=0, description="planning budget in seconds of work, over all meshes, without tracing; "
-                                                        "counted in operations, so that a busy machine finds the same plan")
+                              "counted in operations, so that a busy machine finds the same plan")
     gap: float = Field(1e-3, ge=0, description="relative optimality gap at which the solver may stop")
     plan: PlanOrPath | None = Field(
         None, description="a Plan, or the path of one, to use instead of solving; its memory_budget applies unless another "

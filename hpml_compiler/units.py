@@ -44,7 +44,7 @@ def parse_budget(value: object) -> int | float:
         return parse_bytes(value)
     if not 0 < share <= 1:
         raise ValueError(f"{shortened(repr(value))} is neither a number of bytes nor a fraction of a device's memory "
-                                         "(above 0, at most 1): write 24GB, 0.8 or 80%")
+                         "(above 0, at most 1): write 24GB, 0.8 or 80%")
     return share
 
 

@@ -83,9 +83,9 @@ def _say_what_next(console: Console, out: Path) -> None:
     plan, parameter = out / "plan.json", "blocks.0.up.weight"
     console.print("next steps:")
     for what, command in (("view the plan", f"open {out / 'plan.svg'}"),
-                                                ("explain a parameter's placement", f"hpml explain {plan} {parameter}"),
-                                                ("simulate a step", f"hpml simulate {plan} --timeline {out / 'step.png'}"),
-                                                ("plan your own model", "hpml plan FILE.py:FUNCTION --cluster 1x8:h100-80g")):
+                          ("explain a parameter's placement", f"hpml explain {plan} {parameter}"),
+                          ("simulate a step", f"hpml simulate {plan} --timeline {out / 'step.png'}"),
+                          ("plan your own model", "hpml plan FILE.py:FUNCTION --cluster 1x8:h100-80g")):
         if command.startswith("open") and not (out / "plan.svg").exists():
             continue
         console.print(f"  {what:<36}  {command}", markup=False)

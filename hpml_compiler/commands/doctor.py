@@ -32,7 +32,7 @@ def doctor(
     measure: Annotated[bool, typer.Option("--measure", help="With --cluster: measure matrix products and memory, "
                                           "under 10 s.")] = False,
     clear_cache: Annotated[bool, typer.Option("--clear-cache", help="Delete cached plans and graphs instead; measurements of "
-                                                                                        "`hpml profile` stay.")] = False,
+                                              "`hpml profile` stay.")] = False,
 ) -> None:
     """Check that hpml's dependencies are installed; exit code 4 if any is missing."""
     if clear_cache:

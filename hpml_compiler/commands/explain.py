@@ -117,7 +117,7 @@ def _make(target: str, name: str | None, formulas_wanted: bool, cluster: str | N
         found = api.plan(model, batch, cluster=place, **rest)
     if not isinstance(found, Plan):
         raise BadInput("a plan for groups of different devices places a node once per group", target,
-                                      "explain one group, or run `hpml plan` to see the groups")
+                       "explain one group, or run `hpml plan` to see the groups")
     _say(found, name, memory)
     return None
 

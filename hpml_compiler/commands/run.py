@@ -50,7 +50,7 @@ def run(
     """
     if module and not _has_module(script):
         raise BadInput(f"there is no module {script!r}", where="hpml run -m", next_step="install it, start from its folder, "
-                                      "or give a script without -m")
+                       "or give a script without -m")
     if not module and not Path(script).is_file():
         raise BadInput("the script does not exist", where=script, next_step="give the path of a Python file, or -m and "
                        "a module; options of `hpml run` stand before it, options of the script after it")
