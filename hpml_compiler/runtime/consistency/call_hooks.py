@@ -1,4 +1,4 @@
-"""Around each call of a compiled graph: what this rank does is noted, what it was given is compared across ranks."""
+"""Wrappers of compiled calls: update this rank's status, compare inputs across ranks, name lost ranks in errors."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from hpml_compiler.runtime.watchdog.rank_status import Location, this_rank
 
 def forward_call(call: Callable[..., Any], spot: Location, half: InputCheck | None, training: bool = True) -> Callable[...,
                                                                                                                        Any]:
-    """A call of several arguments. Where it fails because another rank is late or gone, the error names that rank.
+    """Wrap a call of several arguments. If it fails because another rank is late or gone, the error names that rank.
 
-    training: False for a graph without backward, which one rank may call alone by mistake; that is looked at when it comes
+    training: False for a graph without backward, which one rank may call alone by mistake; that is checked if it comes
     after another graph.
     """
 
@@ -39,7 +39,7 @@ def forward_call(call: Callable[..., Any], spot: Location, half: InputCheck | No
 
 
 def backward_call(call: Callable[[list[Any]], Any], spot: Location, half: InputCheck | None) -> Callable[[list[Any]], Any]:
-    """The same around a call of one list of arguments, which it empties."""
+    """Wrap a call of one list of arguments, which it empties."""
 
     def noted(arguments: list[Any]) -> Any:
         all_failed_or_none()
@@ -60,7 +60,7 @@ def backward_call(call: Callable[[list[Any]], Any], spot: Location, half: InputC
 
 
 def _raise(error: Exception) -> Any:
-    lost = name_lost_rank(error)  # while this rank still counts as inside
+    lost = name_lost_rank(error)  # before this rank leaves its location
     this_rank.inside = False
     note_failure(lost)
     if lost is error:

@@ -1,4 +1,4 @@
-"""Whether tensors of several ranks are the same, told from two numbers of each."""
+"""Compare tensors across ranks by two numbers per tensor."""
 from __future__ import annotations
 
 import functools
@@ -6,12 +6,12 @@ import functools
 import torch
 
 SAMPLE = 1 << 16
-"""Elements of a larger tensor that are looked at; other rows, other shuffling or other augmentation show in any of them."""
+"""Number of elements sampled from a larger tensor; different rows, shuffling or augmentation change any of them."""
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
 def exact_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits as an int64 scalar on its device: one pass, no copy. Blind to the order of elements."""
+    """Sum of a tensor's bits as an int64 scalar on its device: one pass, no copy. Independent of the order of elements."""
     size = tensor.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)
     plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -21,8 +21,8 @@ def exact_sum(tensor: torch.Tensor) -> torch.Tensor:
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Two float64 numbers on the tensor's device.
 
-    Of floating point ones, the projection on fixed numbers and the norm, that change no more than the values do: what
-    ranks compute alike may differ in its last bits, where a device adds up in any order. Of others, a hash.
+    For floating point, the projection on fixed numbers and the norm, which change no more than the values do: values that
+    ranks compute alike may differ in the last bits, where a device adds in any order. For other dtypes, a hash.
     """
     flat = _sampled(tensor.detach())
     if flat.is_complex():
@@ -35,14 +35,14 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How much fingerprints of equal tensors may differ, relative to the norm."""
+    """Tolerance for fingerprints of equal tensors, relative to the norm."""
     if not dtype.is_floating_point and not dtype.is_complex:
         return 0.0
     return _TOLERANCES.get(torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype, 1e-2)
 
 
 def differs(mine: torch.Tensor, other: torch.Tensor, tolerances: torch.Tensor) -> torch.Tensor:
-    """Which of n tensors differ, from their fingerprints (n, 2)."""
+    """Mask of the n tensors that differ, from their fingerprints (n, 2)."""
     finite, other_finite = mine.isfinite().all(1), other.isfinite().all(1)
     scale = torch.maximum(mine[:, 1].abs(), other[:, 1].abs())
     far = ((mine - other).abs() > (tolerances * scale)[:, None]).any(1)
@@ -54,7 +54,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     flat = tensor.reshape(-1)
-    return flat if count <= SAMPLE else flat[:: count // SAMPLE | 1]  # odd, so that it meets every column
+    return flat if count <= SAMPLE else flat[:: count // SAMPLE | 1]  # an odd stride reaches every column
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Ranks begin alike: where their parameters, buffers or random numbers differ, rank 0's are everybody's."""
+"""Broadcast parameters, buffers and RNG state from rank 0 where ranks differ."""
 from __future__ import annotations
 
 import gc
@@ -21,36 +21,35 @@ from passes.graph.graph_signature import GraphInput
 
 log = logging.getLogger("hpml")
 _compared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_told: list[str] = []
+_pending: list[str] = []
 
 
 def sync_module_states(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give all ranks rank 0's values of these parameters and buffers, where they differ, before they are placed.
+    """Broadcast these parameters and buffers from rank 0 where they differ, before they are sharded.
 
-    All ranks must call this at the same point, with tensors of the same names, shapes and dtypes. Tensors that were
-    compared before are passed over, and placed ones, of which each rank has a part. If anything differs, as in a script
-    without a seed, so may all parameters and buffers of the modules that are there: they are compared, too.
+    All ranks must call this at the same point, with tensors of the same names, shapes and dtypes. Skips tensors that were
+    compared before, and placed ones. If any differs, as in a script without a seed, compares the parameters and buffers of all
+    modules in the process too.
     """
     with compat.outside_tracing(), torch.no_grad():
-        told = _same_values(tensors)
-        if told:
+        different = _same_values(tensors)
+        if different:
             _same_values(_of_all_modules())
-    _told.extend(told)
+    _pending.extend(different)
 
 
 def sync_rng() -> None:
-    """Give all ranks the states of rank 0's generators, where they differ, before the first call of a graph. (Not while it is
-    compiled: Dynamo puts the states back that were there before.) One line on rank 0 tells of this and of
-    `sync_module_states`."""
-    told = [*_told, *(["the state of torch's random number generators"] if _same_generators() else [])]
-    _told.clear()
-    if told and dist.get_rank() == 0:
-        log.warning("ranks do not begin alike: %s differed; rank 0's are everybody's now. A seed at the top of the script "
-                    "(torch.manual_seed) makes runs repeatable", " and ".join(told))
+    """Broadcast rank 0's RNG states where they differ, before the first call of a graph. (Not while it is compiled: Dynamo
+    restores the earlier states.) Rank 0 logs one warning for this and `sync_module_states`."""
+    different = [*_pending, *(["the state of torch's random number generators"] if _same_generators() else [])]
+    _pending.clear()
+    if different and dist.get_rank() == 0:
+        log.warning("%s differed between ranks; broadcast from rank 0. Seed all ranks at the top of the script "
+                    "(torch.manual_seed) to make runs repeatable", " and ".join(different))
 
 
 def params_and_buffers(inputs: Sequence[GraphInput], arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The parameters and buffers among a graph's arguments, under names of their own."""
+    """Parameters and buffers among a graph's arguments, by unique names."""
     found: dict[str, torch.Tensor] = {}
     for i, (described, value) in enumerate(zip(inputs, arguments)):
         if described.kind in ("parameter", "buffer") or "_buffers" in described.name:
@@ -59,8 +58,8 @@ def params_and_buffers(inputs: Sequence[GraphInput], arguments: Sequence[Any]) -
 
 
 def sync_for_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Before its first step, and the first after its state was loaded: the parameters that are not placed, their gradients,
-    and the whole tensors of its state."""
+    """Broadcast from rank 0, before the optimizer's first step and the first after a state was loaded, where ranks differ:
+    parameters that are not placed, their gradients, and the unsharded tensors of the optimizer state."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     tensors: dict[str, torch.Tensor] = {}
@@ -74,10 +73,10 @@ def sync_for_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 if isinstance(value, torch.Tensor):
                     tensors[f"{key} of {name}"] = value
     with torch.no_grad():
-        told = _same_values(tensors)
-    if told and dist.get_rank() == 0:
-        log.warning("ranks came unlike to the step of %s: %s differed; rank 0's are everybody's now",
-                    type(optimizer).__name__, " and ".join(told))
+        different = _same_values(tensors)
+    if different and dist.get_rank() == 0:
+        log.warning("before the step of %s, %s differed between ranks; broadcast from rank 0",
+                    type(optimizer).__name__, " and ".join(different))
 
 
 def _same_values(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -106,7 +105,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _to_host(values: list[torch.Tensor]) -> list[int]:
-    """With one wait for each device."""
+    """Copy values to the host, synchronizing once per device."""
     result: dict[int, int] = {}
     for device in {value.device for value in values}:
         places = [i for i, value in enumerate(values) if value.device == device]
@@ -115,8 +114,8 @@ def _to_host(values: list[torch.Tensor]) -> list[int]:
 
 
 def _of_all_modules() -> dict[str, torch.Tensor]:
-    """Parameters and buffers of all modules that are there, as far as a name tells which is which on every rank."""
-    gc.collect()  # a copy that only waits to be collected, on one rank perhaps, would have the same names
+    """Parameters and buffers of all modules in the process whose names identify them on every rank."""
+    gc.collect()  # a dead copy, on one rank perhaps, would have the same names
     modules = [item for item in gc.get_objects() if isinstance(type(item), type) and issubclass(type(item), nn.Module)]
     below = {id(child) for module in modules for child in module.__dict__.get("_modules", {}).values()}
     found: list[tuple[str, torch.Tensor]] = []
@@ -129,7 +128,7 @@ def _of_all_modules() -> dict[str, torch.Tensor]:
 
 
 def _same_generators() -> bool:
-    """Give every rank rank 0's states of the generators of the CPU and the current device; whether they differed."""
+    """Broadcast rank 0's states of the CPU's and the current device's generators; returns whether they differed."""
     states = generator_states()
     found = from_all_ranks([bytes(state.numpy()) for state in states])
     if all(other == found[0] for other in found):
@@ -141,5 +140,5 @@ def _same_generators() -> bool:
 
 
 def generator_states() -> list[torch.Tensor]:
-    """Of the CPU, and of the current CUDA device where that computes; no device is waited for."""
+    """RNG states of the CPU and, if it computes, of the current CUDA device; does not synchronize."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device_type() == "cuda" else [])]

@@ -1,4 +1,4 @@
-"""What a script gives a compiled graph is compared across ranks: on the first calls, and now and then later."""
+"""Compare the inputs of compiled graphs across ranks, on the first calls and periodically."""
 from __future__ import annotations
 
 import re
@@ -19,23 +19,23 @@ from hpml_compiler.runtime.process.world_group import check_group
 from passes.errors import HpmlError
 from passes.graph.graph_signature import GraphInput
 
-FIRST_CALLS, EVERY = 32, 64  # calls 1, 2, 4 ... up to the first number, and then every so many
+FIRST_CALLS, EVERY = 32, 64  # calls 1, 2, 4 ... up to the first number, then every EVERY calls
 SLOTS, HEADER = 60, 4
 SEEDS = ("numpy and random have generators of their own, which torch.manual_seed does not seed: call numpy.random.seed(0) and "
-         "random.seed(0), too; torch.seed() takes another seed on each rank")
-REMEDY = ("all ranks pass the same batch, and each computes its share: take the DistributedSampler out and seed the loader "
+         "random.seed(0), too; torch.seed() uses a different seed on each rank")
+REMEDY = ("all ranks pass the same batch, and each computes its share: remove the DistributedSampler and seed the loader "
           "alike on all ranks; or wrap it, loader = hpml_compiler.distribute(loader), which also takes a loader that gives "
-          f"each rank rows of its own, as under DDP; {SEEDS}")
+          f"each rank its own rows, as under DDP; {SEEDS}")
 _halves: list[InputCheck] = []
 
 
 class RanksDiffer(HpmlError):
-    """Ranks gave other values where all must give the same."""
+    """Values differ between ranks that must be the same."""
 
 
 @dataclass(frozen=True)
 class CheckedArgument:
-    """An argument that must be the same on all ranks: its position, what to call it, and its dtype."""
+    """An argument that must be the same on all ranks: its position, name and dtype."""
 
     position: int
     name: str
@@ -43,11 +43,11 @@ class CheckedArgument:
 
 
 class InputCheck:
-    """One half of a graph (forward or backward), whose arguments are compared.
+    """Compares the arguments of one half of a graph (forward or backward) across ranks.
 
-    The first call waits for the other ranks. Later ones do not: what was found of the arguments in one call is sent while
-    the script goes on, and looked at in the next call of the same half, by when it is there. On CUDA it is sent in the
-    next call and looked at in the one after it, so that no kernel is waited for.
+    The first call waits for the other ranks. Later ones do not: fingerprints of one call are sent asynchronously and
+    compared in the next call of the same half. On CUDA they are sent in the
+    next call and compared in the one after it, so that no kernel is waited for.
     """
 
     def __init__(self, graph: str, half: str, watched: Sequence[CheckedArgument], draws: bool) -> None:
@@ -60,7 +60,7 @@ class InputCheck:
         self.windows = max(1, -(-len(watched) // SLOTS))
 
     def before(self, arguments: Sequence[Any]) -> None:
-        """To be called before each call, with its arguments. Raises RanksDiffer on all ranks."""
+        """Check the arguments of a call before it runs. Raises RanksDiffer on all ranks."""
         self.calls += 1
         if self.calls == self.next_call:
             self._act(arguments)
@@ -84,7 +84,7 @@ class InputCheck:
                 self._send(self.found)
 
     def _due(self) -> int:
-        """The next call of which the arguments are compared."""
+        """Number of the next call whose arguments are compared."""
         power = 1 << self.calls.bit_length()
         return power if power <= FIRST_CALLS else (self.calls // EVERY + 1) * EVERY
 
@@ -108,7 +108,7 @@ class InputCheck:
         try:
             self._compare(found, torch.stack(others))
         except RanksDiffer:
-            self.calls, self.next_call = 0, 1  # a script that goes on is compared again at once
+            self.calls, self.next_call = 0, 1  # a script that catches this and goes on is compared again at once
             raise
 
     def _compare(self, found: _PendingFingerprints, all_ranks: torch.Tensor) -> None:
@@ -121,9 +121,9 @@ class InputCheck:
                                   "depends on the rank, such as an evaluation on rank 0 alone")
         for rank, header in enumerate(headers):
             if header[2] != headers[0][2]:
-                raise RanksDiffer(f"rank {rank} has drawn other random numbers than rank 0, so the masks of dropout differ",
-                                  where, "draw alike on all ranks, or give what one rank draws for itself a torch.Generator "
-                                  f"of its own; {SEEDS}")
+                raise RanksDiffer(f"rank {rank} has drawn other random numbers than rank 0, so dropout masks differ",
+                                  where, "draw the same on all ranks, or use a separate torch.Generator for draws of one rank "
+                                  f"alone; {SEEDS}")
         prints = all_ranks[:, HEADER:].view(len(headers), SLOTS, 2)[:, :len(found.watched)]
         tolerances = torch.tensor([tolerance(w.dtype) for w in found.watched], dtype=torch.float64)
         other = [differs(prints[0], mine, tolerances).tolist() for mine in prints]
@@ -169,37 +169,37 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def draws_random_numbers(gm: GraphModule) -> bool:
-    """Whether a graph of aten operations does."""
+    """True if a graph of aten operations uses random numbers."""
     return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in gm.graph.nodes)
 
 
 def forward_check(graph: str, inputs: Sequence[GraphInput], arguments: Sequence[Any], draws: bool) -> InputCheck:
-    """Of a graph's inputs, those that are neither parameters nor buffers, nor shared out already."""
-    watched = [CheckedArgument(i, _said(described.name), value.dtype) for i,
+    """Check of the inputs that are neither parameters nor buffers, nor sharded already."""
+    watched = [CheckedArgument(i, _script_name(described.name), value.dtype) for i,
                (described, value) in enumerate(zip(inputs, arguments))
                if described.kind in ("batch", "constant") and _can_be_compared(value)]
     return InputCheck(graph, "forward", watched, draws)
 
 
 def backward_check(graph: str, gm: GraphModule, in_parts: Collection[str] = ()) -> InputCheck | None:
-    """The gradients that backward is given: they come from what the script computes outside of compiled graphs. in_parts:
-    those of which each rank has a part."""
+    """Check of the gradients that backward receives, computed by the script outside of compiled graphs. in_parts: those
+    that are sharded."""
     watched = []
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
-        # Not the tokens that keep effects of backward in order (`tangents_token`), in whose place None is given.
+        # Skips the tokens that order effects in backward (`tangents_token`), which are None.
         if re.fullmatch(r"tangents_\d+", node.name) and isinstance(value, torch.Tensor) and node.name not in in_parts:
             watched.append(CheckedArgument(i, _gradient(node.name.removeprefix("tangents_")), value.dtype))
     return InputCheck(graph, "backward", watched, draws=False) if watched else None
 
 
 def gradient_check(graph: str, output: int, like: torch.Tensor) -> InputCheck:
-    """The same of one output that stays in parts: its gradient is whole where the script has used it."""
+    """Check of the gradient of one output that stays sharded; it is unsharded if the script has used the output."""
     return InputCheck(graph, "backward", [CheckedArgument(0, _gradient(str(output + 1)), like.dtype)], draws=False)
 
 
 def _gradient(output: str) -> str:
-    return (f"the gradient that backward is given for output {output} (of a loss outside of the graph, from other targets?)")
+    return (f"the gradient of output {output} in backward (from a loss outside of the graph, with different targets?)")
 
 
 def _can_be_compared(value: Any) -> bool:
@@ -207,6 +207,6 @@ def _can_be_compared(value: Any) -> bool:
             and value.numel() > 0 and not value.is_quantized)
 
 
-def _said(expression: str) -> str:
-    """`L['x']` as the script calls it: `x`."""
+def _script_name(expression: str) -> str:
+    """`L['x']` as in the script: `x`."""
     return "`" + re.sub(r"^L\[(.)(\w+)\1\]", r"\2", expression) + "`"

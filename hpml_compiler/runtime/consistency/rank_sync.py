@@ -1,6 +1,6 @@
-"""All ranks use one plan: they compare graphs, rank 0 plans, the others receive. An error on one is an error on all.
+"""Compare graphs across ranks, broadcast plans from rank 0, and raise errors of one rank on all.
 
-Over a group of its own, so that the messages of a rank that compiles alone meet none of the others' collectives.
+Uses a process group of its own, so that messages of a rank that compiles alone do not match collectives of the others.
 """
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def _compare(digest: str, text: Callable[[], str]) -> None:
     dist.broadcast_object_list(shared, src=0, group=control_group())
     found = from_all_ranks(first_difference(text(), str(shared[0])) if dist.get_rank() in different else None)
     raise GraphMismatch(
-        f"rank {different[0]} traced another graph than rank 0: {found[different[0]]}",
+        f"rank {different[0]} traced a different graph than rank 0: {found[different[0]]}",
         where=f"ranks {different}",
         next_step="give every rank the same model, batch shape and options; look for code that depends on the rank",
     )
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make()` gives on rank 0, on every rank, however long that takes; what it raises there is raised everywhere."""
+    """Run `make()` on rank 0 and return its result, or raise its error, on every rank, however long it takes."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             with activity("planning"):
                 box = [(True, make())]
-        except Exception as error:  # sent to the ranks that wait for the answer, and raised again below
+        except Exception as error:  # broadcast to the waiting ranks, and raised again below
             box = [(False, error)]
     with compat.outside_tracing(), activity("waiting for the plan, which rank 0 makes"):
         wait_for_rank_0()
@@ -71,9 +71,9 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def when_all_succeed(what: str, make: Callable[[], T], apart: Callable[[], bool] = lambda: True) -> T:
-    """What `make()` gives here, once all ranks are done, however long each takes; what it raises on one is raised on all.
+    """Run `make()` on every rank and return once all are done, however long each takes; an error on one is raised on all.
 
-    apart: whether ranks do not meet any more in what is left of `make()`. An error before that is raised at once: the others
+    apart: whether the rest of `make()` has no collectives. An earlier error is raised at once: the others
     wait for this rank elsewhere, or have the same error.
     """
     made: list[T] = []
@@ -81,7 +81,7 @@ def when_all_succeed(what: str, make: Callable[[], T], apart: Callable[[], bool]
     try:
         with activity(f"a rank that is to {what}"):
             made.append(make())
-    except Exception as raised:  # told to the ranks that wait, and raised again below
+    except Exception as raised:  # sent to the waiting ranks, and raised again below
         if not apart():
             raise
         error = raised
@@ -97,9 +97,9 @@ def when_all_succeed(what: str, make: Callable[[], T], apart: Callable[[], bool]
 
 
 class CompiledTogether:
-    """One graph that all ranks compile: an error on one is told to all, forward's at once, backward's in its first call.
+    """Compiles one graph on all ranks; an error on one is raised on all: in forward at once, in backward in its first call.
 
-    agreed: whether ranks do not meet any more until `whole` is done.
+    agreed: whether the rest of `whole` has no collectives.
     """
 
     def __init__(self, name: str) -> None:
@@ -107,7 +107,7 @@ class CompiledTogether:
         self._of_backward: Exception | None = None
 
     def whole(self, make: Callable[[], T]) -> T:
-        """What `make()` gives: all that AOTAutograd compiles before the first call."""
+        """Run `make()`: everything that AOTAutograd compiles before the first call."""
         made = when_all_succeed(f"compile {self.name}", lambda: self._with_backward(make), lambda: self.agreed)
         self._done = True
         return made
@@ -119,8 +119,8 @@ class CompiledTogether:
         return made
 
     def backward(self, make: Callable[[], T]) -> T:
-        """What `make()` gives: backward. Where forward saves sizes, AOTAutograd asks for it within `whole`, passes over an
-        error, and would ask again in the first call, then on this rank alone."""
+        """Run `make()`: compile backward. If forward saves sizes, AOTAutograd compiles backward within `whole`, ignores an
+        error, and would retry in the first call, on this rank alone."""
         if self._done:
             return when_all_succeed(f"compile backward of {self.name}", make)
         try:

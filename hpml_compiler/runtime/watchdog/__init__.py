@@ -1,1 +1,1 @@
-"""Watchdog: each rank posts its status, and a rank that is late, gone or elsewhere is named."""
+"""Watchdog: ranks post heartbeats, and errors name the rank that is late, gone or elsewhere."""

@@ -1,4 +1,4 @@
-"""`with at("waiting for the plan"):` says what this rank does in there, and names the rank that is gone if that fails."""
+"""`with activity("waiting for the plan"):` sets this rank's status, and names the lost rank if a collective fails inside."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,7 +8,7 @@ from hpml_compiler.runtime.watchdog.rank_status import Location, this_rank
 
 
 class activity:  # noqa: N801  # reads as a statement
-    """A context: inside, this rank is at a spot; after it, where it was before."""
+    """Context that sets this rank's location, and restores the one before."""
 
     def __init__(self, what: str) -> None:
         self.spot = Location(what)

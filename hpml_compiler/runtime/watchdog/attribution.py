@@ -1,4 +1,4 @@
-"""From what the ranks posted to who is to blame: the rank that failed, not those that noticed."""
+"""Attribute a hang or an error to the rank that caused it, from the heartbeats of all ranks."""
 from __future__ import annotations
 
 import linecache
@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank posted last. beats: grows with every post. age_s: for how long it had been there when it posted. calls,
-    meetings, meets: see `RankStatus`. waits_in: the collective of torch.distributed that its script has been in for a while."""
+    """Latest status that a rank posted. beats: number of posts. age_s: time in its place when it posted. calls,
+    meetings, meets: see `RankStatus`. waits_in: collective of torch.distributed that its script has been in for a while."""
 
     beats: int
     at: str
@@ -35,7 +35,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception that ended a rank. secondary: it only noticed that another rank was late or gone."""
+    """An exception that ended a rank. secondary: it was caused by another rank that was late or gone."""
 
     rank: int
     error: str
@@ -49,14 +49,14 @@ _OPERATION = re.compile(r"(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all
 
 
 def is_distributed(error: BaseException) -> bool:
-    """Whether an error says that a collective, or the store, did not get through."""
+    """True if an error comes from a failed collective or store."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and bool(_SYMPTOMS.search(str(error)))
 
 
 def operation_of(error: BaseException) -> str:
-    """The collective in whose line of code the error was raised, as `, all_reduce`; "" if no line tells."""
+    """Name of the collective in whose line of code the error was raised, as `, all_reduce`; "" if unknown."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
@@ -64,7 +64,7 @@ def operation_of(error: BaseException) -> str:
         trace = trace.tb_next
     for filename, number in reversed(frames):
         line = linecache.getline(filename, number)
-        if waited := re.search(r"wait_tensor\.default\((\w+)", line):  # compiled code: look where that was begun
+        if waited := re.search(r"wait_tensor\.default\((\w+)", line):  # compiled code: find where it was issued
             for earlier in reversed(linecache.getlines(filename)[:number]):
                 if re.search(rf"\b{waited[1]}\b\s*=", earlier) and (found := _OPERATION.search(earlier)):
                     return f", {found[1]}"
@@ -75,9 +75,9 @@ def operation_of(error: BaseException) -> str:
 
 def attribute_failure(rank: int, world: int, failures: Sequence[RankError], first: Mapping[int, Heartbeat],
                       second: Mapping[int, Heartbeat], here: str) -> tuple[str, str]:
-    """What went wrong, and the next step, as `rank` sees it that waits at `here`.
+    """(cause, next step) of a failure, as seen by `rank`, which waits at `here`.
 
-    first, second: the records of two readings, so far apart that whoever is alive has posted in between.
+    first, second: heartbeats from two readings, far enough apart that every live rank has posted in between.
     """
     for failure in failures:
         if not failure.secondary and failure.rank != rank:
@@ -90,24 +90,24 @@ def attribute_failure(rank: int, world: int, failures: Sequence[RankError], firs
     silent = [r for r in gone if r not in noticed]
     if silent:
         record = others[silent[0]]
-        return (f"{_ranks(silent)} gone without a word (killed, stopped, out of memory, or its machine is); what it posted "
-                f"last, {_ago(time.time() - record.posted)}: {record.place}{_caught(record)}{_line(record)}",
+        return (f"{_ranks(silent)} not responding (killed, stopped, out of memory, or its machine failed); last status, "
+                f"{_ago(time.time() - record.posted)}: {record.place}{_caught(record)}{_line(record)}",
                 f"look at the exit code of rank {silent[0]} and at the kernel's log (dmesg)")
     if noticed:
         failure = min(noticed.values(), key=lambda f: f.when)
         if re.search(rf"\branks? \[?{rank}\b", failure.error):
-            return (f"rank {failure.rank} waited for this rank no longer: {failure.error.split(': ', 1)[-1]}",
-                    "look at what this rank did instead; HPML_PG_TIMEOUT_S sets how long the others wait")
-        return (failure.error.split(": ", 1)[-1] + f" (as rank {failure.rank} found)",
+            return (f"rank {failure.rank} stopped waiting for this rank: {failure.error.split(': ', 1)[-1]}",
+                    "look at what this rank did instead; HPML_PG_TIMEOUT_S sets how long ranks wait")
+        return (failure.error.split(": ", 1)[-1] + f" (reported by rank {failure.rank})",
                 "look at that rank first; the others only waited for it")
     if ended:
         record = others[ended[0]]
         return (f"{_ranks(ended)} at the end of the script already ({_ago(time.time() - record.posted)}): "
-                f"{record.place}{_caught(record)} it made no more calls",
-                "give all ranks equally many batches (len of the loader on each rank)")
+                f"{record.place}{_caught(record)}, with no further calls",
+                "give all ranks the same number of batches (len of the loader on each rank)")
     missing = sorted(set(range(world)) - set(second) - {rank})
     if missing:
-        return (f"{_ranks(missing)} not there: nothing was compiled on it yet",
+        return (f"{_ranks(missing)} missing: it has not compiled anything yet",
                 "all ranks call the compiled model together; see what that rank does instead")
     raised = [r for r, record in others.items() if record.raised and not record.inside]
     late = raised or [r for r, record in others.items() if not record.inside]
@@ -116,14 +116,14 @@ def attribute_failure(rank: int, world: int, failures: Sequence[RankError], firs
         return (f"{_ranks(late)} late: for {record.age_s:.0f} s it has been in the script, {record.place}"
                 f"{_caught(record)}{_line(record)}",
                 "all ranks make the same calls in the same order: look for work of one rank alone (a checkpoint, an "
-                "evaluation, a slow loader); HPML_PG_TIMEOUT_S sets how long the others wait")
+                "evaluation, a slow loader); HPML_PG_TIMEOUT_S sets how long ranks wait")
     elsewhere = [r for r, record in others.items() if record.place != here]
     if elsewhere:
         record = others[elsewhere[0]]
         return (f"{_ranks(elsewhere)} elsewhere: {record.place}{_line(record)}, while this rank is {here}",
-                "all ranks make the same calls in the same order: look for an evaluation on one rank alone, other numbers of "
+                "all ranks make the same calls in the same order: look for an evaluation on one rank alone, unequal numbers of "
                 "batches, and a model or batch of another shape that is compiled on one rank only")
-    return ("a collective failed although all ranks are at the same place and alive",
+    return ("a collective failed although all ranks are alive and at the same place",
             "look at the network between the ranks; a slow rank may need a longer HPML_PG_TIMEOUT_S")
 
 

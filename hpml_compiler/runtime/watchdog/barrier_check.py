@@ -1,7 +1,7 @@
-"""All ranks are to do this together: if one rank does it alone, it hears so within seconds, and what to do instead.
+"""Monitored barrier: if one rank does alone what all ranks must do together, it raises within seconds, with the next step.
 
-The same where one rank alone fails in a call of a graph, and its script catches that: the others are still in the call, in a
-collective that takes whatever this rank does next for what they wait for.
+It also raises if a call of a graph fails on one rank alone and its script catches that: the other ranks are still in the call,
+in a collective that would match the next one of this rank.
 """
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hpml_compiler.runtime.watchdog.silent_ranks import SilentRanks
 from passes.errors import HpmlError
 
 EVERY_CALLS = 16
-"""Calls of graphs after which gathering outside of graphs is checked again: a step that gathers a norm should not wait for
+"""Calls of graphs between two checks of gathers outside of graphs: a step that gathers a norm should not wait for
 the store each time."""
 LOOK_S, SURE_S = 1.0, 3.0
 FAILING_S = 5.0
-"""How long after a rank has failed in a call, and goes on, the others may take to fail there too."""
+"""Time after a rank's failure in a call within which the others must fail there too."""
 
 GATHERING = ("every rank holds a part of the model, so all ranks must do this: move it out of `if rank == 0:`. For one file, "
-             "all ranks call `state = hpml_compiler.full_state_dict(model, optimizer)`, and rank 0 saves what it gets; or save "
+             "call `state = hpml_compiler.full_state_dict(model, optimizer)` on all ranks and save it on rank 0; or save "
              "with torch.distributed.checkpoint")
 CALLING = ("the model is split over all ranks, so all ranks call it together: move the evaluation out of `if rank == 0:`, and "
-           "let rank 0 alone print the result")
+           "print the result on rank 0")
 
 
 ONE_SENDER = ("broadcast_object_list", "scatter_object_list", "send_object_list")
@@ -35,20 +35,20 @@ ONE_SENDER = ("broadcast_object_list", "scatter_object_list", "send_object_list"
 
 
 class RankDiverged(HpmlError):
-    """One rank does what all must do together, or has failed where the others have not."""
+    """One rank does what all ranks must do together, or failed where the others did not."""
 
 
 class _LastCheck:
-    """How many calls this rank had made when it last met the others, and the key under which it did. until: when it, having
-    failed, waits for the others no longer; 0 if it has not begun to."""
+    """This rank's call count and store key at its last barrier. until: time until which a failed rank waits for the others to
+    fail too; 0 if it is not waiting."""
 
     calls, key, until = -EVERY_CALLS, "", 0.0
 
 
 def require_all_ranks(what: str, next_step: str = GATHERING, every: int = EVERY_CALLS) -> None:
-    """To be called before something that waits for all ranks. Raises `RankDiverged` if another rank is past this point of the
-    script, or at its end, without having come here. Costs nothing if fewer than `every` calls of graphs were made since
-    the last time, which is the same on all ranks that do the same."""
+    """Barrier before something that waits for all ranks. Raises `RankDiverged` if another rank has passed this point of the
+    script, or ended, without coming here. Skipped, at no cost, if fewer than `every` calls of graphs were made since the last
+    barrier; that count is the same on all ranks that do the same."""
     all_failed_or_none()
     if this_rank.calls - _LastCheck.calls < every:
         return
@@ -59,7 +59,7 @@ def require_all_ranks(what: str, next_step: str = GATHERING, every: int = EVERY_
     this_rank.meetings += 1
     this_rank.meets = what
     _meet(board, what, next_step)
-    this_rank.meets = ""  # not where it raises: a rank that looks later has to see what this one came for
+    this_rank.meets = ""  # not after an error: a rank that looks later must see the purpose of this barrier
 
 
 def refuse_single_sender() -> None:
@@ -75,20 +75,20 @@ def refuse_single_sender() -> None:
 
 
 def note_failure(error: BaseException) -> None:
-    """A call of a graph failed here. Where all ranks fail in it they may all go on, else none may."""
+    """Record that a call of a graph failed here. If it fails on all ranks, they may go on, otherwise none may."""
     board = heartbeat.board()
     if board is None or this_rank.failed:
         return
     this_rank.failed = f"{this_rank.at} ({type(error).__name__}: {error})".splitlines()[0][:300]
     try:
         board.add(_failures(), 1)
-    except (RuntimeError, OSError):  # the store is gone, so `all_failed_or_none` will not find that all have failed
+    except (RuntimeError, OSError):  # the store is gone: `all_failed_or_none` will raise
         return
 
 
 def all_failed_or_none() -> None:
-    """To be called before whatever communicates. Raises `RankDiverged` on a rank that failed in a call in which others did
-    not."""
+    """Check before anything that communicates. Raises `RankDiverged` on a rank that failed in a call that did not fail on all
+    ranks."""
     if not this_rank.failed:
         return
     board = heartbeat.board()
@@ -106,12 +106,10 @@ def all_failed_or_none() -> None:
             break
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.05)
-    raise RankDiverged(f"this rank failed in {this_rank.failed}, and went on, where not all ranks failed: others may still "
-                       f"wait for it in "
-                       "a collective, and would take what it does next for an answer", f"rank {dist.get_rank()}",
-                       "let the process end, and start all ranks again from a checkpoint; all ranks find out before a step "
-                       "whether "
-                       "it can be done")
+    raise RankDiverged(f"this rank failed in {this_rank.failed} and went on, but not all ranks failed: others may still be "
+                       "in a collective there, which the next collective of this rank would match", f"rank {dist.get_rank()}",
+                       "let the process end, and restart all ranks from a checkpoint; before a step, check on all "
+                       "ranks whether it can be done")
 
 
 def _failures() -> str:
@@ -131,21 +129,21 @@ def _meet(board: heartbeat.SharedBoard, what: str, next_step: str) -> None:
         if here < board.world and now - looked > LOOK_S:
             looked = now
             records = {rank: record for rank, record in board.records().items() if rank != board.rank}
-            # Whoever waits no longer has to tell a rank that does something else from one that is not there any more.
+            # After the timeout, a rank that does something else must be told from one that is gone.
             if gone := silence.gone(records, now, SURE_S if now - begun > board.timeout_s else None):
                 raise board.lost({rank: records[rank] for rank in gone}, records)
             found = ((rank, _does_instead(record, what, now - begun, board.timeout_s)) for rank, record in records.items())
             rank, does = next(((rank, does) for rank, does in found if does), (-1, ""))
-            if does and board.add(key, 0) < board.world:  # it may have come and gone meanwhile
+            if does and board.add(key, 0) < board.world:  # it may have passed the barrier meanwhile
                 raise RankDiverged(f"rank {board.rank} is alone in {what}: rank {rank} is {does} and does not take part",
                                    f"rank {board.rank}, {this_rank.place()}", next_step)
-    if board.rank == 0 and _LastCheck.key:  # all are here, so none is still there
+    if board.rank == 0 and _LastCheck.key:  # all ranks are here, so none needs the last key
         board.forget(_LastCheck.key)
     _LastCheck.key = key
 
 
 def _does_instead(record: Heartbeat, what: str, waited_s: float, timeout_s: float) -> str:
-    """What shows that another rank will not come; "" if it still may, or is here."""
+    """Evidence that another rank will not come to the barrier; "" if it still may, or is here."""
     line = f" ({record.line})" if record.line else ""
     if record.meetings == this_rank.meetings:
         return f"in {record.meets}{line}" if record.meets not in ("", what) else ""

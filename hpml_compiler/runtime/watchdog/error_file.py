@@ -1,4 +1,4 @@
-"""Word that a rank leaves for the launcher when an error ends it."""
+"""Error file of a rank, read by torchrun's agent."""
 from __future__ import annotations
 
 import json
@@ -11,13 +11,13 @@ log = logging.getLogger("hpml")
 
 
 def write_error_file(error: BaseException, noticed: bool) -> None:
-    """For torchrun's agent on this node, where it asks for it; `hpml run` begins its report with it. noticed: whether this rank
-    only noticed that another one is late or gone."""
+    """Write the error to torchrun's error file, if it asked for one; `hpml run` prints it first. noticed: this rank
+    only noticed that another rank is late or gone."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
-    # The agent blames the earliest, in whole seconds. Who only noticed does not come before who failed in the same second, and
-    # does come before whom the agent kills afterwards, such as a rank that was stopped.
+    # The agent blames the earliest failure, in whole seconds. A rank that only noticed must come after one that failed in the
+    # same second, and before ranks that the agent kills afterwards, such as a stopped one.
     now = time.time()
     word = {"message": str(error) if noticed else f"{type(error).__name__}: {error}", "noticed": noticed,
             "timestamp": math.ceil(now) if noticed else int(now)}
@@ -25,4 +25,4 @@ def write_error_file(error: BaseException, noticed: bool) -> None:
         with open(path, "w") as file:
             json.dump(word, file)
     except OSError as failed:
-        log.debug("no word left for the agent: %s", failed)
+        log.debug("cannot write the error file: %s", failed)

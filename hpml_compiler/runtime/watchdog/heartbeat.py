@@ -1,4 +1,4 @@
-"""When a rank is late or gone, the others name it: each rank posts what it does to the store of the process group."""
+"""Heartbeats: each rank posts its status to the process group's store, so that errors name a rank that is late or gone."""
 from __future__ import annotations
 
 import atexit
@@ -25,25 +25,25 @@ from passes.errors import HpmlError
 
 log = logging.getLogger("hpml")
 INTERVAL_S = 1.0
-SLOW_S = 3.0  # from then on a record says which line of the script it is
-SPEAK_S = 10.0  # in one call of a graph, from when on it is said who is not there
+SLOW_S = 3.0  # time in one place after which a heartbeat includes the line of the script
+SPEAK_S = 10.0  # time in one call of a graph after which a warning names the missing ranks
 STORE_TIMEOUT_S = 5
 
 
 class RankLost(HpmlError):
-    """A rank is late or gone, and this one waited for it."""
+    """A rank is late or gone, and this rank waited for it."""
 
 
 @dataclass
 class _StatusStore:
-    """Records and failures in the store, through a connection of this thread's own."""
+    """Heartbeats and failures in the store, over a connection of this thread's own."""
 
     store: Any
     rank: int
     world: int
     beats: int = 0
     collective: tuple[str, int] = ("", 0)
-    """That the script was in when it posted last."""
+    """The script's collective at the last post."""
 
     def post(self, watch: StallWatch, ended: bool = False) -> None:
         age = watch.age_s()
@@ -59,7 +59,7 @@ class _StatusStore:
         self.store.set(f"failure{number}", json.dumps(asdict(failure)))
 
     def records(self, ranks: Iterable[int] | None = None) -> dict[int, Heartbeat]:
-        """ranks: whose; None for all."""
+        """Latest heartbeats by rank. ranks: None for all."""
         keys = {rank: f"record{rank}" for rank in (range(self.world) if ranks is None else ranks)}
         return {rank: Heartbeat(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
 
@@ -70,7 +70,7 @@ class _StatusStore:
 
 @contextlib.contextmanager
 def _quiet_store() -> Any:
-    """Without the backtrace that the store's client prints when the store is gone: at the end of a run, rank 0 may be first."""
+    """Silence the backtrace that the store's client prints once the store is gone; rank 0 may end first."""
     before = compat.set_cpp_log_level(2)
     try:
         yield
@@ -84,10 +84,10 @@ class _Liveness:
         self.board, self.watch = board, StallWatch()
         self.interval_s = max(INTERVAL_S, board.world / 256)
         self.lock, self.over = threading.Lock(), threading.Event()
-        # Long before the time limit: a user shall not wait for it, and NCCL ends the process then without an exception.
+        # Well before the timeout: users should not wait for it, and NCCL then ends the process without an exception.
         self.speaks_after_s = min(SPEAK_S, 0.5 * group_timeout().total_seconds())
         self.spoke_of = ""
-        self.silence: SilentRanks | None = None  # of a neighbor, see `watch_neighbor`
+        self.silence: SilentRanks | None = None  # tracks a neighbor, see `watch_neighbor`
         self.lost: RankLost | None = None
         self.thread = threading.Thread(target=self._beat, name="hpml-lost-ranks", daemon=True)
         self.thread.start()
@@ -102,12 +102,12 @@ class _Liveness:
                     self._speak()
                 if self.silence is not None and self.lost is None:
                     self.lost = self._look_at_neighbor(self.silence)
-            except (RuntimeError, OSError) as error:  # the store is gone; whoever waits for a rank will hear of that
-                log.debug("what this rank does is no longer posted: %s", error)
+            except (RuntimeError, OSError) as error:  # the store is gone; a waiting rank will report that
+                log.debug("this rank stopped posting heartbeats: %s", error)
                 return
 
     def _look_at_neighbor(self, silence: SilentRanks) -> RankLost | None:
-        """Error to raise in the next call, if it is gone or has failed."""
+        """Error to raise in the next call if the neighbor is gone or has failed."""
         neighbor = (self.board.rank + 1) % self.board.world
         with self.lock:
             records = self.board.records([neighbor])
@@ -117,12 +117,12 @@ class _Liveness:
         return self.lost_of(failures, records, records)
 
     def lost_of(self, failures: Sequence[RankError], gone: dict[int, Heartbeat], records: dict[int, Heartbeat]) -> RankLost:
-        """Error to raise where some have posted nothing new for long."""
+        """Error to raise for ranks whose heartbeats have stopped."""
         what, next_step = attribute_failure(self.board.rank, self.board.world, failures, gone, records, this_rank.place())
         return RankLost(what, f"rank {self.board.rank}, {this_rank.place()}", next_step)
 
     def _speak(self) -> None:
-        """Say whom this rank waits for, before the wait is over, and go on posting meanwhile. One of those that wait does."""
+        """Warn about the ranks that this rank waits for, while still posting. The first of the waiting ranks does it."""
         readings, here, self.spoke_of = [], this_rank.place(), this_rank.place()
         for number in range(2):
             self.over.wait(2.2 * self.interval_s * number)
@@ -157,7 +157,7 @@ class _Liveness:
             log.debug("the store is gone: %s", error)
 
     def name(self, error: BaseException) -> RankLost:
-        """Why a collective failed here, from what the other ranks have posted."""
+        """Error that says why a collective failed here, from the heartbeats of the other ranks."""
         where = f"rank {self.board.rank}, {this_rank.place()}{operation_of(error)}"
         reported = str(error).strip().splitlines()
         try:
@@ -165,13 +165,13 @@ class _Liveness:
                 failures, first = self.board.failures(), self.board.records()
             second = first
             if not any(not failure.secondary and failure.rank != self.board.rank for failure in failures):
-                time.sleep(2.2 * self.interval_s)  # whoever is alive posts again
+                time.sleep(2.2 * self.interval_s)  # live ranks post again meanwhile
                 with self.lock:
                     failures, second = self.board.failures(), self.board.records()
             what, next_step = attribute_failure(self.board.rank, self.board.world, failures, first, second, this_rank.place())
         except (RuntimeError, OSError):
             owner = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-            what = f"a collective failed, and the store where ranks say what they do is gone too: {owner} has ended"
+            what = f"a collective failed, and the store with the heartbeats is gone too: {owner} has ended"
             next_step = f"look at what {owner} wrote last"
         return RankLost(what, f"{where}; torch says: {reported[0] if reported else type(error).__name__}"[:600], next_step)
 
@@ -181,7 +181,7 @@ _starts = 0
 
 
 def start() -> None:
-    """Post what this rank does from now on; once for each process group, on all ranks."""
+    """Start posting heartbeats; once per process group, on all ranks."""
     global _starts
     key = dist.group.WORLD
     if key in _running:
@@ -195,7 +195,7 @@ def start() -> None:
     try:
         store = compat.side_store(prefix, STORE_TIMEOUT_S)
     except RuntimeError as error:
-        log.warning("what this rank does cannot be told to the others, the store takes no second connection: %s", error)
+        log.warning("this rank cannot post heartbeats: the store refused a second connection: %s", error)
         return
     if store is None:
         return
@@ -206,14 +206,14 @@ def start() -> None:
 
 
 def watch_neighbor() -> None:
-    """From now on, look whether the next rank is there: in graphs that are not split, nobody waits for another."""
+    """Start watching the next rank: in graphs that are not split, no rank waits for another."""
     live = _current()
     if live is not None and live.silence is None:
         live.silence = SilentRanks.within(group_timeout().total_seconds())
 
 
 def neighbor_is_there() -> None:
-    """Raises RankLost if it was found that it is not. Costs nothing."""
+    """Raises RankLost if the watched rank is gone. Costs nothing."""
     if (live := _current()) is not None and live.lost is not None:
         raise live.lost
 
@@ -230,7 +230,7 @@ def _at_exit() -> None:
 
 @dataclass(frozen=True)
 class SharedBoard:
-    """The board for the main thread."""
+    """Access to the store for the main thread."""
 
     live: _Liveness
 
@@ -270,8 +270,8 @@ def board() -> SharedBoard | None:
 
 
 def name_lost_rank(error: Exception) -> Exception:
-    """The error to raise for one that came out of a collective, here and now: it names the rank that is late or gone. Any
-    other error as it is, noted for the other ranks."""
+    """The error to raise in place of one from a collective: it names the rank that is late or gone. Other errors are
+    returned unchanged, and recorded in this rank's status."""
     live = _current()
     if live is None or isinstance(error, RankLost):
         return error
@@ -289,7 +289,7 @@ def _watch_uncaught() -> None:
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         live, lost = _current(), None
         if live is not None and not isinstance(error, RankLost):
-            if is_distributed(error):  # in a gather outside of compiled graphs, for one
+            if is_distributed(error):  # such as in a gather outside of compiled graphs
                 lost = live.name(error)
             live.fail(lost or error, secondary=lost is not None)
         write_error_file(lost or error, noticed=isinstance(lost or error, RankLost))

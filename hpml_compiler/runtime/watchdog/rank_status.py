@@ -1,4 +1,4 @@
-"""The status of this rank (location, call count), which `heartbeat` publishes. Updating it takes less than 0.1 us."""
+"""This rank's status (location, call count), published by `heartbeat`. Updating it takes less than 0.1 us."""
 from __future__ import annotations
 
 import sys
@@ -12,7 +12,7 @@ import torch
 
 
 class Location:
-    """A place of the program that all ranks come to: a half of a graph, the optimizer's step, a wait for a plan."""
+    """A place in the program that all ranks reach: a half of a graph, the optimizer's step, a wait for a plan."""
 
     __slots__ = ("what", "calls")
 
@@ -27,9 +27,9 @@ START = Location("the start of the script")
 
 
 class RankStatus:
-    """`at` is the spot that this rank was at last, `inside` whether it is there still. `calls` and `meetings` count calls of
-    graphs, and how often it waited for all ranks (`barrier_check`); `meets` is what for, now. `failed` is the call of a graph
-    that failed here, with its error, until all ranks are known to have failed there. Written by the main thread."""
+    """`at`: latest location; `inside`: whether this rank is still there. `calls` and `meetings` count calls of
+    graphs and barriers (`barrier_check`); `meets`: purpose of the current barrier. `failed`: the call of a graph
+    that failed here, with its error, until it is known to have failed on all ranks. Written by the main thread."""
 
     __slots__ = ("at", "calls", "failed", "inside", "meetings", "meets", "raised")
 
@@ -52,7 +52,7 @@ _LIBRARIES = tuple(str(Path(path).resolve()) for path in (
 
 
 def line_of_script() -> str:
-    """Where the main thread is in the user's own code: `train.py:57 in evaluate`; "" if it is in none."""
+    """Location of the main thread in the user's code: `train.py:57 in evaluate`; "" if it is in none."""
     frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -63,8 +63,8 @@ def line_of_script() -> str:
 
 
 def collective_of_script() -> tuple[str, int]:
-    """The collective of torch.distributed that the main thread is in, such as "barrier", or "" if it is in none; and a number
-    that stays as long as it is in that call."""
+    """(name, id) of the torch.distributed collective that the main thread is in, such as "barrier", or ("", 0). The id stays
+    the same during one call."""
     frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
     found = "", 0
     while frame is not None:
@@ -76,7 +76,7 @@ def collective_of_script() -> tuple[str, int]:
 
 
 class StallWatch:
-    """Notices, when asked about once a second, for how long a rank has been where it is."""
+    """Measures how long this rank has been at its location; to be polled about once a second."""
 
     def __init__(self) -> None:
         self.seen: Any = None

@@ -1,4 +1,4 @@
-"""Waiting for what one rank, or each, does alone, while it is alive: a collective would wait no longer than its timeout."""
+"""Wait for work that ranks do alone, as long as they are alive; a collective would give up after its timeout."""
 from __future__ import annotations
 
 import time
@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from hpml_compiler.runtime.watchdog import heartbeat
 
 LOOK_S, SILENT_S = 1.0, 5.0
-"""How often a rank that waits looks whether rank 0 still posts what it does, and after what time without a post it looks no
-longer."""
+"""Interval at which a waiting rank checks the heartbeats of the others, and time without one after which it stops waiting."""
 _turns = 0
 
 
 def wait_for_rank_0() -> None:
-    """Rank 0 calls this when it is done, the others at the same point of the program: they return when it is, or when it seems
-    to be gone. A collective that follows says so in its own time."""
+    """Wait until rank 0 has called this too, or seems to be gone; a collective that follows then raises. Rank 0 itself does
+    not wait."""
     _after([0])
 
 
 def wait_for_all() -> None:
-    """The same, where all have something to do: each returns when all are done."""
+    """Wait until all ranks have called this."""
     board = heartbeat.board()
     _after(range(board.world if board is not None else 1))
 

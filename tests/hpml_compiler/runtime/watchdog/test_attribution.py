@@ -26,14 +26,14 @@ def alive(**second):
 CASES = {
     "failed": ([failure(0, "rank 2 is gone", True), failure(2, "ValueError: no such weight")], alive(),
                "s ago after forward of graph_0, call 3, with ValueError: no such weight"),
-    "gone": ([], alive(r2=record(beats=5)), "rank 2 is gone without a word"),
-    "both gone": ([], alive(r2=record(beats=5), r0=record(beats=5)), "ranks [0, 2] are gone without a word"),
+    "gone": ([], alive(r2=record(beats=5)), "rank 2 is not responding"),
+    "both gone": ([], alive(r2=record(beats=5), r0=record(beats=5)), "ranks [0, 2] are not responding"),
     "noticed by another, who is gone since": (
         [failure(0, "RankLost: rank 2 is late: for 9 s", True)], alive(r0=record(beats=5)),
-        "rank 2 is late: for 9 s (as rank 0 found)"),
+        "rank 2 is late: for 9 s (reported by rank 0)"),
     "this rank itself": (
         [failure(0, "RankLost: rank 1 is late: for 9 s", True)], alive(r0=record(beats=5)),
-        "rank 0 waited for this rank no longer: rank 1 is late"),
+        "rank 0 stopped waiting for this rank: rank 1 is late"),
     "ended": ([], alive(r2=record(beats=7, inside=False, ended=True)), "rank 2 is at the end of the script already"),
     "asleep": ([], alive(r2=record(beats=7, inside=False, age_s=31, line="train.py:9 in main")),
                "rank 2 is late: for 31 s it has been in the script, after backward of graph_0, call 3, at train.py:9 in main"),
@@ -43,7 +43,7 @@ CASES = {
                         "rank 2 is elsewhere: in forward of graph_1, call 1, while this rank is in backward of graph_0"),
     "compiles alone": ([], alive(r2=record(beats=7, at="comparing the graph with the other ranks'")),
                        "rank 2 is elsewhere: in comparing the graph"),
-    "nothing to see": ([], alive(), "all ranks are at the same place and alive"),
+    "nothing to see": ([], alive(), "all ranks are alive and at the same place"),
     "never came": ([], ({0: record(), 1: record()}, {0: record(beats=7), 1: record(beats=7)}), "rank 2 is not there"),
 }
 

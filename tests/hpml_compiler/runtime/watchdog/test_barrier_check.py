@@ -173,7 +173,7 @@ def failing_on_one(rank, after):
 def test_a_rank_that_failed_alone_does_not_go_on(launch, after):
     outcomes = launch(failing_on_one, args=(after,), timeout_s=55, check=False)
     assert outcomes[0] == "", str(outcomes[0])
-    assert "start all ranks again" in str(outcomes[1])
+    assert "restart all ranks" in str(outcomes[1])
 
 
 def failing_on_all(rank):

@@ -62,7 +62,7 @@ def run_trouble(rank, how):
 
 
 CASES = {
-    "killed": (3, "rank 2 is gone without a word", "look at the exit code of rank 2"),
+    "killed": (3, "rank 2 is not responding", "look at the exit code of rank 2"),
     "sleeps": (2, "rank 1 is late: for", "test_lost_ranks.py:"),
     "raises": (2, "having caught ValueError: no such row", "look for work of one rank alone"),
 }
