@@ -44,7 +44,7 @@ CASES = {
     "compiles alone": ([], alive(r2=record(beats=7, at="comparing the graph with the other ranks'")),
                        "rank 2 is elsewhere: in comparing the graph"),
     "nothing to see": ([], alive(), "all ranks are alive and at the same place"),
-    "never came": ([], ({0: record(), 1: record()}, {0: record(beats=7), 1: record(beats=7)}), "rank 2 is not there"),
+    "never came": ([], ({0: record(), 1: record()}, {0: record(beats=7), 1: record(beats=7)}), "rank 2 is missing"),
 }
 
 
