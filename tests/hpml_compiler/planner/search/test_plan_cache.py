@@ -13,7 +13,7 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.search.plan_cache import LIKE_PRICES, CachedPlan, _alike
 from hpml_compiler.plans.cache import graph_database
 
-SEARCHED, FOUND = "decide: wrote", "planned as in an earlier launch"
+SEARCHED, FOUND = "decide_placements: wrote", "planned as in an earlier launch"
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +78,11 @@ def test_the_second_launch_has_the_plan_of_the_first_without_a_search(options, s
 def test_what_one_device_keeps_is_not_decided_twice(folder, said):
     tight = {"cluster": "1x1:h100-80g", "layers": 4, "rows": 512, "memory_budget": "1700KiB"}
     first = plan(**tight)
-    assert "keep: wrote" in said() and first.graphs[0].kept.again
+    assert "solve_checkpointing: wrote" in said() and first.graphs[0].kept.again
     second = plan(**tight)
-    assert "keep: wrote" not in said() and decided(second) == decided(first)
+    assert "solve_checkpointing: wrote" not in said() and decided(second) == decided(first)
     plan(**{**tight, "memory_budget": "1800KiB"})
-    assert "keep: wrote" in said()
+    assert "solve_checkpointing: wrote" in said()
     with sqlite3.connect(folder / "plans.sqlite") as connection:
         connection.execute("""UPDATE plan SET entry = replace(entry, '"names":[', '"names":["nobody",')""")
     assert decided(plan(**tight)) == decided(first) and "is damaged" in said()
