@@ -1,1 +1,1 @@
-"""`PlacedTensor`, the DTensor that a script may use as the whole tensor, and how each torch function treats it."""
+"""`PlacedTensor`, a DTensor that scripts may use as the full tensor, and its dispatch of torch functions."""

@@ -1,4 +1,4 @@
-"""How a torch function treats placed tensors: the names behind each route that `PlacedTensor` can take."""
+"""Dispatch table of `PlacedTensor`: the names of the torch functions that take each route."""
 from __future__ import annotations
 
 
@@ -15,10 +15,10 @@ METADATA = _words(
     __delete__ detach_
     """
 )
-"""Asked of the wrapper itself: shapes are those of the whole."""
+"""Answered by the wrapper: shapes are those of the full tensor."""
 
 MEMORY = _words("untyped_storage storage _typed_storage is_set_to")
-"""About the memory of a tensor, see `memory`. Not `data_ptr`: that it is 0 tells torch (its stager of asynchronous checkpoints)
+"""Functions on a tensor's memory, see `storage_access`. Not `data_ptr`: 0 tells torch's stager of asynchronous checkpoints
 that a tensor only wraps others."""
 
 COMPUTED_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "real", "imag", "data"])
@@ -36,8 +36,8 @@ ON_LOCALS = frozenset(
     + _FUSED.split()
     + ["_foreach_norm", "to"]
 )
-"""Element by element, so that operands with one placement need nothing but their local parts: what optimizers use. And
-what `clip_grad_norm_` uses."""
+"""Pointwise ops, used by optimizers, and ops of `clip_grad_norm_`: operands of one placement need only their local
+parts."""
 
 VIEWS = _words(
     """__getitem__ select narrow chunk split split_with_sizes tensor_split hsplit vsplit dsplit unbind view view_as
@@ -51,7 +51,7 @@ SEVERAL_VIEWS = _words("chunk split split_with_sizes tensor_split hsplit vsplit 
 CASTS = _words("to cpu cuda xpu type float double half bfloat16 long int short char byte bool contiguous clone detach")
 
 DIFFERENTIABLE = (ON_LOCALS - {"_foreach_norm"}) | VIEWS | CASTS | _words("sum mean __get__ __iter__")
-"""Ops left to DTensor where a gradient flows: enough for penalties on parameters. DTensor's backward of others can be
+"""Ops run by DTensor if a gradient flows: enough for penalties on parameters. DTensor's backward of others can be
 wrong (that of a maximum norm gives NaN)."""
 
 NEW = _words("new_zeros new_ones new_full")
@@ -59,12 +59,12 @@ NEW = _words("new_zeros new_ones new_full")
 NORMS = _words("norm vector_norm linalg_vector_norm")
 
 ON_DTENSORS = DIFFERENTIABLE | NORMS | _words("_foreach_norm stack new_empty")
-"""Ops left to DTensor where all operands are placed: what optimizers, clipping and moving a model need. Each is tested
-against plain tensors. All others are done on whole tensors, since DTensor answers some of them for one rank only, draws
-other random numbers than one device would, or notices after it has written that it cannot do them."""
+"""Ops run by DTensor if all operands are placed: those of optimizers, clipping and moving a model. Each is tested
+against plain tensors. All others run on full tensors, since DTensor computes some of them for one rank only, draws
+random numbers that differ from one device's, or raises after it has written."""
 
 OF_SOME_RANKS = _words("send recv isend irecv recv_anysource scatter")
-"""Collectives that not all ranks call, or for which one rank alone gives what is sent."""
+"""Collectives that not all ranks call, or in which one rank alone provides the input."""
 
 REDUCTIONS = _words("all_reduce allreduce all_reduce_coalesced allreduce_coalesced reduce")
 
@@ -72,8 +72,8 @@ UNLIKE_RESULTS = _words(
     """gather scatter reduce_scatter reduce_scatter_single reduce_scatter_tensor _reduce_scatter_base all_to_all
     all_to_all_single alltoall alltoall_base reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced"""
 )
-"""Collectives of which each rank, or one rank alone, gets another result. (What `reduce` gives may be known to all ranks: torch
-promises it to one and says nothing of the others.)"""
+"""Collectives whose result differs between ranks, or goes to one rank. (Not `reduce`: torch promises its result to one rank
+and leaves the others undefined.)"""
 
 COALESCED = _words("""all_gather_single_coalesced allgather_into_tensor_coalesced reduce_scatter_single_coalesced
     reduce_scatter_tensor_coalesced""")
@@ -87,16 +87,16 @@ GROUP_METHODS = COALESCED | _words(
 """Methods of a process group that take tensors."""
 
 WRITES_UNSEEN = _words("batch_norm instance_norm native_batch_norm _native_batch_norm_legit fused_moving_avg_obs_fake_quant")
-"""Ops that write running statistics without counting it as a change of the tensor."""
+"""Ops that write running statistics without incrementing the tensor's version counter."""
 
 KEEPS_ROWS = _words(
     """to cpu cuda xpu type float double half bfloat16 long int short bool contiguous clone detach pin_memory"""
 )
-"""Ops on one tensor that leave every element in its row."""
+"""Ops on one tensor that keep every element in its row."""
 
 
 def in_place(name: str) -> bool:
-    """Whether a torch function of that name changes its first argument."""
+    """True if a torch function of that name writes to its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name[3:] in _IN_PLACE_OPERATORS)
     return name.endswith("_")

@@ -1,4 +1,4 @@
-"""A model with placed parameters cannot be traced into a program of its own: said at once, with what to do instead."""
+"""Refuse to export or script a model with placed parameters, with the next step."""
 from __future__ import annotations
 
 import functools
@@ -14,16 +14,16 @@ from passes.errors import BadInput
 
 def cannot_export(by: str) -> BadInput:
     return BadInput(
-        "the model's parameters are stored in parts on the ranks, and a program that is traced from it would hold parts",
+        "the model's parameters are sharded over the ranks, and an exported program would hold shards",
         by,
-        "trace a copy that has whole parameters: copy = Model(); copy.load_state_dict(state), where every rank calls "
+        "export a copy with full parameters: copy = Model(); copy.load_state_dict(state), where every rank calls "
         "state = hpml_compiler.full_state_dict(model) and rank 0 gets it",
     )
 
 
 @functools.cache
 def watch_torchscript() -> None:
-    """From now on, TorchScript refuses modules with placed parameters: it would crash, or keep one rank's parts."""
+    """Make TorchScript refuse modules with placed parameters: it would crash, or save one rank's shards."""
     for name in ("script", "trace"):
         setattr(torch.jit, name, _refusing(getattr(torch.jit, name), f"torch.jit.{name}"))
 

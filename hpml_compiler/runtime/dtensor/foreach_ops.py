@@ -1,4 +1,4 @@
-"""Ops on lists of tensors, some of which are placed and some plain."""
+"""Foreach ops on lists that mix placed and plain tensors."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from hpml_compiler.runtime.placements.shard_and_gather import to_full_tensor
 
 
 def is_foreach(name: str) -> bool:
-    """Whether a torch function takes lists and treats their tensors index by index."""
+    """True if a torch function takes lists and works on their tensors index by index."""
     return name.startswith(("_foreach_", "_fused_"))
 
 
 def split_by_kind(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """The indices at which the op's result is placed, and the others, where it is plain.
+    """Split a list's indices into those with a placed result and those with a plain one.
 
-    An op that writes keeps the kind of what it changes; a new result is placed if all its operands are.
+    An op that writes keeps the kind of its target; a new result is placed if all its operands are.
     """
     lists = _lists(args, kwargs)
 
@@ -34,15 +34,15 @@ def split_by_kind(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[list[
 
 
 def at(indices: list[int], value: Any) -> Any:
-    """The tensors or numbers of a list, or of a tensor that holds a number for each index, at these indices; any other
-    argument as it is."""
+    """Select these indices of a list, or of a tensor with a number per index; other arguments are returned
+    unchanged."""
     if isinstance(value, torch.Tensor):
         return to_full_tensor(value)[indices] if value.dim() else value
     return [value[i] for i in indices] if isinstance(value, (list, tuple)) else value
 
 
 def merge(parts: list[tuple[list[int], Any]]) -> list[Any] | None:
-    """Put the results for some indices and for the others together again; None if the op returned nothing."""
+    """Merge the results of the two kinds of indices; None if the op returned nothing."""
     if any(results is None for _, results in parts):
         return None
     merged = {index: result for indices, results in parts for index, result in zip(indices, results, strict=True)}
@@ -51,7 +51,7 @@ def merge(parts: list[tuple[list[int], Any]]) -> list[Any] | None:
 
 def like_targets(place_like: Callable[[torch.Tensor, Any], torch.Tensor], args: tuple,
                  kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with every plain tensor placed like the tensor it is to change."""
+    """Arguments in which plain tensors are placed like their targets."""
     targets = _lists(args, kwargs)[0]
 
     def alike(value: Any) -> Any:
@@ -65,12 +65,12 @@ def like_targets(place_like: Callable[[torch.Tensor, Any], torch.Tensor], args: 
 
 def unscale(func: Callable[..., Any], gradients: list[torch.Tensor], found_inf: torch.Tensor,
             inverse_scale: torch.Tensor) -> None:
-    """`GradScaler`'s op: on local parts, then an infinity found on one rank counts on all.
+    """`GradScaler`'s unscale op: runs on local parts, then an infinity on one rank counts on all.
 
-    DTensor's own rule looks at the first gradient alone to tell whether ranks hold different parts.
+    DTensor's rule derives from the first gradient alone whether ranks hold different shards.
     """
     func([t._local_tensor if isinstance(t, DTensor) else t for t in gradients], found_inf, inverse_scale)
-    # In the order of the gradients: that of a set differs between ranks.
+    # In the order of the gradients: the order of a set differs between ranks.
     for mesh in dict.fromkeys(t.device_mesh for t in gradients if isinstance(t, DTensor)):
         for axis in range(mesh.ndim):
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))

@@ -1,4 +1,4 @@
-"""Views of placed tensors that had to be gathered: what is written to them, and to what they view, reaches the other."""
+"""Views of placed tensors that had to be gathered; writes to a view and to its base reach each other."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from passes.graph.fx_nodes import memory_of
 
 
 class ViewReplay:
-    """How a gathered view was made: `replay` makes it of the whole `source`."""
+    """Recipe of a gathered view: `replay` makes it from the full `source`."""
 
     __slots__ = ("_memory", "_version", "replay", "source")
 
     def __init__(self, source: DTensor, replay: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.source, self.replay = source, replay
-        self._memory = self._root().untyped_storage()  # held, so that no other memory is taken for it
+        self._memory = self._root().untyped_storage()  # kept alive, so that no other tensor gets its address
         self.note_version()
 
     def _root(self) -> torch.Tensor:
-        """This rank's part of the tensor that is viewed in the end."""
+        """This rank's part of the base tensor of the view."""
         source = self.source
         while (step := getattr(source, VIEW_STEP, None)) is not None:
             source = step.source
@@ -34,25 +34,25 @@ class ViewReplay:
 
     @property
     def is_cut_off(self) -> bool:
-        """True if the source was given other memory (`p.data = ...`), which leaves its views alone. Told by the storage itself:
-        all ranks must get the same answer, and parts without rows have no address."""
+        """True if the source was given other memory (`p.data = ...`), which detaches its views. Compares storages, not
+        addresses: all ranks must agree, and empty parts have no address."""
         return memory_of(self._root()) != self._memory._cdata
 
     @property
     def is_current(self) -> bool:
-        """Whether nothing has changed the source since. All ranks do the same, so all get the same answer."""
+        """True if the source has not changed since. All ranks do the same, so all get the same answer."""
         root = self._root()
         return not root.is_inference() and root._version == self._version
 
     def write(self, value: torch.Tensor) -> None:
-        """The view has this value now: so the source has it there."""
+        """Write the view's new value to the source."""
         source = to_full_tensor(self.source)
         self.replay(source).copy_(value)
         store_value(self.source, source)
 
 
 def refresh(view: DTensor) -> None:
-    """Bring a gathered view up to date with what it views."""
+    """Update a gathered view from its source."""
     step: ViewReplay | None = getattr(view, VIEW_STEP, None)
     if step is None:
         return
@@ -66,11 +66,11 @@ def refresh(view: DTensor) -> None:
 
 
 def strided_replay(view: torch.Tensor, whole_value: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How to make `view`, which lies in the memory of a whole value, of another."""
+    """A function that makes `view`, a strided view of a full value, from another full value."""
     shape, stride, offset = view.shape, view.stride(), view.storage_offset() - whole_value.storage_offset()
     if view.dtype is whole_value.dtype:
         return lambda other: other.as_strided(shape, stride, other.storage_offset() + offset)
-    dtype, item = view.dtype, view.element_size()  # of `view_as_real` or `view(dtype)`
+    dtype, item = view.dtype, view.element_size()  # differs after `view_as_real` or `view(dtype)`
     first = view.storage_offset() * item - whole_value.storage_offset() * whole_value.element_size()
     return lambda other: other.new_empty(0, dtype=dtype).set_(
         other.untyped_storage(), (other.storage_offset() * other.element_size() + first) // item, shape, stride)

@@ -1,4 +1,4 @@
-"""What a compiled graph returns besides the loss: in parts where it was made, and whole at its first use."""
+"""Outputs of a compiled graph other than the loss: sharded as computed, gathered at first use."""
 from __future__ import annotations
 
 import copy
@@ -28,13 +28,13 @@ from passes.errors import HpmlError
 OF_THE_WRAPPER = METADATA - {
     "requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "backward", "detach_",
     "data_ptr"}
-READING = ("each rank holds a part of what the model returned besides its loss, and it becomes whole when it is first used, "
+READING = ("each rank holds a part of this output of the model, and its first use gathers it, "
            "which all ranks must do: move that out of `if rank == 0:`, and let rank 0 alone print or save the result")
 
 
 class _OutputState:
-    """What an output and those that are detached from it have in common: how to say what it is, and, once somebody has used one
-    of them, the whole tensor, without a gradient."""
+    """State shared by an output and its detached copies: a description and, after the first use of any of them, the full
+    tensor, without a gradient."""
 
     __slots__ = ("data", "gradient", "thread", "what")
 
@@ -52,19 +52,19 @@ class _OutputState:
         if self.thread is not threading.current_thread() and self.thread.is_alive() and not compat.inside_backward():
             raise HpmlError(f"{what} for the first time in another thread than the one that made it: it is gathered from all "
                             "ranks, and each could do that at another moment of its step", threading.current_thread().name,
-                            "use it first where the model is called (logits = logits.numpy(), say), and give the thread that")
+                            "use it first where the model is called (as in logits = logits.numpy()), and pass that on")
         require_all_ranks(what, READING, every=0)
         with activity(what), torch.inference_mode(False), torch.no_grad():
             return gathered_from_parts(part, spec)
 
 
 class LazyOutput(PlacedTensor):
-    """A result of a compiled graph that each rank has a part of. What nobody uses is never sent.
+    """Sharded result of a compiled graph. It is never sent if nobody uses it.
 
-    Detached or cast, it stays in parts. Any other use makes it whole, on all ranks together, and from then on it is that
-    whole tensor in all it does: what is written to it, or to views of it, is there for whoever looks. Gradients flow to the
-    part.
-    A rank that uses it alone is told so (`require_all_ranks`), whatever it does with it.
+    Detached or cast, it stays sharded. Any other use gathers it, on all ranks together, and from then on it acts as the
+    full tensor: writes to it, or to views of it, are visible everywhere. Gradients flow to the
+    local part.
+    A use on one rank alone raises an error (`require_all_ranks`).
     """
 
     __slots__ = ()
@@ -85,7 +85,7 @@ class LazyOutput(PlacedTensor):
             if in_parts and (attribute or name in OF_THE_WRAPPER):
                 return func(*args, **kwargs)
             if output is not None and (attribute or name in METADATA | MEMORY) and compat.is_tracing():
-                return func(*args, **kwargs)  # for a fake of the wrapper, whose memory is not that of what it holds
+                return func(*args, **kwargs)  # for a fake of the wrapper, whose memory is not that of its local part
             if output is not None and in_parts and name in KEEPS_ROWS and len(operands) == 1:
                 kept = output.kept(func, name, args[1:], kwargs)
                 if kept is not None:
@@ -103,12 +103,12 @@ class LazyOutput(PlacedTensor):
 
     @property
     def is_whole(self) -> bool:
-        """Whether somebody has used it, or what it was detached from."""
+        """True if this output, or the one it was detached from, has been gathered."""
         shared = vars(self).get("shared")
         return shared is not None and shared.data is not None
 
     def kept(self, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> LazyOutput | None:
-        """The same of a cast, a copy or a detached one, in parts; None where it has to be whole for that."""
+        """A cast, copy or detach of a sharded output that stays sharded; None if it needs the full tensor."""
         part = vars(self)["part"]
         made = func(part, *args, **kwargs)
         if made is part:
@@ -120,23 +120,23 @@ class LazyOutput(PlacedTensor):
         return lazy_output(made, _spec_like(self._spec, made), shared)
 
     def detached(self, func: Callable[..., Any]) -> LazyOutput:
-        """The same of one that is whole: an output still, as the one that is detached in parts."""
+        """Detach of a gathered output; still an output, as when it is sharded."""
         value = func(self.used())
         result: Any = compat.make_dtensor(LazyOutput, self._local_tensor, self._spec)
         vars(result).update(shared=vars(self)["shared"], spec=vars(self)["spec"], value=value)
         return result
 
     def used(self) -> torch.Tensor:
-        """The whole tensor: always the same one, with a gradient if the part has one, whether or not one is recorded now."""
+        """The full tensor: always the same object, with a gradient if the part has one, even under no_grad."""
         own = vars(self)
         if "value" in own:
             return own["value"]
-        if "shared" not in own:  # another compiler has made it
+        if "shared" not in own:  # made by another compiler
             return to_full_tensor(compat.make_dtensor(PlacedTensor, self._local_tensor, self._spec))
         shared, part, spec = own["shared"], own["part"], own["spec"]
         with compat.outside_transforms():
             data = shared.whole(self._local_tensor, spec)
-            if self._local_tensor is not data:  # for whoever takes it for a DTensor: it lies whole on each rank now
+            if self._local_tensor is not data:  # for callers that treat it as a DTensor: it is replicated now
                 self._spec = compat.dtensor_spec(spec.mesh, [Replicate()] * spec.mesh.ndim, data)
                 self._local_tensor = data
             with torch.inference_mode(False), torch.set_grad_enabled(part.requires_grad):
@@ -174,7 +174,7 @@ name_slots(LazyOutput)
 
 
 def lazy_output(part: torch.Tensor, spec: Any, shared: _OutputState) -> LazyOutput:
-    """This rank's part as an output."""
+    """Wrap this rank's part as an output."""
     result: Any = (_KeepSharded.apply(part, spec) if part.requires_grad and torch.is_grad_enabled()
                    else compat.make_dtensor(LazyOutput, part.detach(), spec))
     vars(result).update(part=part, spec=spec, shared=shared)
@@ -182,7 +182,7 @@ def lazy_output(part: torch.Tensor, spec: Any, shared: _OutputState) -> LazyOutp
 
 
 class _KeepSharded(torch.autograd.Function):
-    """From a part to the output; used where something takes the output's gradient without having used it as a tensor."""
+    """Autograd function from a part to its output; used where the output needs a gradient without having been gathered."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, spec: Any) -> Any:
@@ -196,7 +196,7 @@ class _KeepSharded(torch.autograd.Function):
 
 
 class _GatherOutput(torch.autograd.Function):
-    """From a part to the whole tensor, which was gathered before."""
+    """Autograd function from a part to the full tensor, which was gathered before."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, data: torch.Tensor, spec: Any, gradient: InputCheck | None) -> torch.Tensor:
@@ -219,14 +219,14 @@ def _part_of(gradient: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def _spec_like(spec: Any, part: torch.Tensor) -> Any:
-    """The spec, for the dtype of this part."""
+    """The spec with the dtype of this part."""
     return wrap(part.detach(), DTensor, spec)._spec
 
 
 @dataclass(frozen=True)
 class ShardedOutput:
-    """An output that a graph leaves in parts. position: among its results. like: the whole tensor, as it was traced. name: what
-    the graph calls it."""
+    """An output that a graph leaves sharded. position: among the graph's results. like: the full tensor, as traced. name: in
+    the graph."""
 
     position: int
     placements: tuple[Placement, ...]
@@ -235,7 +235,7 @@ class ShardedOutput:
 
 
 class OutputWrapper:
-    """How the results of one compiled graph are given to the script."""
+    """Wraps the results of one compiled graph for the script."""
 
     def __init__(self, graph: str, mesh: DeviceMesh, left: Sequence[ShardedOutput]) -> None:
         self.graph, self.calls = graph, 0

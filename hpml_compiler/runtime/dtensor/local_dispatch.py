@@ -1,4 +1,4 @@
-"""Pointwise ops, and norms, on tensors of one placement: done on the local parts."""
+"""Run pointwise ops and norms on local parts, for tensors of one placement."""
 from __future__ import annotations
 
 import functools
@@ -17,21 +17,21 @@ from hpml_compiler.runtime.placements.single_rank_placement import SingleRank
 from passes import compat
 
 WITHOUT_PARTIAL = (Shard, Replicate, SingleRank, InnerShard)
-"""Placements of which nothing is to be reduced."""
+"""Placements without a pending reduction."""
 
 
 def try_local(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run the op on local parts if that is all it takes, else return NotImplemented.
+    """Run the op on local parts if they are enough, else return NotImplemented.
 
-    The op is one of `routes.ON_LOCALS`. Local parts are enough when nothing is recorded for autograd, and all
-    operands have one shape and placement without Partial, or no dims at all; of foreach ops, index by index.
+    The op is one of `dispatch_table.ON_LOCALS`. Local parts are enough if autograd records nothing, and all
+    operands have one shape and placement without Partial, or no dims; of foreach ops, index by index.
     """
     if name == "_foreach_norm":
         return _try_norms(func, *args, **kwargs)
     if name.startswith("_f"):
         return _try_lists(func, name, args, kwargs)
     if name == "to":
-        if not isinstance(args[0], DTensor):  # a plain tensor, made like a placed one
+        if not isinstance(args[0], DTensor):  # a plain target that would be made like a placed one
             return NotImplemented
         local = func(args[0]._local_tensor, *args[1:], **kwargs)
         return args[0] if local is args[0]._local_tensor else NotImplemented
@@ -47,7 +47,7 @@ def try_local(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str
 
 
 def _try_norms(func: Callable[..., Any], tensors: Any, order: Any = 2, *rest: Any, **kwargs: Any) -> Any:
-    """`_foreach_norm`: norms of local parts, that become those of the whole when they are combined and reduced."""
+    """`_foreach_norm`: norms of local parts, marked so that a reduction combines them to the full norms."""
     fits = all(isinstance(tensor, DTensor) and not (tensor.requires_grad and torch.is_grad_enabled())
                and all(type(placement) in WITHOUT_PARTIAL for placement in tensor._spec.placements)
                for tensor in tensors)
@@ -89,7 +89,7 @@ def _try_lists(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[st
 
 
 class _Operands:
-    """The operands that meet element by element, and the placement they share."""
+    """Operands of a pointwise op, and the placement they share."""
 
     __slots__ = ("kind", "misfit", "scalar_spec", "spec", "stride", "tracked")
 
@@ -100,7 +100,7 @@ class _Operands:
         self.scalar_spec: Any = None
 
     def local(self, tensor: Any) -> torch.Tensor:
-        """The local part of one more operand; notes whether it fits to the others."""
+        """Local part of one more operand; notes whether its placement matches."""
         if self.tracked and tensor.requires_grad:
             self.misfit = True
         elif not isinstance(tensor, DTensor):
@@ -129,7 +129,7 @@ class _Operands:
                 and spec.mesh == ours.mesh)
 
     def wrap(self, local: torch.Tensor) -> Any:
-        """A new tensor of the shared placement; NotImplemented if its strides are in another order."""
+        """Wrap a new tensor in the shared placement; NotImplemented if its strides are in another order."""
         spec = self.spec or self.scalar_spec
         if spec is None:
             return local
@@ -139,7 +139,7 @@ class _Operands:
 
 
 def wrap(local: torch.Tensor, kind: type, spec: Any) -> Any:
-    """A tensor of that class, placement and whole shape, whatever the dtype of its local part."""
+    """Wrap a local tensor in this class, placement and full shape, with the dtype of the local tensor."""
     if local.dtype != spec.tensor_meta.dtype:
         meta = spec.tensor_meta
         like = torch.empty_strided(meta.shape, meta.stride, dtype=local.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""The ways to run one op on placed tensors, outside compiled graphs. None runs an op again that may have written."""
+"""Routes of one eager op on placed tensors. No route runs an op twice if it may have written."""
 from __future__ import annotations
 
 import functools
@@ -22,13 +22,13 @@ AsView = Callable[[DTensor, torch.Tensor, torch.Tensor], Any]
 
 
 def on_fakes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The op on whole plain tensors without data, as Dynamo asks for it."""
+    """Run the op on full fake tensors, for Dynamo."""
     return func(*map_tensors(to_full_tensor, args), **map_tensors(to_full_tensor, kwargs))
 
 
 def run_gathered(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
                  as_view: AsView | None = None, wholes: GatheredArguments | None = None) -> Any:
-    """The op on whole plain tensors, as one device does it, once.
+    """Run the op once on full plain tensors, as on one device.
 
     Whatever the op has written to one of them, by its name (`add_`), an option (`inplace=True`, `out=`) or in passing
     (running statistics, renormalized embeddings), is kept: each rank takes its part. A placed tensor that the op
@@ -39,7 +39,7 @@ def run_gathered(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
     result = func(*map_tensors(wholes.of, args), **map_tensors(wholes.of, kwargs))
     wholes.keep_changes(name)
     if name in ("numpy", "__array__") and not wholes.are_live:
-        result.setflags(write=False)  # an array of a copy: what is written to it would not reach the tensor
+        result.setflags(write=False)  # the array is a copy: writes would not reach the tensor
     if name == "__dlpack__" and not wholes.are_live:
         _say_that_dlpack_copies()
     return _map_results(lambda value: wholes.original(value, as_view), result)
@@ -47,13 +47,13 @@ def run_gathered(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
 
 @functools.cache
 def _say_that_dlpack_copies() -> None:
-    log.warning("DLPack was given a copy of a tensor that is stored in parts on the ranks: what is written to the copy does "
-                "not reach the tensor. tensor.copy_(values) writes to it")
+    log.warning("DLPack received a copy of a tensor that is sharded over the ranks: writes to the copy do "
+                "not reach the tensor. Use tensor.copy_(values) to write to it")
 
 
 class GatheredArguments:
-    """The whole tensors that stand for the placed operands of one op. make: how to get one, `gathered_value` if not said.
-    changed: what the op has written to."""
+    """The full tensors used for the placed operands of one op. make: how to get one, `gathered_value` by default.
+    changed: those the op has written to."""
 
     def __init__(self, make: Callable[[DTensor], torch.Tensor] | None = None) -> None:
         self._make = make or gathered_value
@@ -75,25 +75,25 @@ class GatheredArguments:
 
     @property
     def are_live(self) -> bool:
-        """Whether what is written to them at any time reaches the tensors that they stand for."""
+        """True if writes to them at any time reach the tensors they stand for."""
         return all(placement.is_replicate() for tensor, *_ in self._found.values() for placement in tensor.placements)
 
     def keep_changes(self, name: str) -> None:
         for tensor, value, version, grad_fn in self._found.values():
-            if name in WRITES_UNSEEN:  # statistics; autograd would see the others being written
+            if name in WRITES_UNSEEN:  # statistics; for others, autograd would notice the write
                 changed = not tensor.requires_grad
             else:
-                counted = version >= 0 and not name.startswith("_fused_")  # which torch does not count
+                counted = version >= 0 and not name.startswith("_fused_")  # torch does not count these
                 changed = value._version != version if counted else in_place(name)
             if not changed:
                 continue
             try:
                 recorded = value.grad_fn is not grad_fn or (value.requires_grad and not tensor.requires_grad)
-            except RuntimeError:  # autograd's word on views that a Function made
+            except RuntimeError:  # raised by autograd for views that a Function made
                 recorded = True
             if recorded:
-                raise RuntimeError(f"{name} changes in place, with gradients recorded, a tensor of a model that is split; "
-                                   "use torch.no_grad(), or write it without the change in place (x = x + y)")
+                raise RuntimeError(f"{name} writes in place, with gradients recorded, to a tensor of a model that is split; "
+                                   "use torch.no_grad(), or an out-of-place op (x = x + y)")
             with torch.no_grad():
                 store_value(tensor, value)
             self.changed.append((tensor, value))
@@ -108,7 +108,7 @@ class GatheredArguments:
 
 
 def gathered_value(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor, made so that it counts how often it is changed, which those of inference mode do not."""
+    """The full tensor, with a version counter, which tensors of inference mode lack."""
     if not torch.is_inference_mode_enabled():
         return to_full_tensor(tensor)
     with torch.inference_mode(False), torch.no_grad():
@@ -118,18 +118,18 @@ def gathered_value(tensor: DTensor) -> torch.Tensor:
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout != torch.strided or b.layout != torch.strided or isinstance(a, DTensor) or not b.numel():
         return False
-    if compat.inside_transform():  # of torch.func, whose tensors have no memory to look at
+    if compat.inside_transform():  # of torch.func, whose tensors have no memory to inspect
         return False
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def store_value(tensor: DTensor, value: torch.Tensor) -> None:
-    """Give a placed tensor a whole new value; it keeps its placement, but what was still to be reduced is reduced now.
+    """Write a full new value to a placed tensor; it keeps its placement, and a pending reduction is done.
 
-    If it is a gathered view, what it views is changed too.
+    If it is a gathered view, its source is written too.
     """
     if value.shape != tensor.shape:
-        raise RuntimeError(f"a placed tensor keeps its shape {tuple(tensor.shape)}; in place it cannot become "
+        raise RuntimeError(f"a placed tensor keeps its shape {tuple(tensor.shape)}; it cannot be changed in place to "
                            f"{tuple(value.shape)}. Make a new tensor instead")
     invalidate([tensor])
     tensor._local_tensor.copy_(local_shard(value, tensor.device_mesh, tensor.placements))
@@ -141,27 +141,27 @@ def store_value(tensor: DTensor, value: torch.Tensor) -> None:
 
 
 VIEW_STEP = "view_step"
-"""Attribute of a gathered view: how it was made, a `views.ViewStep`."""
+"""Attribute of a gathered view: its recipe, a `gathered_views.ViewReplay`."""
 
 
 def as_dtensors(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], kind: type) -> Any:
-    """An op of `routes.ON_DTENSORS` on DTensors; what DTensor refuses is done whole, which is safe for these: they do
-    not write and draw no random numbers.
+    """Run an op of `dispatch_table.ON_DTENSORS` on DTensors; if DTensor raises, run it on full tensors, which is safe:
+    these ops neither write nor draw random numbers.
 
-    What is still to be reduced is reduced first. DTensors in the result become `kind`, a subclass.
+    Pending reductions are done first. DTensors in the result become `kind`, a subclass.
     """
-    if name != "stack":  # of norms, in `clip_grad_norm_`: they are reduced together
+    if name != "stack":  # of norms, in `clip_grad_norm_`: reduced together
         args, kwargs = map_tensors(_reduced, args), map_tensors(_reduced, kwargs)
     try:
         result = adopt(func(*args, **kwargs), kind)
     except dist.DistError:
         raise
     except Exception as refusal:
-        log.debug("%s is done on whole tensors, since DTensor says: %s", name, refusal)
+        log.debug("%s runs on full tensors, because DTensor raised: %s", name, refusal)
         return run_gathered(func, args, kwargs)
     if isinstance(result, DTensor) and result.requires_grad and (
             not result.dim() or any(p.is_partial() for p in result.placements)):
-        return to_full_tensor(result)  # a loss: from here on, all is as on one device
+        return to_full_tensor(result)  # a loss: from here on, everything is as on one device
     return result
 
 
@@ -173,8 +173,8 @@ def _reduced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_local(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A pointwise op that changes its first argument, a placed tensor: each rank changes its part, by its part of the
-    others. NotImplemented, and nothing done, where that is not enough."""
+    """Run a pointwise op that writes to its first argument, a placed tensor: each rank updates its part with its parts of
+    the others. Returns NotImplemented, without writing, if that is not enough."""
     target = args[0]
     if any(placement.is_partial() for placement in target.placements):
         return NotImplemented
@@ -194,7 +194,7 @@ class _DoesNotFit(Exception):
 
 
 def _part_like(tensor: torch.Tensor, target: DTensor) -> torch.Tensor:
-    """The part of an operand that meets this rank's part of the target."""
+    """The part of an operand that corresponds to this rank's part of the target."""
     if isinstance(tensor, DTensor):
         if tensor.shape == target.shape and tensor.device_mesh == target.device_mesh:
             if tensor.placements == target.placements:
@@ -212,8 +212,8 @@ def _part_like(tensor: torch.Tensor, target: DTensor) -> torch.Tensor:
 
 
 def adopt(value: Any, kind: type) -> Any:
-    """DTensors in a result become the subclass, so that they too may meet plain tensors. Their spec becomes that of the
-    parameters with an equal one: `model.float()` makes a parameter of such a result, and guards compare identities."""
+    """Convert DTensors in a result to the subclass, so that they may meet plain tensors too. Their spec becomes the object of
+    parameters with an equal one: `model.float()` makes parameters of such results, and guards compare identities."""
     if type(value) is DTensor:
         value.__class__ = kind
         if not compat.is_fake(value._local_tensor):
@@ -236,10 +236,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def changed_tensors(name: str, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that the op writes to, as its name and `out=` tell; none if it makes new ones."""
+    """The tensors that the op writes to, by its name and `out=`; none for an out-of-place op."""
     out = kwargs.get("out")
     if in_place(name):
-        first = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init names all its arguments
+        first = args[0] if args else next(iter(kwargs.values()), None)  # torch.nn.init passes all arguments by name
         return tensors_in((first, out))
     return [] if out is None else tensors_in(out)
 
@@ -249,7 +249,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return function(value)
     if isinstance(value, dict):
         return {key: map_tensors(function, item) for key, item in value.items()}
-    if isinstance(value, list):  # Dynamo gives lists of a class of its own, which cannot be changed
+    if isinstance(value, list):  # Dynamo passes a list class of its own, which is immutable
         return [map_tensors(function, item) for item in value]
     if isinstance(value, tuple):
         items = [map_tensors(function, item) for item in value]
@@ -258,7 +258,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def _map_results(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Results of an op: named tuples of torch take one argument, a sequence."""
+    """Map over the results of an op; torch's named tuples take one argument, a sequence."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):

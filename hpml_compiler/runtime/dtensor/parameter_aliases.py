@@ -1,4 +1,4 @@
-"""Other tensors of the script in the memory of parameters and gradients, which parts of these would leave behind."""
+"""Find tensors of the script that share memory with parameters or gradients, which sharding would leave behind."""
 from __future__ import annotations
 
 import gc
@@ -21,9 +21,9 @@ KINDS = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
 
 
 def aliases_of(tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    """By the id of a tensor, the others in the process that lie in its memory, at least in part. Empty for most models."""
+    """By id of a tensor, the other tensors of the process that overlap its memory. Empty for most models."""
     found = _scan(tensors)
-    if found:  # what only waits for Python's garbage collector, whose turns differ from rank to rank, does not count
+    if found:  # tensors that only await garbage collection, which differs between ranks, do not count
         found.clear()
         gc.collect()
         found = _scan(tensors)
@@ -47,7 +47,7 @@ def _scan(tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of the storage; 0 of what has none, as the wrappers of a transform."""
+    """Address of the storage; 0 for tensors without one, such as wrappers of a transform."""
     try:
         return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
     except RuntimeError:
@@ -55,29 +55,29 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte and of the one after the last."""
+    """Addresses of the first byte and past the last one."""
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.itemsize
 
 
 def is_same_view(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether it is a plain tensor that sees what the other one sees, as `p.detach()` does."""
+    """True if `alias` is a plain tensor with the same memory, shape and strides, as `p.detach()` is."""
     return (not isinstance(alias, nn.Parameter) and not alias.requires_grad and alias.dtype == tensor.dtype
             and alias.data_ptr() == tensor.data_ptr() and alias.shape == tensor.shape and alias.stride() == tensor.stride())
 
 
 def inseparable(parameters: Sequence[torch.Tensor], inputs: Collection[int]) -> dict[int, torch.Tensor]:
-    """By id, the parameters that cannot be stored in parts, and a tensor that would not follow them: another parameter, a flat
-    buffer of all of them, a view of some rows. (A `p.detach()` that the script keeps is replaced as the parameter is.) inputs:
-    ids of the tensors that the graph reads beside the parameters."""
+    """By id, the parameters that cannot be sharded, each with a tensor that would not follow it: another parameter, a flat
+    buffer of all of them, a view of some rows. (A `p.detach()` that the script holds is replaced with the parameter.) inputs:
+    ids of the tensors that the graph reads besides the parameters."""
     return {key: other for key, others in aliases_of(parameters).items()
             for parameter in parameters if id(parameter) == key
             for other in others if id(other) in inputs or not is_same_view(other, parameter)}
 
 
 def held_gradients(parameters: Iterable[torch.Tensor]) -> set[int]:
-    """Ids of the parameters whose gradients are something else to the script, too: a tensor that it has in a variable, a view
-    of a flat buffer, the gradient of two parameters."""
+    """Ids of the parameters whose gradients the script also holds otherwise: in a variable, as a view
+    of a flat buffer, or as the gradient of two parameters."""
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     if not with_gradient:
         return set()
@@ -92,13 +92,13 @@ def held_gradients(parameters: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _counts(parameter: torch.Tensor) -> tuple[int, int]:
-    """How often its gradient is held, by Python and by torch."""
+    """Reference counts of its gradient, in Python and in torch."""
     return sys.getrefcount(parameter.grad), compat.use_count(parameter.grad)  # type: ignore[arg-type]
 
 
 class _DataAlias:
-    """Memory of the script's that was given to a parameter (`p.data = flat[:8]`), of which this one keeps its part: what is
-    written to the one does not reach the other, as it does on one device."""
+    """Memory of the script that was assigned to a parameter (`p.data = flat[:8]`), of which this rank keeps its part: writes
+    to one do not reach the other, as they would on one device."""
 
     def __init__(self, parameter: Any, value: torch.Tensor, memory: torch.Tensor) -> None:
         self.parameter, self.memory = weakref.ref(parameter), weakref.ref(memory)
@@ -107,22 +107,22 @@ class _DataAlias:
         self.warned = False
 
     def check(self) -> bool:
-        """Whether there is something to look at next time, too. Raises HpmlError where the script has written to its memory."""
+        """True if it must be checked again next time. Raises HpmlError if the script has written to its memory."""
         parameter: Any = self.parameter()
         memory = self.memory()
         if parameter is None or memory is None:
             return False
-        where = f"a parameter of shape {tuple(parameter.shape)}, of which ranks keep parts"
+        where = f"a parameter of shape {tuple(parameter.shape)}, sharded over the ranks"
         trained = parameter._local_tensor._version != self.versions[0]
         if trained and not self.warned:
             self.warned = True
-            log.warning("%s was given memory of a tensor that the script still has (p.data = ...). That tensor does not follow "
+            log.warning("%s was assigned memory of a tensor that the script still holds (p.data = ...). It is not updated "
                         "when the parameter changes: read the parameter", where)
-        if memory._version != self.versions[1]:  # perhaps what was given to other parameters
+        if memory._version != self.versions[1]:  # perhaps the part assigned to other parameters
             part = local_shard(memory.detach().as_strided(*self.view), parameter.device_mesh, parameter.placements)
             if trained or not torch.equal(part, parameter._local_tensor):
-                raise HpmlError("memory that was given to a parameter (p.data = ...) has been changed since, which did not "
-                                "reach the parameter", where, "change the parameter itself, with p.copy_(values); or give it "
+                raise HpmlError("memory that was assigned to a parameter (p.data = ...) has changed since, which did not "
+                                "reach the parameter", where, "change the parameter itself, with p.copy_(values); or assign "
                                 "the memory before the model is compiled")
             self.versions = self.versions[0], memory._version
         return True
@@ -132,7 +132,7 @@ links: list[_DataAlias] = []
 
 
 def note_given(parameter: Any, value: torch.Tensor) -> None:
-    """Remembers, for `check_links`, that a placed parameter has been given a whole plain tensor of the script's."""
+    """Record, for `check_links`, that a full plain tensor of the script was assigned to a placed parameter."""
     links[:] = [link for link in links if (known := link.parameter()) is not None and known is not parameter]
     memory = value if value._base is None else value._base
     if not memory.is_inference() and _address(memory) != _address(parameter._local_tensor):
@@ -140,5 +140,5 @@ def note_given(parameter: Any, value: torch.Tensor) -> None:
 
 
 def check_links() -> None:
-    """Before a compiled graph runs."""
+    """Check the recorded aliases; called before a compiled graph runs."""
     links[:] = [link for link in links if link.check()]

@@ -1,4 +1,4 @@
-"""PlacedTensor: a DTensor that code written for one device may use as the whole tensor it stands for."""
+"""PlacedTensor: a DTensor that single-device code may use as the full tensor."""
 from __future__ import annotations
 
 import copy
@@ -61,16 +61,16 @@ log = logging.getLogger(__name__)
 class PlacedTensor(DTensor):
     """A DTensor that mixes with plain tensors.
 
-    What parameters, their gradients and optimizer state are while a model is split. To a DTensor it adds that a
-    script need not know: where it meets plain tensors it acts as the whole tensor, in both directions.
+    Parameters, their gradients and optimizer state are PlacedTensors while a model is split. Unlike a DTensor, it acts as
+    the full tensor wherever it meets plain tensors, in both directions, so that a script need not know.
 
-    - Traced by Dynamo, it is the whole tensor in every op, so recompiled graphs look like the first.
-    - Changed in place (`p.copy_(plain)`, `p[0] = 0`), it keeps its placement and takes its part of what is written.
+    - Traced by Dynamo, it is the full tensor in every op, so recompiled graphs look like the first.
+    - Changed in place (`p.copy_(plain)`, `p[0] = 0`), it keeps its placement and takes its part of the new value.
       So do its views.
     - In ops with plain tensors, it is gathered, differentiably. (Plain scalars that no gradient flows to do not count.)
-    - Among DTensors it is a DTensor; an op that DTensor refuses is done whole. Pointwise ops without autograd, on equal
+    - Among DTensors it is a DTensor; an op that DTensor refuses runs on full tensors. Pointwise ops without autograd, on equal
       placements, run on the local parts directly, which is several times faster.
-    - Pickled, it is the whole tensor; copied by `copy.deepcopy`, it stays placed.
+    - Pickled, it is the full tensor; copied by `copy.deepcopy`, it stays placed.
 
     As with every DTensor, all ranks must do the same, since some of this communicates.
     """
@@ -84,11 +84,11 @@ class PlacedTensor(DTensor):
         name = getattr(func, "__name__", "")
         with compat.plain_torch_functions():
             if name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES:
-                return adopt(func(*args), PlacedTensor)  # the engine itself makes `.grad` a DTensor
+                return adopt(func(*args), PlacedTensor)  # the autograd engine makes `.grad` a DTensor
             kwargs = kwargs or {}
             if this_rank.failed and name not in METADATA | MEMORY and name != "__set__":
                 all_failed_or_none()
-            if name in ON_LOCALS:  # optimizers call thousands of these, so nothing else is looked at before
+            if name in ON_LOCALS:  # first, since optimizers call thousands of these
                 if in_memory and in_place(name):
                     invalidate(changed_tensors(name, args, kwargs))
                 result = try_local(func, name, args, kwargs)
@@ -119,7 +119,7 @@ class PlacedTensor(DTensor):
             return on_replicas(func, args, kwargs)
         if name == "_amp_foreach_non_finite_check_and_unscale_":
             return foreach_ops.unscale(func, *args, **kwargs)
-        if name in ("share_memory_", "is_shared"):  # each rank's part, with the processes that the rank starts
+        if name in ("share_memory_", "is_shared"):  # shares each rank's part with the processes that the rank starts
             shared = func(args[0]._local_tensor)
             return shared if name == "is_shared" else args[0]
         changed = changed_tensors(name, args, kwargs)
@@ -136,7 +136,7 @@ class PlacedTensor(DTensor):
             return _view(func, name, args, kwargs)
         if name in NEW and placed[0] is args[0]:
             return _new(func, *args, **kwargs)
-        if any(unknown_to_dtensor(operand.placements) for operand in placed):  # of which DTensor knows nothing
+        if any(unknown_to_dtensor(operand.placements) for operand in placed):  # DTensor cannot run on these
             if name == "detach":
                 return compat.make_dtensor(PlacedTensor, args[0]._local_tensor.detach(), args[0]._spec)
             if name == "new_empty":  # of this class, as torch's stager of asynchronous checkpoints expects
@@ -147,7 +147,7 @@ class PlacedTensor(DTensor):
             return run_gathered(func, args, kwargs, gathered_view)  # it may share memory on one device
         alone = not _tracked(plain) and (name == "stack" or not any(operand.dim() for operand in plain))
         if name in NORMS and placed[0].dtype in (torch.bfloat16, torch.float16):
-            alone = False  # norms of parts would be rounded before they are put together
+            alone = False  # norms of parts would be rounded before they are combined
         if alone and name in (DIFFERENTIABLE if _tracked(placed) else ON_DTENSORS):
             return as_dtensors(func, name, args, kwargs, PlacedTensor)
         return run_gathered(func, args, kwargs, gathered_view)
@@ -155,8 +155,8 @@ class PlacedTensor(DTensor):
     @classmethod
     def _change(cls, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any],
                 changed: list[torch.Tensor]) -> Any:
-        """An op that writes to these tensors, some of which may be plain."""
-        if getattr(func, "__module__", None) == "torch.nn.init":  # which record no gradients
+        """Run an op that writes to these tensors, some of which may be plain."""
+        if getattr(func, "__module__", None) == "torch.nn.init":  # these record no gradients
             with torch.no_grad():
                 return run_gathered(func, args, kwargs)
         target = args[0] if args else None
@@ -164,7 +164,7 @@ class PlacedTensor(DTensor):
             _check_may_change(name, changed)
             if (target is changed[0] and len(changed) == 1 and isinstance(target, DTensor) and target.requires_grad
                     and not unknown_to_dtensor(target.placements)):
-                return func(*args, **kwargs)  # DTensor's own, with autograd: it fits by the check
+                return func(*args, **kwargs)  # DTensor's own, with autograd: placements match by the check above
         if name in ON_LOCALS and len(changed) == 1 and changed[0] is target and isinstance(target, PlacedTensor):
             result = run_local(func, args, kwargs)
             if result is not NotImplemented:
@@ -201,21 +201,21 @@ class PlacedTensor(DTensor):
         return DTensor.full_tensor(self, grad_placements=grad_placements)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Each rank takes its part of the source, a whole tensor. (torch asks no `__torch_function__` about this.)"""
-        if compat.is_tracing():  # Dynamo makes a fake of the wrapper so
+        """Take this rank's part of the source, a full tensor. (torch does not dispatch this to `__torch_function__`.)"""
+        if compat.is_tracing():  # Dynamo fakes the wrapper this way
             return DTensor.set_(self, source, *args, **kwargs)
-        if compat.is_fake(self._local_tensor):  # torch.export makes fakes with it of what shares memory
+        if compat.is_fake(self._local_tensor):  # torch.export fakes tensors that share memory this way
             raise cannot_export("torch.export, or another tracer that works on fake tensors")
         with compat.plain_torch_functions():
             if torch.is_grad_enabled():
                 _check_may_change("set_", [self])
             if (args or kwargs or not isinstance(source, torch.Tensor) or source.shape != self.shape
                     or source.stride() != self.stride() or source.dtype != self.dtype):
-                raise refused("it can only be given the memory of a tensor of its own shape, strides and dtype", self)
+                raise refused("it can only be assigned the memory of a tensor of its own shape, strides and dtype", self)
             if type(self) not in (PlacedTensor, GatheredView):
-                raise refused("rows of a batch, and what a model returns, cannot be given other memory", self)
+                raise refused("rows of a batch, and outputs of a model, cannot be assigned other memory", self)
             invalidate([self])
-            if hasattr(self, VIEW_STEP):  # a view no longer
+            if hasattr(self, VIEW_STEP):  # no longer a view
                 delattr(self, VIEW_STEP)
             _set_data(None, self, to_full_tensor(source.detach()))
         return self
@@ -234,7 +234,7 @@ class PlacedTensor(DTensor):
                 *args, **kwargs)
 
     def __create_write_items__(self, fqn: str, item: Any) -> Any:
-        """For torch.distributed.checkpoint: whoever has a part writes it, at its place in the whole."""
+        """For torch.distributed.checkpoint: each rank writes its shard, at its offset in the full tensor."""
         if not is_owner(self.device_mesh, self.placements):
             return []
         written: Any
@@ -253,7 +253,7 @@ class PlacedTensor(DTensor):
             return memo[id(self)]
         with compat.plain_torch_functions():
             if not self.is_leaf:
-                raise RuntimeError("only tensors made by the user (leaves of the autograd graph) can be copied deeply; "
+                raise RuntimeError("only tensors created by the user (leaves of the autograd graph) support deepcopy; "
                                    "detach() it first")
             result = compat.make_dtensor(type(self), self._local_tensor.clone(), self._spec, self.requires_grad)
             memo[id(self)] = result
@@ -284,8 +284,8 @@ class PlacedTensor(DTensor):
 
 
 def name_slots(kind: type) -> None:
-    """Let a class without slots of its own name those of DTensor: torch's stager of asynchronous checkpoints copies the
-    slots that the class of a tensor names. (In the class itself they would be made a second time.)"""
+    """Give a class without slots of its own the slot names of DTensor: torch's stager of asynchronous checkpoints copies the
+    slots that a tensor's class names. (Declared in the class, they would be created a second time.)"""
     kind.__slots__ = DTensor.__slots__  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -295,9 +295,9 @@ compat.register_scalar_reader(PlacedTensor, lambda tensor: to_full_tensor(tensor
 
 
 class GatheredView(PlacedTensor):
-    """What is a view on one device, but was gathered here, such as one row where rows are sharded.
+    """A view that had to be gathered, such as one row where rows are sharded.
 
-    Changed in place, it changes what it views; when that is changed, it is gathered again at its next use.
+    Writes to it reach its source; when the source changes, it is gathered again at its next use.
     """
 
     __slots__ = ()
@@ -328,7 +328,7 @@ name_slots(GatheredView)
 
 
 def gathered_view(source: DTensor, whole_value: torch.Tensor, value: torch.Tensor) -> PlacedTensor:
-    """A view of the whole value of `source` as a placed tensor that stays a view."""
+    """Wrap a view of the full value of `source` as a placed tensor that stays a view."""
     mesh, replicate = source.device_mesh, [Replicate()] * source.device_mesh.ndim
     view: Any = (DTensor.from_local(value, mesh, replicate, run_check=False) if value.requires_grad
                  else place(value, mesh, replicate))
@@ -352,7 +352,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _to_write(tensor: DTensor) -> DTensor:
-    """This rank's part of a tensor, as a DTensor with placements of DTensor's own. The part is the same storage."""
+    """This rank's part of a tensor, as a DTensor with standard placements. Shares the part's storage."""
     with compat.plain_torch_functions():
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return compat.make_dtensor(DTensor, tensor._local_tensor, compat.dtensor_spec(
@@ -360,7 +360,7 @@ def _to_write(tensor: DTensor) -> DTensor:
 
 
 def _chunks(tensor: DTensor) -> list[tuple[Any, torch.Tensor]]:
-    """For torch.distributed.checkpoint, the blocks of the tensor that this rank has, each with its place in the local part."""
+    """For torch.distributed.checkpoint, this rank's blocks of the tensor, each with its offset in the local part."""
     written, local = _to_write(tensor), tensor._local_tensor
     (chunk,) = written.__create_chunk_list__()
     if not any(inner_axes(tensor.placements)):
@@ -376,9 +376,9 @@ def _chunks(tensor: DTensor) -> list[tuple[Any, torch.Tensor]]:
 
 
 def place(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> PlacedTensor:
-    """A whole plain tensor, equal on all ranks, as a PlacedTensor: each rank keeps its part; no communication.
+    """Shard a full plain tensor, equal on all ranks, as a PlacedTensor: each rank keeps its part; no communication.
 
-    Not differentiable. Where a rank's part is the whole, it is the same storage.
+    Not differentiable. If a rank's part is the full tensor, it shares the storage.
     """
     tensor = tensor.detach()
     spec = compat.dtensor_spec(mesh, placements, tensor)
@@ -386,15 +386,15 @@ def place(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement
 
 
 def place_like(tensor: torch.Tensor, other: DTensor) -> torch.Tensor:
-    """A whole plain tensor placed as `other` is, with nothing to be reduced; a DTensor as it is."""
+    """Place a full plain tensor like `other`, without a pending reduction; a DTensor is returned unchanged."""
     if isinstance(tensor, DTensor):
         return tensor
     return place(tensor, other.device_mesh, without_partial(other._spec, tensor).placements)
 
 
 def in_place_of(gradient: torch.Tensor, tensor: DTensor) -> torch.Tensor:
-    """A whole plain gradient as a placed tensor in the same memory, so that the script, which may hold it or what it is a view
-    of, sees what is added to it, and what it writes there is the gradient. A DTensor as it is."""
+    """Wrap a full plain gradient as a placed tensor in the same memory, so that a script that holds it, or its base,
+    sees accumulated gradients, and its writes change the gradient. A DTensor is returned unchanged."""
     mesh = tensor.device_mesh
     return gradient if isinstance(gradient, DTensor) else place(gradient, mesh, [Replicate()] * mesh.ndim)
 
@@ -406,18 +406,18 @@ def _tracked(tensors: Sequence[torch.Tensor]) -> bool:
 def _check_may_change(name: str, changed: Sequence[torch.Tensor]) -> None:
     for tensor in changed:
         if tensor.requires_grad and tensor.is_leaf:
-            raise RuntimeError(f"{name} changes a tensor in place that requires a gradient, a leaf of the autograd graph; "
+            raise RuntimeError(f"{name} writes in place to a leaf of the autograd graph that requires a gradient; "
                                "use torch.no_grad()")
 
 
 def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A view; what does not share the source's storage is a GatheredView of it."""
+    """Run a view op; a result that does not share the source's storage becomes a GatheredView."""
     source = args[0]
     if unknown_to_dtensor(source.placements) and name == "__get__" and func.__self__.__name__ == "data":
         return compat.make_dtensor(PlacedTensor, source._local_tensor.data, source._spec)
     if name in ("view_as", "expand_as") and unknown_to_dtensor(source.placements) and _tracked([source]) and (
             source.shape == args[1].shape):
-        return _Alias.apply(source)  # how scripts and torch reach the node that accumulates a leaf's gradient
+        return _Alias.apply(source)  # scripts and torch reach a leaf's AccumulateGrad node this way
     if name == "__getitem__" and _copies(args[1]):
         return run_gathered(func, args, kwargs)
     several = name in SEVERAL_VIEWS and _tracked([source])  # DTensor's backward mixes in plain zeros
@@ -431,13 +431,13 @@ def _view(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, An
 
 
 def _try_view(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """DTensor's view, or None. Views neither write nor draw random numbers, so the op may be done again."""
+    """DTensor's view, or None. Views neither write nor draw random numbers, so the op may run again."""
     try:
         return func(*args, **kwargs)
     except dist.DistError:
         raise
     except Exception as refusal:
-        log.debug("a view is gathered, since DTensor says: %s", refusal)
+        log.debug("a view is gathered, because DTensor raised: %s", refusal)
         return None
 
 
@@ -447,15 +447,15 @@ def _is_view_at(address: int, view: torch.Tensor) -> bool:
 
 
 def _copies(index: Any) -> bool:
-    """Whether indexing with it makes a copy on one device too."""
+    """True if indexing with it copies on one device too."""
     if isinstance(index, tuple):
         return any(map(_copies, index))
     return not (index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int)
 
 
 def _new(func: Callable[..., Any], tensor: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A new tensor, placed as this one if it has its shape, else whole on every rank. It is placed also then, as one made of a
-    DTensor is, because scripts that know DTensors mix it with those that they make themselves."""
+    """A new tensor, placed like this one if the shapes are equal, else replicated. Replicated ones are placed too,
+    because scripts that know DTensors mix them with DTensors of their own."""
     value = func(tensor._local_tensor, *map_tensors(to_full_tensor, args), **map_tensors(to_full_tensor, kwargs))
     if value.requires_grad or value.device != tensor._local_tensor.device or value.layout is not torch.strided:
         return value
@@ -464,7 +464,7 @@ def _new(func: Callable[..., Any], tensor: DTensor, *args: Any, **kwargs: Any) -
 
 
 def _set_attribute(func: Any, tensor: torch.Tensor, value: Any) -> None:
-    """`p.grad = ...` and `p.data = ...` with a whole plain tensor keep this rank's part of it."""
+    """Assign a full plain tensor to `p.grad` or `p.data`: keeps this rank's part."""
     name = func.__self__.__name__
     if isinstance(tensor, PlacedTensor) and isinstance(value, torch.Tensor) and name in ("grad", "data"):
         if value.shape != tensor.shape:
@@ -486,7 +486,7 @@ def _set_data(func: Any, tensor: PlacedTensor, value: torch.Tensor) -> None:
     spec = without_partial(tensor._spec, tensor) if value.dtype == tensor.dtype else compat.dtensor_spec(
         tensor.device_mesh, without_partial(tensor._spec, tensor).placements, value)
     part = local_shard(value, tensor.device_mesh, spec.placements)
-    if value.dtype != tensor.dtype:  # the wrapper knows its dtype too
+    if value.dtype != tensor.dtype:  # the wrapper stores its dtype too
         func(tensor, compat.make_dtensor(PlacedTensor, part, spec))
         tensor._local_tensor = part
     else:

@@ -1,8 +1,8 @@
-"""Collectives of torch.distributed that a script issues on placed tensors: they do what they do on whole replicas.
+"""Collectives of torch.distributed that a script calls on placed tensors: they act as on full replicas.
 
-They are met in two places. Functions of torch.distributed ask the class of the tensors that they are given (all of them in
+They are intercepted in two places. Functions of torch.distributed dispatch on the class of their tensors (all of them in
 recent releases of torch, `all_reduce` alone in 2.11), however the script imported them. All of them end in methods of
-ProcessGroup, which scripts can call as well, so these are watched too.
+ProcessGroup, which scripts can call as well, so these are intercepted too.
 """
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from passes.errors import HpmlError
 log = logging.getLogger(__name__)
 
 MODULE = "torch.distributed.distributed_c10d"
-"""Where torch.distributed's functions are defined."""
+"""Modules that define torch.distributed's functions."""
 
 
 @functools.cache
 def watch_collectives(kind: type) -> None:
-    """From now on, methods of process groups take tensors of this class for the whole tensors that they stand for."""
+    """Patch methods of process groups to take tensors of this class as the full tensors they stand for."""
     for name in sorted(GROUP_METHODS):
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
@@ -59,7 +59,7 @@ def _reduce_for_all(group: Any, tensors: Any, options: Any) -> Any:
 
 def on_replicas(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
                 make: Callable[[DTensor], torch.Tensor] = gathered_value) -> Any:
-    """A function of torch.distributed that was given placed tensors. make: how to get the whole tensor of one."""
+    """Run a function of torch.distributed on placed tensors. make: how to get the full tensor of one."""
     name = func.__name__
     given = dict(inspect.signature(func).bind(*args, **kwargs).arguments)
     output = given.get("gather_list") if name == "gather" else next(iter(given.values()))
@@ -71,7 +71,7 @@ def on_replicas(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
 
 def _on_wholes(name: str, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], output: Any, group: Any,
                make: Callable[[DTensor], torch.Tensor]) -> Any:
-    """The call with whole tensors. Every rank keeps its part of what is written to them, once it is there.
+    """Run the call on full tensors. Once it is done, every rank keeps its part of the results.
 
     output: the argument that the collective writes to.
     """
@@ -80,7 +80,7 @@ def _on_wholes(name: str, call: Callable[..., Any], args: tuple, kwargs: dict[st
     _check(name, placed, written, group)
     if name in REDUCTIONS:
         _say_that_gradients_are_global()
-    wholes = GatheredArguments(lambda tensor: make(tensor).contiguous())  # gloo writes to the wrong elements of others
+    wholes = GatheredArguments(lambda tensor: make(tensor).contiguous())  # gloo writes wrong elements of non-contiguous ones
     with torch.no_grad():
         result = call(*map_tensors(wholes.of, args), **map_tensors(wholes.of, kwargs))
     targets = {id(tensor) for tensor in written}
@@ -100,17 +100,17 @@ def _on_wholes(name: str, call: Callable[..., Any], args: tuple, kwargs: dict[st
 def _check(name: str, placed: Iterable[DTensor], written: list[DTensor], group: Any) -> None:
     parts = next((tensor for tensor in placed if not is_everywhere(tensor)), None)
     if written and name in UNLIKE_RESULTS:
-        raise HpmlError(f"{name} gives each rank another result, and a tensor of a model that is split has one value on all "
+        raise HpmlError(f"{name} gives each rank a different result, but a tensor of a split model has one value on all "
                         "ranks", _described(written[0]), "give it a plain tensor to write to, such as torch.empty(shape)")
     if parts is None:
         return
     if name in COALESCED or compat.is_coalescing(group):
-        raise HpmlError("a coalescing manager cannot keep what it writes to a tensor that is stored in parts on the ranks",
+        raise HpmlError("a coalescing manager cannot write back to a tensor that is sharded over the ranks",
                         _described(parts), "call the collective outside of it")
     of_some = group is not None and (not isinstance(group, dist.ProcessGroup) or group.size() < dist.get_world_size())
     if name in OF_SOME_RANKS or of_some:
-        raise HpmlError(f"{name} is not called with this tensor by all ranks, and it is stored in parts on all of them: "
-                        "gathering it would wait for the others", _described(parts), "on all ranks, make it whole first: "
+        raise HpmlError(f"{name} is not called with this tensor by all ranks, and it is sharded over all of them: "
+                        "gathering it would wait for the others", _described(parts), "on all ranks, gather it first: "
                         "whole = tensor.full_tensor(); and receive into a plain tensor, which all copy: tensor.copy_(received)")
 
 
@@ -123,12 +123,12 @@ def _say_that_gradients_are_global() -> None:
     if dist.get_rank() == 0:
         log.warning("torch.distributed reduces a tensor of a model that is split, as if each rank had all of it. If these are "
                     "gradients: they are those of the global batch on every rank already, so averaging them over the ranks "
-                    "changes nothing, and adding them up multiplies them by the number of ranks")
+                    "changes nothing, and summing them multiplies them by the number of ranks")
 
 
 class _WriteBackWork(dist.Work):
-    """A collective that has begun; when it is waited for, or found to be done, its results are kept. It holds the tensors that
-    it works on."""
+    """A pending collective; its results are written back when it is waited for, or found to be done. Keeps its tensors
+    alive."""
 
     def __init__(self, work: Any, keep_all: Callable[[], None]) -> None:
         super().__init__()

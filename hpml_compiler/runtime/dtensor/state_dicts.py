@@ -1,4 +1,4 @@
-"""The state of a model that is split, whole, for one file that a script on one device can load."""
+"""Full state dict of a model that is split, for one file that a single-device script can load."""
 from __future__ import annotations
 
 import itertools
@@ -21,11 +21,11 @@ CALLED_BY_ONE = "all ranks call it, outside of `if rank == 0:`; rank 0 alone get
 
 
 def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The whole state on rank 0, as plain tensors in CPU memory; `{}` on the other ranks. All ranks must call it.
+    """The full state on rank 0, as plain tensors in CPU memory; `{}` on the other ranks. All ranks must call it.
 
-    Of a model alone it is what `model.state_dict()` is on one device (the names are those of the model itself, also if
-    `model` is what `torch.compile` returned). With an optimizer it is `{"model": ..., "optimizer": ...}`. Tensors are
-    gathered one after the other, so a rank never holds more than one whole tensor beyond its own parts, and rank 0 those
+    For a model alone it equals `model.state_dict()` on one device (with the names of the original model, also if
+    `model` came from `torch.compile`). With an optimizer it is `{"model": ..., "optimizer": ...}`. Tensors are
+    gathered one by one, so a rank holds at most one full tensor besides its own parts, and rank 0 those
     of the result. Nothing in it shares memory with the model.
     """
     require_all_ranks("hpml_compiler.full_state_dict", CALLED_BY_ONE, every=0)
@@ -43,8 +43,8 @@ def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 
 
 def _check_alike(state: Any) -> None:
-    """Raises on all ranks if these do not have the same placed tensors under the same names: each would wait for the others
-    in a gather that they never make, or take what they send for another tensor."""
+    """Raises on all ranks if their placed tensors or names differ: ranks would wait for gathers that the others
+    never make, or match the wrong tensors."""
     if not dist.is_initialized():
         return
     mine = [f"{name} {tuple(value.shape)} {value.dtype} {value.placements}"
@@ -56,7 +56,7 @@ def _check_alike(state: Any) -> None:
     rank = next(rank for rank, other in enumerate(found) if hashes[rank] != hashes[0])
     pairs = itertools.zip_longest(found[0], found[rank], fillvalue="nothing more")
     differs = next(pair for pair in pairs if len(set(pair)) > 1)
-    raise RanksDiffer("ranks have the model's tensors under other names, or others of them",
+    raise RanksDiffer("ranks differ in the names or the number of the model's tensors",
                       f"hpml_compiler.full_state_dict: rank 0 has {differs[0]} where rank {rank} has {differs[1]}",
                       "give the model the same parameters, buffers and optimizer state on all ranks")
 
@@ -73,16 +73,16 @@ def _named(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class _HostCopies:
-    """Whole CPU copies. What shares memory in the model, as tied weights do, shares it in the copies.
+    """Full CPU copies. Tensors that share memory in the model, such as tied weights, share it in the copies.
 
-    Every rank gathers every placed tensor, also one that rank 0 has a copy of: how often ranks gather must not follow from
-    what one of them knows alone, such as its copies, or which of its parts share memory (those without rows).
+    Every rank gathers every placed tensor, also those that rank 0 has copied: the number of gathers must not depend on
+    facts of one rank, such as its copies, or which of its parts share memory (those without rows).
     """
 
     def __init__(self, keeps: bool) -> None:
         self._keeps = keeps
         self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By what lies in the same memory: the tensor, so that no other comes to lie there meanwhile, and its copy."""
+        """By memory: the tensor, kept alive so that no other gets its address, and its copy."""
 
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

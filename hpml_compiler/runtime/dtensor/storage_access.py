@@ -1,7 +1,7 @@
-"""The memory of placed tensors, as scripts ask for it: the tensor's own where a rank has all of it, else a name for it.
+"""Access of scripts to the memory of placed tensors: the tensor's own if a rank has all of it, else a placeholder.
 
-Tied tensors are told from others by the addresses of storages, so those must differ; but the memory behind a sharded one is a
-part.
+Tied tensors are identified by their storage addresses, so placeholders must have distinct ones; the memory behind a sharded
+tensor is only a part.
 """
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from passes import compat
 from passes.errors import HpmlError
 
 _NOT_TO_BE_READ = 1 << 55
-"""In an address: whoever reads there gets a fault of the processor (x86-64, ARM) or the GPU, not another tensor's memory."""
+"""Bits of an address: a read there faults on the CPU (x86-64, ARM) or GPU instead of reading another tensor's memory."""
 
 
 def is_everywhere(tensor: DTensor) -> bool:
-    """True if this rank's part is the whole tensor, in its own memory."""
+    """True if this rank's part is the full tensor, in its own memory."""
     return all(placement.is_replicate() for placement in tensor.placements) and not hasattr(tensor, VIEW_STEP)
 
 
 class StoredInParts(torch.UntypedStorage):
-    """Stands for the storage of a tensor of which each rank has a part: it has a size and an address to compare. That it can be
-    written to, as torch's own of such tensors, would end the process."""
+    """Placeholder for the storage of a sharded tensor, with a size and an address to compare. torch's own storage of such
+    tensors is writable, and a write would crash the process."""
 
     part: torch.Tensor
 
@@ -42,7 +42,7 @@ class StoredInParts(torch.UntypedStorage):
 
 def refused(why: str, tensor: DTensor | None = None) -> HpmlError:
     where = "this tensor" if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
-    return HpmlError(f"the tensor is stored in parts on the ranks, so {why}", where, "for its values, use "
+    return HpmlError(f"the tensor is sharded over the ranks, so {why}", where, "for its values, use "
                      "tensor.full_tensor(); to change them, tensor.copy_(values) or, for a parameter, parameter.data = values, "
                      "which keep the shape")
 
