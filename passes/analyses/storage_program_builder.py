@@ -1,4 +1,4 @@
-"""The tape of a joint graph (`passes.simulation.memory.storage_program`): of what one rank runs, after the rewrite."""
+"""Build the storage program (`passes.simulation.memory.storage_program`) of the joint graph that one rank runs."""
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
@@ -34,7 +34,7 @@ from passes.simulation.memory.storage_program import ProgramOp, Storage, Storage
 
 LEAST_OFFLOADED_BYTES = 4096
 INLINED_SHARE = 0.25
-"""What computing a result inside another kernel takes, as a share of what writing it would."""
+"""Cost of computing a result inside another kernel, as a fraction of writing it."""
 
 
 @register
@@ -73,12 +73,12 @@ class _StorageProgramReader:
         self.prices, self.fuses, self.written = options.prices, options.fuses, options.written
         self.axis_of = options.axis_of
         self.offload_us, self.device = options.offload_us, options.device
-        self.changed: set[int] = set()  # storages that are changed when forward is over
+        self.changed: set[int] = set()  # storages that are mutated after forward
         self.storages: list[Storage] = []
         self.runs: list[ProgramOp] = []
-        self.number: dict[int, int] = {}  # of the storage, by memory
-        self.bases: list[str] = []  # of each storage, the node that is kept of it, of which views are made
-        self.said: list[UserPolicy] = []  # of each storage, what the script said of it or of a view of it
+        self.number: dict[int, int] = {}  # index of each storage, by memory
+        self.bases: list[str] = []  # for each storage, the node that is saved for it, of which views are made
+        self.said: list[UserPolicy] = []  # for each storage, the script's policy for it or for a view of it
         self.backward: set[Node] = set()
         self.blocks = assign_blocks(gm)
 
@@ -125,14 +125,14 @@ class _StorageProgramReader:
                 self.said[number] = "keep"
 
     def _place(self, node: Node) -> None:
-        """Among the storages what is new, and the run that makes it."""
+        """Add new storages, and the op that writes them."""
         reads = tuple(dict.fromkeys(self._numbers(node.all_input_nodes)))
         if node.target is operator.getitem:
             for number in self._numbers([node]):
                 self.bases[number] = self.bases[number] or node.name
             return
         leaves = [leaf for _, leaf in leaves_of(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-        if node.target is WAIT:  # what is waited for is what the collective makes
+        if node.target is WAIT:  # the result of a wait is that of the collective
             (leaf,) = leaves
             self.number.setdefault(memory_of(leaf), reads[0])
             self.bases[reads[0]] = node.name
@@ -168,15 +168,16 @@ class _StorageProgramReader:
             not is_collective(node.target) or view_name(node.target) in COLLECTIVES and _group(node) in self.axis_of)
 
     def _said(self, node: Node, reads: tuple[int, ...]) -> UserPolicy:
-        """What backward computes of what is computed again is, too: it may be there without a gradient, as 1 - tanh² is."""
+        """Backward results computed from recomputed values are recomputed, too: they may need no gradient, as 1 - tanh²
+        does."""
         if node in self.backward:
             return ""
         derived = node.meta.get("partitioner_tag") == "is_backward" and any(self.said[s] == "again" for s in reads)
         return user_policy_of(node) or ("again" if derived else "")
 
     def _us(self, node: Node, leaves: list[torch.Tensor], pointwise: bool) -> float:
-        """A heavy call is a kernel by itself. Of light ones, what is computed by its readers only adds arithmetic to their
-        kernels; another is a pass over what it reads."""
+        """Time of a call. A heavy call is a kernel by itself. A light one that is inlined only adds arithmetic to its readers'
+        kernels; any other is a pass over its operands."""
         if self.prices is None or not leaves:
             return 0.0
         if is_collective(node.target):
@@ -196,13 +197,13 @@ class _StorageProgramReader:
         return float(self.prices.collective(kind, self.axis_of[_group(node)], moved))
 
     def _save_us(self, leaf: torch.Tensor, pointwise: bool) -> float:
-        """Reading it in backward; and writing it, if it would else stay inside a kernel."""
+        """Time of reading it in backward; and of writing it, if it would otherwise stay inside a kernel."""
         if self.prices is None:
             return 0.0
         return float((copy(_nbytes(leaf), self.prices) - copy(0.0, self.prices)) * (2 if pointwise else 1))
 
     def _offload_us(self, leaf: torch.Tensor) -> float:
-        """Finite for what fills a stretch of memory that is worth a copy."""
+        """Finite for a storage that is large enough to be worth a copy."""
         nbytes = leaf.numel() * leaf.element_size()
         if self.offload_us is None or nbytes < LEAST_OFFLOADED_BYTES or nbytes != _nbytes(leaf):
             return math.inf
@@ -211,29 +212,29 @@ class _StorageProgramReader:
 
 COLLECTIVES = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
                "all_gather_into_tensor_coalesced": "all_gather", "all_to_all_single": "all_to_all"}
-"""What the functional collectives that the rewrite inserts are called in prices."""
+"""Names, in prices, of the functional collectives that the rewrite inserts."""
 
 
 def _workspace(node: Node, leaves: list[torch.Tensor], device: str) -> int:
-    """What a collective allocates besides its result. gloo, which is what CPUs have, gathers into memory that it copies from,
-    and reduces a copy of what it scatters, which its thread lets go of when it does the next (measured, torch 2.13); NCCL has
-    its buffers from the start."""
+    """Memory of a collective besides its result. gloo, the CPU backend, gathers into a buffer that it copies from,
+    and reduces a copy of the scattered operand, which its thread frees at the next collective (measured, torch 2.13); NCCL
+    has its buffers from the start."""
     if not is_collective(node.target) or not leaves or (device or leaves[0].device.type) != "cpu":
         return 0
     name = view_name(node.target)
-    if "all_gather" in name:  # of several at once, also what it sends side by side
+    if "all_gather" in name:  # a coalesced one also concatenates its operands
         sent = [x.meta["val"] for x in node.all_input_nodes] if len(leaves) > 1 else []
         return sum(map(_nbytes, [*leaves, *sent]))
     return _nbytes(node.args[0].meta["val"]) if "reduce_scatter" in name else 0
 
 
 def _group(node: Node) -> str:
-    """The name of the process group of a collective, which is its last argument."""
+    """The name of a collective's process group, which is its last argument."""
     return str(node.args[-1])
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Of the memory behind it, as far as the tensor itself reaches."""
+    """Bytes of the underlying storage, as far as the tensor itself reaches."""
     if not tensor.numel():
         return 0
     reach = 1 + sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride()))

@@ -1,25 +1,25 @@
-"""What is kept for backward as an integer linear program, around a walk along the tape.
+"""Activation checkpointing as an integer linear program, linearized around a memory trace.
 
 Variables
-    keep[v] in {0,1}    storage v is kept from forward
-    away[v] in {0,1}    storage v is offloaded, where it can be
-    again[o] in [0,1]   run o of forward is run once more in backward
+    keep[v] in {0,1}    storage v is saved by forward
+        away[v] in {0,1}    storage v is offloaded, where possible
+        again[o] in [0,1]   forward op o is recomputed in backward
 
 Objective
     minimize  sum_o us[o] again[o]  +  sum_v save_us[v] keep[v]  +  sum_v offload_us[v] away[v]
-    (or `peak` itself, to find the least there is)
+    (or `peak` itself, to find its minimum)
 
 Constraints
-    (1) read[v]    keep[v] + away[v] + again[maker of v] >= 1             where a run of backward reads v
-    (2) need[o,v]  keep[v] + away[v] + again[maker of v] >= again[o]      where o, once more, reads v
-                   (in both without `again` where the maker of v gives something else each time: it has no such variable)
-    (3) peak[p]    sum of bytes that are held at moment p <= budget       at moments of forward and backward
+    (1) read[v]    keep[v] + away[v] + again[maker of v] >= 1             where a backward op reads v
+        (2) need[o,v]  keep[v] + away[v] + again[maker of v] >= again[o]      where o, recomputed, reads v
+                       (in both without `again` where the maker of v is not repeatable: it has no such variable)
+        (3) peak[p]    sum of bytes in memory at moment p <= budget           at moments of forward and backward
 
-When a storage is made again, and how long it is read, depends on what else is. In (3) it is as in the walk that the program
-is built around: v counts with keep[v] as long as that walk reads it after p, and with again[maker] or away[v] from where
-that walk first reads it (in forward, with away[v] until it is read last there). So `passes.checkpointing.checkpoint_search`
-solves, walks anew, and solves again. One binary for each storage and one variable for each run: smaller by orders than a
-program with a variable for every run at every moment (Jain et al., "Checkmate", MLSys 2020).
+When a storage is recomputed, and how long it lives, depends on the other decisions. (3) takes both from the trace that the
+program is built around: v counts with keep[v] as long as that trace reads it after p, and with again[maker] or away[v] from
+its first read there on (in forward, with away[v] until its last read there). So `passes.checkpointing.checkpoint_search`
+solves, traces anew, and solves again. One binary for each storage and one variable for each op: orders smaller than a
+program with a variable for every op at every moment (Jain et al., "Checkmate", MLSys 2020).
 
 Where a layer stands for several, what it takes counts as often, and (3) has a row for the first of them and one for the last
 (`passes.simulation.memory.phase_timeline`): the program is as large for any depth.
@@ -39,12 +39,12 @@ from passes.solver.solvers import SolverOptions, rows_of, run
 from passes.solver.work_limit import WorkLimit
 
 CLOSE = 0.6
-"""Moments that hold less than this part of the walk's peak, and of the budget, get no row."""
+"""Moments below this fraction of the trace's peak, and of the budget, get no row."""
 MOST_ROWS = 120
 
 
 Choice = tuple[frozenset[int], frozenset[int]]
-"""Storages that are kept, and those of them that are offloaded."""
+"""Storages that are saved, and those of them that are offloaded."""
 
 
 @dataclass
@@ -63,8 +63,8 @@ class CheckpointILP:
 def solve(around: MemoryTrace, budget_bytes: float | None, options: SolverOptions, allowance: WorkLimit,
           offloading: bool = True,
           ) -> Choice | None:
-    """What to keep at the least cost in time; without a budget, at the least peak. None: there is no answer by (3).
-    offloading: whether what can be offloaded may be."""
+    """The choice with the least cost in time; without a budget, with the lowest peak. None: infeasible by (3).
+    offloading: allow it where possible."""
     program = build_checkpoint_ilp(around, budget_bytes, offloading)
     allowance.spend("coefficient", sum(map(len, rows_of(program.model))))
     outcome = run(program.model, options, integer=True, allowance=allowance, start=False)
@@ -100,13 +100,13 @@ def build_checkpoint_ilp(around: MemoryTrace, budget_bytes: float | None, offloa
 
 
 def _read(program: CheckpointILP, tape: StorageProgram) -> None:
-    """(1) What backward reads is kept, offloaded or made again."""
+    """(1) Storages that backward reads are saved, offloaded or recomputed."""
     for v in tape.wanted:
         program.model.addConstraint(_there(program, tape, v) >= 1, f"read_{v}")
 
 
 def _need(program: CheckpointILP, tape: StorageProgram) -> None:
-    """(2) What is run once more finds what it reads."""
+    """(2) Operands of recomputed ops are available."""
     for o, again in program.again.items():
         for v in tape.runs[o].reads:
             if v in program.keep:
@@ -114,13 +114,13 @@ def _need(program: CheckpointILP, tape: StorageProgram) -> None:
 
 
 def _there(program: CheckpointILP, tape: StorageProgram, v: int) -> pulp.LpAffineExpression:
-    """Kept or, if that can be, offloaded or made again."""
+    """Saved or, if possible, offloaded or recomputed."""
     ways = program.keep[v], program.away.get(v), program.again.get(tape.maker(v)) if tape.repeatable(v) else None
     return pulp.lpSum(way for way in ways if way is not None)
 
 
 def _peak(program: CheckpointILP, around: MemoryTrace, unit: float) -> None:
-    """(3) Bytes at the fullest moments, in units of the budget (or of the walk's peak)."""
+    """(3) Bytes at the highest moments, in units of the budget (or of the trace's peak)."""
     rows = [*_forward_rows(program, around), *_backward_rows(program, around)]
     if around.tape.between_bytes:
         rows.append(_between_row(program, around))
@@ -133,13 +133,13 @@ def _peak(program: CheckpointILP, around: MemoryTrace, unit: float) -> None:
 
 
 Held = tuple[int, dict[pulp.LpVariable, int]]
-"""Bytes that are held whatever is chosen; bytes by variable."""
+"""Bytes in memory whatever the choice; bytes by variable."""
 Row = tuple[int, Callable[[], Held]]
-"""Bytes that the walk holds; what writes the row, which is much work, and done for few of them."""
+"""Bytes of the trace; a function that builds the row, which is expensive, and done for few of them."""
 
 
 def _forward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
-    """What is kept stays from the run that makes it on; the rest lives as it does in the walk."""
+    """Saved storages stay from their producer on; the others live as in the trace."""
     tape, phase = around.tape, around.forward
     made = {s: position for position, number in enumerate(phase.order) for s in tape.runs[number].makes}
     lives = {life.storage: life for life in phase.lives}
@@ -166,7 +166,7 @@ def _forward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
             first, nbytes = made.get(s, end), tape.storages[s].nbytes
             if first > position:
                 continue
-            if position <= read.get(s, -1) and s in lives:  # it is there at this moment, kept or not
+            if position <= read.get(s, -1) and s in lives:  # it is in memory at this moment, saved or not
                 constant += nbytes
             else:
                 terms[x] = terms.get(x, 0) + nbytes
@@ -178,7 +178,7 @@ def _forward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
 
 
 def _backward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
-    """What is kept stays until the walk last reads it; what is made again or offloaded, from its first reader there on."""
+    """Saved storages stay until their last read in the trace; recomputed or offloaded ones, from their first read there on."""
     tape, phase = around.tape, around.backward
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -203,14 +203,14 @@ def _backward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]
             life = lives.get(s)
             end = max(last.get(s, -1), life.last if life is not None else -1)
             if end >= 0 and others.get(s) and tape.stand_in_of[tape.maker(s)] not in over:
-                terms[x] = others[s]  # of layers that are still to come
+                terms[x] = others[s]  # of layers still to come
             if position <= end:
                 terms[x] = terms.get(x, 0) + nbytes
                 if min(first.get(s, end), made.get(s, end)) > position:
                     continue
                 if s in program.away:
                     terms[program.away[s]] = nbytes
-                inlined = s in made and life is None  # made again inside its readers
+                inlined = s in made and life is None  # recomputed inside its readers
                 if not inlined and tape.repeatable(s):
                     again = program.again[tape.maker(s)]
                     terms[again] = terms.get(again, 0) + nbytes
@@ -220,7 +220,7 @@ def _backward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]
 
 
 def _moments(phase: PhaseTimeline) -> Iterator[tuple[int, FoldedLayer | None]]:
-    """Moments that may be the peak; where a layer runs that stands for several, as the first and, with it, as the last."""
+    """Moments that may be the peak; in a folded layer, as the first and, with it, as the last of its layers."""
     for position in _tops(phase):
         yield position, None
         for stretch in phase.stretches:
@@ -229,7 +229,7 @@ def _moments(phase: PhaseTimeline) -> Iterator[tuple[int, FoldedLayer | None]]:
 
 
 def _between_row(program: CheckpointILP, around: MemoryTrace) -> Row:
-    """What is kept is there at once when forward is over."""
+    """Saved storages are all in memory after forward."""
     tape = around.tape
     constant = tape.bytes_of(tape.returned) + tape.between_bytes
     return around.between, lambda: (
@@ -237,7 +237,7 @@ def _between_row(program: CheckpointILP, around: MemoryTrace) -> Row:
 
 
 def _section(tape: StorageProgram, storage: int) -> tuple[int, int]:
-    """Of a storage that a layer makes which stands for several: the runs of the phase that makes it."""
+    """For a storage of a folded layer: the ops of the phase that writes it."""
     maker = tape.maker(storage)
     stand_in = tape.stand_in_of[maker]
     assert stand_in is not None, "its maker has layers"
@@ -245,7 +245,7 @@ def _section(tape: StorageProgram, storage: int) -> tuple[int, int]:
 
 
 def _tops(phase: PhaseTimeline) -> Iterator[int]:
-    """Moments that are not below both of their neighbors' bytes: the others cannot be the peak."""
+    """Local maxima: other moments cannot be the peak."""
     nbytes = phase.nbytes
     for k, here in enumerate(nbytes):
         before, after = nbytes[k - 1] if k else -1, nbytes[k + 1] if k + 1 < len(nbytes) else -1

@@ -1,8 +1,8 @@
-"""Which changes of what is kept may make a walk's fullest moment hold less: all others need no walk of their own.
+"""Changes of the saved set that may lower a trace's peak: others need no trace.
 
-What is held at a moment is what is alive there. To keep a storage no longer helps where it is there at that moment; in forward
-also where it is computed for backward alone, and what it is computed from is there. To keep one more helps where something is
-there only because it is made from that: again in backward or, where it is inlined, by its readers.
+The bytes at a moment are those of live storages. To stop saving a storage helps if it is live at that moment; in forward
+also if it is computed for backward alone, and its operands are live. To save one more helps if something is
+live only because it is computed from it: recomputed in backward or, if it is inlined, by its readers.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from passes.simulation.memory.memory_trace import MemoryTrace, forward_order
 
 
 def can_lower_peak(walk: MemoryTrace) -> frozenset[int]:
-    """Storages that, kept or not kept or kept elsewhere, may lower the peak."""
+    """Storages whose saving, dropping or offloading may lower the peak."""
     for phase, look in (walk.forward, _in_forward), (walk.backward, _in_backward):
         if phase.order and max(phase.nbytes) == walk.peak:
             return look(walk, phase.nbytes.index(walk.peak)) | _of_other_layers(walk)
@@ -41,5 +41,5 @@ def _in_backward(walk: MemoryTrace, position: int) -> frozenset[int]:
 
 
 def _of_other_layers(walk: MemoryTrace) -> frozenset[int]:
-    """What is kept in layers that one stands for: there at most moments."""
+    """Saved storages in folded layers: live at most moments."""
     return frozenset(s for s in walk.kept if walk.tape.copies[s] > 1)

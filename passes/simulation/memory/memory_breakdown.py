@@ -1,4 +1,4 @@
-"""What a walk comes to, in words: what is kept and what is run once more, and whose bytes are held when most are."""
+"""Report of a memory trace: saved and recomputed values by name, and the breakdown of the peaks."""
 from __future__ import annotations
 
 from collections import Counter
@@ -11,8 +11,8 @@ from passes.simulation.memory.phase_timeline import PhaseTimeline
 
 @dataclass(frozen=True)
 class TracePeak:
-    """The moment of forward or backward at which most is held. name: of what runs then, block: where it is from; again:
-    whether it is of forward, run once more in backward. parts: bytes of gradients, of what is saved, of what was recomputed,
+    """Peak of forward or backward. name: of the running op, block: its path; again:
+    True for a forward op recomputed in backward. parts: bytes of gradients, of saved values, of recomputed values,
     and of the rest, which is transient."""
 
     name: str = ""
@@ -23,9 +23,9 @@ class TracePeak:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """saved: (name, block, bytes) of what is kept, the largest first; offloaded: with the us that moving it takes, of what is
-    kept out of the device's memory. again: (name, block, us) of what is run once more. All of these are of one layer; layers:
-    how many, by name, where that is more than one. gradient_bytes: of what backward hands out."""
+    """saved: (name, block, bytes) of saved values, the largest first; offloaded: with the us of moving each, of
+    values kept out of the device's memory. again: (name, block, us) of recomputed calls. All of these are per layer; layers:
+    number of layers, by name, where that is more than one. gradient_bytes: of backward's outputs."""
 
     forward: TracePeak = TracePeak()
     backward: TracePeak = TracePeak()

@@ -1,11 +1,11 @@
-"""A walk along a tape, forward and then backward, that counts the bytes which are held at every run.
+"""Memory trace: simulate forward and then backward of a storage program, and count the bytes in memory at every op.
 
-Given what is kept, forward runs what its outputs and the kept storages need. Backward makes the rest again, each just before
-the first run that reads it, as rematerialization does (`passes.transforms.memory.rematerialization`). A storage lives from the
-run that makes it to the last one that reads it; what is kept, from forward to its last reader in backward. What is offloaded is
-kept elsewhere in between: in forward it lives like what is not kept, in backward from its first reader on. A result that is
-computed inside the kernels of its readers takes nothing, but what it is computed from lives as long as these. What is costly to
-compute is no such result where several read it that are in different kernels.
+Given the saved storages, forward runs the ops that its outputs and the saved storages need. Backward recomputes the rest, each
+just before its first reader, as rematerialization does (`passes.transforms.memory.rematerialization`). A storage lives from its
+producer to its last reader; a saved one, from forward to its last reader in backward. An offloaded one is
+elsewhere in between: in forward it lives like one that is not saved, in backward from its first reader on. A result that is
+inlined into its readers takes nothing, but its operands live as long as they do. A costly result
+is not inlined if it has several readers in different kernels.
 """
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from passes.simulation.memory.phase_timeline import PhaseTimeline, StorageLifeti
 from passes.simulation.memory.storage_program import ProgramOp, StorageProgram
 
 MOST_READS, MOST_READS_IF_SHARED = 8, 4
-"""Inductor puts a result into memory that is computed from more storages than that, or that several read who would read so
-many each (`realize_acc_reads_threshold`, `realize_reads_threshold` of its configuration)."""
+"""Inductor materializes a result that is computed from more storages than that, or that has several readers with that
+many reads each (`realize_acc_reads_threshold`, `realize_reads_threshold` of its configuration)."""
 
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """kept: storages that forward makes and backward may find; with those of which it makes others again and that cannot be
-    made again themselves. backward_order: numbers of runs, as of a `PhaseTimeline`. offloaded: those of what is kept that are
-    elsewhere in between."""
+    """kept: saved forward storages; including needed ones that cannot be
+    recomputed. backward_order: op numbers, as in a `PhaseTimeline`. offloaded: those of the saved storages that are
+    offloaded in between."""
 
     tape: StorageProgram
     kept: frozenset[int]
@@ -43,12 +43,12 @@ class MemoryTrace:
 
     @property
     def _handed_on(self) -> frozenset[int]:
-        """What forward returns stays with its caller, which may hold it until backward is over."""
+        """Outputs of forward stay with its caller, which may hold them until backward ends."""
         return self.kept - self.offloaded | self.tape.returned
 
     @cached_property
     def peak(self) -> int:
-        """The most bytes held at once, without what a graph is given for forward."""
+        """Peak bytes, without forward's inputs."""
         return max(self.forward.most_bytes, self.backward.most_bytes, self.between, self.after)
 
     @cached_property
@@ -58,12 +58,12 @@ class MemoryTrace:
 
     @cached_property
     def after(self) -> int:
-        """Bytes held when backward is over, by others too."""
+        """Bytes in memory after backward, including other users'."""
         return self.tape.bytes_of(self.tape.gradients) + self.tape.after_bytes
 
     def holds_less_than(self, other: MemoryTrace) -> bool:
-        """At the fullest moment. Where it holds as much in the phase in which `other` is fullest, as most do, the second phase
-        is not walked."""
+        """Compare the peaks. Usually the phase in which `other` peaks decides, and the second phase
+        is not simulated."""
         if max(self.between, self.after) >= other.peak:
             return False
         if other.forward.most_bytes == other.peak and self.forward.most_bytes >= other.peak:
@@ -72,27 +72,27 @@ class MemoryTrace:
 
     @cached_property
     def again(self) -> tuple[int, ...]:
-        """Runs of forward that are run once more, in order."""
+        """Recomputed forward ops, in order."""
         return tuple(-1 - k for k in self.backward_order if k < 0)
 
     @cached_property
     def us(self) -> float:
-        """What running again takes, writing and reading what is kept, and moving what is offloaded."""
+        """Time of recomputing, of writing and reading saved values, and of moving offloaded ones."""
         tape = self.tape
         return (sum(map(tape.us_of, self.again)) + sum(map(tape.offload_us_of, self.offloaded))
                 + sum(map(tape.save_us_of, self.kept - self.offloaded)))
 
 
 def simulate_memory(tape: StorageProgram, kept: Collection[int], offloaded: Collection[int] = ()) -> MemoryTrace:
-    """kept: storages that forward makes and backward may read. What it needs besides, and cannot make again, is kept, too.
-    offloaded: more of these, which are elsewhere in between."""
+    """Simulate. kept: forward storages to save. Others that backward needs and that cannot be recomputed are saved, too.
+    offloaded: further storages to save, out of the device's memory in between."""
     offloaded = frozenset(offloaded)
     backward, bound = _backward_order(tape, offloaded.union(kept))
     return MemoryTrace(tape, offloaded.union(kept, bound), tuple(backward), offloaded)
 
 
 def forward_order(tape: StorageProgram, kept: Collection[int]) -> list[int]:
-    """What is returned or kept needs these runs, or they do more than give a result."""
+    """Forward ops that outputs or saved storages need, or that have side effects."""
     wanted = {*kept, *tape.returned}
     order = []
     for index in range(len(tape.runs) - 1, -1, -1):
@@ -105,7 +105,7 @@ def forward_order(tape: StorageProgram, kept: Collection[int]) -> list[int]:
 
 
 def _backward_order(tape: StorageProgram, kept: Collection[int]) -> tuple[list[int], set[int]]:
-    """Runs of backward, and before each what has to be made again for it; what cannot be."""
+    """Backward ops with recomputed ones inserted; and storages that cannot be recomputed."""
     there = {*kept, *(s for s, storage in enumerate(tape.storages) if storage.maker is None)}
     order: list[int] = []
     bound: set[int] = set()
@@ -161,7 +161,7 @@ def _phase(tape: StorageProgram, order: Sequence[int], start: frozenset[int], he
 
 
 def _through_layers(phase: PhaseTimeline, lives: dict[int, StorageLifetime]) -> None:
-    """What all layers read is there for each of those that one stands for: the first brings it, the last is rid of it."""
+    """Values that all layers read exist for each folded one: the first layer brings them, the last frees them."""
     for s in phase.tape.for_all_layers.intersection(lives):
         life = lives[s]
         for stretch in phase.stretches:
@@ -173,8 +173,8 @@ def _through_layers(phase: PhaseTimeline, lives: dict[int, StorageLifetime]) -> 
 
 
 def _touched(tape: StorageProgram, order: Sequence[int], runs: list[ProgramOp], there: frozenset[int]) -> list[Collection[int]]:
-    """Of each run the storages in memory that its kernel reads and makes; of one that is computed by its readers, none.
-    there: what is in memory whoever computes it."""
+    """For each op the storages in memory that its kernel reads and writes; none for an inlined op.
+    there: storages in memory regardless of their producer."""
     fused = {s: run.fusing for run in runs if run.inlined for s in run.makes}
     count: dict[int, int] = dict.fromkeys(fused, 0)
     for run in runs:
@@ -183,8 +183,8 @@ def _touched(tape: StorageProgram, order: Sequence[int], runs: list[ProgramOp], 
                 fused[s] &= run.fusing
                 count[s] += 1
     later: frozenset[int] | None = None
-    sources: dict[int, frozenset[int]] = {}  # of what is inlined, the storages in memory behind it
-    costly: set[int] = set()  # what would be computed anew by each of its readers, at a price
+    sources: dict[int, frozenset[int]] = {}  # for inlined storages, the storages in memory that they are computed from
+    costly: set[int] = set()  # storages that are expensive to compute again in each reader
     touched: list[Collection[int]] = []
     for number, run in zip(order, runs):
         behind = [sources[s] for s in run.reads if s in sources]
@@ -194,7 +194,7 @@ def _touched(tape: StorageProgram, order: Sequence[int], runs: list[ProgramOp], 
         found = frozenset(s for s in run.reads if s not in sources).union(*behind)
         readers = max(count[s] for s in run.makes) if run.inlined else 0
         is_costly = run.costly or not costly.isdisjoint(run.reads)
-        written = readers > 1 and is_costly  # where only its own kernel reads it, it takes nothing all the same
+        written = readers > 1 and is_costly  # with a single reader, it is inlined all the same
         if written and later is None:
             later = _read_later(runs, fused)
         if (run.inlined and there.isdisjoint(run.makes) and all(fused[s] for s in run.makes)
@@ -210,8 +210,8 @@ def _touched(tape: StorageProgram, order: Sequence[int], runs: list[ProgramOp], 
 
 
 def _read_later(runs: list[ProgramOp], fused: dict[int, bool]) -> frozenset[int]:
-    """Of what may be computed by its readers, that which is read after the next call of a library, by what these compute, too.
-    Kernels are made of what stands between two of these calls."""
+    """Inlinable storages that are read after the next library call, through other inlined ones, too.
+    Kernels are fused only between two of these calls."""
     stretches: list[int] = []
     at = 0
     for run in runs:
@@ -231,8 +231,8 @@ def _read_later(runs: list[ProgramOp], fused: dict[int, bool]) -> frozenset[int]
 
 
 def _reuse(tape: StorageProgram, runs: list[ProgramOp], lives: dict[int, StorageLifetime], offloaded: frozenset[int]) -> None:
-    """A kernel of light operations writes its result over an operand of the same size that nobody reads afterwards; not over
-    what is still being copied."""
+    """A kernel of light operations reuses a dead operand of the same size for its result; not one that
+    is still being copied."""
     ending: dict[int, list[int]] = {}
     for life in lives.values():
         ending.setdefault(life.last, []).append(life.storage)

@@ -1,8 +1,8 @@
-"""Forward or backward, with what is held at each run.
+"""Timeline of forward or backward, with the bytes in memory at each op.
 
-Of a layer that stands for several, the order has the runs once. As its layers run one after another, what each hands on to
-backward, or to the optimizer, adds up, and what it had from forward goes: linearly, so that the first or the last of them is
-where most is held. What one layer hands to the next is there once, as between any two neighbors.
+A folded layer has its ops in the order once. As its layers run one after another, the values that each leaves for
+backward, or for the optimizer, accumulate, and those it had from forward are freed: linearly, so that the peak is in the first
+or the last of them. A value that one layer passes to the next exists once, as between any two neighbors.
 """
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from passes.simulation.memory.storage_program import FoldedLayer, StorageProgram
 
 
 class StorageLifetime(NamedTuple):
-    """Positions in the order of one phase: `first` makes a storage (-1: it was there before), `last` reads it last (the
-    length of the phase: it is handed on)."""
+    """Positions in the order of one phase: `first` writes a storage (-1: it existed before), `last` reads it last (the
+    length of the phase: it outlives the phase)."""
 
     storage: int
     first: int
@@ -26,8 +26,8 @@ class StorageLifetime(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldedSpan:
-    """Where a layer runs that stands for several, from position `start` up to `end`. freed, made: bytes that the others of
-    these layers are rid of there, and that they leave."""
+    """Span of a folded layer, from position `start` up to `end`. freed, made: bytes that the other layers it stands for
+    free there, and leave behind."""
 
     stand_in: FoldedLayer
     start: int
@@ -46,7 +46,7 @@ class PhaseTimeline:
 
     @cached_property
     def nbytes(self) -> tuple[int, ...]:
-        """Held while each run runs; of one that stands for several layers, in that of them where most is."""
+        """Bytes in memory while each op runs; for a folded layer, in the layer with the most."""
         if not self.tape.stand_ins:
             return self.alone
         change = [0] * (len(self.order) + 1)
@@ -60,7 +60,7 @@ class PhaseTimeline:
         return max(self.nbytes, default=0)
 
     def others(self, position: int) -> tuple[int, int]:
-        """Bytes that the layers hold which others stand for: those from before the phase, and those that it made."""
+        """Bytes of the other layers that folded ones stand for: from before the phase, and written in it."""
         before, after = self.others_before, 0
         for stretch in self.stretches:
             if position >= stretch.end or position >= stretch.start and stretch.made > stretch.freed:
@@ -80,8 +80,8 @@ class PhaseTimeline:
 
     @cached_property
     def workspace_bytes(self) -> tuple[int, ...]:
-        """At each position: what a run takes besides while it runs; of a collective, until it is waited for. The latest
-        collective's goes when another one has taken its own: the thread that did it has nothing else to do."""
+        """Workspace bytes at each position: of an op while it runs; of a collective, until its wait. The latest
+        collective's is freed when another one has allocated its own: its thread is idle until then."""
         waited = {self.tape.runs[number].waits_for for number in self.order if number >= 0}
         open_ones: dict[int, int] = {}
         held, latest = [], 0
@@ -101,12 +101,12 @@ class PhaseTimeline:
 
     @cached_property
     def others_before(self) -> int:
-        """Bytes that are there before the first run, of layers that others stand for."""
+        """Bytes that exist before the first op, of layers that folded ones stand for."""
         return sum(self._others_bytes(life) for life in self.lives if life.first < 0)
 
     @cached_property
     def stretches(self) -> tuple[FoldedSpan, ...]:
-        """Of the layers that stand for several."""
+        """Spans of the folded layers."""
         found: dict[FoldedLayer, list[FoldedSpan]] = {}
         for stand_in in self.tape.stand_ins:
             for first, end in (stand_in.forward, stand_in.backward):
@@ -121,27 +121,27 @@ class PhaseTimeline:
         return tuple(stretch for own in found.values() for stretch in own)
 
     def _add(self, life: StorageLifetime, own: list[FoldedSpan]) -> None:
-        """To the stretches of the layer that makes it: what stays beyond them, and beyond the layer that comes next."""
+        """Add to the spans of the producing layer: bytes that outlive them, and the next layer."""
         nbytes, end = self._others_bytes(life), len(self.order)
         made = next((k for k, each in enumerate(own) if each.start <= life.first < each.end), len(own) - 1)
-        late = len(own) == 2 and made == 0 and life.last >= own[1].start  # as what forward makes at its end needs
+        late = len(own) == 2 and made == 0 and life.last >= own[1].start  # such as operands of forward's last ops
         if life.first >= 0 and (late or life.last == end):
             own[made] = replace(own[made], made=own[made].made + nbytes)
         if life.last < end and (late or life.first < 0):
             own[-1] = replace(own[-1], freed=own[-1].freed + nbytes)
 
     def _others_bytes(self, life: StorageLifetime) -> int:
-        """Of a storage, in the layers that the one which makes it stands for besides."""
+        """Bytes of a storage in the other layers that its folded layer stands for."""
         return (self.tape.copies[life.storage] - 1) * self.tape.storages[life.storage].nbytes
 
     def position(self, run: int) -> int:
-        """After the last run that comes before this one: what is made again for a run comes just before it."""
+        """Position after the last op before this one: recomputed ops come just before their reader."""
         numbers, positions = self._numbers
         earlier = bisect_left(numbers, run)
         return positions[earlier - 1] + 1 if earlier else 0
 
     @cached_property
     def _numbers(self) -> tuple[list[int], list[int]]:
-        """Runs that are no repetitions, in order, and their positions."""
+        """Ops that are not recomputed, in order, and their positions."""
         own = [(number, position) for position, number in enumerate(self.order) if number >= 0]
         return [number for number, _ in own], [position for _, position in own]

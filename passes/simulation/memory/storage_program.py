@@ -1,6 +1,6 @@
-"""A joint graph as what is kept for backward needs it: runs in order, and the storages that they read and make.
+"""Storage program: a joint graph as ops in order, with the storages that they read and write.
 
-A storage is a stretch of memory, however many views look at it. Views are no runs: who reads one reads its storage.
+A storage is one allocation, with any number of views. Views are not ops: their readers read the storage.
 """
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from functools import cached_property
 class ProgramOp:
     """One call of an operator.
 
-    backward: whether it is part of backward; if not, it can run in forward, or once more in backward where it is
-    `repeatable`, which is to say that it gives the same again. us: what that takes. reads, makes: storages, each once.
-    inlined: whether a compiler that fuses computes it in the kernels of whoever reads it, so that its result takes no
-    memory where all of these are `fusing`. costly: whether such a compiler would rather write down what is computed with it
-    than compute it in several kernels. block: where it is from. workspace_bytes: of a collective, besides what it reads
-    and makes, until it is waited for. waits_for: the run that this one waits for, and nothing else. scratch_bytes: of any run,
-    besides, while it runs.
+    backward: True for ops of backward; others can run in forward, or be recomputed in backward if they are
+    `repeatable`, that is, if they give the same result again. us: time of that. reads, makes: storages, each once.
+    inlined: True if a fusing compiler computes it in the kernels of its readers, so that its result takes no
+    memory if all of these are `fusing`. costly: True if such a compiler would rather materialize results computed with it
+    than compute them in several kernels. block: its path. workspace_bytes: of a collective, besides its operands
+    and results, until its wait. waits_for: the op that this one only waits for. scratch_bytes: temporary memory of any op
+    while it runs.
     """
 
     name: str
@@ -40,11 +40,11 @@ class ProgramOp:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """name: of the node that has it first, which is what is kept; "" of a result that nobody reads. nbytes: of one rank.
-    maker: number of the run that makes it; None for what a graph is given. given: "" or, of what a graph is given, "forward"
-    (parameters, a batch: there all the time) or "backward" (tangents). save_us: what writing it in forward and reading it in
-    backward takes; offload_us: moving it out of the device's memory and back, infinite where that cannot be. said: what the
-    script said of it by activation checkpointing, nothing, "keep" or "again"."""
+    """name: of the node that writes it, by which it is saved; "" for a result without readers. nbytes: of one rank.
+    maker: index of the op that writes it; None for inputs. given: "" or, for inputs, "forward"
+    (parameters, a batch: in memory all the time) or "backward" (tangents). save_us: time of writing it in forward and reading
+    it in backward; offload_us: of moving it out of the device's memory and back, infinite if that is impossible. said: the
+    script's own activation checkpointing: nothing, "keep" or "again"."""
 
     name: str
     nbytes: int
@@ -57,8 +57,8 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class FoldedLayer:
-    """A layer on a tape that stands for several equal ones, one after another. block: its path; layers: how many. forward,
-    backward: the first of its runs in each phase, and the first that follows."""
+    """A folded layer of a program: it stands for several equal ones, one after another. block: its path; layers: how many.
+    forward, backward: its first op in each phase, and the first op after it."""
 
     block: str
     forward: tuple[int, int]
@@ -72,11 +72,11 @@ class FoldedLayer:
 
 @dataclass(frozen=True)
 class StorageProgram:
-    """runs: in the order of the graph. returned: storages that forward hands out, which its caller may hold until backward
-    is over; gradients: that backward hands out, held until the step ends. between_bytes: that others take between forward and
-    backward; after_bytes: while the gradients are used. stand_ins: layers that stand for several
-    (`passes.checkpointing.layer_folding`), two neighbors of each list of layers after another. early: runs of a layer that are
-    part of the one before, and the place among `stand_ins` of the layer that they are for, None if that stands for itself."""
+    """runs: in the order of the graph. returned: storages of forward's outputs, which its caller may hold until backward
+    ends; gradients: backward's outputs, held until the step ends. between_bytes: other users' bytes between forward and
+    backward; after_bytes: while the gradients are used. stand_ins: folded layers
+    (`passes.checkpointing.layer_folding`), two neighbors for each list of layers. early: ops of a layer that run
+    during the previous one, and the index among `stand_ins` of their layer, None if that is not folded."""
 
     runs: tuple[ProgramOp, ...]
     storages: tuple[Storage, ...]
@@ -89,7 +89,7 @@ class StorageProgram:
 
     @cached_property
     def stand_in_of(self) -> tuple[FoldedLayer | None, ...]:
-        """Of each run, the layer that it is part of, where that stands for several."""
+        """For each op, its folded layer, if any."""
         found: list[FoldedLayer | None] = [None] * len(self.runs)
         for stand_in in self.stand_ins:
             for run in stand_in.runs:
@@ -98,12 +98,12 @@ class StorageProgram:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Of each run, how often the model has it."""
+        """For each op, how often the model has it."""
         return tuple(1 if stand_in is None else stand_in.layers for stand_in in self.stand_in_of)
 
     @cached_property
     def layers_again(self) -> tuple[int, ...]:
-        """Of each run, how often the model has it once more where it is run once more: in the backward of its own layer."""
+        """For each op, how often it is recomputed in the model if it is recomputed: in the backward of its own layer."""
         found = list(self.layers)
         for run, place in self.early:
             found[run] = 1 if place is None else self.stand_ins[place].layers
@@ -111,12 +111,12 @@ class StorageProgram:
 
     @cached_property
     def copies(self) -> tuple[int, ...]:
-        """Of each storage, how often the model has it."""
+        """For each storage, how often the model has it."""
         return tuple(1 if storage.maker is None else self.layers[storage.maker] for storage in self.storages)
 
     @cached_property
     def for_all_layers(self) -> frozenset[int]:
-        """What forward makes and layers read that stand for several, one for all, as a mask; or what it is computed from."""
+        """Forward storages that all folded layers share, such as a mask; and the storages that they are computed from."""
         outside = {s for s in range(len(self.storages)) if self.is_forward(s) and self.stand_in_of[self.maker(s)] is None}
         found: set[int] = set()
         for one, other in zip(self.stand_ins[::2], self.stand_ins[1::2]):
@@ -132,7 +132,7 @@ class StorageProgram:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """Of each storage, the runs that read it, in order."""
+        """For each storage, the ops that read it, in order."""
         found: list[list[int]] = [[] for _ in self.storages]
         for index, run in enumerate(self.runs):
             for storage in run.reads:
@@ -141,7 +141,7 @@ class StorageProgram:
 
     @cached_property
     def touches(self) -> tuple[tuple[int, ...], ...]:
-        """Of each run, what it reads and makes."""
+        """For each op, its operands and results."""
         return tuple((*run.reads, *run.makes) for run in self.runs)
 
     @cached_property
@@ -150,7 +150,7 @@ class StorageProgram:
 
     @cached_property
     def candidates(self) -> tuple[int, ...]:
-        """Storages that forward can make and backward wants, itself or to compute others again."""
+        """Storages that forward can write and backward needs, directly or for recomputation."""
         wanted: set[int] = set()
         for run in reversed(self.runs):
             if run.backward or wanted.intersection(run.makes):
@@ -158,7 +158,7 @@ class StorageProgram:
         return tuple(s for s in sorted(wanted) if self.is_forward(s))
 
     def is_forward(self, storage: int) -> bool:
-        """Whether a run of forward makes it."""
+        """True if a forward op writes it."""
         maker = self.storages[storage].maker
         return maker is not None and not self.runs[maker].backward
 
@@ -169,22 +169,22 @@ class StorageProgram:
 
     @cached_property
     def bound_to_keep(self) -> frozenset[int]:
-        """What backward reads and nothing can make again, such as random numbers. (Others of the kind are kept where what
-        backward reads is made of them again.)"""
+        """Storages that backward reads and nothing can recompute, such as random numbers. (Others of the kind are saved if
+        recomputation needs them.)"""
         return frozenset(s for s in self.wanted if not self.repeatable(s))
 
     @cached_property
     def never_kept(self) -> frozenset[int]:
-        """Candidates of which the script says that they are made again, where that can be."""
+        """Candidates that the script's own checkpointing recomputes, where possible."""
         return frozenset(s for s in self.candidates if self.storages[s].said == "again" and self.repeatable(s))
 
     def repeatable(self, storage: int) -> bool:
-        """Whether the run that makes it gives the same again; to what the script says is kept, that does not happen."""
+        """True if its op gives the same result again, and the script does not require it to be saved."""
         return self.runs[self.maker(storage)].repeatable and self.storages[storage].said != "keep"
 
     @cached_property
     def offloadable(self) -> frozenset[int]:
-        """Candidates that can be elsewhere between forward and backward: not what the caller of forward holds."""
+        """Candidates that can be offloaded between forward and backward: not those that the caller of forward holds."""
         finite = frozenset(s for s in self.candidates if math.isfinite(self.storages[s].offload_us))
         return finite - self.returned - self.never_kept
 
@@ -194,11 +194,11 @@ class StorageProgram:
         return maker
 
     def bytes_of(self, storages: Sequence[int] | frozenset[int]) -> int:
-        """Of all layers."""
+        """Bytes over all layers."""
         return sum(self.storages[s].nbytes * self.copies[s] for s in storages)
 
     def us_of(self, run: int) -> float:
-        """What running it once more takes in all layers."""
+        """Time of recomputing it in all layers."""
         return self.runs[run].us * self.layers_again[run]
 
     def save_us_of(self, storage: int) -> float:

@@ -1,8 +1,9 @@
 """Split a graph with loop markers into the prologue, the body and the epilogue of the loop over microbatches.
 
-What a marker begins is in the body, what one ends is in the epilogue, all else in the prologue. Each of the three has a part
-that waits for backward: what depends on a tangent. The body's two halves stay one joint graph, partitioned as any other; values
-pass between parts by node names. What is made of nothing (zeros, masks) is made in each part that reads it, where it is fused.
+Readers of a take are in the body, readers of collected values in the epilogue, everything else in the prologue. Each of the
+three has a part that waits for backward: calls that depend on a tangent. The body's two halves stay one joint graph,
+partitioned like any other; values pass between parts by node names. Calls without operands (zeros, masks) are copied into each
+part that reads them, where they are fused.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -26,7 +27,7 @@ from passes.transforms.rewriting.call_inserter import CallInserter
 
 aten = torch.ops.aten
 PASSES = (torch.Tensor, torch.SymInt, torch.SymFloat, int, float)
-"""What can be handed from one part to another: tensors, and numbers that differ from call to call."""
+"""Values that can pass between parts: tensors, and symbolic numbers."""
 
 
 class LoopPart(enum.Enum):
@@ -98,8 +99,8 @@ class LoopSplit(PrologueEpilogue):
 
 
 def restricted(segment: GraphFragment, wanted: Container[str]) -> GraphFragment:
-    """What of a segment makes these, and what is done whether or not it is wanted: random numbers are drawn, so that those
-    which follow are the same, and writes and unknown calls are made."""
+    """The part of a fragment that computes these, and calls that must run in any case: random numbers, so that later ones
+    are unchanged, writes and unknown calls."""
     if segment.gm is None:
         return segment
     gm = copy_graph(segment.gm)
@@ -126,7 +127,7 @@ def split_at_markers(gm: GraphModule) -> LoopSplit:
 
 
 class _LoopSplitter:
-    """part, late: of every node, where it belongs and whether it depends on a tangent. constants: what is made of nothing."""
+    """part, late: for every node, its part and whether it depends on a tangent. constants: calls without operands."""
 
     def __init__(self, gm: GraphModule):
         self.gm = gm
@@ -197,7 +198,7 @@ class _LoopSplitter:
                                                                              tuple[LoopInput, ...]]:
         takes = [node for node in loop if node.target is TAKE]
         forward = _needed([node.args[0] for node in collects if not self.late[node]])
-        # Forward ahead of all else: partitioners take what comes before a part of it for computed by then.
+        # Forward before everything else: partitioners treat nodes before a forward node as computed by then.
         inside = self._with_constants([*loop, *collects])
         inside = sorted((node for node in inside if node.target is not TAKE and node not in collects),
                         key=lambda node: node not in forward)
@@ -213,7 +214,7 @@ class _LoopSplitter:
             return f"tangents_{k}" if self.late[node] else f"primals_{k}"
 
         gm, new = _graph(self.gm, read, inside, ends, name, same)
-        for node in forward.intersection(inside):  # forward has it, for whatever half it was on its way between devices
+        for node in forward.intersection(inside):  # forward has it, whichever half it was redistributed for
             if new[node].meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE:
                 new[node].meta["partitioner_tag"] = "is_forward"
         self._own_memory(gm, [new[same.get(x, x)] for x in ends], sorted(self.late[x] for x in collects))
@@ -227,7 +228,7 @@ class _LoopSplitter:
         return LoopInput(x.name, _rows(*rows))
 
     def _own_memory(self, gm: GraphModule, ends: Sequence[Node], late: Sequence[bool]) -> None:
-        """What is added up in backward is added to in place: it gets memory of its own."""
+        """Gradients are accumulated in place: they get memory of their own."""
         output = gm.graph.output_node()
         after_tangents: set[Node] = set()
         for node in gm.graph.nodes:
@@ -259,7 +260,7 @@ def _collected(node: Node) -> LoopOutput:
 
 
 def _needed(nodes: Sequence[Node]) -> set[Node]:
-    """These, and all that they are made of."""
+    """These nodes, and all their dependencies."""
     found, stack = set(nodes), list(nodes)
     while stack:
         for node in stack.pop().all_input_nodes:
@@ -270,13 +271,13 @@ def _needed(nodes: Sequence[Node]) -> set[Node]:
 
 
 def _read(nodes: Sequence[Node], own: Container[Node]) -> list[Node]:
-    """What these read from elsewhere, in order; constants come along."""
+    """Operands from outside, in order; constants come along."""
     return list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in own and x.op != "get_attr"))
 
 
 def _graph(gm: GraphModule, read: Sequence[Node], nodes: Sequence[Node], made: Sequence[Node],
            name: Callable[[int, Node], str], same: dict[Node, Node] | None = None) -> tuple[GraphModule, dict[Node, Node]]:
-    """These nodes as a graph of their own; also: node -> its copy. same: node that is read -> the one that stands for it."""
+    """These nodes as a separate graph; also: node -> its copy. same: node that is read -> the one that stands for it."""
     graph, new = Graph(), {}
     for k, node in enumerate(read):
         assert isinstance(node.meta.get("val"), PASSES), f"{node}, no tensor and no number, cannot be handed on"
