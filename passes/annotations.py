@@ -121,7 +121,7 @@ def write(key: Key[T], where: fx.Node | fx.GraphModule, value: T) -> None:
 
 
 def has(key: Key[Any], where: fx.Node | fx.GraphModule) -> bool:
-    """Whether `key` has a value there. A graph module has a node key if every node that the key selects has it."""
+    """True if `key` has a value there. A graph module has a node key if every node that the key selects has it."""
     if key.scope == "node" and isinstance(where, fx.GraphModule):
         return not missing(key, where)
     _check_place(key, where)

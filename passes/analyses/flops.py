@@ -128,7 +128,7 @@ def _attention_backward(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 def _convolution_backward(grad: Any, x: Any, weight: Any, *args: Any, out_val: Any, **kwargs: Any) -> float:
-    """Each wanted gradient costs what forward does: each weight once per pixel of the output (transposed: input)."""
+    """Each wanted gradient costs as much as forward: each weight once per pixel of the output (transposed: input)."""
     transposed = args[4]
     pixels = math.prod((x if transposed else grad).shape[2:])
     wanted = sum(args[7][:2])  # of the input, of the weight

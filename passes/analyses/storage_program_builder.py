@@ -141,7 +141,7 @@ class _StorageProgramReader:
                 self.runs.append(
                     ProgramOp(node.name, node in self.backward, 0.0, reads, (), block=self.blocks[node], waits_for=maker))
             return
-        if view_name(node.target) in VIEWS and reads:  # passes that replace what it views leave its memory as it was
+        if view_name(node.target) in VIEWS and reads:  # passes that replace its base leave its memory unchanged
             for leaf in leaves:
                 self.number.setdefault(memory_of(leaf), reads[0])
             return

@@ -32,7 +32,7 @@ class Value:
     batch: frozenset[tuple[int, int]] = frozenset()
     """The (dim, factor) pairs that stem from the batch dim of an input."""
     microbatch: frozenset[tuple[int, int]] = frozenset()
-    """Of these, the microbatch factors, if there are microbatches. They are split in time, never over devices."""
+    """The microbatch factors among these, if there are microbatches. They are split in time, never over devices."""
     users: tuple[int, ...] = ()
     """Operations that read the value, each once, in order."""
 

@@ -28,7 +28,7 @@ class Cache:
 class Device:
     """One device, as one rank sees it.
 
-    memory_bytes is what a program can allocate; memory_bandwidth_bytes_per_s and peak_flops_per_s (dtype name -> rate,
+    memory_bytes can be allocated by a program; memory_bandwidth_bytes_per_s and peak_flops_per_s (dtype name -> rate,
     dense, no sparsity; a multiply and an add are two) are the vendor's. `float32` is IEEE float32; `tf32` stands apart.
     The efficiencies are the fractions of these that large kernels of each sort sustain. launch_latency_us is
     the time that one more kernel adds however small it is. Power is that of the whole device; memory_power_w (while a

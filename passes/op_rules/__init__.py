@@ -1,1 +1,1 @@
-"""The table of operator rules, and what follows from an operator alone: views, randomness, opaque calls."""
+"""Table of operator rules, and properties of operators: views, randomness, opaque calls."""

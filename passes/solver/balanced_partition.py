@@ -32,7 +32,7 @@ def equal_cut(times: Sequence[float], crossing: Sequence[float], stages: int) ->
     cheapest = _best(len(times), stages, lambda cost, start, stop: (
         (cost[0] + (crossing[start - 1] if start else 0.0), max(cost[1], took(start, stop)))
         if 0 < took(start, stop) <= most else None))
-    assert cheapest is not None, "what is fastest is among what is fast enough"
+    assert cheapest is not None, "the fastest cut is fast enough"
     return cheapest[1]
 
 

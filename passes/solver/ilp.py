@@ -1,6 +1,6 @@
 """The placement problem as an integer linear program, written with PuLP.
 
-Variables (only for what the reduction leaves undecided; see `reduction`)
+Variables (only for choices that the reduction leaves open; see `reduction`)
     x[e,c] in {0,1}   entity e takes choice c
     f[d,a] in [0,1]   how much of the value on edge d takes arc a, that is one collective on one axis
     decided = 1       carries the cost of everything that is already decided
@@ -13,8 +13,8 @@ Objective
 Constraints, each family added by the function of the same name; rows and columns of an LP dump start with these names
     (1) one_choice[e]   sum_c x[e,c] = 1
     (2) flow[d,label]   sum of x that supply it + sum of f into it - sum of f out of it - sum of x that demand it = 0;
-                        >= 0 where some choice demands nothing: then what is supplied may be dropped
-    (3) budget[p]       sum_e,c bytes[e,c,p] x[e,c] <= budget - bytes of what is decided, in a power of 1024 B below it,
+                        >= 0 where some choice demands nothing: then the supplied label may be dropped
+    (3) budget[p]       sum_e,c bytes[e,c,p] x[e,c] <= budget - bytes of decided entities, in a power of 1024 B below it,
                         at each position p of the step
     (4) cover[k]        sum_e x[e,c_k(e)] <= n - 1: not all n of these choices together. Added when a solution passes
                         (3) within the solver's tolerance but, counted exactly, exceeds the budget at some position

@@ -90,7 +90,7 @@ def _without_path(problem: Problem, closest: Solution) -> Infeasible:
                      f"to {target.name!r} (demands {_labels(problem, edge, supplied=False)})")
     if len(unmet) > _NAMED:
         parts.append(f"and {len(unmet) - _NAMED} more")
-    return Infeasible("no assignment meets every edge: what is supplied cannot be turned into what is demanded",
+    return Infeasible("no assignment meets every edge: no path of arcs leads from a supplied label to the demanded one",
                       "; ".join(parts) or "unknown: the time limit ended the search for the edge",
                       "add a choice to one of these entities or an arc to the edge; replicated labels fit everywhere")
 

@@ -97,7 +97,7 @@ def cap(reduced: Reduced, picked: list[int], most: float) -> list[int]:
     for entity, cost in enumerate(reduced.costs):
         added = cost - cost.min()
         changed |= _keep(reduced, entity, added <= max(reduced.spare_cost, added[picked[entity]]))
-    _shrink(reduced, changed, dominated=False)  # what dominates the picked choices may be another equally good one
+    _shrink(reduced, changed, dominated=False)  # a dominating choice may be another equally good one
     return [int(np.searchsorted(left, choice)) for left, choice in zip(reduced.candidates, chosen, strict=True)]
 
 

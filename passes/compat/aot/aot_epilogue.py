@@ -38,18 +38,18 @@ def mutated_inputs_as_traced(inputs: int) -> tuple[MutatedInput, ...]:
     written = []
     for position, info in enumerate(known.input_info):
         if info.mutates_metadata or info.mutates_storage_metadata or info.mutation_inductor_storage_resize:
-            raise UnsupportedEpilogue("it changes the shape, the strides or the memory of what it is given")
+            raise UnsupportedEpilogue("it changes the shape, the strides or the memory of its inputs")
         if not info.mutates_data:
             continue
         if info.requires_grad:  # also a buffer that gradients flow into: its new value is differentiable
-            raise UnsupportedEpilogue("it changes what it is given where gradients flow")
+            raise UnsupportedEpilogue("it changes an input that gradients flow into")
         if info.mutations_hidden_from_autograd:
-            raise UnsupportedEpilogue("it changes what it is given unseen by autograd")
+            raise UnsupportedEpilogue("it changes an input unseen by autograd")
         written.append(MutatedInput(position, info.mutations_under_no_grad_or_inference_mode, dataclasses.astuple(info)))
     if written and len(known.input_info) != inputs:
-        raise UnsupportedEpilogue("it changes what it is given, and is traced with other inputs than that")
+        raise UnsupportedEpilogue("it changes an input, and is traced with other inputs than its own")
     if [each.position for each in written] != list(known.mutated_inp_runtime_indices):
-        raise UnsupportedEpilogue("it changes what it is given while it runs, not after")
+        raise UnsupportedEpilogue("it changes an input while it runs, not after")
     return tuple(written)
 
 
@@ -67,7 +67,7 @@ def results_as_traced(outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tenso
     tangents = [x for x in known.traced_tangents if isinstance(x, torch.Tensor)]
     differentiable = [bool(info.requires_grad) for info in known.output_info]
     if known.num_intermediate_bases or any(info.output_type not in fresh for info in known.output_info):
-        raise UnsupportedEpilogue("its results share memory with others, or with what it is given")
+        raise UnsupportedEpilogue("its results share memory with others, or with its inputs")
     if known.tokens or known.num_graphsafe_rng_states or known.grad_enabled_mutation is not None or any(
             type(meta).__name__ == "SubclassCreationMeta" for meta in known.subclass_inp_meta):
         raise UnsupportedEpilogue("it does more than to compute tensors")

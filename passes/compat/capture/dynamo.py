@@ -219,7 +219,7 @@ def guard_on_placement(sources: Any) -> None:
     """Guard the placed tensors at these sources by class, `requires_grad` and spec, each by one comparison in C++.
 
     A spec has the mesh, the placements, the shape, strides and dtype; it must be interned (`interned_spec`), since its
-    identity is what is compared. The guards that Dynamo has collected on these tensors and on their parts are dropped:
+    identity is compared. The guards that Dynamo has collected on these tensors and on their parts are dropped:
     they describe the values from before. To be called inside a backend, after the values have been replaced: guards are
     built when it returns.
     """

@@ -36,7 +36,7 @@ def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
         with around(), later():
             return compile_fx_inner(*args, **kwargs)
 
-    # What is part of a cache's key: plain inductor keeps graphs of the same inputs, which it took apart by its own table.
+    # Part of a cache's key: plain inductor caches graphs of the same inputs, decomposed by its own table.
     key = {**config.unsafe_marked_cacheable_functions, "hpml.decompositions": "1"}
     # Around all, since kernels are loaded from AOTAutograd's cache, too.
     with later(), without_wrong_decompositions(), config.patch(unsafe_marked_cacheable_functions=key):
@@ -71,7 +71,7 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> torch.fx.GraphModule:
                    if isinstance(n.meta.get("val"), torch.Tensor)]
         # The model's device, where numbers on the CPU are among its inputs.
         kwargs["input_device"] = next((d for d in devices if d.type != "cpu"), devices[0] if devices else None)
-    with V.set_fake_mode(fake_mode_of(joint)), _patterns_for(joint):  # what replaces random numbers asks for the mode
+    with V.set_fake_mode(fake_mode_of(joint)), _patterns_for(joint):  # the replacement of random ops reads the mode
         return passes(joint, **kwargs) or joint
 
 

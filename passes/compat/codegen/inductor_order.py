@@ -50,7 +50,7 @@ def scheduled_in_graph_order() -> Iterator[None]:
 
 
 class InGraphOrder(SchedulerPass):
-    """Of all ready kernels, run the one that is first in the graph."""
+    """Run the ready kernel that is first in the graph."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         places = _places(nodes)

@@ -29,9 +29,9 @@ OPTIMIZER = "optimizer"
 class DeviceMeasurements:
     """Measurements of one device. operations: by `measurement_key_of`, µs. factors: by kind of kernel, or OPTIMIZER.
 
-    launch_us: host time of a step per kernel, besides what the kernel takes; graph_us: of one call of a compiled
+    launch_us: host time of a step per kernel, besides the kernel; graph_us: of one call of a compiled
     forward or backward graph; tensor_us: of the optimizer per parameter; collective_us: of a collective in a step,
-    besides what it takes after a barrier. launch_us None: not measured.
+    beyond its time after a barrier. launch_us None: not measured.
     """
 
     operations: Mapping[str, float] = field(default_factory=dict)

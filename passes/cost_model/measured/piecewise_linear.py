@@ -11,7 +11,7 @@ error is taken. The number of pieces p, of at least 3 sizes each on average, has
     BIC3(p) = n · ln(mean square of the relative errors + 1%²) + 3p · ln n
 
 for n times (Kim and Kim, "Consistent model selection in segmented line regression", 2016: a knot counts for more than
-the two parameters that it has, since it was searched for); 1% is what no measurement is more exact than. Leave-one-out,
+the two parameters that it has, since it was searched for); no measurement is more exact than 1%. Leave-one-out,
 with the choice of knots and p repeated, says how well it does.
 """
 from __future__ import annotations

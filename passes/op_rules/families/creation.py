@@ -1,7 +1,7 @@
 """Operators that make a tensor from numbers. A constant may be made split; zero is also a partial sum of zeros.
 
 Positions (`iota`) split where the rewrite knows at which one a rank starts. Random numbers are drawn whole on every
-rank, so that what a rank uses is its part of what one device would draw.
+rank, so that a rank uses its part of the numbers that one device would draw.
 """
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def _per_channel(call: Call, spatial: int, linear: bool) -> Rule:
-    """The last `spatial` dims are taken together. The first operand is what the operator is linear in, if it is."""
+    """The last `spatial` dims are taken together. If the operator is linear, it is so in the first operand."""
     letters = [[d if d < len(s.shape) - spatial else None for d in range(len(s.shape))] for s in call.operands]
     out = [[d if d < len(s.shape) - spatial else None for d in range(len(s.shape))] for s in call.results]
     return make_rule(call, letters, out, linear=[[0]] if linear else ())

@@ -53,7 +53,7 @@ def scaled_mm(call: Call) -> Rule | None:
     given = call.argument(5, "scale_result")
     if isinstance(given, Operand):
         scales[given.index - 2] = [None] * len(call.operands[given.index].shape)
-    alone = len(call.operands) == 4  # what is added or scaled afterwards would be for every summand
+    alone = len(call.operands) == 4  # a bias or scale afterwards would apply to every summand
     return _product(call, 1, alone and call.results[0].dtype in ROUNDED, scales)
 
 

@@ -1,6 +1,6 @@
 """Writing into a table by index: index_put, scatter, and the sums that gradients of look-ups are.
 
-A split table takes what falls into its own range. Where values are added up, the rows that write may be split too: then
+A split table takes the writes into its own range. Where values are added up, the rows that write may be split too: then
 each rank holds a partial sum, and the table that they are added to has to be one as well.
 """
 # A rule is called for its operator only: which arguments are tensors, and how many, is then known.

@@ -35,7 +35,7 @@ def cdist_backward(call: Call) -> Rule | None:
     batch = list(range(len(call.results[0].shape) - 2))
     x1, x2, pairs = [*batch, "p", "m"], [*batch, "r", "m"], [*batch, "p", "r"]
     if any(len(o.shape) != len(x1) or o.shape[:-2] != call.results[0].shape[:-2] for o in call.operands):
-        return None  # what is broadcast is expanded before
+        return None  # broadcast operands are expanded before
     return make_rule(call, [pairs, x1, x2, pairs], [x1], summed=["r"], linear=[[0]])
 
 

@@ -15,7 +15,7 @@ def view_letters(old: tuple[int, ...], new: tuple[int, ...]):
     """Letters of a reshape: `(entries of old, entries of new, sizes, blocked letters)`, in factors common to both shapes.
 
     (6, 4) -> (2, 12) has the letters 2, 3, 4: ([2 3], [4]) -> ([2], [3 4]). Both shapes are read from the outer side, and
-    the next letter is what the rests of the two dims have in common. Where that is nothing, as in (3, 5) -> (5, 3), the
+    the next letter is the common divisor of the rests of the two dims. Where that is 1, as in (3, 5) -> (5, 3), the
     inner parts cannot be told apart: they get letters of their own, which are blocked, up to the next common boundary.
     """
     a: list[list] = [[] for _ in old]

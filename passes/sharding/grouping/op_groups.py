@@ -3,7 +3,7 @@
 A heavy operation (matrix product, attention, look-up) takes along the views that lead to it and the linear operations
 that follow it; pointwise operations and reductions join each other within a block. Sums of heavy results stay apart,
 so that partial sums are added before one reduction; a residual sum with several users starts a group of its own.
-Groups never reach over the bounds of a repeated block or from forward into backward: those are what folding counts.
+Groups never reach over the bounds of a repeated block or from forward into backward: folding counts by those.
 """
 from __future__ import annotations
 

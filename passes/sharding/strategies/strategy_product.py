@@ -187,7 +187,7 @@ def _way(have: Layout, wanted: Layout) -> Iterator[Layout]:
     layout = have
     for axis, p in enumerate(wanted):
         if layout[axis] != p:
-            assert layout[axis] == REPLICATE, "what is not whole is read as it is"
+            assert layout[axis] == REPLICATE, "sharded values are read as they are"
             layout = (*layout[:axis], p, *layout[axis + 1:])
             yield layout
 

@@ -50,7 +50,7 @@ def _file(nbytes: int, folder: str) -> torch.UntypedStorage:
     try:
         handle, name = tempfile.mkstemp(prefix="hpml_", dir=folder)
     except OSError as error:
-        raise HpmlError(f"no file can be made for what is offloaded: {error}", folder,
+        raise HpmlError(f"cannot create a file for offloaded activations: {error}", folder,
                         "name a folder that can be written to: offload_folder") from error
     try:
         _take_space(handle, nbytes)

@@ -320,12 +320,12 @@ class Changes(nn.Module):
         return h.square().mean(), part
 
 
-GRADIENTS, ALIASES = "it changes what it is given where gradients flow", "its results share memory with others"
+GRADIENTS, ALIASES = "it changes an input that gradients flow into", "its results share memory with others"
 LONG_WAY = {
     "a parameter": GRADIENTS,
     "by gradients": GRADIENTS,
     "side by side": "it changes what shares memory with another input",
-    "overlapping": "it changes what it is given, and is traced with other inputs than that",
+    "overlapping": "it changes an input, and is traced with other inputs than its own",
     "beside a view": ALIASES,
     "power iterations": ALIASES,
 }

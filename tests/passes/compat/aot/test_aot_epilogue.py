@@ -50,7 +50,7 @@ def test_inputs_that_change_are_known_in_order_and_by_how():
 
 
 @pytest.mark.parametrize(("function", "why"), [
-    (lambda a, b: b.add_(a).sum(), "where gradients flow"),
+    (lambda a, b: b.add_(a).sum(), "gradients flow into"),
     (lambda a, b: (b.add_(1).sum(), a[:2]), "share memory"),
 ], ids=["a gradient", "a view"])
 def test_what_a_copy_does_not_say_is_refused(function, why):
