@@ -1,9 +1,8 @@
 """Split a graph with loop markers into the prologue, the body and the epilogue of the loop over microbatches.
 
-Readers of a take are in the body, readers of collected values in the epilogue, everything else in the prologue. Each of the
-three has a part that waits for backward: calls that depend on a tangent. The body's two halves stay one joint graph,
-partitioned like any other; values pass between parts by node names. Calls without operands (zeros, masks) are copied into each
-part that reads them, where they are fused.
+Readers of a take are in the body, readers of collected values in the epilogue, all else in the prologue. Each part has calls
+that wait for backward: those that depend on a tangent. The body's halves stay one joint graph, partitioned like any other;
+values pass between parts by node names. Calls without operands (zeros, masks) are copied into each part that reads them.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
