@@ -140,13 +140,6 @@ class Options(BaseModel):
             raise ValueError("offloading saved activations needs a memory_budget: set one")
         return offload
 
-    @field_validator("microbatches")
-    @classmethod
-    def _without_budget(cls, microbatches: int, others: ValidationInfo) -> int:
-        if microbatches > 1 and others.data.get("memory_budget") is not None:
-            raise ValueError("memory_budget and microbatches cannot be combined yet: set only one")
-        return microbatches
-
     @field_validator("memory_budget", "offload")
     @classmethod
     def _without_stages(cls, value: Any, others: ValidationInfo) -> Any:

@@ -18,10 +18,10 @@ from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.lowering import Call, boxed
 from hpml_compiler.compile.program.loop_program import LoopProgram
-from hpml_compiler.compile.program.microbatch_autograd import MakesWhole, MicrobatchedStep, compile_in_microbatches
+from hpml_compiler.compile.program.microbatch_autograd import Keeps, MakesWhole, MicrobatchedStep, compile_in_microbatches
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
 from hpml_compiler.options import Options
-from hpml_compiler.planner.checkpointing.single_device_checkpointing import checkpoint_single_device
+from hpml_compiler.planner.checkpointing.single_device_checkpointing import checkpoint_single_device, keep_in_loop
 from hpml_compiler.planner.graph.graph_planning import solver_options
 from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.graph.microbatching import fitting_microbatches, joint_of_loss, microbatch_placement
@@ -32,9 +32,12 @@ from hpml_compiler.session import session
 from hpml_compiler.session.run_cluster import local_cluster
 from hpml_compiler.session.step_memory import step_context
 from passes import compat
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.graph.graph_signature import graph_inputs
+from passes.graph.loops.loop_parts import LoopSplit
 from passes.presets import annotate
 from passes.presets import one_device as prepare
 from passes.sharding.microbatch_axis import MicrobatchPlacement, replicated_decision
@@ -70,6 +73,7 @@ class SingleDeviceCompiler(GraphCompiler):
             self.sharing = step_context(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
         self.takes = RuntimeMetadata()
+        self.decided: CheckpointDecision | None = None
 
     def compile(self) -> Callable[..., Any]:
         check_supported(self.gm)
@@ -88,10 +92,10 @@ class SingleDeviceCompiler(GraphCompiler):
 
     def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
         self.takes = RuntimeMetadata(written=frozenset(compat.mutated_inputs(joint)))
-        if self.sharing is not None:
-            return self._within_budget(joint, self.sharing, forward_outputs)
         if self.microbatches > 1 and self._goes_through_microbatches(joint, forward_outputs):
             return None
+        if self.sharing is not None:
+            return self._within_budget(joint, self.sharing, forward_outputs)
         with self.doing("rewrite", "rewriting"):
             prepare(self.options.compiler)(joint)
             return self.halves(joint, inputs, forward_outputs, static_inputs)
@@ -110,8 +114,9 @@ class SingleDeviceCompiler(GraphCompiler):
             self.plan_later(found.unplanned, self.cluster)
 
     def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
-        """Under a budget, those by which `hpml plan` traces for one device."""
-        return None if self.sharing is not None and not self.lowering.inductor else super().decompositions()
+        """Under a budget alone, those by which `hpml plan` traces for one device."""
+        alone = self.sharing is not None and self.options.microbatches == 1
+        return None if alone and not self.lowering.inductor else super().decompositions()
 
     def backward_of(self, call: Call, gm: GraphModule) -> Call:
         return call
@@ -119,7 +124,10 @@ class SingleDeviceCompiler(GraphCompiler):
     def _within_budget(self, joint: GraphModule, sharing: StepContext, forward_outputs: int) -> Halves:
         traced = JointTrace(copy_graph(joint), self.described, forward_outputs, 0.0)
         with self.doing("solve", "deciding what is kept for backward"):
-            kept = checkpoint_single_device(joint, forward_outputs, sharing, self.cluster, self._pinned(traced))
+            pinned = None
+            if self.options.plan is not None:
+                pinned = self._pinned(annotate(copy_graph(joint), self.described, forward_outputs).hash())
+            kept = checkpoint_single_device(joint, forward_outputs, sharing, self.cluster, pinned)
         self.takes = replace(self.takes, budgeted=self.session.step.enter(sharing, sharing.whole, kept))
         unplanned = CheckpointingPlanSource(traced, self.options, kept)
         self.plan_later(unplanned, self.cluster)
@@ -133,7 +141,7 @@ class SingleDeviceCompiler(GraphCompiler):
         if found is None:
             return False
         self.program, times = found
-        unplanned = MicrobatchPlanSource(traced, self.options, times)
+        unplanned = MicrobatchPlanSource(traced, self.options, times, self.decided)
         self.plan_later(unplanned, self.cluster)
         self.earlier.note(found[0].cut, found[0].parts.saved, unplanned)
         return True
@@ -152,15 +160,30 @@ class SingleDeviceCompiler(GraphCompiler):
         if times is None:
             return None
         gradients = range(forward_outputs, len(returned_nodes(gm)))
+        keep = None if self.sharing is None else self._keep(annotated, self.sharing, forward_outputs, whole is not None)
         with self.doing("rewrite", "rewriting"):
             return compile_in_microbatches(gm, annotated, replicated_decision(annotated.graph), times, MeshGroups((), (), ()),
                                            self.options,
-                                           forward_outputs, gradients, whole), times
+                                           forward_outputs, gradients, whole, keep=keep), times
 
-    def _pinned(self, traced: JointTrace) -> CheckpointingPlan | None:
-        """What a plan for one device keeps, where there is one."""
+    def _keep(self, annotated: AnalyzedGraph, sharing: StepContext, forward_outputs: int, first: bool) -> Keeps:
+        """Decides what the loop's body saves. first: else gradients have arrived at other outputs, which comes too late to be
+        refused."""
+        graph_hash = annotated.hash() if first else ""
+
+        def keep(marked: GraphModule, loop: LoopSplit) -> CheckpointDecision:
+            pinned = self._pinned(graph_hash) if first else None
+            kept = keep_in_loop(marked, loop, self.microbatches, forward_outputs, sharing, self.cluster, pinned, strict=first)
+            if first:
+                self.decided = kept
+                self.takes = replace(self.takes, budgeted=self.session.step.enter(sharing, sharing.whole, kept))
+            return kept
+
+        return keep
+
+    def _pinned(self, graph_hash: str) -> CheckpointingPlan | None:
+        """What a plan for one device saves, where there is one."""
         given = self.options.load_plan()
         if given is None or given.world_size != 1 or not any(graph.kept for graph in given.graphs):
             return None
-        graph_hash = annotate(copy_graph(traced.gm), traced.inputs, traced.forward_outputs).hash()
         return given.check(graph_hash, torch.__version__, 1).kept

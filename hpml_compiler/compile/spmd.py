@@ -17,13 +17,14 @@ from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.lowering import Call
 from hpml_compiler.compile.program.loop_program import LoopProgram
-from hpml_compiler.compile.program.microbatch_autograd import MicrobatchedStep, compile_in_microbatches, microbatch_count
+from hpml_compiler.compile.program.microbatch_autograd import Keeps, MicrobatchedStep, compile_in_microbatches, microbatch_count
 from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, SessionEntry, held_by, placements_of
 from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runtime_wrapper
 from hpml_compiler.compile.wrapper.sharded_outputs import ShardedTangent, sharded_outputs_of, sharded_tangents_of
 from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
+from hpml_compiler.planner.checkpointing.checkpoint_problem import tape_of_body
 from hpml_compiler.planner.checkpointing.checkpointing_choice import with_checkpointing
 from hpml_compiler.planner.graph.graph_planning import PlanResult, solver_options
 from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
@@ -42,9 +43,12 @@ from hpml_compiler.session.run_cluster import local_cluster
 from hpml_compiler.session.run_monitor import monitor_of
 from hpml_compiler.session.step_memory import step_context
 from passes import compat
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.loops.loop_parts import LoopSplit
 from passes.hardware.mesh import mesh_from_pin
 from passes.presets import after_planning, building_storage_program
+from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.solver.work_limit import WorkLimit
 from passes.transforms.shard.hoist_batch_slice import Taken, batch_slices_of
 
@@ -170,13 +174,27 @@ class SpmdCompiler(GraphCompiler):
                                      self.options.optimizer_states)
 
         fitting = FittingSearch(self.options, cluster, finish, memory_model_in_time(times, loss_inside))
-        planned = self._plan(annotated, forward_outputs, fitting)
+        planned = self._plan(annotated, forward_outputs, fitting, times)
         with self.doing("rewrite", "rewriting"):
             runs = compile_in_microbatches(
                 gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options, forward_outputs,
-                self.inputs.kept_gradients(annotated, forward_outputs), step_us=planned.record.predicted.step_time_us)
+                self.inputs.kept_gradients(annotated, forward_outputs), step_us=planned.record.predicted.step_time_us,
+                keep=None if self.sharing is None else self._keep_in_loop(planned, self.sharing))
         say_plan(planned, annotated.graph.unruled)
         return runs
+
+    def _keep_in_loop(self, planned: PlanResult, sharing: StepContext) -> Keeps:
+        """Makes the tape of the loop's body, which saves what was planned."""
+        trial, kept = self.planner.trial(sharing), planned.kept
+        assert kept is not None, "under a budget, what is saved is planned"
+
+        def keep(marked: GraphModule, loop: LoopSplit) -> CheckpointDecision:
+            tape = trial.tape(planned, self.session.groups(planned.mesh))
+            building_storage_program(tape_of_body(marked, loop, tape))(loop.body)
+            self.budgeted = self.session.step.enter(sharing, trial.held(planned), kept)
+            return kept
+
+        return keep
 
     def _finish(self) -> None:
         """The record of the graph is whole now."""
@@ -214,11 +232,12 @@ class SpmdCompiler(GraphCompiler):
         self.draws = draws_random_numbers(gm)
         return annotated
 
-    def _plan(self, annotated: AnalyzedGraph, forward_outputs: int | None, fitting: FittingSearch | None = None) -> PlanResult:
-        """Plan the graph, the same on all ranks, and enter the plan in the session. fitting: see `RankPlanner`."""
+    def _plan(self, annotated: AnalyzedGraph, forward_outputs: int | None, fitting: FittingSearch | None = None,
+              times: MicrobatchPlacement | None = None) -> PlanResult:
+        """Plan the graph, the same on all ranks, and enter the plan in the session. fitting, times: see `RankPlanner`."""
         self.annotated = annotated
         self.planner = RankPlanner(annotated, self.inputs, self.options, self.sharing, forward_outputs, fitting=fitting,
-                                   allowance=self.allowance)
+                                   allowance=self.allowance, times=times)
         with compile_phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
             self.planned = planned = self.planner.agreed()
         self.holding.note(held_by(annotated, planned.decision))

@@ -10,21 +10,32 @@ import torch
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.checkpointing.checkpointing_choice import with_checkpointing
-from hpml_compiler.planner.checkpointing.single_device_checkpointing import checkpoint_single_device, plan_single_device
+from hpml_compiler.planner.checkpointing.single_device_checkpointing import (
+    checkpoint_single_device,
+    keep_in_loop,
+    plan_single_device,
+)
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
 from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext, replicated_memory
+from hpml_compiler.planner.graph.microbatch_estimate import in_time
+from hpml_compiler.planner.graph.microbatching import loop_of
 from hpml_compiler.planner.search.budget_trials import cached_or_new, plan_by_trials
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.search.fitting_search import memory_limit
 from hpml_compiler.planner.search.plan_cache import plan_cache_of
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.simulate.optimizer_transient import transient_of
 from passes import compat
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.hardware.cluster import Cluster
+from passes.sharding.microbatch_axis import MicrobatchPlacement, replicated_decision
 from passes.solver.work_limit import WorkLimit
 from passes.tracing.joint_trace import JointTrace
+from passes.transforms.shard.redistributor import MeshGroups
 
 
 @dataclass
@@ -43,21 +54,20 @@ class OfflineBudget:
     """Names of the parameters that the graphs so far had."""
 
     def plan(self, name: str, traced: JointTrace, annotated: AnalyzedGraph, fixed_mesh: Mapping[str, int] | None,
-             folded: FewLayerTrace | None = None) -> PlanResult:
+             folded: FewLayerTrace | None = None, times: MicrobatchPlacement | None = None) -> PlanResult:
         """traced: as it is before any pass; annotated: the same, ready to be planned. folded: of which deeper model it has a
-        few layers. Raises Infeasible, with the smallest budget that is known to work, and `DepthsDiffer` or `LayersDiffer`
-        where these layers do not stand for all."""
+        few layers. times: where it goes through its batch in microbatches. Raises Infeasible, with the smallest budget that is
+        known to work, and `DepthsDiffer` or `LayersDiffer` where these layers do not stand for all."""
         sharing = self.sharing(name, traced, annotated, folded)
         pinned = None if self.given is None else self.given.check(
             annotated.hash(), torch.__version__, self.cluster.world_size).kept
         within = self.allowance or WorkLimit(self.options.time_limit)
         if self.cluster.world_size == 1:
             held = sharing.whole
-            kept = checkpoint_single_device(copy_graph(traced.gm), traced.forward_outputs, sharing, self.cluster, pinned,
-                                            folded)
-            planned = plan_single_device(annotated, kept, sharing.options, self.cluster, name, folded)
+            kept = self._on_one_device(traced, annotated, sharing, pinned, folded, times)
+            planned = plan_single_device(annotated, kept, sharing.options, self.cluster, name, folded, times)
         else:
-            trial = self.trial(traced, annotated, sharing, folded)
+            trial = self.trial(traced, annotated, sharing, folded, times)
             plan = functools.partial(plan_graph, annotated, sharing.options, self.cluster, name=name, given=self.given,
                                      fixed_mesh=fixed_mesh)
             if folded is not None:
@@ -65,21 +75,33 @@ class OfflineBudget:
             if self.given is not None or folded is not None:
                 planned = plan_by_trials(plan, trial, within, pinned)
             else:
-                memory = plan_cache_of(annotated, sharing.options, self.cluster, None, fixed_mesh)
+                memory = plan_cache_of(annotated, sharing.options, self.cluster, None, fixed_mesh, times)
                 planned = cached_or_new(memory, plan, trial, within)
             assert planned.kept is not None, "it was tried out"
             kept, held = planned.kept, trial.held(planned)
             record = planned.record if folded is None else folded.of_all_layers(planned.record)
+            record = in_time(record, annotated, times, self.cluster, sharing.options)
             planned = replace(planned, record=with_checkpointing(record, kept, sharing.options))
         self.graphs[name] = replace(held, saved=kept.saved_bytes)
         return planned
 
-    def trial(self, traced: JointTrace, annotated: AnalyzedGraph, sharing: StepContext,
-              folded: FewLayerTrace | None = None) -> DryRun:
+    def _on_one_device(self, traced: JointTrace, annotated: AnalyzedGraph, sharing: StepContext,
+                       pinned: CheckpointingPlan | None,
+                       folded: FewLayerTrace | None, times: MicrobatchPlacement | None) -> CheckpointDecision:
+        if times is None:
+            return checkpoint_single_device(copy_graph(traced.gm), traced.forward_outputs, sharing, self.cluster, pinned,
+                                            folded)
+        gm = copy_graph(annotated.gm)
+        loop = loop_of(gm, annotated.graph, replicated_decision(annotated.graph), times, MeshGroups((), (), ()),
+                       traced.forward_outputs, range(traced.forward_outputs, len(returned_nodes(gm))), self.options.compiler)
+        return keep_in_loop(gm, loop, times.microbatches, traced.forward_outputs, sharing, self.cluster, pinned, folded)
+
+    def trial(self, traced: JointTrace, annotated: AnalyzedGraph, sharing: StepContext, folded: FewLayerTrace | None = None,
+              times: MicrobatchPlacement | None = None) -> DryRun:
         gradients = tuple(traced.forward_outputs + k for k, position in enumerate(annotated.interface.positions.values())
                           if position in traced.leaves)
         return DryRun(annotated, sharing.options, self.cluster, traced.forward_outputs, gradients,
-                      frozenset(compat.mutated_inputs(traced.gm)), sharing, self.cluster.device.kind, folded)
+                      frozenset(compat.mutated_inputs(traced.gm)), sharing, self.cluster.device.kind, folded, times)
 
     def sharing(self, name: str, traced: JointTrace, annotated: AnalyzedGraph,
                 folded: FewLayerTrace | None = None) -> StepContext:

@@ -21,7 +21,7 @@ from hpml_compiler.planner.graph.few_layer_trace import (
     with_few_layers,
 )
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph, solver_options
-from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
+from hpml_compiler.planner.graph.microbatch_estimate import in_time
 from hpml_compiler.planner.graph.microbatching import (
     fitting_microbatches,
     joint_of_loss,
@@ -42,7 +42,6 @@ from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_copy import copy_graph
 from passes.graph.graph_signature import input_position
 from passes.hardware.cluster import Cluster
-from passes.hardware.mesh import mesh_from_pin
 from passes.presets import annotate
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.grouping.layer_removal import without_layers
@@ -181,7 +180,8 @@ def _plan_whole(traces: TracedModel, options: Options, cluster: Cluster, given: 
         part = allowance.part(max(allowance.left_s, 0.0) / (len(traces.whole) - number))
         if budgeted is not None:
             budgeted.allowance = part
-            results.append(budgeted.plan(name, traces.traced[number], annotated, mesh))
+            times, _ = _in_time(annotated, options, part)
+            results.append(budgeted.plan(name, traces.traced[number], annotated, mesh, times=times))
         else:
             if given is not None:
                 given.check(annotated.hash(), torch.__version__, cluster.world_size)
@@ -191,7 +191,7 @@ def _plan_whole(traces: TracedModel, options: Options, cluster: Cluster, given: 
                 search = partial(plan, given=given, allowance=part)
             else:
                 search = partial(cached_or_new_within, plan_cache_of(annotated, options, cluster, None, mesh), plan, part)
-            finish = partial(_in_microbatches, annotated=annotated, times=times, options=options, cluster=cluster)
+            finish = lambda planned, of=annotated, times=times: in_time(planned.record, of, times, cluster, options)  # noqa: E731
             planned, record = FittingSearch(options, cluster, finish, lifetimes)(search)
             results.append(replace(planned, record=record))
     return results
@@ -206,7 +206,8 @@ def _plan_shortened(traces: TracedModel, options: Options, cluster: Cluster, all
         if options.memory_budget is not None:
             try:
                 budgeted = OfflineBudget(options, cluster, traces.trained, allowance=allowance)
-                return [budgeted.plan("graph_0", traces.few, annotated, None, folded)]
+                times, _ = _in_time(annotated, options, allowance)
+                return [budgeted.plan("graph_0", traces.few, annotated, None, folded, times)]
             except LayersDiffer:
                 log.info("of %d equal layers, %d were traced, which a rank does not run alike: all saved values are counted as "
                          "if none could be computed once more; with trace_all_layers=True it is decided what is kept",
@@ -217,8 +218,7 @@ def _plan_shortened(traces: TracedModel, options: Options, cluster: Cluster, all
                        further=folded.further)
 
         def finish(planned: PlanResult) -> GraphPlan:
-            whole = replace(planned, record=folded.of_all_layers(planned.record))
-            return _in_microbatches(whole, annotated, times, options, cluster)
+            return in_time(folded.of_all_layers(planned.record), annotated, times, cluster, options)
 
         search = partial(cached_or_new_within, memory, plan, allowance)
         planned, record = FittingSearch(options, cluster, finish, lifetimes)(search)
@@ -234,14 +234,6 @@ def _in_time(annotated: AnalyzedGraph, options: Options, allowance: WorkLimit) -
     count = _microbatches(annotated)
     times = None if count == 1 else microbatch_placement(annotated.graph, count, solver_options(options), allowance)
     return times, memory_model_in_time(times, loss_of(annotated.gm) is not None)
-
-
-def _in_microbatches(planned: PlanResult, annotated: AnalyzedGraph, times: MicrobatchPlacement | None, options: Options,
-                     cluster: Cluster) -> GraphPlan:
-    if times is None:
-        return planned.record
-    return with_microbatches(planned.record, annotated.graph, times, loss_of(annotated.gm) is not None,
-                             mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
 
 
 def _microbatches(annotated: AnalyzedGraph) -> int:

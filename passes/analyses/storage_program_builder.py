@@ -30,7 +30,7 @@ from passes.op_rules.recomputable import is_recomputable
 from passes.op_rules.rule_table import is_heavy, spec_of
 from passes.op_rules.view_names import VIEWS, view_name
 from passes.registry import register
-from passes.simulation.memory.storage_program import ProgramOp, Storage, StorageProgram
+from passes.simulation.memory.storage_program import Microbatches, ProgramOp, Storage, StorageProgram
 
 LEAST_OFFLOADED_BYTES = 4096
 INLINED_SHARE = 0.25
@@ -42,11 +42,12 @@ INLINED_SHARE = 0.25
 class BuildStorageProgram(AnalysisPass):
     """Writes `STORAGE_PROGRAM`. forward_outputs: how many of the outputs are forward's. prices: of the device; times are 0
     without. offload_us: what moving so many bytes out of the device's memory and back takes; None where that is not to be.
-    device: the type of what runs the graph, "" if that is where its tensors are, as they were traced.
-    fuses: whether what compiles the graph computes light operations in the kernels of their readers. written: positions of
-    the inputs that each call changes when forward is over: what was computed from one cannot be computed again. axis_of: number
-    of the mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists:
-    blocks of the graph that stand for `layers` layers, of each list of them (`passes.checkpointing.layer_folding`)."""
+    device: the type of what runs the graph, "" if that is where its tensors are, as they were traced. fuses: whether what
+    compiles the graph computes light operations in the kernels of their readers. written: positions, or names, of the inputs
+    that each call changes when forward is over: what was computed from one cannot be computed again. axis_of: number of the
+    mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists: blocks
+    of the graph that stand for `layers` layers, of each list of them (`passes.checkpointing.layer_folding`). microbatches: what
+    others of these hold meanwhile, where the graph is what each of them runs."""
 
     name = "build_storage_program"
     requires = (FLOPS,)
@@ -55,15 +56,16 @@ class BuildStorageProgram(AnalysisPass):
     forward_outputs: int = 0
     prices: Prices | None = None
     fuses: bool = True
-    written: frozenset[int] = frozenset()
+    written: frozenset[int | str] = frozenset()
     axis_of: FrozenMap[str, int] = FrozenMap()
     offload_us: Callable[[int], float] | None = None
     device: str = ""
     lists: tuple[tuple[str, ...], ...] = ()
     layers: int = 0
+    microbatches: Microbatches = Microbatches()
 
     def run(self, graph_module: GraphModule) -> None:
-        tape = _StorageProgramReader(graph_module, self).tape()
+        tape = replace(_StorageProgramReader(graph_module, self).tape(), microbatches=self.microbatches)
         write(STORAGE_PROGRAM, graph_module, fold_layers(tape, self.lists, self.layers) if self.lists else tape)
 
 
@@ -113,7 +115,7 @@ class _StorageProgramReader:
             self.storages.append(Storage(node.name, _nbytes(node.meta["val"]), None, "backward" if tangent else "forward"))
             self.bases.append(node.name)
             self.said.append("")
-            if input_position(node) in self.written:
+            if input_position(node) in self.written or node.name in self.written:
                 self.changed.add(self.number[where])
 
     def _call(self, node: Node) -> None:

@@ -21,7 +21,8 @@ its first read there on (in forward, with away[v] until its last read there). So
 solves, traces anew, and solves again. One binary for each storage and one variable for each op: orders smaller than a
 program with a variable for every op at every moment (Jain et al., "Checkmate", MLSys 2020).
 
-Where a layer stands for several, what it takes counts as often, and (3) has a row for the first of them and one for the last
+Where several microbatches are in flight, what is kept counts in (3) for each of the others, too. Where a layer stands for
+several, what it takes counts as often, and (3) has a row for the first of them and one for the last
 (`passes.simulation.memory.phase_timeline`): the program is as large for any depth.
 """
 from __future__ import annotations
@@ -152,9 +153,10 @@ def _forward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
 
     def held(position: int) -> Held:
         constant, terms = phase.workspace_bytes[position], {}
+        constant += _add_others(program, around, tape.microbatches.forward(), terms)
         for s, (start, nbytes) in others.items():  # of layers that are over
             if position >= start and s in program.keep:
-                terms[program.keep[s]] = nbytes
+                terms[program.keep[s]] = terms.get(program.keep[s], 0) + nbytes
             elif position >= start:
                 constant += nbytes
         for s, life in lives.items():
@@ -195,6 +197,8 @@ def _backward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]
     def held(position: int, last_layer: FoldedLayer | None) -> Held:
         over = {each for each, stretch in stretches.items() if position >= stretch.end or each == last_layer}
         constant, terms = phase.workspace_bytes[position] + returned + sum(stretches[each].made for each in over), {}
+        later = dict[pulp.LpVariable, int]()
+        constant += _add_others(program, around, tape.microbatches.backward(around.kept_bytes), later)
         for s, life in lives.items():
             if s not in program.keep and life.first <= position <= life.last:
                 constant += tape.storages[s].nbytes
@@ -214,6 +218,8 @@ def _backward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]
                 if not inlined and tape.repeatable(s):
                     again = program.again[tape.maker(s)]
                     terms[again] = terms.get(again, 0) + nbytes
+        for x, nbytes in later.items():
+            terms[x] = terms.get(x, 0) + nbytes
         return constant, terms
 
     yield from ((phase.nbytes[position], partial(held, position, last_layer)) for position, last_layer in _moments(phase))
@@ -228,12 +234,23 @@ def _moments(phase: PhaseTimeline) -> Iterator[tuple[int, FoldedLayer | None]]:
                 yield position, stretch.stand_in
 
 
+def _add_others(program: CheckpointILP, around: MemoryTrace, others: tuple[int, int], terms: dict[pulp.LpVariable, int]) -> int:
+    """What other microbatches hold: so many of them what is kept, which is added to the terms, and bytes of gradients."""
+    number, added_bytes = others
+    if number:
+        for v, x in program.keep.items():
+            terms[x] = terms.get(x, 0) + number * around.tape.bytes_of([v])
+    return added_bytes
+
+
 def _between_row(program: CheckpointILP, around: MemoryTrace) -> Row:
     """Saved storages are all in memory after forward."""
     tape = around.tape
     constant = tape.bytes_of(tape.returned) + tape.between_bytes
+    number = tape.microbatches.in_flight
     return around.between, lambda: (
-        constant, {x: tape.bytes_of([s]) for s, x in program.keep.items() if s not in tape.returned})
+        constant, {x: nbytes for s, x in program.keep.items()
+                   if (nbytes := (number - (s in tape.returned)) * tape.bytes_of([s]))})
 
 
 def _section(tape: StorageProgram, storage: int) -> tuple[int, int]:

@@ -13,7 +13,8 @@ def can_lower_peak(walk: MemoryTrace) -> frozenset[int]:
     """Storages whose saving, dropping or offloading may lower the peak."""
     for phase, look in (walk.forward, _in_forward), (walk.backward, _in_backward):
         if phase.order and max(phase.nbytes) == walk.peak:
-            return look(walk, phase.nbytes.index(walk.peak)) | _of_other_layers(walk)
+            found = look(walk, phase.nbytes.index(walk.peak)) | _of_other_layers(walk)
+            return found if walk.tape.microbatches.in_flight == 1 else found | walk.kept
     return walk.kept if walk.between == walk.peak else frozenset()
 
 

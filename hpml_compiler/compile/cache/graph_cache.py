@@ -43,9 +43,9 @@ from hpml_compiler.session.run_cluster import local_cluster
 from passes import compat
 from passes.errors import BadInput, HpmlError
 from passes.graph.fx_nodes import memory_of, returned_nodes
+from passes.graph.loops.loop_parts import LoopSplit
 from passes.serialization import restricted_pickle
 from passes.serialization.serialized_graph import TRACED_META, CannotSerialize, check, pack, unpack
-from passes.transforms.microbatch.loop_split import LoopSplit
 
 log = logging.getLogger("hpml")
 KINDS = (RuntimeMetadata, LoopProgram, PipelineProgram, LoopSplit, SingleRank, InnerShard)

@@ -15,8 +15,8 @@ import torch
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.single_device_checkpointing import plan_single_device
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
-from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
-from hpml_compiler.planner.graph.microbatching import joint_of_loss, loss_of
+from hpml_compiler.planner.graph.microbatch_estimate import in_time
+from hpml_compiler.planner.graph.microbatching import joint_of_loss
 from hpml_compiler.planner.pipeline.offline_pipeline import CutPlan
 from hpml_compiler.plans.schema import BlocksReport, GraphPlan
 from hpml_compiler.session.run_cluster import local_cluster
@@ -24,7 +24,6 @@ from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.graph_copy import copy_graph
 from passes.hardware.cluster import Cluster
-from passes.hardware.mesh import mesh_from_pin
 from passes.presets import annotate
 from passes.serialization.serialized_graph import unpack
 from passes.sharding.microbatch_axis import MicrobatchPlacement
@@ -57,18 +56,19 @@ class CheckpointingPlanSource(PlanSource):
 
 @dataclass(frozen=True)
 class MicrobatchPlanSource(PlanSource):
-    """On one device, in microbatches."""
+    """On one device, in microbatches. kept: under a budget, what each of them saves."""
 
     times: MicrobatchPlacement
+    kept: CheckpointDecision | None = None
 
     def plan(self, name: str) -> GraphPlan:
         joint = joint_of_loss(self.traced.gm)
         annotated = annotate(joint, self.traced.inputs, self.traced.forward_outputs, self.times.microbatches)
         options = self.options.model_copy(update={"mesh": None})
         cluster = local_cluster(options, 1)
-        planned = plan_graph(annotated, options, cluster, name=name)
-        return with_microbatches(planned.record, annotated.graph, self.times, loss_of(joint) is not None,
-                                 mesh_from_pin(planned.mesh, cluster), options.optimizer_states)
+        if self.kept is not None:
+            return plan_single_device(annotated, self.kept, options, cluster, name, times=self.times).record
+        return in_time(plan_graph(annotated, options, cluster, name=name).record, annotated, self.times, cluster, options)
 
 
 @dataclass(frozen=True)

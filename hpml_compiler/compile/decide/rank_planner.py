@@ -29,6 +29,7 @@ from passes import compat
 from passes.errors import BadInput
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.hardware.cluster import Cluster
+from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
@@ -37,14 +38,14 @@ log = logging.getLogger("hpml")
 class RankPlanner:
     """Of one graph. sharing: what it shares with the others of its step, under a budget. cluster: what it is planned for, if
     that is not all devices. fitting: without a budget, searches until an answer fits; None: what a graph of all devices takes,
-    and for another cluster the first answer. allowance: for all of its planning. structure: what later graphs find the plan by,
-    on rank 0, once it is made."""
+    and for another cluster the first answer. times: where the graph goes through its batch in microbatches. allowance: for all
+    of its planning. structure: what later graphs find the plan by, on rank 0, once it is made."""
 
     def __init__(self, annotated: AnalyzedGraph, inputs: GraphInputs, options: Options, sharing: StepContext | None,
                  forward_outputs: int | None, cluster: Cluster | None = None, fitting: FittingSearch | None = None,
-                 allowance: WorkLimit | None = None):
+                 allowance: WorkLimit | None = None, times: MicrobatchPlacement | None = None):
         self.annotated, self.inputs, self.options, self.sharing = annotated, inputs, options, sharing
-        self.forward_outputs, self.structure = forward_outputs, ""
+        self.forward_outputs, self.times, self.structure = forward_outputs, times, ""
         self.allowance = allowance or WorkLimit(options.time_limit)
         self.session = session.current()
         everything = local_cluster(options, dist.get_world_size())
@@ -64,7 +65,8 @@ class RankPlanner:
     def trial(self, sharing: StepContext) -> DryRun:
         assert self.forward_outputs is not None, "what is kept is kept for backward"
         return DryRun(self.annotated, self.options, self.cluster, self.forward_outputs,
-                      self.inputs.kept_gradients(self.annotated, self.forward_outputs), frozenset(self.inputs.written), sharing)
+                      self.inputs.kept_gradients(self.annotated, self.forward_outputs), frozenset(self.inputs.written), sharing,
+                      times=self.times)
 
     def _look(self) -> None:
         """Before the first plan, all ranks measure a little where there is no profile."""
@@ -91,12 +93,12 @@ class RankPlanner:
             given=given, like=like, quick=quick)
         memory = None
         if given is None and like is None:
-            memory = plan_cache_of(annotated, options, self.cluster, quick, mesh, sorted(rows))
+            memory = plan_cache_of(annotated, options, self.cluster, quick, mesh, sorted(rows), self.times)
         if self.sharing is not None and self.forward_outputs is not None:
             trial = self.trial(self.sharing)
             planned = plan_by_trials(plan, trial, within, pinned) if memory is None else cached_or_new(memory, plan, trial,
                                                                                                        within)
-            record = planned.record
+            record = planned.record if self.fitting is None else self.fitting.finish(planned)
         else:
             search = functools.partial(plan, allowance=within)
             if memory is not None:

@@ -12,13 +12,13 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.lower.compile_lock import CompileJob, Prefetch, compile_in_order, job_key
 from hpml_compiler.compile.lower.compile_timer import part, tell
+from hpml_compiler.compile.lower.halves import cut_as_kept, drop_unused
 from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.regional_compile import RegionalCall
 from hpml_compiler.plans.schema import BlocksReport
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.fx_nodes import on_cpus, returned_nodes
-from passes.presets import rematerializing
 from passes.serialization.serialized_graph import bare
 from passes.transforms.comm.prefetch_all_gather import starts_ahead
 
@@ -54,15 +54,6 @@ def values_of(gm: GraphModule) -> list[Any]:
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
 
 
-def drop_unused(half: GraphModule, other: str) -> None:
-    """Take out what belongs to the other half, by its tag, and is not read here. The partitioner copies what needs no inputs
-    into both halves, and elimination of dead code leaves random numbers: they would be drawn twice."""
-    for node in reversed(half.graph.nodes):
-        if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == other:
-            half.graph.erase_node(node)
-    half.recompile()
-
-
 Call = Callable[[list[Any]], Any]
 
 
@@ -89,15 +80,10 @@ class Lowering:
         """Backward, until forward is compiled."""
 
     def cut(self, joint: GraphModule, kept: CheckpointDecision, forward_outputs: int, folder: str = "") -> Any:
-        """Forward and backward of a joint graph, with its tape, of which it was decided what is kept. folder: for what is
-        offloaded."""
+        """As `cut_as_kept`, of what this lowers."""
         self.forward_outputs = forward_outputs
         self.count_bytes()
-        rematerializing(kept, folder)(joint)
-        forward, backward = compat.split_by_tags(joint, forward_outputs)
-        drop_unused(forward, "is_backward")
-        drop_unused(backward, "is_forward")
-        return forward, backward
+        return cut_as_kept(joint, kept, forward_outputs, folder)
 
     def count_bytes(self) -> None:
         """In blocks, and with memory that is held on to, what is held at a time would be other than was counted."""

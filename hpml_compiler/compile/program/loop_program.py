@@ -13,15 +13,17 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from hpml_compiler.compile.lower.halves import cut_as_kept
 from hpml_compiler.compile.lower.lowering import values_of
 from hpml_compiler.compile.program.rerun import rerun_state_of, saved_for_rerun
 from hpml_compiler.planner.graph.microbatching import loss_of
 from hpml_compiler.runtime.program.fused_forward_backward import RerunState
 from hpml_compiler.runtime.program.microbatch_loop import saved_for_backward
 from passes import compat
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.fx_nodes import returned_nodes
-from passes.presets import around_loop, in_loop
-from passes.transforms.microbatch.loop_split import PrologueEpilogue, split_at_markers
+from passes.graph.loops.loop_parts import LoopSplit, PrologueEpilogue
+from passes.presets import around_loop
 
 
 @dataclass(frozen=True)
@@ -61,26 +63,28 @@ class StepInterface:
 
 @dataclass(frozen=True)
 class LoopProgram:
-    """halves: forward and backward of one microbatch. saved: names of what the first hands to the second, in its order."""
+    """halves: forward and backward of one microbatch. saved: names of what the first hands to the second, in its order.
+    counted: whether a budget decided what that is, so that compiled code may hold no more than was counted."""
 
     parts: StepInterface
     halves: tuple[GraphModule, GraphModule]
     saved: tuple[str, ...]
+    counted: bool = False
 
 
-def split_loop_body(marked: GraphModule, compiler: str, microbatches: int, forward_outputs: int, written: Container[int],
-                    others: bool) -> LoopProgram:
-    """See `StepInterface.of`."""
-    loop = split_at_markers(marked)
-    in_loop(compiler, len(loop.forward))(loop.body)
-    # The one that saves little, with either compiler: saved values are what microbatches are for.
-    halves = compat.min_cut_partition(loop.body, values_of(loop.body), len(loop.forward), None)
+def split_loop_body(marked: GraphModule, loop: LoopSplit, microbatches: int, forward_outputs: int, written: Container[int],
+                    others: bool, kept: CheckpointDecision | None = None, folder: str = "") -> LoopProgram:
+    """See `StepInterface.of`. kept: what a budget saves of the body, which has its tape. folder: for what is offloaded."""
+    if kept is None:
+        # The one that saves little, with either compiler: saved values are what microbatches are for.
+        halves = compat.min_cut_partition(loop.body, values_of(loop.body), len(loop.forward), None)
+    else:
+        halves = cut_as_kept(loop.body, kept, len(loop.forward), folder)
     saved = [node for node in returned_nodes(halves[0])[len(loop.forward):] if node is not None]
-    parts = StepInterface.of(marked, compile_around_loop(loop.around(), compiler), microbatches, forward_outputs, written,
-                             others,
+    parts = StepInterface.of(marked, loop.around(), microbatches, forward_outputs, written, others,
                              [node.meta["val"] for node in saved] * microbatches)
     # By names, since lowering may put other nodes in their places.
-    return LoopProgram(parts, halves, tuple(node.name for node in saved))
+    return LoopProgram(parts, halves, tuple(node.name for node in saved), kept is not None)
 
 
 def compile_around_loop(loop: PrologueEpilogue, compiler: str) -> PrologueEpilogue:

@@ -24,7 +24,7 @@ from hpml_compiler.compile.lower.lowering import lowering_of_part, mark_boxed
 from hpml_compiler.compile.program.loop_program import LoopProgram, StepInterface, split_loop_body
 from hpml_compiler.compile.program.rerun import compiled_rerun
 from hpml_compiler.options import Options
-from hpml_compiler.planner.graph.microbatching import fitting_microbatches
+from hpml_compiler.planner.graph.microbatching import fitting_microbatches, loop_of
 from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.program.fused_forward_backward import FusedForwardBackward
 from hpml_compiler.runtime.program.microbatch_loop import (
@@ -36,11 +36,11 @@ from hpml_compiler.runtime.program.microbatch_loop import (
     numbers_last,
 )
 from passes import compat
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import Decision
-from passes.presets import to_microbatches
-from passes.sharding.microbatch_axis import MicrobatchPlacement, with_time_axis
-from passes.transforms.microbatch.loop_split import GraphFragment
+from passes.graph.loops.loop_parts import GraphFragment, LoopSplit
+from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.transforms.shard.redistributor import MeshGroups
 
 
@@ -50,6 +50,7 @@ def whole_schedule(*_values: Any) -> Any:
 
 
 MakesWhole = Callable[[], "MicrobatchAutograd | None"]
+Keeps = Callable[[GraphModule, LoopSplit], CheckpointDecision]
 
 
 class MicrobatchAutograd(abc.ABC):
@@ -113,6 +114,9 @@ class MicrobatchedStep(MicrobatchAutograd):
         super().__init__(options, cut.parts, whole, shares)
         self.cut, self.lowering = cut, lowering_of_part(options.compiler, shares, options.compile_blocks)
         self.lowering.step_us = step_us / cut.parts.microbatches  # a segment is called for each of them
+        if cut.counted:
+            self.lowering.count_bytes()
+            self.around.count_bytes()
 
     def schedule(self) -> MicrobatchLoop:
         (forward, backward), loop = self.cut.halves, self.parts.loop
@@ -159,11 +163,13 @@ def microbatch_count(inputs: GraphInputs, options: Options) -> int:
 def compile_in_microbatches(gm: GraphModule, annotated: AnalyzedGraph, decision: Decision, times: MicrobatchPlacement,
                             groups: MeshGroups,
                             options: Options, forward_outputs: int, kept_gradients: Sequence[int],
-                            whole: MakesWhole | None = None, step_us: float = 0.0) -> MicrobatchedStep:
+                            whole: MakesWhole | None = None, step_us: float = 0.0,
+                            keep: Keeps | None = None) -> MicrobatchedStep:
     """From an annotated graph, and what was decided over devices and in time, to what runs. whole, step_us: see
-    `MicrobatchedStep`."""
-    decision, written = with_time_axis(decision, annotated.graph, times), compat.mutated_inputs(gm)
-    to_microbatches(decision, groups.with_time(times.microbatches), forward_outputs, kept_gradients,
-                    options.compiler == "inductor")(gm)
-    cut = split_loop_body(gm, options.compiler, times.microbatches, forward_outputs, written, whole is not None)
+    `MicrobatchedStep`. keep: under a budget, makes the tape of the loop's body, and says what that saves."""
+    written = compat.mutated_inputs(gm)
+    loop = loop_of(gm, annotated.graph, decision, times, groups, forward_outputs, kept_gradients, options.compiler)
+    kept = None if keep is None else keep(gm, loop)
+    cut = split_loop_body(gm, loop, times.microbatches, forward_outputs, written, whole is not None, kept,
+                          options.offload_folder or "")
     return MicrobatchedStep(options, cut, whole, step_us)

@@ -21,8 +21,9 @@ from hpml_compiler.session import session
 from hpml_compiler.session.run_cluster import local_cluster
 from passes.errors import BadInput
 from passes.graph.graph_signature import GraphSignature
+from passes.graph.loops.loop_parts import LoopInput
 from passes.pipeline.find_stages import TooFewBlocks
-from passes.transforms.microbatch.loop_split import LoopInput, split_at_markers
+from passes.transforms.microbatch.loop_split import split_at_markers
 
 log = logging.getLogger("hpml")
 

@@ -15,9 +15,10 @@ from torch.fx import GraphModule, Node
 from hpml_compiler.planner.pipeline.stage_halves import StagedBody
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_signature import GraphSignature
+from passes.graph.loops.loop_parts import PrologueEpilogue
 from passes.op_rules.recomputable import is_recomputable
 from passes.pipeline.pipeline_schedule import PipelineSchedule
-from passes.transforms.microbatch.loop_split import PrologueEpilogue, restricted
+from passes.transforms.microbatch.loop_split import restricted
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def cached_checkpointing(joint: GraphModule, room: BudgetShare, options: Options
 
 def _key(joint: GraphModule, room: BudgetShare, options: Options, strict: bool) -> str:
     tape = read(STORAGE_PROGRAM, joint)
-    parts = tape.runs, tape.storages, sorted(tape.returned), sorted(tape.gradients), tape.stand_ins, tape.early
+    parts = (tape.runs, tape.storages, sorted(tape.returned), sorted(tape.gradients), tape.stand_ins, tape.early,
+             tape.microbatches)
     asked = room.left, round(room.after), round(room.between), strict, options.model_copy(update={"plan": None}).to_json()
     return plan_database.digest_of(["kept", parts, asked, torch.__version__, plan_database.planners_code()])
 

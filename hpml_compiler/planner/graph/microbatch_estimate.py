@@ -3,13 +3,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.microbatching import loss_of
 from hpml_compiler.plans.pipeline_records import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan, MemoryBytes, PredictedCost
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.placement_graph import PlacementGraph
-from passes.hardware.mesh import Mesh
+from passes.hardware.cluster import Cluster
+from passes.hardware.mesh import Mesh, mesh_from_pin
 from passes.op_rules.base import REPLICATE, format_placement
 from passes.sharding.microbatch_axis import AFTER, MicrobatchPlacement
 from passes.simulation.step_graph import StepGraph
@@ -28,6 +32,15 @@ def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: Microbatc
     return record.model_copy(update={
         "solver": record.solver.of_another(), "predicted": _predicted(record, step, said.count),
         "memory": _memory(record, step)})
+
+
+def in_time(record: GraphPlan, annotated: AnalyzedGraph, times: MicrobatchPlacement | None, cluster: Cluster,
+            options: Options) -> GraphPlan:
+    """The same for a graph that may go through its batch in microbatches: times is None where it does not."""
+    if times is None:
+        return record
+    return with_microbatches(record, annotated.graph, times, loss_of(annotated.gm) is not None,
+                             mesh_from_pin(record.mesh, cluster), options.optimizer_states)
 
 
 def microbatch_plan(record: GraphPlan, graph: PlacementGraph, times: MicrobatchPlacement, loss_inside: bool) -> MicrobatchPlan:

@@ -10,13 +10,18 @@ from torch.fx import GraphModule
 
 from passes.analyses.cross_sample_ops import mixing_operations
 from passes.analyses.microbatch_dims import common_rows, most_that_fit
+from passes.graph.decision import Decision
 from passes.graph.graph_copy import copy_graph
+from passes.graph.loops.loop_parts import LoopSplit
 from passes.graph.placement_graph import PlacementGraph
-from passes.sharding.microbatch_axis import MicrobatchPlacement, solve_time_axis
+from passes.presets import around_loop, in_loop, to_microbatches
+from passes.sharding.microbatch_axis import MicrobatchPlacement, solve_time_axis, with_time_axis
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import WorkLimit
 from passes.transforms.cleanup.drop_tangents import DropTangents
+from passes.transforms.microbatch.loop_split import split_at_markers
+from passes.transforms.shard.redistributor import MeshGroups
 
 log = logging.getLogger("hpml")
 LEAST_SHARE = 0.5
@@ -40,6 +45,22 @@ def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: Solve
         return None
     log.info("%d microbatches, with %.1f %% of the work on rows in their loop", microbatches, 100 * times.share)
     return times
+
+
+def loop_of(gm: GraphModule, graph: PlacementGraph, decision: Decision, times: MicrobatchPlacement, groups: MeshGroups,
+            forward_outputs: int,
+            kept_gradients: Sequence[int], compiler: str) -> LoopSplit:
+    """The loop over microbatches, cut out of an annotated graph, which gets its markers; all parts ready to be compiled, or to
+    be cut into forward and backward. decision: over devices, with these groups."""
+    to_microbatches(with_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
+                    kept_gradients,
+                    compiler == "inductor")(gm)
+    loop = split_at_markers(gm)
+    in_loop(compiler, len(loop.forward))(loop.body)
+    for segment in (*loop.before, *loop.after):
+        if segment.gm is not None:
+            around_loop(compiler)(segment.gm)
+    return loop
 
 
 def memory_model_in_time(times: MicrobatchPlacement | None, loss_inside: bool) -> MemoryModel:

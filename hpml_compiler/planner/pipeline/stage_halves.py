@@ -17,12 +17,12 @@ from passes.annotations import read
 from passes.errors import BadInput, HpmlError
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
+from passes.graph.loops.loop_parts import LoopInput, LoopSplit
 from passes.graph.placement_graph import InputKind
 from passes.hardware.device import Device
 from passes.op_rules.recomputable import uses_rng
 from passes.pipeline.stage_assignment import STAGES, StageAssignment
 from passes.presets import adopting_stages, analyzing_stage_body, finding_stages, one_stage
-from passes.transforms.microbatch.loop_split import LoopInput, LoopSplit
 from passes.transforms.pipeline.backward_split import split_backward
 from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
 

@@ -73,5 +73,6 @@ def plan_as_pinned(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
 
 def _placed(plan: Callable[..., PlanResult], trial: DryRun, lifetimes: MemoryModel, budget_bytes: float, allowance: WorkLimit,
             ) -> PlanResult:
-    lifetimes = replace(lifetimes, made=trial.sharing.making.at_once)
+    share = None if lifetimes.saved_share is None else lifetimes.saved_share * trial.saved_part
+    lifetimes = replace(lifetimes, saved_share=share, made=trial.sharing.making.at_once)
     return plan(lifetimes=lifetimes, budget_bytes=budget_bytes, allowance=allowance)

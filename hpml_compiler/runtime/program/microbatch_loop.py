@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from passes.graph.loops.loop_order import AFTER, BACKWARD, BEFORE, FORWARD, loop_parts, read_later
+from passes.graph.loops.loop_parts import GraphFragment, LoopInput, LoopOutput, PrologueEpilogue
 from passes.transforms.microbatch.loop_markers import place_of, taken
-from passes.transforms.microbatch.loop_split import GraphFragment, LoopInput, LoopOutput, PrologueEpilogue
 
 Call = Callable[[list[Any]], Any]
 Values = dict[str, torch.Tensor]
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Collector:
             place = place_of(self.total, rows.apart, rows.dim, number)
             place.copy_(part.reshape(place.shape))
         elif self.total is None:
-            self.total = part.float() if part.dtype in HALF else part  # many small terms, in the precision of few bits
+            self.total = part.to(self.what.dtype)
         elif self.in_place:
             self.total.add_(part)
         else:
@@ -64,17 +64,26 @@ class MicrobatchLoop:
 
     def __init__(self, loop: PrologueEpilogue, calls: LoopCalls, microbatches: int):
         self.loop, self.calls, self.microbatches = loop, calls, microbatches
+        self.made = frozenset(name for part in loop_parts(loop, True) for name in part.makes)
+        self.later = {at_once: read_later(loop, at_once) for at_once in (True, False)}
 
     @property
     def parts(self) -> list[int]:
         """How many values `all_forward` returns in each of its lists."""
         return [len(self.calls.saved)] * self.microbatches
 
-    def segment(self, half: int, when: str, values: Values) -> None:
+    def segment(self, half: int, when: str, values: Values, at_once: bool = False) -> None:
         part: GraphFragment = getattr(self.loop, when)[half]
         call = getattr(self.calls, when)[half]
         if call is not None:
             values.update(zip(part.makes, call([values[name] for name in part.reads]), strict=True))
+            self.let_go((BEFORE if when == "before" else AFTER)[half], values, at_once)
+
+    def let_go(self, part: str, values: Values, at_once: bool) -> None:
+        """Of what is not read after this part of the loop."""
+        later = self.later[at_once][part]
+        for name in [name for name in values if name in self.made and name not in later]:
+            del values[name]
 
     def reads(self, reads: Iterable[LoopInput], values: Mapping[str, torch.Tensor], number: int) -> list[torch.Tensor]:
         return [values[r.name] if r.rows is None else
@@ -107,14 +116,15 @@ class MicrobatchLoop:
     def at_once(self, values: Values) -> None:
         """The whole step: forward and backward of one microbatch after the other."""
         for half in (0, 1):
-            self.segment(half, "before", values)
+            self.segment(half, "before", values, at_once=True)
         made, gradients = self.collectors(self.loop.forward, False), self.collectors(self.loop.backward, True)
         for number in range(self.microbatches):
             self.backward(self.forward(values, number, made), values, number, gradients)
         self.collect(made, values)
         self.collect(gradients, values)
+        self.let_go(BACKWARD, values, at_once=True)
         for half in (0, 1):
-            self.segment(half, "after", values)
+            self.segment(half, "after", values, at_once=True)
 
     def all_forward(self, values: Values, saves: bool = True) -> list[list[torch.Tensor]]:
         """Forward of all microbatches; returns what each saves, unless nothing is to be saved."""
@@ -124,6 +134,7 @@ class MicrobatchLoop:
             own = self.forward(values, number, made)
             saved += [own] if saves else []
         self.collect(made, values)
+        self.let_go(FORWARD, values, at_once=False)
         self.segment(0, "after", values)
         return saved
 
@@ -134,6 +145,7 @@ class MicrobatchLoop:
             own, saved[number] = saved[number], []
             self.backward(own, values, number, gradients)
         self.collect(gradients, values)
+        self.let_go(BACKWARD, values, at_once=False)
         self.segment(1, "after", values)
 
     def results(self, values: Mapping[str, torch.Tensor], names: Iterable[str | None]) -> list[torch.Tensor | None]:

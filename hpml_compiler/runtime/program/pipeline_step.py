@@ -16,9 +16,10 @@ from hpml_compiler.runtime.program.microbatch_loop import Collector, LoopCalls, 
 from hpml_compiler.runtime.program.p2p import P2P, StageFailure
 from hpml_compiler.runtime.program.stage_executor import StageCallables, StageExecutor
 from hpml_compiler.runtime.watchdog.attribution import is_distributed
+from passes.graph.loops.loop_order import BACKWARD, FORWARD
+from passes.graph.loops.loop_parts import LoopInput, LoopOutput, PrologueEpilogue
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.transforms.microbatch.loop_markers import taken
-from passes.transforms.microbatch.loop_split import LoopInput, LoopOutput, PrologueEpilogue
 
 FORWARD_KINDS = ("forward", "send_forward", "receive_forward")
 
@@ -58,8 +59,9 @@ class PipelineLoop(MicrobatchLoop):
         self.messages.agree(self._run(values, made).run(failed=failed))
         self._finish("forward", made, values)
         self._finish("backward", made, values)
+        self.let_go(BACKWARD, values, at_once=True)
         for half in (0, 1):
-            self.segment(half, "after", values)
+            self.segment(half, "after", values, at_once=True)
         self._note_elsewhere(values)
 
     def all_forward(self, values: Values, saves: bool = True) -> list[list[torch.Tensor]]:
@@ -70,6 +72,7 @@ class PipelineLoop(MicrobatchLoop):
         actions = self.table.actions[self.rank]
         self.messages.agree(run.run([action for action in actions if action.kind in FORWARD_KINDS], failed))
         self._finish("forward", made, values)
+        self.let_go(FORWARD, values, at_once=False)
         self.segment(0, "after", values)
         return [[run.known[stage, number][name] for name in calls.saved]
                 for stage, calls in self.stages.items() for number in range(self.microbatches)] if saves else []
@@ -85,6 +88,7 @@ class PipelineLoop(MicrobatchLoop):
         actions = self.table.actions[self.rank]
         self.messages.agree(run.run([action for action in actions if action.kind not in FORWARD_KINDS], failed))
         self._finish("backward", made, values)
+        self.let_go(BACKWARD, values, at_once=False)
         self.segment(1, "after", values)
         self._note_elsewhere(values)
 
@@ -103,7 +107,7 @@ class PipelineLoop(MicrobatchLoop):
             counts = begun(collectives)
             try:
                 if failed is None:
-                    self.segment(half, "before", values)
+                    self.segment(half, "before", values, at_once=len(halves) == 2)
             except Exception as error:
                 if is_distributed(error):
                     raise

@@ -65,7 +65,8 @@ def _parts(walk: MemoryTrace, phase: PhaseTimeline, position: int) -> dict[str, 
     for storage in phase.alive(position):
         found[_part(walk, storage, phase is walk.backward)] += walk.tape.storages[storage].nbytes
     before, after = phase.others(position)
-    found["saved"] += before
+    found["saved"] += before + phase.others_saved
+    found["gradients"] += phase.others_added
     found["gradients" if phase is walk.backward else "saved"] += after
     found["transient"] += phase.workspace_bytes[position]
     return {part: nbytes for part, nbytes in found.items() if nbytes}

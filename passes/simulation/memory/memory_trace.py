@@ -34,12 +34,22 @@ class MemoryTrace:
 
     @cached_property
     def forward(self) -> PhaseTimeline:
-        return _phase(self.tape, forward_order(self.tape, self.kept), frozenset(), self._handed_on, self.offloaded)
+        return _phase(self.tape, forward_order(self.tape, self.kept), frozenset(), self._handed_on, self.offloaded,
+                      self._others(*self.tape.microbatches.forward()))
 
     @cached_property
     def backward(self) -> PhaseTimeline:
         held = self.tape.returned | self.tape.gradients
-        return _phase(self.tape, self.backward_order, self._handed_on, held, self.offloaded)
+        return _phase(self.tape, self.backward_order, self._handed_on, held, self.offloaded,
+                      self._others(*self.tape.microbatches.backward(self.kept_bytes)))
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Of what is kept in memory by one microbatch."""
+        return self.tape.bytes_of(self.kept - self.offloaded)
+
+    def _others(self, number: int, added_bytes: int) -> tuple[int, int]:
+        return number * self.kept_bytes, added_bytes
 
     @property
     def _handed_on(self) -> frozenset[int]:
@@ -54,7 +64,8 @@ class MemoryTrace:
     @cached_property
     def between(self) -> int:
         """Bytes held when forward is over, by others too."""
-        return self.tape.bytes_of(self._handed_on) + self.tape.between_bytes
+        others = (self.tape.microbatches.in_flight - 1) * self.kept_bytes
+        return self.tape.bytes_of(self._handed_on) + others + self.tape.between_bytes
 
     @cached_property
     def after(self) -> int:
@@ -136,10 +147,11 @@ def _bring(tape: StorageProgram, storage: int, there: set[int], order: list[int]
             there.update(tape.runs[maker].makes)
 
 
-def _phase(tape: StorageProgram, order: Sequence[int], start: frozenset[int], held: frozenset[int],
-           offloaded: frozenset[int]) -> PhaseTimeline:
+def _phase(tape: StorageProgram, order: Sequence[int], start: frozenset[int], held: frozenset[int], offloaded: frozenset[int],
+           others: tuple[int, int]) -> PhaseTimeline:
     """start: storages that are there before; held: that are there afterwards, if they are made or there before. offloaded:
-    that are copied to elsewhere when they are made, or from there when they are first read."""
+    that are copied to elsewhere when they are made, or from there when they are first read. others: bytes that other
+    microbatches have saved, and of gradients."""
     runs = [tape.runs[k if k >= 0 else -1 - k] for k in order]
     touched = _touched(tape, order, runs, start | held | offloaded)
     last = {s: position for position, found in enumerate(touched) for s in found}
@@ -157,7 +169,7 @@ def _phase(tape: StorageProgram, order: Sequence[int], start: frozenset[int], he
     if tape.stand_ins:
         _through_layers(PhaseTimeline(tape, tuple(order), ()), lives)
     _reuse(tape, runs, lives, offloaded)
-    return PhaseTimeline(tape, tuple(order), tuple(lives.values()))
+    return PhaseTimeline(tape, tuple(order), tuple(lives.values()), *others)
 
 
 def _through_layers(phase: PhaseTimeline, lives: dict[int, StorageLifetime]) -> None:

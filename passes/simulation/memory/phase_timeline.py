@@ -38,11 +38,14 @@ class FoldedSpan:
 
 @dataclass(frozen=True)
 class PhaseTimeline:
-    """order: numbers of runs; -1 - number for one of forward that backward runs once more. lives: of what takes memory."""
+    """order: numbers of runs; -1 - number for one of forward that backward runs once more. lives: of what takes memory.
+    others_saved, others_added: bytes that other microbatches have saved, and of the gradients that they have made."""
 
     tape: StorageProgram
     order: tuple[int, ...]
     lives: tuple[StorageLifetime, ...]
+    others_saved: int = 0
+    others_added: int = 0
 
     @cached_property
     def nbytes(self) -> tuple[int, ...]:
@@ -71,7 +74,7 @@ class PhaseTimeline:
     @cached_property
     def alone(self) -> tuple[int, ...]:
         """Held while each run runs, if each layer stood for itself alone."""
-        change = [0] * (len(self.order) + 2)
+        change = [self.others_saved + self.others_added] + [0] * (len(self.order) + 1)
         for life in self.lives:
             size = self.tape.storages[life.storage].nbytes
             change[max(life.first, 0)] += size

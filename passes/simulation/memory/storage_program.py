@@ -70,6 +70,27 @@ class FoldedLayer:
         return *range(*self.forward), *range(*self.backward)
 
 
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """What others hold while one microbatch runs, where the tape is what each of them runs. in_flight: how many have run
+    forward and not backward, at most; each holds what is kept. added_bytes: of gradients that are added up, from the second
+    backward on. drains: all run forward before the first runs backward, so that fewer are in flight with each gradient."""
+
+    in_flight: int = 1
+    added_bytes: int = 0
+    drains: bool = False
+
+    def forward(self) -> tuple[int, int]:
+        """How many others hold what is kept, and bytes of gradients."""
+        return self.in_flight - 1, 0 if self.drains else self.added_bytes
+
+    def backward(self, kept_bytes: int) -> tuple[int, int]:
+        """The same, where that is most. kept_bytes: of one microbatch."""
+        if self.drains and self.added_bytes > kept_bytes:
+            return max(self.in_flight - 2, 0), self.added_bytes
+        return self.in_flight - 1, 0 if self.drains else self.added_bytes
+
+
 @dataclass(frozen=True)
 class StorageProgram:
     """runs: in the order of the graph. returned: storages of forward's outputs, which its caller may hold until backward
@@ -86,6 +107,7 @@ class StorageProgram:
     after_bytes: int = 0
     stand_ins: tuple[FoldedLayer, ...] = ()
     early: tuple[tuple[int, int | None], ...] = ()
+    microbatches: Microbatches = Microbatches()
 
     @cached_property
     def stand_in_of(self) -> tuple[FoldedLayer | None, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, fields
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -20,6 +19,7 @@ from passes.compat import fake_mode_of
 from passes.errors import HpmlError
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, memory_of
 from passes.graph.graph_copy import copy_graph
+from passes.graph.loops.loop_parts import GraphFragment, LoopInput, LoopOutput, LoopSplit, MicrobatchRows
 from passes.op_rules.recomputable import is_recomputable
 from passes.transforms.microbatch.loop_markers import ADD_UP, COLLECTS, TAKE
 from passes.transforms.rewriting.call_inserter import CallInserter
@@ -33,68 +33,6 @@ class LoopPart(enum.Enum):
     BEFORE = "before"
     LOOP = "loop"
     AFTER = "after"
-
-
-@dataclass(frozen=True)
-class MicrobatchRows:
-    """Which rows a microbatch takes of a whole tensor, or fills in: see `passes.transforms.microbatch.loop_markers`."""
-
-    apart: tuple[int, ...]
-    dim: int
-    size: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LoopInput:
-    """Something the loop reads: a value, or rows of it."""
-
-    name: str
-    rows: MicrobatchRows | None = None
-
-
-@dataclass(frozen=True)
-class LoopOutput:
-    """Something that the loop makes: added up, or (rows) put together, under this name."""
-
-    name: str
-    rows: MicrobatchRows | None = None
-    value: torch.Tensor | None = None
-    """Fake: what is collected from one microbatch."""
-
-
-@dataclass(frozen=True)
-class GraphFragment:
-    """A graph with the names of what it reads and makes; `gm` is None if there is nothing to do."""
-
-    gm: GraphModule | None
-    reads: tuple[str, ...] = ()
-    makes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PrologueEpilogue:
-    """reads: what a microbatch's forward takes, `late`: what depends on tangents. forward, backward: what its halves make.
-    before, after: what is done in forward, and what waits for backward. given: names of the graph's inputs. results: names of
-    what it returns, or None where it returns nothing."""
-
-    before: tuple[GraphFragment, GraphFragment]
-    reads: tuple[LoopInput, ...]
-    late: tuple[LoopInput, ...]
-    forward: tuple[LoopOutput, ...]
-    backward: tuple[LoopOutput, ...]
-    after: tuple[GraphFragment, GraphFragment]
-    given: tuple[str, ...]
-    results: tuple[str | None, ...]
-
-
-@dataclass(frozen=True)
-class LoopSplit(PrologueEpilogue):
-    """body: one microbatch's joint graph, from `reads` and `late` to `forward` and `backward`."""
-
-    body: GraphModule
-
-    def around(self) -> PrologueEpilogue:
-        return PrologueEpilogue(**{each.name: getattr(self, each.name) for each in fields(PrologueEpilogue)})
 
 
 def restricted(segment: GraphFragment, wanted: Container[str]) -> GraphFragment:

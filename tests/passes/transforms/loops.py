@@ -11,6 +11,7 @@ from torch import fx
 
 from passes import compat
 from passes.graph.fx_nodes import returned_nodes
+from passes.graph.loops.loop_parts import GraphFragment, LoopInput, LoopOutput, LoopSplit
 from passes.graph.placement_graph import PlacementGraph
 from passes.hardware.axis import time_axis
 from passes.op_rules.base import REPLICATE
@@ -19,7 +20,6 @@ from passes.presets import in_loop
 from passes.sharding.microbatch_axis import AFTER, MicrobatchPlacement, _MicrobatchProblem
 from passes.solver.problem import Label
 from passes.transforms.microbatch.loop_markers import place_of, taken
-from passes.transforms.microbatch.loop_split import GraphFragment, LoopInput, LoopOutput, LoopSplit
 from passes.transforms.shard.redistributor import MeshGroups
 from tests.passes.transforms.ranks import run
 

@@ -12,8 +12,7 @@ from torch._guards import TracingContext
 from torch.nn import functional as F
 
 import hpml_compiler
-from hpml_compiler.compile.program import loop_program
-from hpml_compiler.options import Options
+from hpml_compiler.planner.graph import microbatching
 from hpml_compiler.simulate import simulate
 from passes import compat
 from passes.errors import BadInput
@@ -168,8 +167,6 @@ def test_batches_of_other_sizes_go_through_in_as_many_parts_as_divide_them(caplo
 
 
 def test_what_does_not_go_together_yet_is_refused():
-    with pytest.raises(BadInput, match="cannot be combined yet"):
-        Options.parse({"microbatches": 2, "memory_budget": "1GB"})
     with pytest.raises(BadInput, match="unlike devices does not support microbatches"):
         hpml_compiler.plan(mlp(16, 32), (torch.randn(8, 16),), "1x1:cpu + 1x1:h100-80g", microbatches=2)
 
@@ -219,7 +216,7 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 def test_what_is_made_of_nothing_is_made_where_it_is_read(monkeypatch, compiler):
     loops = []
-    monkeypatch.setattr(loop_program, "split_at_markers", lambda gm: (loops.append(split_at_markers(gm)), loops[-1])[-1])
+    monkeypatch.setattr(microbatching, "split_at_markers", lambda gm: (loops.append(split_at_markers(gm)), loops[-1])[-1])
     check(Masked(), tokens(), 4, compiler, loss_of=lambda out: out[0])
     (loop,) = loops
     segments = [segment for segment in (*loop.before, *loop.after) if segment.gm is not None]

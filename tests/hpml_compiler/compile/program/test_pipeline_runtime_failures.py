@@ -68,7 +68,7 @@ def in_stage(name, late):
 def before_the_loop():
     whole = PipelineLoop.segment
 
-    def segment(self, half, when, values):
+    def segment(self, half, when, values, at_once=False):
         PipelineLoop.segment = whole
         broken()
 

@@ -1,0 +1,144 @@
+"""Bytes that a rank holds around the loop over microbatches: gradients that are added up, and what is computed once for all.
+
+The body of the loop has a tape of its own, which counts one microbatch. What is there besides while it runs, and what runs
+before it and after it, is the same whatever the body saves for backward: it is counted here.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.graph.fx_nodes import memory_of
+from passes.graph.loops.loop_order import AFTER, BACKWARD, BEFORE, FORWARD, loop_parts, read_later
+from passes.graph.loops.loop_parts import GraphFragment, LoopOutput, LoopSplit
+from passes.json_records import FrozenMap
+from passes.simulation.memory.memory_breakdown import TracePeak
+from passes.simulation.memory.memory_trace import simulate_memory
+from passes.simulation.memory.storage_program import Microbatches, StorageProgram
+
+
+@dataclass(frozen=True)
+class LoopMemory:
+    """count: of microbatches. forward, backward: bytes by part that are held while the forward, or the backward, of a
+    microbatch runs, besides what microbatches hold: see `Microbatches`, which `others` is. first, last: the fullest moments of
+    what runs before the loop, and after it. gradient_bytes: of what the graph hands to the optimizer."""
+
+    count: int
+    others: Microbatches
+    forward: FrozenMap[str, int]
+    backward: FrozenMap[str, int]
+    first: TracePeak
+    last: TracePeak
+    gradient_bytes: int
+
+    @property
+    def around(self) -> int:
+        """The most bytes that are held around the body."""
+        return max(sum(self.forward.values()), sum(self.backward.values()))
+
+    def of_step(self, kept: CheckpointDecision, budget_bytes: float, after_bytes: float) -> CheckpointDecision:
+        """What the whole graph holds, where its body is decided. budget_bytes: of the graph; after_bytes: that others take
+        while its gradients are used."""
+        ahead = max(_with(kept.account.forward, self.forward), self.first, key=_bytes)
+        back = max(_with(kept.account.backward, self.backward), self.last, key=_bytes)
+        account = replace(
+            kept.account, forward=ahead, backward=back, gradient_bytes=self.gradient_bytes,
+            offloaded=tuple((name, block, nbytes, self.count * us) for name, block, nbytes, us in kept.account.offloaded),
+            again=tuple((name, block, self.count * us) for name, block, us in kept.account.again))
+        return replace(
+            kept, again_us=self.count * kept.again_us, offload_us=self.count * kept.offload_us,
+            forward_bytes=_bytes(ahead), backward_bytes=_bytes(back), saved_bytes=self.others.in_flight * kept.saved_bytes,
+            after_bytes=round(self.gradient_bytes + after_bytes), budget_bytes=budget_bytes, account=account)
+
+
+def loop_memory(marked: GraphModule, loop: LoopSplit, forward_outputs: int, count: int, at_once: bool,
+                tape_of: Callable[[GraphModule, int], StorageProgram], layers: Callable[[Node], int]) -> LoopMemory:
+    """marked: the graph that the loop over `count` microbatches was cut out of, of whose outputs so many are forward's.
+    at_once: see `loop_parts`. tape_of: makes the tape of a graph with so many outputs. layers: how many nodes of the model a
+    node stands for."""
+    return _Around(marked, loop, at_once, tape_of, layers).memory(forward_outputs, count)
+
+
+class _Around:
+    def __init__(self, marked: GraphModule, loop: LoopSplit, at_once: bool,
+                 tape_of: Callable[[GraphModule, int], StorageProgram],
+                 layers: Callable[[Node], int]):
+        self.loop, self.at_once, self.tape_of, self.layers = loop, at_once, tape_of, layers
+        self.nodes = {node.name: node for node in marked.graph.nodes}
+        self.given = {memory_of(node) for node in marked.graph.find_nodes(op="placeholder")}
+        self.there = self._there()
+
+    def memory(self, forward_outputs: int, count: int) -> LoopMemory:
+        loop, at_once = self.loop, self.at_once
+        others = Microbatches(1 if at_once else count, self._added(loop.backward), not at_once)
+        outputs = {"transient": self._added(loop.forward)}
+        ahead = _sum(self._bytes(self.there[FORWARD]), outputs)
+        names = self.there[BACKWARD] - {each.name for each in loop.forward} if at_once else self.there[BACKWARD]
+        back = _sum(self._bytes(names), outputs if at_once else {})
+        moments = {name: self._moment(name, segment)
+                   for names, segments in ((BEFORE, loop.before), (AFTER, loop.after))
+                   for name, segment in zip(names, segments, strict=True)}
+        first = [BEFORE[0], BEFORE[1] if at_once else AFTER[0]]
+        returned = frozenset(name for name in loop.results[forward_outputs:] if name is not None)
+        return LoopMemory(
+            count, others, FrozenMap(ahead), FrozenMap(back), max((moments[name] for name in first), key=_bytes),
+            max((moments[name] for name in moments if name not in first), key=_bytes), sum(self._bytes(returned).values()))
+
+    def _there(self) -> dict[str, frozenset[str]]:
+        """Of each part, the values that are made before it and read by it or later."""
+        found, made, later = {}, set[str](), read_later(self.loop, self.at_once)
+        for part in loop_parts(self.loop, self.at_once):
+            found[part.name] = frozenset(made) & (later[part.name] | part.reads)
+            made.update(part.makes)
+        return found
+
+    def _bytes(self, names: Iterable[str]) -> dict[str, int]:
+        """Of these values by part; each memory once, and without that of the graph's inputs."""
+        collected = {each.name for each in self.loop.backward}
+        found: Counter[str] = Counter()
+        seen = set(self.given)
+        for name in sorted(names):
+            node = self.nodes[name]
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and (where := memory_of(value)) not in seen:
+                seen.add(where)
+                part = "gradients" if name in collected else "transient"
+                found[part] += self.layers(node) * value.untyped_storage().nbytes()  # of a view, all that it keeps alive
+        return dict(found)
+
+    def _added(self, collected: Iterable[LoopOutput]) -> int:
+        """Bytes that are added to, or put together, from the first microbatch to the last."""
+        return sum(self.layers(self.nodes[each.name]) * torch.Size(each.shape).numel() * each.dtype.itemsize
+                   for each in collected)
+
+    def _moment(self, name: str, segment: GraphFragment) -> TracePeak:
+        """The fullest moment of what runs around the loop."""
+        there = self._bytes(self.there[name])
+        if segment.gm is None:
+            return TracePeak(name, parts=FrozenMap(there))
+        own = simulate_memory(self.tape_of(segment.gm, len(segment.makes)), ()).forward.most_bytes
+        for made in segment.makes:  # of layers that a traced one stands for
+            value, layers = self.nodes[made].meta.get("val"), self.layers(self.nodes[made])
+            if layers > 1 and isinstance(value, torch.Tensor):
+                own += (layers - 1) * value.numel() * value.element_size()
+        return TracePeak(name, parts=FrozenMap(_sum(there, {"transient": own})))
+
+
+def _with(moment: TracePeak, more: Mapping[str, int]) -> TracePeak:
+    return replace(moment, parts=FrozenMap(_sum(moment.parts, more)))
+
+
+def _sum(*parts: Mapping[str, int]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for each in parts:
+        found.update(each)
+    return {part: nbytes for part, nbytes in found.items() if nbytes}
+
+
+def _bytes(moment: TracePeak) -> int:
+    return sum(moment.parts.values())
