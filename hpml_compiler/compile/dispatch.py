@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported
 from hpml_compiler.compile.pipeline_parallel import PipelineCompiler
+from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.single_device import compile_single_device
 from hpml_compiler.compile.spmd import SpmdCompiler
 from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, watch_compiled_modules
@@ -43,6 +44,7 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     with activity(f"compiling graph_{len(session.current().graphs)}"):
         init_device(example_inputs)
         check_supported(gm)
+        note_function()
         if stages:
             return PipelineCompiler(gm, example_inputs, options).compile()
         return SpmdCompiler(gm, example_inputs, options).compile()

@@ -82,7 +82,7 @@ class GraphCompiler(abc.ABC):
     def trace(self, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled graph, as a function of plain local tensors."""
         seconds: dict[str, float] = {}
-        with compile_phase("trace", self._text("tracing"), seconds):
+        with compile_phase("trace", f"{self.name}: tracing", seconds):
             function = compat.aot_autograd(
                 fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
                 partition_fn=self._partition, decompositions=self.decompositions(),
@@ -149,12 +149,8 @@ class GraphCompiler(abc.ABC):
     def plan_later(self, unplanned: PlanSource | bytes, cluster: Cluster) -> None:
         """The plan of this graph is made when somebody asks for it."""
         reports = {} if self.program is None else self.program.reports
-        self.session.options, self.session.cluster = self.options, str(cluster)
-        self.session.unplanned.append(LazyPlan(unplanned, self.seconds, reports))
+        self.session.enter(LazyPlan(unplanned, self.seconds, reports), self.options, str(cluster))
         session.save_plan()
 
     def doing(self, what: str, text: str) -> compile_phase:
-        return compile_phase(what, self._text(text), self.seconds)
-
-    def _text(self, text: str) -> str:
-        return f"{self.name}: {text}" if self.name else text
+        return compile_phase(what, f"{self.name}: {text}", self.seconds)

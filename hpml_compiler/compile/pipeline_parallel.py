@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.cache.graph_cache import CachedGraph, GraphCache
 from hpml_compiler.compile.cache.graph_cache_key import CacheInputs
-from hpml_compiler.compile.cache.lazy_plan import PipelinePlanSource, PlanSource, unpacked
+from hpml_compiler.compile.cache.lazy_plan import PlanSource, joint_of
 from hpml_compiler.compile.decide.pipeline_planner import PipelinePlanner
 from hpml_compiler.compile.graph_compiler import GraphCompiler, Halves
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
@@ -25,7 +25,6 @@ from hpml_compiler.compile.program.microbatch_autograd import MakesWhole
 from hpml_compiler.compile.program.pipeline_inference import forward_only
 from hpml_compiler.compile.program.pipeline_program import PipelineProgram
 from hpml_compiler.compile.program.pipeline_runtime import PipelineRuntime
-from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runtime_wrapper
 from hpml_compiler.monitor.stage_monitor import StageMonitor
 from hpml_compiler.options import Options
@@ -54,7 +53,6 @@ class PipelineCompiler(GraphCompiler):
         self.watched: StageMonitor | None = None
 
     def compile(self) -> Callable[..., Any]:
-        note_function()
         guard_on_rows(self.gm)
         self.inputs = GraphInputs(self.gm, self.given, self.options)
         self.inputs.take_rows_whole()
@@ -69,14 +67,14 @@ class PipelineCompiler(GraphCompiler):
             session.save_plan()  # which says now what was compiled in blocks
         takes = self.planner.takes()
         self.earlier.keep(takes)
-        return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.mesh.devices, self.holding,
+        return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.mesh.sizes, self.holding,
                                self.watched, self.options)
 
     def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
         planner, traced = self.planner, JointTrace(copy_graph(joint), self.inputs.described, forward_outputs, 0.0)
         planner.training = True
         planner.together(joint)
-        whole = self._whole_step(lambda: traced.gm, forward_outputs)
+        whole = self._whole_step(traced, forward_outputs)
         try:
             cut = planner.cut(joint_of_loss(joint), forward_outputs, whole is not None, traced)
         except TooFewBlocks as error:
@@ -87,8 +85,8 @@ class PipelineCompiler(GraphCompiler):
             return self.halves(joint, inputs, forward_outputs, static_inputs)
         assert planner.found is not None, "what is cut has stages"
         self.program = program = PipelineRuntime(self.options, cut, whole)
-        unplanned = PipelinePlanSource(traced, self.options, self.cluster, planner.times, planner.planned,
-                                       starts_of(planner.found))
+        unplanned = PlanSource(traced, self.options, self.cluster, times=planner.times, planned=planner.planned,
+                               starts=starts_of(planner.found))
         self._note_stages(unplanned, program, planner.found)
         self.earlier.note(cut, cut.parts.saved, unplanned)
         return None
@@ -101,12 +99,12 @@ class PipelineCompiler(GraphCompiler):
             self._note_held()
             return
         assert packed is not None and stages is not None, "of what has stages, a plan can be asked for"
-        whole = self._whole_step(lambda: unpacked(packed).traced.gm, forward_outputs)
+        whole = self._whole_step(packed, forward_outputs)
         self.program = program = PipelineRuntime(self.options, restored, whole, shares=False)
         self._note_stages(packed, program, stages)
 
     def backward_of(self, call: Call, gm: GraphModule) -> Call:
-        return backward_wrapper(self.name, call, gm, (), self.watched)
+        return backward_wrapper(self.name, call, gm, self.mesh.sizes, (), self.watched)
 
     def inference(self, gm: GraphModule) -> PipelineProgram | GraphModule:
         """Forward alone goes through the stages that have its parameters; else the ranks of each stage do all of it."""
@@ -128,11 +126,11 @@ class PipelineCompiler(GraphCompiler):
         """All ranks come to each half of a graph without stages together, in its first call where not before."""
         return when_all_succeed(f"compile {half} of the {self.name}", lower)
 
-    def _whole_step(self, traced: Callable[[], GraphModule], forward_outputs: int) -> MakesWhole | None:
+    def _whole_step(self, traced: JointTrace | bytes, forward_outputs: int) -> MakesWhole | None:
         """The same for gradients at all outputs; None where a stage has several ranks."""
         if self.mesh.is_split:
             return None
-        return lambda: PipelineRuntime(self.options, self.planner.cut(copy_graph(traced()), forward_outputs, False))
+        return lambda: PipelineRuntime(self.options, self.planner.cut(joint_of(traced), forward_outputs, False))
 
     def _note_stages(self, unplanned: PlanSource | bytes, program: PipelineRuntime, found: StageAssignment) -> None:
         self._note_held()

@@ -1,7 +1,11 @@
-"""Compile one Dynamo graph for N ranks: trace the joint graph, agree on a plan, rewrite, lower, place parameters."""
+"""Compile one Dynamo graph for one rank or several: trace the joint graph, decide, rewrite, lower, place parameters.
+
+Several ranks agree on a plan, with placements of every value, before anything is rewritten. One rank is a mesh without axes:
+nothing is placed, so what is left to decide (what goes through microbatches, what is kept for backward) is decided on the graph
+as it was traced, and its plan is made when somebody asks for it.
+"""
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,32 +15,36 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.cache.graph_cache import CachedGraph, GraphCache
 from hpml_compiler.compile.cache.graph_cache_key import CacheInputs
-from hpml_compiler.compile.decide.rank_planner import RankPlanner, say_plan, say_what_is_whole
+from hpml_compiler.compile.cache.lazy_plan import PlanSource, joint_of
+from hpml_compiler.compile.decide.rank_checkpointing import RankCheckpointing
+from hpml_compiler.compile.decide.rank_planner import RankPlanner, enter_plan, say_plan, say_what_is_whole
+from hpml_compiler.compile.decide.rewrite import rewrite_for_rank
 from hpml_compiler.compile.graph_compiler import GraphCompiler, Halves
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.lowering import Call
 from hpml_compiler.compile.program.loop_program import LoopProgram
-from hpml_compiler.compile.program.microbatch_autograd import Keeps, MicrobatchedStep, compile_in_microbatches, microbatch_count
-from hpml_compiler.compile.recompile_limit import note_function
-from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, SessionEntry, held_by, placements_of
+from hpml_compiler.compile.program.microbatch_autograd import (
+    Keeps,
+    MakesWhole,
+    MicrobatchedStep,
+    compile_in_microbatches,
+    microbatch_count,
+)
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, held_by
 from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runtime_wrapper
-from hpml_compiler.compile.wrapper.sharded_outputs import ShardedTangent, sharded_outputs_of, sharded_tangents_of
 from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
-from hpml_compiler.planner.checkpointing.checkpoint_problem import tape_of_body
 from hpml_compiler.planner.checkpointing.checkpointing_choice import with_checkpointing
 from hpml_compiler.planner.graph.graph_planning import PlanResult, solver_options
 from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
-from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
+from hpml_compiler.planner.graph.microbatch_estimate import in_time
 from hpml_compiler.planner.graph.microbatching import joint_of_loss, loss_of, memory_model_in_time, microbatch_placement
 from hpml_compiler.planner.search.fitting_search import FittingSearch
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
-from hpml_compiler.plans.unsplit_graph import why_not_split
 from hpml_compiler.runtime.consistency.input_check import draws_random_numbers
 from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether, from_rank_0, same_graph
-from hpml_compiler.runtime.dtensor.lazy_outputs import ShardedOutput
-from hpml_compiler.runtime.watchdog import heartbeat
+from hpml_compiler.runtime.process.world_group import world_size
 from hpml_compiler.runtime.watchdog.barrier_check import CALLING, require_all_ranks
 from hpml_compiler.session import session
 from hpml_compiler.session.run_cluster import local_cluster
@@ -45,39 +53,38 @@ from hpml_compiler.session.step_memory import step_context
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.analyzed_graph import AnalyzedGraph
-from passes.graph.loops.loop_parts import LoopSplit
-from passes.hardware.mesh import mesh_from_pin
-from passes.presets import after_planning, building_storage_program
-from passes.sharding.microbatch_axis import MicrobatchPlacement
+from passes.graph.decision import Decision
+from passes.graph.graph_copy import copy_graph
+from passes.presets import one_device
+from passes.sharding.microbatch_axis import MicrobatchPlacement, replicated_decision
 from passes.solver.work_limit import WorkLimit
-from passes.transforms.shard.hoist_batch_slice import Taken, batch_slices_of
-
-log = logging.getLogger("hpml")
+from passes.tracing.joint_trace import JointTrace
 
 
 class SpmdCompiler(GraphCompiler):
-    """One graph, split over all ranks."""
+    """One graph, split over all ranks, or whole on one."""
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options):
-        super().__init__(gm, given, options, f"graph_{len(session.current().graphs)}")
-        self.cluster = local_cluster(options, dist.get_world_size())
+        current = session.current()
+        super().__init__(gm, given, options, f"graph_{len(current.graphs) + len(current.unplanned)}")
+        self.alone, self.cluster = world_size() == 1, local_cluster(options, world_size())
         self.sharing: StepContext | None = None
-        self.budgeted: GraphMemory | None = None
         if options.memory_budget is not None:
             self.sharing = step_context(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
-        self.planned: PlanResult | None = None
-        self.allowance: WorkLimit | None = None
-        self.watched: WatchedGraph | None = None
+        self.checkpointing = self.sharing and RankCheckpointing(self.sharing, self.cluster, self._keep)
         self.all_ranks = CompiledTogether(self.name)
-        self.metadata: RuntimeMetadata | None = None
-        self.taken: dict[int, Taken] = {}
-        self.record: GraphPlan
-        self.left: tuple[ShardedOutput, ...] = ()
-        self.tangents: tuple[ShardedTangent, ...] = ()
+        self.takes = RuntimeMetadata()
+        self.watched: WatchedGraph | None = None
+        # what is decided
+        self.traced: JointTrace | None = None
+        self.allowance: WorkLimit | None = None
+        self.planned: PlanResult | None = None
+        self.times: MicrobatchPlacement | None = None
+        self.kept: CheckpointDecision | None = None
+        self.record: GraphPlan | None = None  # None on one rank
 
     def compile(self) -> Callable[..., Any]:
-        note_function()
         guard_on_rows(self.gm)
         self.inputs = GraphInputs(self.gm, self.given, self.options)
         sizes_are_numbers(self.gm, self.inputs.examples)
@@ -92,152 +99,173 @@ class SpmdCompiler(GraphCompiler):
         except Exception:
             del self.session.graphs[planned_before:]  # all ranks forget what will not run, and may compile it again
             raise
-        takes = self.metadata or self._metadata()
-        self.record.blocks.update((self.lowering if self.program is None else self.program).reports)
-        session.save_plan()
+        takes = self._metadata()
+        if self.record is not None:
+            self.record.blocks.update((self.lowering if self.program is None else self.program).reports)
+        if self.record is not None or self.program is not None:
+            session.save_plan()  # which says now what was compiled in blocks
         self.earlier.keep(takes)
-        return runtime_wrapper(self.record.name, function, self.gm, self.given, self.inputs, takes,
-                               self.session.device_mesh(self.record.mesh), self.holding, self.watched, self.options)
+        return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.axes, self.holding,
+                               self.watched, self.options)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Those of its mesh, once it is planned: none on one rank."""
+        return {} if self.record is None else dict(self.record.mesh)
 
     def _as_in(self, earlier: RuntimeMetadata) -> None:
-        """Enter what an earlier launch made of this graph, as if it had just been planned."""
-        entry = earlier.entry
-        assert entry is not None, "it was planned at once"
-        self.session.groups(entry.record.mesh)  # the halves know them by their names
-        record = entry.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
-        self.metadata, self.tangents = replace(earlier, entry=replace(entry, record=record)), earlier.tangents
+        """Enter what an earlier launch made of this graph, as if it had just been decided."""
+        self.takes, entry = earlier, earlier.entry
         self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
         self.holding.note(earlier.held)
-        self._enter(record, entry.cluster, entry.rejected, earlier.training)
         if self.sharing is not None and earlier.budgeted is not None:
             self.session.step.graphs[self.sharing.frame] = earlier.budgeted
+        if entry is None:
+            return
+        self.session.groups(entry.record.mesh)  # the halves know them by their names
+        record = entry.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
+        self._enter(record, entry.cluster, entry.rejected, earlier.training)
         if dist.get_rank() == 0:
             self.session.decided.setdefault(entry.structure, record)
             say_what_is_whole(entry.unruled)
         self._finish()
 
-    def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
-        if self.microbatches > 1 and (runs := self._in_microbatches(joint, forward_outputs)) is not None:
-            self.program = runs
-            self._finish()
-            self.earlier.note(runs.cut, runs.parts.saved)
-            return None
-        sharded = self._rewrite(joint, forward_outputs)
-        if self.sharing is None:
-            self._finish()
-            return self.halves(sharded, inputs, forward_outputs, static_inputs)
-        return self._within_budget(sharded, self.sharing, forward_outputs)
+    # -- AOTAutograd's questions ---------------------------------------------------------------------------------------
 
-    def _within_budget(self, sharded: GraphModule, sharing: StepContext, forward_outputs: int) -> Halves:
-        assert self.planned is not None and self.planned.kept is not None, "under a budget, what is kept is planned"
-        trial = self.planner.trial(sharing)
-        building_storage_program(trial.tape(self.planned, self.session.groups(self.planned.mesh)))(sharded)
-        self.budgeted = self.session.step.enter(sharing, trial.held(self.planned), self.planned.kept)
-        self._finish()
-        halves = self.lowering.cut(sharded, self.planned.kept, forward_outputs, self.options.offload_folder or "")
-        self.note_halves(halves)
+    def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
+        if self.alone and (self.sharing is not None or self.microbatches > 1):
+            self.traced = JointTrace(copy_graph(joint), [*self.inputs.described], forward_outputs, 0.0)
+        if self.microbatches > 1:
+            whole = self._whole_step(self.traced, forward_outputs)
+            self.program = runs = self._in_microbatches(joint_of_loss(joint), forward_outputs, whole)
+            if runs is not None:
+                self.earlier.note(runs.cut, runs.parts.saved, self._finish())
+                return None
+        self._rewrite(joint, forward_outputs)
+        unplanned = self._finish()
+        halves = self.lowering.partition(joint, inputs, forward_outputs, static_inputs) if self.kept is None else (
+            self.lowering.cut(joint, self.kept, forward_outputs, self.options.offload_folder or ""))
+        self.note_halves(halves, unplanned)
         return halves
 
     def restore(self, restored: Any, found: CachedGraph, forward_outputs: int) -> None:
+        packed = found.unplanned
         if found.running.budgeted is not None:
             self.lowering.count_bytes()
         if isinstance(restored, LoopProgram):
-            self.program = MicrobatchedStep(self.options, restored, step_us=self.record.predicted.step_time_us, shares=False)
+            whole = self._whole_step(packed, forward_outputs)
+            self.program = MicrobatchedStep(self.options, restored, whole, self.lowering.step_us, shares=False)
+        if packed is not None:
+            self.plan_later(packed, self.cluster)
 
     def inference(self, gm: GraphModule) -> GraphModule:
-        gm = self._rewrite(gm, None)
+        self._rewrite(gm, None)
         self._finish()
         return gm
 
+    def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
+        """On one rank under a budget alone, those by which `hpml plan` traces for one device."""
+        whole = self.alone and self.sharing is not None and self.options.microbatches == 1
+        return None if whole and not self.lowering.inductor else super().decompositions()
+
     def together(self, half: str, lower: Callable[[], Call]) -> Call:
         if half == "forward":
-            compat.expect_gradients({tangent.number: tangent.part for tangent in self.tangents})
+            compat.expect_gradients({tangent.number: tangent.part for tangent in self.takes.tangents})
             return lower()
         return self.all_ranks.backward(lower)
 
     def backward_of(self, call: Call, gm: GraphModule) -> Call:
-        return backward_wrapper(self.record.name, call, gm, {tangent.name for tangent in self.tangents}, self.watched)
+        in_parts = {tangent.name for tangent in self.takes.tangents}
+        return backward_wrapper(self.name, call, gm, self.axes, in_parts, self.watched)
 
-    def _in_microbatches(self, joint: GraphModule, forward_outputs: int) -> MicrobatchedStep | None:
-        """What runs the step microbatch by microbatch; None where that cannot be, which leaves the graph as it is."""
-        gm = joint_of_loss(joint)
+    # -- what is decided, and what the graph is rewritten to -----------------------------------------------------------
+
+    def _in_microbatches(self, gm: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> MicrobatchedStep | None:
+        """What runs the step microbatch by microbatch, made of `gm`; None where that cannot be. whole: see
+        `MicrobatchedStep`."""
         annotated = self._annotated(gm, forward_outputs, self.microbatches)
         self.allowance = within = WorkLimit(self.options.time_limit)
-        times = from_rank_0(lambda: microbatch_placement(annotated.graph, self.microbatches, solver_options(self.options),
-                                                         within))
+        with self.doing("solve", "deciding what goes through microbatches"):
+            self.times = times = from_rank_0(
+                lambda: microbatch_placement(annotated.graph, self.microbatches, solver_options(self.options), within))
         if times is None:
             return None
-        loss_inside, cluster = loss_of(gm) is not None, self.cluster
-
-        def finish(planned: PlanResult) -> GraphPlan:
-            return with_microbatches(planned.record, annotated.graph, times, loss_inside, mesh_from_pin(planned.mesh, cluster),
-                                     self.options.optimizer_states)
-
-        fitting = FittingSearch(self.options, cluster, finish, memory_model_in_time(times, loss_inside))
-        planned = self._plan(annotated, forward_outputs, fitting, times)
+        decision = self._placed_in_time(annotated, forward_outputs, times)
+        keep = self._keep_in_loop(annotated, forward_outputs, whole is not None)
         with self.doing("rewrite", "rewriting"):
             runs = compile_in_microbatches(
-                gm, annotated, planned.decision, times, self.session.groups(planned.mesh), self.options, forward_outputs,
-                self.inputs.kept_gradients(annotated, forward_outputs), step_us=planned.record.predicted.step_time_us,
-                keep=None if self.sharing is None else self._keep_in_loop(planned, self.sharing))
-        say_plan(planned, annotated.graph.unruled)
+                gm, annotated, decision, times, self.session.groups(self.axes), self.options, forward_outputs,
+                self.inputs.kept_gradients(annotated, forward_outputs), whole, self.lowering.step_us, keep)
+        if self.planned is not None:
+            say_plan(self.planned, annotated.graph.unruled)
         return runs
 
-    def _keep_in_loop(self, planned: PlanResult, sharing: StepContext) -> Keeps:
-        """Makes the tape of the loop's body, which saves what was planned."""
-        trial, kept = self.planner.trial(sharing), planned.kept
-        assert kept is not None, "under a budget, what is saved is planned"
+    def _placed_in_time(self, annotated: AnalyzedGraph, forward_outputs: int, times: MicrobatchPlacement) -> Decision:
+        """Placements on devices of a graph in microbatches."""
+        if self.alone:
+            return replicated_decision(annotated.graph)
+        finish = lambda planned: in_time(planned.record, annotated, times, self.cluster, self.options)  # noqa: E731
+        fitting = FittingSearch(self.options, self.cluster, finish,
+                                memory_model_in_time(times, loss_of(annotated.gm) is not None))
+        return self._plan(annotated, forward_outputs, fitting).decision
 
-        def keep(marked: GraphModule, loop: LoopSplit) -> CheckpointDecision:
-            tape = trial.tape(planned, self.session.groups(planned.mesh))
-            building_storage_program(tape_of_body(marked, loop, tape))(loop.body)
-            self.budgeted = self.session.step.enter(sharing, trial.held(planned), kept)
-            return kept
+    def _keep_in_loop(self, annotated: AnalyzedGraph, forward_outputs: int, first: bool) -> Keeps | None:
+        """What is saved under a budget. first: else the step runs for gradients at other outputs."""
+        if self.checkpointing is None or self.sharing is None:
+            return None
+        if self.planned is not None:
+            return self.checkpointing.in_loop_as_planned(self.planned, self.planner.trial(self.sharing))
+        return self.checkpointing.in_loop(annotated, self.microbatches, forward_outputs, first)
 
-        return keep
+    def _whole_step(self, traced: JointTrace | bytes | None, forward_outputs: int) -> MakesWhole | None:
+        """The same step for gradients at all outputs; None on several ranks. traced: the graph, or its plan, packed."""
+        return None if traced is None else lambda: self._in_microbatches(joint_of(traced), forward_outputs, None)
 
-    def _finish(self) -> None:
-        """The record of the graph is whole now."""
-        if self.planned is not None and self.planned.kept is not None:
-            self.planned = replace(self.planned, record=with_checkpointing(self.planned.record, self.planned.kept,
-                                                                           self.options))
-            self.record = self.session.graphs[-1] = self.planned.record
-        if self.options.monitor:
-            self.watched = WatchedGraph(monitor_of(self.options), self.record)
-        session.save_plan()
-
-    def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> GraphModule:
+    def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> None:
+        """Make of a traced graph what this rank runs; under a budget, with what is kept for backward."""
+        if self.alone:
+            self._rewrite_whole(gm, forward_outputs)
+            return
         annotated = self._annotated(gm, forward_outputs)
         planned = self._plan(annotated, forward_outputs)
         with self.doing("rewrite", "rewriting"):
-            self.left = sharded_outputs_of(annotated, planned.decision)
-            after_planning(
-                planned.decision, self.session.groups(planned.mesh), self.options.compiler, forward_outputs,
-                self.inputs.kept_gradients(annotated, forward_outputs),
-                compact=self.options.memory_budget is not None or self.options.zero in (1, 2, 3),
-                ahead=planned.kept is None or planned.kept.ahead,
-                outside=self.inputs.only_read(annotated) if self.sharing is None else ())(gm)
-            self.taken = {annotated.interface.positions[name]: taken for name, taken in batch_slices_of(gm).items()}
-            self.tangents = sharded_tangents_of(annotated, planned.decision)
+            self.takes = rewrite_for_rank(annotated, planned, self.inputs, self.options, forward_outputs, self.takes)
         say_plan(planned, annotated.graph.unruled)
-        return gm
+        if self.sharing is not None and self.checkpointing is not None and forward_outputs is not None:
+            self.checkpointing.of_plan(gm, planned, self.planner.trial(self.sharing))
+
+    def _rewrite_whole(self, gm: GraphModule, forward_outputs: int | None) -> None:
+        self.inputs.written = compat.mutated_inputs(gm)
+        if forward_outputs is None:
+            return
+        if self.checkpointing is None or self.traced is None:
+            with self.doing("rewrite", "rewriting"):
+                one_device(self.options.compiler)(gm)
+            return
+        with self.doing("solve", "deciding what is kept for backward"):
+            self.checkpointing.of_trace(gm, self.traced)
+
+    def _keep(self, held: GraphMemory, kept: CheckpointDecision) -> None:
+        """held: by the graph on a rank, besides what it keeps."""
+        assert self.sharing is not None, "without a budget nothing is decided of it"
+        self.kept = kept
+        self.takes = replace(self.takes, budgeted=self.session.step.enter(self.sharing, held, kept))
 
     def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> AnalyzedGraph:
         """With what planning needs to know, once all ranks have the same graph."""
-        with compile_phase("annotate", f"{self.name}: annotating", {}):  # which `annotate` counts itself
+        with self.doing("annotate", "annotating"):
             annotated = self.inputs.annotate(gm, forward_outputs, microbatches)
         with compat.outside_tracing():
             require_all_ranks("compiling a graph", CALLING, every=0)
-        same_graph(annotated.hash(), annotated.text)
-        self.draws = draws_random_numbers(gm)
+        same_graph(annotated.text)
+        self.takes = replace(self.takes, draws=draws_random_numbers(gm))
         return annotated
 
-    def _plan(self, annotated: AnalyzedGraph, forward_outputs: int | None, fitting: FittingSearch | None = None,
-              times: MicrobatchPlacement | None = None) -> PlanResult:
-        """Plan the graph, the same on all ranks, and enter the plan in the session. fitting, times: see `RankPlanner`."""
+    def _plan(self, annotated: AnalyzedGraph, forward_outputs: int | None, fitting: FittingSearch | None = None) -> PlanResult:
+        """Plan the graph, the same on all ranks, and enter the plan in the session. fitting: see `RankPlanner`."""
         self.annotated = annotated
         self.planner = RankPlanner(annotated, self.inputs, self.options, self.sharing, forward_outputs, fitting=fitting,
-                                   allowance=self.allowance, times=times)
+                                   allowance=self.allowance, times=self.times)
         with compile_phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
             self.planned = planned = self.planner.agreed()
         self.holding.note(held_by(annotated, planned.decision))
@@ -248,23 +276,25 @@ class SpmdCompiler(GraphCompiler):
 
     def _enter(self, record: GraphPlan, cluster: str, rejected: Iterable[MeshAttempt], training: bool) -> None:
         self.record, self.lowering.step_us = record, record.predicted.step_time_us
-        record.seconds.update(self.seconds)
-        self.seconds = record.seconds
-        self.session.graphs.append(record)
-        self.session.options, self.session.cluster = self.options, cluster
-        self.session.rejected.extend(rejected)
-        if training:
-            self.session.mesh = dict(record.mesh)
-        if training and (why := why_not_split(record)):
-            heartbeat.watch_neighbor()
-            log.log(logging.DEBUG if dist.get_rank() else logging.WARNING, "%s", why)
+        self.seconds = enter_plan(record, self.options, cluster, rejected, training, self.seconds)
+
+    def _finish(self) -> PlanSource | None:
+        """The record of the graph is whole now. Returns what its plan is made of, where that is made later."""
+        if self.alone and self.traced is not None and (self.kept is not None or self.times is not None):
+            unplanned = PlanSource(self.traced, self.options, self.cluster, self.kept, self.times)
+            self.plan_later(unplanned, self.cluster)
+            return unplanned
+        if self.record is None:
+            return None
+        if self.planned is not None and self.kept is not None:
+            self.planned = replace(self.planned, record=with_checkpointing(self.planned.record, self.kept, self.options))
+            self.record = self.session.graphs[-1] = self.planned.record
+        if self.options.monitor:
+            self.watched = WatchedGraph(monitor_of(self.options), self.record)
+        session.save_plan()
+        return None
 
     def _metadata(self) -> RuntimeMetadata:
         """What a call of the graph takes, now that it is compiled."""
-        assert self.planned is not None, "AOTAutograd partitions every graph that it traces"
-        annotated, planned = self.annotated, self.planned
-        return RuntimeMetadata(
-            annotated.interface.training, self.draws, placements_of(annotated, planned.decision),
-            held_by(annotated, planned.decision), frozenset(self.inputs.gathered), frozenset(self.inputs.written), self.left,
-            self.tangents, self.taken, budgeted=self.budgeted, graph_hash=planned.record.graph_hash, entry=SessionEntry(
-                planned.record, planned.cluster, planned.rejected, dict(annotated.graph.unruled), self.planner.structure))
+        takes = replace(self.takes, gathered=frozenset(self.inputs.gathered), written=frozenset(self.inputs.written))
+        return takes if self.planned is None else takes.of_plan(self.annotated, self.planned, self.planner.structure)

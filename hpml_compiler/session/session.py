@@ -61,6 +61,16 @@ class Session:
     unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)
     """Of graphs whose plan is made when it is asked for: what makes each plan, given a name for it."""
 
+    def enter(self, record: GraphPlan | Callable[[str], GraphPlan], options: Options, cluster: str,
+              rejected: Iterable[MeshAttempt] = ()) -> None:
+        """Note the plan of a graph, or what makes it when somebody asks for it."""
+        if isinstance(record, GraphPlan):
+            self.graphs.append(record)
+        else:
+            self.unplanned.append(record)
+        self.options, self.cluster = options, cluster
+        self.rejected.extend(rejected)
+
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
         """The DeviceMesh of these axes; made once, by all ranks together."""
         key = _key(axes)
@@ -86,6 +96,9 @@ class Session:
         return axes
 
     def groups(self, axes: Mapping[str, int]) -> MeshGroups:
+        """This rank's place in the mesh of these axes; one rank alone has a mesh without axes."""
+        if not axes:
+            return MeshGroups((), (), ())
         mesh = self.device_mesh(axes)
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "every rank is in the mesh"

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.cache.graph_cache_key import CacheInputs, Uncacheable, graph_key
-from hpml_compiler.compile.cache.lazy_plan import PLAN_SOURCES, PlanSource
+from hpml_compiler.compile.cache.lazy_plan import PlanSource
 from hpml_compiler.compile.cache.stub_graph import StubResult, returns_new_tensors, stub_of
 from hpml_compiler.compile.program.loop_program import LoopProgram
 from hpml_compiler.compile.program.pipeline_program import PipelineProgram
@@ -35,7 +34,7 @@ from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
 from hpml_compiler.profile.quick_profile_cache import HOLDS_S
 from hpml_compiler.runtime.placements.inner_shard import InnerShard
 from hpml_compiler.runtime.placements.single_rank_placement import SingleRank
-from hpml_compiler.runtime.process.world_group import from_all_ranks
+from hpml_compiler.runtime.process.world_group import from_all_ranks, this_rank, world_size
 from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.runtime.watchdog.barrier_check import CALLING, require_all_ranks
 from hpml_compiler.session import session
@@ -113,8 +112,8 @@ class GraphCache:
     def __post_init__(self) -> None:
         self.session = session.current()
         self.number = len(self.session.graphs) + len(self.session.unplanned)
-        self.world, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        self.cluster = local_cluster(self.options, self.world)
+        self.rank = this_rank()
+        self.cluster = local_cluster(self.options, world_size())
         with compat.outside_tracing():
             self.key = self._key()
             found = self._read() if self.key else None
@@ -126,8 +125,6 @@ class GraphCache:
                 log.info("graph_%d: rewritten as in an earlier launch; HPML_CACHE=0 does it anew", self.number)
 
     def _of_all_ranks(self, mine: Any) -> list[Any]:
-        if self.world == 1:
-            return [mine]
         with activity("looking for what an earlier launch made of this graph"):
             require_all_ranks("compiling a graph", CALLING, every=0)
             return from_all_ranks(mine)
@@ -157,7 +154,7 @@ class GraphCache:
                 raise restricted_pickle.NotPlain(f"it is {type(found).__name__}")
             check(found.graphs, *KINDS)
             if found.unplanned is not None:
-                check(found.unplanned, *PLAN_SOURCES)
+                check(found.unplanned, PlanSource)
         except restricted_pickle.NotPlain as error:
             warn_of_cache("what an earlier launch made of this graph is not read", BadInput(
                 f"the cache of graphs has an entry that hpml did not write: {error}", str(graph_database.path()),

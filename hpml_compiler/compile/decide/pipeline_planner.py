@@ -197,7 +197,7 @@ class PipelinePlanner:
         """With what planning needs to know, once all ranks have the same graph."""
         with self._doing("annotate", "annotating"):
             annotated = self.inputs.annotate(gm, forward_outputs, microbatches, leaves=False)
-        same_graph(annotated.hash(), annotated.text)
+        same_graph(annotated.text)
         return annotated
 
     def _decision(self, annotated: AnalyzedGraph, forward_outputs: int | None, alone: Cluster,

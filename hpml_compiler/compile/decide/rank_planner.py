@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,9 +20,11 @@ from hpml_compiler.planner.search.budget_trials import cached_or_new, cached_or_
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.search.fitting_search import FittingSearch, first_answer
 from hpml_compiler.planner.search.plan_cache import plan_cache_of
-from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
+from hpml_compiler.plans.unsplit_graph import why_not_split
 from hpml_compiler.profile import quick_profile
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0
+from hpml_compiler.runtime.watchdog import heartbeat
 from hpml_compiler.session import session
 from hpml_compiler.session.run_cluster import local_cluster
 from passes import compat
@@ -116,6 +118,24 @@ class RankPlanner:
             raise BadInput(f"parameters are placed on the mesh {mesh} already, and {self.options.mesh} is asked for",
                            where="options['mesh']", next_step="give one mesh for all that a model is compiled for")
         return None
+
+
+def enter_plan(record: GraphPlan, options: Options, cluster: str, rejected: Iterable[MeshAttempt], training: bool,
+               seconds: Mapping[str, float]) -> dict[str, float]:
+    """Note a plan in the session. seconds: of what was done before it. Returns the plan's own, with these, which go on."""
+    solving = record.seconds.get("solve", 0.0)
+    record.seconds.update(seconds)
+    if solving:
+        record.seconds["solve"] = seconds.get("solve", 0.0) + solving
+    current = session.current()
+    current.enter(record, options, cluster, rejected)
+    if not training:
+        return record.seconds
+    current.mesh = dict(record.mesh)
+    if why := why_not_split(record):
+        heartbeat.watch_neighbor()
+        log.log(logging.DEBUG if dist.get_rank() else logging.WARNING, "%s", why)
+    return record.seconds
 
 
 def say_plan(planned: PlanResult, unruled: Mapping[str, Sequence[str]]) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.inputs.pp_mesh import over_stage
@@ -14,6 +13,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planner.pipeline.pp_axis import axes_of_stage, has_stages, same_mesh
 from hpml_compiler.runtime.install.parameter_sharding import placeable
 from hpml_compiler.runtime.install.unwrap_inputs import InputPlacement, copy_for_set_data, take_out_markers
+from hpml_compiler.runtime.process.world_group import world_size
 from hpml_compiler.session import session
 from passes import compat
 from passes.errors import BadInput
@@ -67,7 +67,7 @@ class GraphInputs:
                 self._placed_on = self._shared(session.current().adopt(placement.mesh, name), name, options)
                 break
         self.mesh = self._placed_on if not has_stages(self._placed_on) else axes_of_stage(self._placed_on or {})
-        can_be_placed = set(placeable(gm, given)) if torch.is_grad_enabled() else set()
+        can_be_placed = None if world_size() == 1 else placeable(gm, given) if torch.is_grad_enabled() else ()
         self.described = graph_inputs(gm, self.examples, can_be_placed)
         for position, placement in placed.items():
             self.described[position] = self._placed(position, self.described[position], placement,
@@ -132,7 +132,7 @@ class GraphInputs:
     def _viewed_in_other_parts(self, annotated: AnalyzedGraph) -> list[int]:
         """Positions of placed inputs whose parts this graph cannot use: 18 rows in 2 parts, seen as 3 times 6."""
         interface, found = annotated.interface, []
-        mesh, world = device_axes(self.mesh or {}), device_axes({"world": dist.get_world_size()})
+        mesh, world = device_axes(self.mesh or {}), device_axes({"world": world_size()})
         for value in annotated.graph.values:
             if value.producer is not None or value.name not in interface.positions:
                 continue

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from hpml_compiler.options import Options
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, axes_of_stage, is_split
 from hpml_compiler.session import session
@@ -34,14 +32,9 @@ class PipelineMesh:
         """Whether a stage has more than one rank."""
         return is_split(self.sizes)
 
-    @property
-    def devices(self) -> DeviceMesh:
-        """Of all ranks."""
-        return session.current().device_mesh(self.sizes)
-
     def groups(self) -> MeshGroups:
         """This rank's place in the mesh of its stages."""
-        mesh = self.devices
+        mesh = session.current().device_mesh(self.sizes)
         return MeshGroups(device_axes(self.axes), tuple(mesh.get_local_rank(name) for name in self.axes),
                           session.names_of_groups(mesh, self.axes))
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import Graph, GraphModule, Node
 
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
@@ -26,6 +25,7 @@ from hpml_compiler.compile.program.rerun import compiled_rerun
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.microbatching import fitting_microbatches, loop_of
 from hpml_compiler.plans.schema import BlocksReport
+from hpml_compiler.runtime.process.world_group import this_rank, world_size
 from hpml_compiler.runtime.program.fused_forward_backward import FusedForwardBackward
 from hpml_compiler.runtime.program.microbatch_loop import (
     Call,
@@ -151,13 +151,12 @@ def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) 
 
 
 def microbatch_count(inputs: GraphInputs, options: Options) -> int:
-    """How many a step on several ranks goes through, if its graph allows it: as many as divide the rows that a rank has at the
-    least."""
+    """How many a step goes through, if its graph allows it: as many as divide the rows that a rank has at the least."""
     if options.microbatches == 1 or not torch.is_grad_enabled():
         return 1
     shapes = [x.shape for x, its in zip(inputs.examples, inputs.described, strict=True) if its.kind == "batch"]
-    ranks = dist.get_world_size() if inputs.rows else (options.mesh or {}).get("dp", 1)
-    return fitting_microbatches(shapes, options.microbatches, ranks, speaks=dist.get_rank() == 0)
+    ranks = world_size() if inputs.rows else (options.mesh or {}).get("dp", 1)
+    return fitting_microbatches(shapes, options.microbatches, ranks, speaks=this_rank() == 0)
 
 
 def compile_in_microbatches(gm: GraphModule, annotated: AnalyzedGraph, decision: Decision, times: MicrobatchPlacement,

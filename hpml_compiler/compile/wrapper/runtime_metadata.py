@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from hpml_compiler.compile.wrapper.sharded_outputs import ShardedTangent
 from hpml_compiler.planner.graph import memory_budget
+from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.dtensor.lazy_outputs import ShardedOutput
 from hpml_compiler.runtime.placements.unsharded_params import GatheredInput
@@ -62,6 +63,13 @@ class RuntimeMetadata:
     budgeted: memory_budget.GraphMemory | None = None
     graph_hash: str = ""
     entry: SessionEntry | None = None
+
+    def of_plan(self, annotated: AnalyzedGraph, planned: PlanResult, structure: str) -> RuntimeMetadata:
+        """With what follows from the plan of a graph that was planned at once. structure: see `SessionEntry`."""
+        record, decision = planned.record, planned.decision
+        entry = SessionEntry(record, planned.cluster, planned.rejected, dict(annotated.graph.unruled), structure)
+        return replace(self, training=annotated.interface.training, placements=placements_of(annotated, decision),
+                       held=held_by(annotated, decision), graph_hash=record.graph_hash, entry=entry)
 
     def without_fakes(self) -> RuntimeMetadata:
         """With what tensors are like as meta tensors, which belong to no trace."""

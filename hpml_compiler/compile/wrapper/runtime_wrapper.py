@@ -1,11 +1,10 @@
 """Runtime wrapper: what a script calls in the place of a graph, around compiled code that takes a rank's parts of arguments."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
@@ -23,6 +22,7 @@ from hpml_compiler.runtime.placements.single_rank_placement import owner_of
 from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
 from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
 from hpml_compiler.runtime.watchdog.rank_status import Location
+from hpml_compiler.session import session
 from hpml_compiler.session.run_monitor import current_monitor
 from passes.transforms.shard.hoist_batch_slice import part_of
 
@@ -31,9 +31,14 @@ Watched = WatchedGraph | StageMonitor | None
 
 
 def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, given: Sequence[Any], inputs: GraphInputs,
-                    takes: RuntimeMetadata, devices: DeviceMesh, holding: UnshardedInputs, watched: Watched, options: Options,
+                    takes: RuntimeMetadata, axes: Mapping[str, int], holding: UnshardedInputs, watched: Watched,
+                    options: Options,
                     ) -> Callable[..., Any]:
-    """function: the compiled graph, which takes local parts. Places its parameters on `devices`, all ranks together."""
+    """function: the compiled graph, which takes local parts. Places its parameters on the mesh of these axes, all ranks
+    together. One rank, whose mesh has none, has all of what it is given."""
+    if not axes:
+        return function
+    devices = session.current().device_mesh(axes)
     sync_module_states(params_and_buffers(inputs.described, given))
     if options.offloads("optimizer"):
         offload_state((value for value in given if isinstance(value, torch.nn.Parameter)), options.offload_folder or "")
@@ -73,8 +78,10 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     return forward_call(call, Location(f"forward of {name}"), half, takes.training)
 
 
-def backward_wrapper(name: str, call: Callable[[list[Any]], Any], gm: GraphModule, in_parts: Collection[str], watched: Watched,
-                     ) -> Callable[[list[Any]], Any]:
+def backward_wrapper(name: str, call: Callable[[list[Any]], Any], gm: GraphModule, axes: Mapping[str, int],
+                     in_parts: Collection[str], watched: Watched) -> Callable[[list[Any]], Any]:
     """The same around its backward `gm`. in_parts: gradients of which each rank gets a part, by placeholder."""
+    if not axes:
+        return call
     call = call if watched is None else watched.backward(call)
     return backward_call(call, Location(f"backward of {name}"), backward_check(name, gm, in_parts))

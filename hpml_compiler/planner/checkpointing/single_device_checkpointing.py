@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
@@ -71,6 +73,14 @@ def tape_on_one_device(gm: GraphModule, forward_outputs: int, options: Options, 
     return BuildStorageProgram(forward_outputs, MeshPrices(mesh, options.optimizer_states), options.compiler == "inductor",
                                frozenset(compat.mutated_inputs(gm)), offload_us=offload_price(options, cluster), lists=lists,
                                layers=layers)
+
+
+def given_checkpointing(options: Options, graph_hash: Callable[[], str]) -> CheckpointingPlan | None:
+    """What a plan for one device saves of a graph, where one is given. Raises PlanMismatch where it is of another graph."""
+    given = options.load_plan()
+    if given is None or given.world_size != 1 or not any(graph.kept for graph in given.graphs):
+        return None
+    return given.check(graph_hash(), torch.__version__, 1).kept
 
 
 def plan_single_device(annotated: AnalyzedGraph, kept: CheckpointDecision, options: Options, cluster: Cluster, name: str,

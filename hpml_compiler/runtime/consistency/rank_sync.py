@@ -1,15 +1,16 @@
-"""Compare graphs across ranks, broadcast plans from rank 0, and raise errors of one rank on all.
+"""Compare graphs across ranks, broadcast plans from rank 0, and raise errors of one rank on all; one rank alone meets nobody.
 
 Uses a process group of its own, so that messages of a rank that compiles alone do not match collectives of the others.
 """
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from hpml_compiler.runtime.process.world_group import control_group, from_all_ranks
+from hpml_compiler.runtime.process.world_group import control_group, from_all_ranks, world_size
 from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.runtime.watchdog.store_wait import wait_for_all, wait_for_rank_0
 from passes import compat
@@ -31,14 +32,15 @@ def first_difference(mine: str, reference: str) -> str:
     return f"here {len(ours)} nodes, on rank 0 {len(theirs)}"
 
 
-def same_graph(digest: str, text: Callable[[], str]) -> None:
-    """Raises GraphMismatch on every rank if any rank's graph differs from rank 0's, showing the first difference."""
-    with compat.outside_tracing(), activity("comparing the graph with the other ranks'"):
-        _compare(digest, text)
+def same_graph(text: Callable[[], str]) -> None:
+    """Raises GraphMismatch on every rank if any rank's graph, as text, differs from rank 0's, showing the first difference."""
+    if world_size() > 1:
+        with compat.outside_tracing(), activity("comparing the graph with the other ranks'"):
+            _compare(text)
 
 
-def _compare(digest: str, text: Callable[[], str]) -> None:
-    digests = from_all_ranks(digest)
+def _compare(text: Callable[[], str]) -> None:
+    digests = from_all_ranks(hashlib.sha256(text().encode()).hexdigest())
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if not different:
         return
@@ -54,6 +56,8 @@ def _compare(digest: str, text: Callable[[], str]) -> None:
 
 def from_rank_0(make: Callable[[], T]) -> T:
     """Run `make()` on rank 0 and return its result, or raise its error, on every rank, however long it takes."""
+    if world_size() == 1:
+        return make()
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -76,6 +80,8 @@ def when_all_succeed(what: str, make: Callable[[], T], apart: Callable[[], bool]
     apart: whether the rest of `make()` has no collectives. An earlier error is raised at once: the others
     wait for this rank elsewhere, or have the same error.
     """
+    if world_size() == 1:
+        return make()
     made: list[T] = []
     error: Exception | None = None
     try:

@@ -59,6 +59,15 @@ def process_group() -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def world_size() -> int:
+    """Number of ranks; 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def control_group() -> dist.ProcessGroup:
     """All ranks, for small messages between hosts: of its own, so that none is taken for one of the data's collectives, and
     on gloo, so that no device waits for it. The first call is a collective."""
@@ -76,7 +85,9 @@ def _host_group(purpose: str, world: Any) -> Any:  # kept while it is here, so a
 
 
 def from_all_ranks(mine: T) -> list[T]:
-    """One object of each rank, in their order, on every rank: a collective."""
+    """One object of each rank, in their order, on every rank: a collective where there are several."""
+    if world_size() == 1:
+        return [mine]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine, group=control_group())
     return found

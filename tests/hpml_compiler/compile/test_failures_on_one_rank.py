@@ -19,7 +19,7 @@ HALVES = {
     "forward": (Lowering, "forward", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
     "backward": (Lowering, "backward", "rank 1 could not compile backward of graph_0: ValueError: broken on purpose"),
     "evaluation": (Lowering, "inference", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
-    "rewriting": (spmd, "after_planning", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
+    "rewriting": (spmd, "rewrite_for_rank", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
 }
 
 
