@@ -45,7 +45,7 @@ Budget = Annotated[int | float, BeforeValidator(parse_budget)]
 Watts = Annotated[float, BeforeValidator(parse_watts)]
 ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
 AxisSizes = Annotated[dict[str, int], BeforeValidator(parse_axes)]
-AxisNames = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
 
@@ -58,7 +58,7 @@ class Options(BaseModel):
     compiler: Literal["inductor", "eager"] = Field(
         "inductor", description='compiler of the rewritten graphs: "inductor", or "eager" for fast tests and debugging'
     )
-    mesh_order: AxisNames | None = Field(
+    mesh_order: Names | None = Field(
         None, description="order of the mesh axes, from the outermost (ranks farthest apart) to the innermost (adjacent "
         'ranks), such as ["tp", "dp"]; by default pp comes first, then dp, then other axes as given, then tp'
     )
@@ -81,6 +81,9 @@ class Options(BaseModel):
     compile_blocks: Literal["auto", "on", "off"] = Field(
         "auto", description="regional compilation: equal blocks of a graph, such as layers of a model, are compiled once and "
         'called for each; "auto": where these calls take less than 1 % of the predicted step, on CPUs and with several ranks')
+    passes: Names = Field(
+        (), description='names of registered passes, such as "my_pass", run in this order on each traced graph before it is '
+        "analyzed; see the guide on writing a pass")
     zero: ZeroLevel = Field(
         "auto", description="parameter sharding: 0 keeps parameters unsharded where they are read unsharded; 2 shards them and "
         "gathers each once per optimizer step; 3 shards them and gathers again in each forward and backward; 1 is "

@@ -24,6 +24,7 @@ from passes import compat
 from passes.graph.fx_nodes import returned_nodes
 from passes.hardware.cluster import Cluster
 from passes.tracing.joint_trace import decompositions
+from passes.tracing.named_passes import run_named_passes
 
 Halves = Sequence[GraphModule]
 
@@ -93,6 +94,7 @@ class GraphCompiler(abc.ABC):
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         found = self.earlier.found
         if found is None:
+            run_named_passes(self.options.passes, joint)
             self.earlier.note_results(joint, num_fwd_outputs)
             halves = self.split(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
         else:
@@ -122,6 +124,7 @@ class GraphCompiler(abc.ABC):
         if self.earlier.found is not None:
             graph = self._restored()
         else:
+            run_named_passes(self.options.passes, gm)
             self.earlier.note_results(gm, None)
             graph = self.inference(gm)
             self.earlier.note(graph)

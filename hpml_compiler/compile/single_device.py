@@ -23,7 +23,7 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
         offload_state((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), options.offload_folder or "")
         watch_steps()
     ours = options.memory_budget is not None or options.microbatches > 1 or options.compile_blocks == "on"
-    if ours and torch.is_grad_enabled():
+    if (ours and torch.is_grad_enabled()) or options.passes:
         check_supported(gm)
         return SpmdCompiler(gm, example_inputs, options).compile()
     if options.compiler == "inductor":

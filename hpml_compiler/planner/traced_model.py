@@ -49,6 +49,7 @@ from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.solver.work_limit import WorkLimit
 from passes.tracing.joint_trace import JointTrace, trace
+from passes.tracing.named_passes import run_named_passes
 from passes.tracing.untraced_parts import UntracedPart
 
 log = logging.getLogger("hpml")
@@ -65,8 +66,11 @@ class TracedModel:
 
     @cached_property
     def traced(self) -> list[JointTrace]:
-        """All graphs of the whole model, under a budget before any pass."""
-        return trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks, self.unplanned)
+        """All graphs of the whole model, under a budget before any pass of hpml's own."""
+        found = trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks, self.unplanned)
+        for each in found:
+            run_named_passes(self.options.passes, each.gm)
+        return found
 
     @cached_property
     def whole(self) -> list[AnalyzedGraph]:
@@ -103,6 +107,8 @@ class TracedModel:
         """The model with so many layers, under a budget also before any pass; None if that is no single graph."""
         with with_few_layers(self.model, layers):
             found = trace(self.model, self.batch, self.options.compiler)
+        for each in found:
+            run_named_passes(self.options.passes, each.gm)
         return (found[0], self._annotated(found[0])) if len(found) == 1 and not found[0].breaks else None
 
     def _annotated(self, traced: JointTrace) -> AnalyzedGraph:
