@@ -63,7 +63,7 @@ def run_trouble(rank, how):
 
 CASES = {
     "killed": (3, "rank 2 is not responding", "look at the exit code of rank 2"),
-    "sleeps": (2, "rank 1 is late: for", "test_lost_ranks.py:"),
+    "sleeps": (2, "rank 1 is late: for", "test_heartbeat.py:"),
     "raises": (2, "having caught ValueError: no such row", "look for work of one rank alone"),
 }
 
@@ -96,4 +96,4 @@ def test_other_errors_stay_what_they_are():
 
 
 def test_the_line_of_the_script():
-    assert line_of_script().startswith("test_lost_ranks.py:") and line_of_script().endswith("in test_the_line_of_the_script")
+    assert line_of_script().startswith("test_heartbeat.py:") and line_of_script().endswith("in test_the_line_of_the_script")
