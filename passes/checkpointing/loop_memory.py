@@ -1,7 +1,7 @@
-"""Bytes that a rank holds around the loop over microbatches: gradients that are added up, and what is computed once for all.
+"""Memory around the loop over microbatches: accumulated gradients, and values computed once for all microbatches.
 
-The body of the loop has a tape of its own, which counts one microbatch. What is there besides while it runs, and what runs
-before it and after it, is the same whatever the body saves for backward: it is counted here.
+The loop body has a storage program of its own, which counts one microbatch. The memory counted here, while the body runs and
+before and after the loop, does not depend on what the body saves for backward.
 """
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from passes.simulation.memory.storage_program import Microbatches, StorageProgra
 
 @dataclass(frozen=True)
 class LoopMemory:
-    """count: of microbatches. forward, backward: bytes by part that are held while the forward, or the backward, of a
-    microbatch runs, besides what microbatches hold: see `Microbatches`, which `others` is. first, last: the fullest moments of
-    what runs before the loop, and after it. gradient_bytes: of what the graph hands to the optimizer."""
+    """count: number of microbatches. others: what other microbatches have in memory while one runs. forward, backward: further
+    bytes by part in memory while the forward, or the backward, of a microbatch runs. first, last: peaks before and after the
+    loop. gradient_bytes: of the gradients that the graph returns."""
 
     count: int
     others: Microbatches
@@ -38,12 +38,12 @@ class LoopMemory:
 
     @property
     def around(self) -> int:
-        """The most bytes that are held around the body."""
+        """Most bytes in memory around the body."""
         return max(sum(self.forward.values()), sum(self.backward.values()))
 
     def of_step(self, kept: CheckpointDecision, budget_bytes: float, after_bytes: float) -> CheckpointDecision:
-        """What the whole graph holds, where its body is decided. budget_bytes: of the graph; after_bytes: that others take
-        while its gradients are used."""
+        """The decision of the whole graph, given that of its body. budget_bytes: of the graph. after_bytes: in memory besides
+        during the optimizer step."""
         ahead = max(_with(kept.account.forward, self.forward), self.first, key=_bytes)
         back = max(_with(kept.account.backward, self.backward), self.last, key=_bytes)
         account = replace(
@@ -58,16 +58,15 @@ class LoopMemory:
 
 def loop_memory(marked: GraphModule, loop: LoopSplit, forward_outputs: int, count: int, at_once: bool,
                 tape_of: Callable[[GraphModule, int], StorageProgram], layers: Callable[[Node], int]) -> LoopMemory:
-    """marked: the graph that the loop over `count` microbatches was cut out of, of whose outputs so many are forward's.
-    at_once: see `loop_parts`. tape_of: makes the tape of a graph with so many outputs. layers: how many nodes of the model a
-    node stands for."""
+    """Count the memory around a loop over `count` microbatches. marked: the graph that the loop was cut out of.
+    forward_outputs: number of its outputs that are forward's. at_once: see `loop_parts`. tape_of: builds the storage program
+    of a graph with so many outputs. layers: number of nodes of the model that a traced node stands for."""
     return _Around(marked, loop, at_once, tape_of, layers).memory(forward_outputs, count)
 
 
 class _Around:
     def __init__(self, marked: GraphModule, loop: LoopSplit, at_once: bool,
-                 tape_of: Callable[[GraphModule, int], StorageProgram],
-                 layers: Callable[[Node], int]):
+                 tape_of: Callable[[GraphModule, int], StorageProgram], layers: Callable[[Node], int]):
         self.loop, self.at_once, self.tape_of, self.layers = loop, at_once, tape_of, layers
         self.nodes = {node.name: node for node in marked.graph.nodes}
         self.given = {memory_of(node) for node in marked.graph.find_nodes(op="placeholder")}
@@ -90,7 +89,7 @@ class _Around:
             max((moments[name] for name in moments if name not in first), key=_bytes), sum(self._bytes(returned).values()))
 
     def _there(self) -> dict[str, frozenset[str]]:
-        """Of each part, the values that are made before it and read by it or later."""
+        """Values in memory while each part of the loop runs: made before it and read by it or later."""
         found, made, later = {}, set[str](), read_later(self.loop, self.at_once)
         for part in loop_parts(self.loop, self.at_once):
             found[part.name] = frozenset(made) & (later[part.name] | part.reads)
@@ -98,7 +97,7 @@ class _Around:
         return found
 
     def _bytes(self, names: Iterable[str]) -> dict[str, int]:
-        """Of these values by part; each memory once, and without that of the graph's inputs."""
+        """Bytes of these values by part; shared memory counts once, that of the graph's inputs not at all."""
         collected = {each.name for each in self.loop.backward}
         found: Counter[str] = Counter()
         seen = set(self.given)
@@ -112,12 +111,12 @@ class _Around:
         return dict(found)
 
     def _added(self, collected: Iterable[LoopOutput]) -> int:
-        """Bytes that are added to, or put together, from the first microbatch to the last."""
+        """Bytes of accumulated or concatenated outputs of the loop."""
         return sum(self.layers(self.nodes[each.name]) * torch.Size(each.shape).numel() * each.dtype.itemsize
                    for each in collected)
 
     def _moment(self, name: str, segment: GraphFragment) -> TracePeak:
-        """The fullest moment of what runs around the loop."""
+        """Peak of a segment around the loop."""
         there = self._bytes(self.there[name])
         if segment.gm is None:
             return TracePeak(name, parts=FrozenMap(there))

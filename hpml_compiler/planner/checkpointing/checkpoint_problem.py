@@ -1,4 +1,4 @@
-"""Which values a graph saves for backward, as a problem to solve: its tape, in the bytes that its step leaves to it."""
+"""The checkpointing problem of one graph: its storage program, and the share of the budget that the step leaves to it."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from passes.solver.work_limit import WorkLimit
 
 @dataclass(frozen=True)
 class CheckpointProblem:
-    """gm: a joint graph with its tape, of whose outputs so many are forward's: a whole graph or, where there is a `loop`, the
-    body that each microbatch runs. room: what the step leaves to the whole graph. name: of the graph."""
+    """gm: a joint graph with its storage program: a whole graph or, if there is a `loop`, the body that each microbatch runs.
+    forward_outputs: number of its outputs that are forward's. room: budget share of the whole graph. name: of the graph."""
 
     gm: GraphModule
     forward_outputs: int
@@ -39,8 +39,8 @@ class CheckpointProblem:
     loop: LoopMemory | None = None
 
     def solved(self, options: Options, strict: bool, allowance: WorkLimit | None = None) -> CheckpointDecision:
-        """The least time within the room. strict: raise Infeasible where nothing fits; else the answer holds least.
-        allowance: in place of the options' time limit."""
+        """Choose what to save in the least time within the budget share. strict: raise Infeasible if nothing fits; otherwise
+        return the choice with the lowest peak. allowance: replaces the options' time limit."""
         kept = choose_checkpointing(self.gm, self.forward_outputs, self._room_of_gm, options, self.name, strict, allowance)
         kept = self._of_step(kept)
         if strict and not kept.fits:
@@ -48,14 +48,14 @@ class CheckpointProblem:
         return kept
 
     def obeyed(self, pinned: CheckpointingPlan) -> CheckpointDecision | None:
-        """What a plan saves; None where it was made for another budget and does not fit this one. Raises BadInput where it
-        cannot be obeyed."""
+        """Apply the choice of a saved plan. None if it was made for another budget and exceeds this one. Raises BadInput if it
+        does not match the graph."""
         kept = apply_checkpointing_plan(self.gm, self._room_of_gm, pinned, self.name)
         return None if kept is None else self._of_step(kept)
 
     @property
     def _room_of_gm(self) -> BudgetShare:
-        """The body of a loop has what is left by that which is around it, and hands its gradients to nobody but the loop."""
+        """Budget share of `gm`: without what is in memory around the loop, and without the optimizer step for a loop body."""
         if self.loop is None:
             return self.room
         between = self.room.between if self.loop.others.in_flight > 1 else 0.0
@@ -65,21 +65,22 @@ class CheckpointProblem:
         return kept if self.loop is None else self.loop.of_step(kept, self.room.left, self.room.after)
 
     def _too_small(self, kept: CheckpointDecision) -> Infeasible:
-        """Of a step that is fullest outside of its loop, whatever the body saves."""
+        """The error for a step whose peak lies outside the loop, where checkpointing does not help."""
         least = round(self.room.budget - self.room.left + kept.peak_bytes)
         error = Infeasible(
-            f"{self.name}: a step holds {format_bytes(least)} at least, outside of its loop over microbatches, and the budget "
-            f"is {format_bytes(self.room.budget)}", WHERE,
+            f"{self.name}: a step needs at least {format_bytes(least)}, outside its loop over microbatches, and the budget is "
+            f"{format_bytes(self.room.budget)}", WHERE,
             f"give {least} bytes, or more devices, which store parameters in parts")
         error.smallest_budget_bytes = least
         return error
 
 
 def problem_of_loop(marked: GraphModule, loop: LoopSplit, microbatches: int, tape: BuildStorageProgram, room: BudgetShare,
-                    name: str,
-                    folded: FewLayerTrace | None = None) -> CheckpointProblem:
-    """Of a step in microbatches. marked: the graph that the loop was cut out of; the loop's body gets its tape. tape: how tapes
-    are made on this mesh, for the whole graph. folded: of which deeper model it has a few layers."""
+                    name: str, folded: FewLayerTrace | None = None) -> CheckpointProblem:
+    """The problem of a step in microbatches. marked: the graph that the loop was cut out of; the loop's body gets its storage
+    program. tape: the pass that builds it for the whole graph on this mesh. folded: the deeper model of which a few layers were
+    traced."""
+
     def tape_of(gm: GraphModule, outputs: int) -> StorageProgram:
         gm = copy_graph(gm)
         building_storage_program(replace(tape, forward_outputs=outputs, written=frozenset(), lists=(), layers=0))(gm)
@@ -92,7 +93,7 @@ def problem_of_loop(marked: GraphModule, loop: LoopSplit, microbatches: int, tap
 
 
 def tape_of_body(marked: GraphModule, loop: LoopSplit, tape: BuildStorageProgram) -> BuildStorageProgram:
-    """How the tape of a loop's body is made, but for what other microbatches hold. See `problem_of_loop`."""
+    """The pass that builds the storage program of a loop's body, without the memory of other microbatches."""
     written = {node.name for k, node in enumerate(marked.graph.find_nodes(op="placeholder"))
                if input_position(node, k) in tape.written}
     placeholders = loop.body.graph.find_nodes(op="placeholder")
@@ -101,7 +102,7 @@ def tape_of_body(marked: GraphModule, loop: LoopSplit, tape: BuildStorageProgram
 
 
 def _layers(marked: GraphModule, folded: FewLayerTrace | None) -> Callable[[Node], int]:
-    """How many nodes of the model a node of its traced layers stands for, as `passes.checkpointing.layer_folding` has it."""
+    """Number of nodes of the model that a traced node stands for, as in `passes.checkpointing.layer_folding`."""
     lists, layers = layers_of(folded)
     middle = layers - 2
     several = {block: count for _, one, other, _ in lists

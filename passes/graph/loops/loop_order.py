@@ -11,7 +11,7 @@ BEFORE, AFTER = ("before forward", "before backward"), ("after forward", "after 
 
 @dataclass(frozen=True)
 class LoopStep:
-    """A segment around the loop, or one half of all of its microbatches. reads, makes: names of values."""
+    """A segment around the loop, or one half of all microbatches. reads, makes: names of values."""
 
     name: str
     reads: frozenset[str]
@@ -19,8 +19,8 @@ class LoopStep:
 
 
 def loop_parts(loop: PrologueEpilogue, at_once: bool) -> tuple[LoopStep, ...]:
-    """In the order in which they run. at_once: backward of each microbatch follows its forward, which is all part of the
-    graph's forward; else forward of all of them runs first, and backward when gradients arrive."""
+    """Parts in execution order. at_once: backward of each microbatch follows its forward, all within the graph's forward;
+    otherwise all forwards run first, and backward runs when gradients arrive."""
 
     def segment(names: tuple[str, str], which: tuple[GraphFragment, GraphFragment], half: int) -> LoopStep:
         return LoopStep(names[half], frozenset(which[half].reads), which[half].makes)
@@ -34,7 +34,7 @@ def loop_parts(loop: PrologueEpilogue, at_once: bool) -> tuple[LoopStep, ...]:
 
 
 def read_later(loop: PrologueEpilogue, at_once: bool) -> dict[str, frozenset[str]]:
-    """Of each part, by its name, the values that are read after it, or returned."""
+    """Names of the values that are read or returned after each part, by the name of the part."""
     found: dict[str, frozenset[str]] = {}
     later = frozenset(name for name in loop.results if name is not None)
     for part in reversed(loop_parts(loop, at_once)):

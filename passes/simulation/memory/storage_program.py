@@ -72,20 +72,20 @@ class FoldedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """What others hold while one microbatch runs, where the tape is what each of them runs. in_flight: how many have run
-    forward and not backward, at most; each holds what is kept. added_bytes: of gradients that are added up, from the second
-    backward on. drains: all run forward before the first runs backward, so that fewer are in flight with each gradient."""
+    """Memory of the other microbatches while one runs the program. in_flight: most microbatches between their forward and their
+    backward; each has its saved values in memory. added_bytes: accumulated gradients, from the second backward on. drains: all
+    forwards run before the first backward, so that fewer microbatches are in flight with each backward."""
 
     in_flight: int = 1
     added_bytes: int = 0
     drains: bool = False
 
     def forward(self) -> tuple[int, int]:
-        """How many others hold what is kept, and bytes of gradients."""
+        """Number of other microbatches in flight during forward, and bytes of gradients."""
         return self.in_flight - 1, 0 if self.drains else self.added_bytes
 
     def backward(self, kept_bytes: int) -> tuple[int, int]:
-        """The same, where that is most. kept_bytes: of one microbatch."""
+        """The same during backward, at its peak. kept_bytes: saved by one microbatch."""
         if self.drains and self.added_bytes > kept_bytes:
             return max(self.in_flight - 2, 0), self.added_bytes
         return self.in_flight - 1, 0 if self.drains else self.added_bytes
