@@ -1,1 +1,1 @@
-"""Compiles one Dynamo graph of the backend: inputs, cache, trace, decide, rewrite, split, lower, install, run."""
+"""Compilation of one Dynamo graph of the backend: inputs, cache, trace, decide, rewrite, split, lower, install, run."""

@@ -1,4 +1,4 @@
-"""Which way a Dynamo graph goes through the compiler: on one device, through stages of a pipeline, or split over all ranks."""
+"""Dispatch a Dynamo graph to a compiler: single device, pipeline stages, or SPMD over all ranks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """The path of one Dynamo graph through the compiler: inputs, cache, trace, decide, rewrite, split, lower, install.
 
-AOTAutograd asks for the pieces: `partition_fn` gets the joint graph, where everything is decided and rewritten, and the two
-compilers get forward and backward. Where an earlier launch left the graph in the cache, the same questions are answered from
-there, and nothing is traced, decided or rewritten. Subclasses say what is decided, and what a call does around compiled code.
+AOTAutograd calls back: `partition_fn` gets the joint graph, where everything is decided and rewritten, and the two compilers
+get forward and backward. On a hit of the graph cache, the callbacks take their results from there, and nothing is traced,
+decided or rewritten. Subclasses decide, and add the runtime wrapper around compiled code.
 """
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Halves = Sequence[GraphModule]
 class GraphCompiler(abc.ABC):
     """Compiles one graph.
 
-    name: in messages. program: what runs the step where that is more than one call of each half, as microbatches and stages
-    are; None where AOTAutograd's two halves are compiled as they are. seconds: compile time by phase.
+    name: in messages. program: runs the step where that takes more than one call of each half, as with microbatches or stages;
+    None where AOTAutograd's two halves are compiled as they are. seconds: compile time by phase.
     """
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options, name: str):
@@ -45,28 +45,28 @@ class GraphCompiler(abc.ABC):
         self.seconds: dict[str, float] = {}
         self.earlier: GraphCache
 
-    # -- what subclasses decide ----------------------------------------------------------------------------------------
+    # -- for subclasses to implement -----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
-        """Decide what is done with a traced graph, rewrite it, and note it for the cache. Returns forward and backward; or sets
-        `program`, and returns None."""
+        """Decide, rewrite a traced joint graph, and note it for the cache. Returns forward and backward; or sets `program`, and
+        returns None."""
 
     @abc.abstractmethod
     def restore(self, restored: Any, found: CachedGraph, forward_outputs: int) -> None:
-        """Set `program` where the cache has one. restored: what was noted for the cache."""
+        """Set `program` where the cache has one. restored: the graphs of the cache entry."""
 
     @abc.abstractmethod
     def backward_of(self, call: Call, gm: GraphModule) -> Call:
-        """A call of the backward `gm`, with what is done around each."""
+        """A call of the backward `gm`, with its runtime wrapper."""
 
     def inference(self, gm: GraphModule) -> Any:
-        """Rewrite a traced graph that has no backward. Returns a graph, or stages that `run_inference` lowers."""
+        """Rewrite a traced inference graph. Returns a graph, or stages that `run_inference` lowers."""
         return gm
 
     @abc.abstractmethod
     def compile(self) -> Callable[..., Any]:
-        """Compile the graph. Returns the callable that stands in its place in the script."""
+        """Compile the graph. Returns the callable that replaces it in the script."""
 
     def run_inference(self, graph: Any) -> Call:
         return self.together("forward", lambda: self.lowering.inference(graph))
@@ -75,10 +75,10 @@ class GraphCompiler(abc.ABC):
         return decompositions(self.options.compiler)
 
     def together(self, half: str, lower: Callable[[], Call]) -> Call:
-        """A half, compiled while the other ranks compile theirs."""
+        """Compile a half while the other ranks compile theirs."""
         return lower()
 
-    # -- AOTAutograd's questions ---------------------------------------------------------------------------------------
+    # -- callbacks of AOTAutograd --------------------------------------------------------------------------------------
 
     def trace(self, examples: Sequence[Any]) -> Callable[..., Any]:
         """The compiled graph, as a function of plain local tensors."""
@@ -111,7 +111,7 @@ class GraphCompiler(abc.ABC):
         return self.holding.around(gm, call)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Call:
-        call = self.program.backward() if self.program is not None else (  # compiled with forward
+        call = self.program.backward() if self.program is not None else (  # already compiled, with forward
             self.together("backward", lambda: self._compiled_backward(gm, inputs)))
         return self.backward_of(call, gm)
 
@@ -146,11 +146,11 @@ class GraphCompiler(abc.ABC):
         return halves
 
     def note_halves(self, halves: Halves, unplanned: PlanSource | None = None) -> None:
-        """For the cache, before they are compiled."""
+        """Note the halves for the cache, before they are compiled."""
         self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])), unplanned)
 
     def plan_later(self, unplanned: PlanSource | bytes, cluster: Cluster) -> None:
-        """The plan of this graph is made when somebody asks for it."""
+        """Enter a plan for this graph in the session that is made on demand."""
         reports = {} if self.program is None else self.program.reports
         self.session.enter(LazyPlan(unplanned, self.seconds, reports), self.options, str(cluster))
         session.save_plan()

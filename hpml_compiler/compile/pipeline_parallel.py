@@ -1,10 +1,10 @@
-"""A graph whose step goes through the stages of a pipeline, each on a rank of its own, microbatch by microbatch.
+"""Compile one Dynamo graph for a pipeline: stages on ranks of their own, microbatch by microbatch.
 
-Every rank traces and cuts the whole graph, and compiles what is around its loop and the stages that it runs. Where the mesh has
-other axes than `pp`, the whole graph is planned on these, as if one stage did all, and what is cut is a rank's part of it.
-Parameters are placed on these axes; along `pp`, one that a single rank's stages read is that rank's alone, with its gradient
-(`hpml_compiler.compile.program.stage_parameters`), and others are on every rank: their gradients are made where their stage is,
-and given to the others. A graph that goes through no stages borrows what it reads, at each call.
+Every rank traces and cuts the full graph, and compiles its own stages and the code around the microbatch loop. Where the mesh
+has other axes than `pp`, the full graph is planned on these, as if one stage ran it all, and each rank's share of it is cut.
+Parameters are placed on these axes. Along `pp`, a parameter that only one rank's stages read is on that rank alone, with its
+gradient (`hpml_compiler.compile.program.stage_parameters`); others are on every rank, and the rank of their stage computes
+their gradients and broadcasts them. A graph that is not pipelined borrows such parameters from their owners at each call.
 """
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from passes.tracing.joint_trace import JointTrace
 
 
 class PipelineCompiler(GraphCompiler):
-    """One graph whose step goes through stages where it has the blocks for it."""
+    """Compiles one graph, pipelined where it has enough blocks."""
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options):
         super().__init__(gm, given, options, f"graph of a pipeline, {len(session.current().graphs)}")
@@ -60,11 +60,11 @@ class PipelineCompiler(GraphCompiler):
         self.planner = PipelinePlanner(self.name, self.given, self.inputs, self.options, self.mesh, self.seconds)
         self.earlier = GraphCache(self.gm, CacheInputs.of(self.inputs, self.given), self.options)
         if self.earlier.found is not None:
-            self.mesh.groups()  # what was cut knows them by their names
+            self.mesh.groups()  # the restored graphs refer to these process groups by name
             self.planner.as_in(self.earlier.found.running)
         function = self.trace(examples)
         if self.program is not None:
-            session.save_plan()  # which says now what was compiled in blocks
+            session.save_plan()  # again, now with the reports of regional compilation
         takes = self.planner.takes()
         self.earlier.keep(takes)
         return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.mesh.sizes, self.holding,
@@ -107,7 +107,7 @@ class PipelineCompiler(GraphCompiler):
         return backward_wrapper(self.name, call, gm, self.mesh.sizes, (), self.watched)
 
     def inference(self, gm: GraphModule) -> PipelineProgram | GraphModule:
-        """Forward alone goes through the stages that have its parameters; else the ranks of each stage do all of it."""
+        """Forward alone runs through the stages that own its parameters; else the ranks of each stage run the full graph."""
         planner = self.planner
         if any(owner_of(x) is not None for x in self.given) and (cut := planner.evaluation(copy_graph(gm))) is not None:
             return cut
@@ -123,11 +123,11 @@ class PipelineCompiler(GraphCompiler):
         return super().run_inference(graph)
 
     def together(self, half: str, lower: Callable[[], Call]) -> Call:
-        """All ranks come to each half of a graph without stages together, in its first call where not before."""
+        """Compile a half of a graph that is not pipelined, all ranks together, in its first call at the latest."""
         return when_all_succeed(f"compile {half} of the {self.name}", lower)
 
     def _whole_step(self, traced: JointTrace | bytes, forward_outputs: int) -> MakesWhole | None:
-        """The same for gradients at all outputs; None where a stage has several ranks."""
+        """Makes the same step for gradients at all outputs; None where a stage has several ranks."""
         if self.mesh.is_split:
             return None
         return lambda: PipelineRuntime(self.options, self.planner.cut(joint_of(traced), forward_outputs, False))
@@ -146,5 +146,5 @@ class PipelineCompiler(GraphCompiler):
 
 
 def starts_of(stages: StageAssignment) -> tuple[str, ...]:
-    """The block that each stage but the first begins with."""
+    """First block of each stage but stage 0."""
     return tuple(blocks[0] for blocks in stages.blocks[1:])

@@ -1,4 +1,4 @@
-"""Say so when Dynamo stops compiling a model anew: from then on every rank runs the whole of it, and no plan."""
+"""Warn when Dynamo reaches its recompile limit for a function: from then on every rank runs it in full, without a plan."""
 from __future__ import annotations
 
 import functools
@@ -8,11 +8,11 @@ from passes import compat
 
 log = logging.getLogger("hpml")
 _ours: set[str] = set()
-"""Functions that came to this backend, in Dynamo's words."""
+"""Functions that this backend has compiled, by Dynamo's names."""
 
 
 def note_function() -> None:
-    """The function that Dynamo is compiling has a plan; if it is given up on later, a warning says so."""
+    """Note the function that Dynamo is compiling, to warn if Dynamo stops compiling it later."""
     _ours.add(compat.function_being_compiled())
     _listen()
 

@@ -1,4 +1,4 @@
-"""One Dynamo graph on one device: inductor's own compile or, where a budget, microbatches or blocks are asked for, ours."""
+"""Compile one Dynamo graph for one device: by inductor itself, or by hpml for a memory budget, microbatches or blocks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Compile one Dynamo graph for one rank or several: trace the joint graph, decide, rewrite, lower, place parameters.
 
 Several ranks agree on a plan, with placements of every value, before anything is rewritten. One rank is a mesh without axes:
-nothing is placed, so what is left to decide (what goes through microbatches, what is kept for backward) is decided on the graph
-as it was traced, and its plan is made when somebody asks for it.
+nothing is placed, so the remaining decisions (microbatches, activation checkpointing) are made on the graph as it was traced,
+and its plan is made on demand.
 """
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from passes.tracing.joint_trace import JointTrace
 
 
 class SpmdCompiler(GraphCompiler):
-    """One graph, split over all ranks, or whole on one."""
+    """Compiles one graph, sharded over all ranks, or in full on one."""
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options):
         current = session.current()
@@ -76,7 +76,7 @@ class SpmdCompiler(GraphCompiler):
         self.all_ranks = CompiledTogether(self.name)
         self.takes = RuntimeMetadata()
         self.watched: WatchedGraph | None = None
-        # what is decided
+        # decisions
         self.traced: JointTrace | None = None
         self.allowance: WorkLimit | None = None
         self.planned: PlanResult | None = None
@@ -97,24 +97,24 @@ class SpmdCompiler(GraphCompiler):
         try:
             function = self.all_ranks.whole(lambda: self.trace(self.inputs.examples))
         except Exception:
-            del self.session.graphs[planned_before:]  # all ranks forget what will not run, and may compile it again
+            del self.session.graphs[planned_before:]  # all ranks drop plans of graphs that failed, and may compile them again
             raise
         takes = self._metadata()
         if self.record is not None:
             self.record.blocks.update((self.lowering if self.program is None else self.program).reports)
         if self.record is not None or self.program is not None:
-            session.save_plan()  # which says now what was compiled in blocks
+            session.save_plan()  # again, now with the reports of regional compilation
         self.earlier.keep(takes)
         return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.axes, self.holding,
                                self.watched, self.options)
 
     @property
     def axes(self) -> dict[str, int]:
-        """Those of its mesh, once it is planned: none on one rank."""
+        """Axes of the graph's mesh, once it is planned; none on one rank."""
         return {} if self.record is None else dict(self.record.mesh)
 
     def _as_in(self, earlier: RuntimeMetadata) -> None:
-        """Enter what an earlier launch made of this graph, as if it had just been decided."""
+        """Restore the decisions of an earlier launch, as if they had just been made."""
         self.takes, entry = earlier, earlier.entry
         self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
         self.holding.note(earlier.held)
@@ -122,7 +122,7 @@ class SpmdCompiler(GraphCompiler):
             self.session.step.graphs[self.sharing.frame] = earlier.budgeted
         if entry is None:
             return
-        self.session.groups(entry.record.mesh)  # the halves know them by their names
+        self.session.groups(entry.record.mesh)  # the halves refer to these process groups by name
         record = entry.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
         self._enter(record, entry.cluster, entry.rejected, earlier.training)
         if dist.get_rank() == 0:
@@ -130,7 +130,7 @@ class SpmdCompiler(GraphCompiler):
             say_what_is_whole(entry.unruled)
         self._finish()
 
-    # -- AOTAutograd's questions ---------------------------------------------------------------------------------------
+    # -- callbacks of AOTAutograd --------------------------------------------------------------------------------------
 
     def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
         if self.alone and (self.sharing is not None or self.microbatches > 1):
@@ -164,7 +164,7 @@ class SpmdCompiler(GraphCompiler):
         return gm
 
     def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
-        """On one rank under a budget alone, those by which `hpml plan` traces for one device."""
+        """Decompositions for tracing; on one rank under a budget and without microbatches, those of `hpml plan`."""
         whole = self.alone and self.sharing is not None and self.options.microbatches == 1
         return None if whole and not self.lowering.inductor else super().decompositions()
 
@@ -178,10 +178,10 @@ class SpmdCompiler(GraphCompiler):
         in_parts = {tangent.name for tangent in self.takes.tangents}
         return backward_wrapper(self.name, call, gm, self.axes, in_parts, self.watched)
 
-    # -- what is decided, and what the graph is rewritten to -----------------------------------------------------------
+    # -- decisions and rewrites ----------------------------------------------------------------------------------------
 
     def _in_microbatches(self, gm: GraphModule, forward_outputs: int, whole: MakesWhole | None) -> MicrobatchedStep | None:
-        """What runs the step microbatch by microbatch, made of `gm`; None where that cannot be. whole: see
+        """Turn `gm` into a step that runs microbatch by microbatch; None where that is not possible. whole: see
         `MicrobatchedStep`."""
         annotated = self._annotated(gm, forward_outputs, self.microbatches)
         self.allowance = within = WorkLimit(self.options.time_limit)
@@ -201,7 +201,7 @@ class SpmdCompiler(GraphCompiler):
         return runs
 
     def _placed_in_time(self, annotated: AnalyzedGraph, forward_outputs: int, times: MicrobatchPlacement) -> Decision:
-        """Placements on devices of a graph in microbatches."""
+        """Placements on devices of a graph with microbatches."""
         if self.alone:
             return replicated_decision(annotated.graph)
         finish = lambda planned: in_time(planned.record, annotated, times, self.cluster, self.options)  # noqa: E731
@@ -210,7 +210,7 @@ class SpmdCompiler(GraphCompiler):
         return self._plan(annotated, forward_outputs, fitting).decision
 
     def _keep_in_loop(self, annotated: AnalyzedGraph, forward_outputs: int, first: bool) -> Keeps | None:
-        """What is saved under a budget. first: else the step runs for gradients at other outputs."""
+        """Checkpointing of the loop body; None without a budget. first: False for the step with gradients at other outputs."""
         if self.checkpointing is None or self.sharing is None:
             return None
         if self.planned is not None:
@@ -218,11 +218,12 @@ class SpmdCompiler(GraphCompiler):
         return self.checkpointing.in_loop(annotated, self.microbatches, forward_outputs, first)
 
     def _whole_step(self, traced: JointTrace | bytes | None, forward_outputs: int) -> MakesWhole | None:
-        """The same step for gradients at all outputs; None on several ranks. traced: the graph, or its plan, packed."""
+        """Makes the same step for gradients at all outputs; None on several ranks. traced: the trace, or its plan source,
+        packed."""
         return None if traced is None else lambda: self._in_microbatches(joint_of(traced), forward_outputs, None)
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> None:
-        """Make of a traced graph what this rank runs; under a budget, with what is kept for backward."""
+        """Turn a traced graph into this rank's program; under a budget, with activation checkpointing."""
         if self.alone:
             self._rewrite_whole(gm, forward_outputs)
             return
@@ -246,13 +247,13 @@ class SpmdCompiler(GraphCompiler):
             self.checkpointing.of_trace(gm, self.traced)
 
     def _keep(self, held: GraphMemory, kept: CheckpointDecision) -> None:
-        """held: by the graph on a rank, besides what it keeps."""
+        """Enter the saved activations in the step. held: other memory of the graph on a rank."""
         assert self.sharing is not None, "without a budget nothing is decided of it"
         self.kept = kept
         self.takes = replace(self.takes, budgeted=self.session.step.enter(self.sharing, held, kept))
 
     def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> AnalyzedGraph:
-        """With what planning needs to know, once all ranks have the same graph."""
+        """The graph, analyzed for planning, after a check that all ranks have the same graph."""
         with self.doing("annotate", "annotating"):
             annotated = self.inputs.annotate(gm, forward_outputs, microbatches)
         with compat.outside_tracing():
@@ -266,11 +267,11 @@ class SpmdCompiler(GraphCompiler):
         self.annotated = annotated
         self.planner = RankPlanner(annotated, self.inputs, self.options, self.sharing, forward_outputs, fitting=fitting,
                                    allowance=self.allowance, times=self.times)
-        with compile_phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
+        with compile_phase("plan", f"{self.name}: planning", {}):  # the plan has the times of looking and solving
             self.planned = planned = self.planner.agreed()
         self.holding.note(held_by(annotated, planned.decision))
         self._enter(planned.record, planned.cluster, planned.rejected, annotated.interface.training)
-        self.session.device_mesh(planned.mesh)  # for which all ranks meet a last time
+        self.session.device_mesh(planned.mesh)  # the last collective setup that all ranks meet for
         self.all_ranks.agreed = True
         return planned
 
@@ -279,7 +280,7 @@ class SpmdCompiler(GraphCompiler):
         self.seconds = enter_plan(record, self.options, cluster, rejected, training, self.seconds)
 
     def _finish(self) -> PlanSource | None:
-        """The record of the graph is whole now. Returns what its plan is made of, where that is made later."""
+        """Complete the graph's record. Returns the source of a plan that is made on demand, or None."""
         if self.alone and self.traced is not None and (self.kept is not None or self.times is not None):
             unplanned = PlanSource(self.traced, self.options, self.cluster, self.kept, self.times)
             self.plan_later(unplanned, self.cluster)
@@ -295,6 +296,6 @@ class SpmdCompiler(GraphCompiler):
         return None
 
     def _metadata(self) -> RuntimeMetadata:
-        """What a call of the graph takes, now that it is compiled."""
+        """Metadata for the runtime wrapper, once the graph is compiled."""
         takes = replace(self.takes, gathered=frozenset(self.inputs.gathered), written=frozenset(self.inputs.written))
         return takes if self.planned is None else takes.of_plan(self.annotated, self.planned, self.planner.structure)

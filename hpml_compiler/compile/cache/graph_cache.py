@@ -1,13 +1,12 @@
-"""What a graph was rewritten to, kept for the next launch: which then traces, plans and rewrites nothing.
+"""Persistent cache of rewritten graphs: a second launch with the same key skips tracing, planning and rewriting.
 
-What is kept are the halves of the graph as they were compiled, or the parts of one in microbatches
-(`compile.program.loop_program`) or stages (`compile.program.pipeline_program`), and all that running them takes. They are
-compiled again, which inductor's own cache answers; AOTAutograd is given a stand-in (`compile.cache.stub_graph`) for the graph,
-and makes of it what stands around the halves. That is so for graphs around which it passes on, and copies the new values of
-inputs into them, and no more: `compat.results_as_traced`, `compat.mutated_inputs_as_traced`. Where a plan is made only when it
-is asked for, what it is made of is kept, too.
+An entry has the graphs that are compiled, packed, and all that running them takes: forward and backward, or the parts of a
+microbatch loop (`compile.program.loop_program`) or of a pipeline (`compile.program.pipeline_program`). They are compiled again,
+which inductor's own cache makes cheap. AOTAutograd traces a stub (`compile.cache.stub_graph`) instead of the graph, and derives
+its epilogue from that. This works for graphs whose epilogue only returns results and copies new values into mutated inputs:
+`compat.results_as_traced`, `compat.mutated_inputs_as_traced`. Where the plan is made on demand, its source is cached, too.
 
-All ranks take what an earlier launch left, of one and the same plan, or none does.
+Either all ranks use their entries, and these are of one plan, or none does.
 """
 from __future__ import annotations
 
@@ -48,29 +47,29 @@ from passes.serialization.serialized_graph import TRACED_META, CannotSerialize, 
 
 log = logging.getLogger("hpml")
 KINDS = (RuntimeMetadata, LoopProgram, PipelineProgram, LoopSplit, SingleRank, InnerShard)
-"""Classes of what `keep` and `note` are given: the only ones, with those of their fields, that are read of a file."""
+"""Classes that the arguments of `keep` and `note` may have: only these, and the classes of their fields, are unpickled."""
 
 
 @dataclass(frozen=True)
 class AOTEpilogue:
-    """What AOTAutograd makes of a graph that follows from what goes in and out of it: equal of the graph and its stand-in."""
+    """AOTAutograd's epilogue, as far as it follows from a graph's interface: the same for the graph and for its stub."""
 
     results: tuple[StubResult, ...]
     written: tuple[compat.MutatedInput, ...]
 
     @staticmethod
     def of(results: Sequence[torch.Tensor], written: tuple[compat.MutatedInput, ...]) -> AOTEpilogue:
-        """Inside the compiler of forward; raises compat.MoreAround. results: those of the traced graph."""
+        """Call this inside the compiler of forward; raises compat.UnsupportedEpilogue. results: those of the traced graph."""
         traced = compat.results_as_traced(results)
         return AOTEpilogue(tuple(StubResult.like(x, differentiable) for x, differentiable in traced), written)
 
 
 @dataclass(frozen=True)
 class CachedGraph:
-    """What is in the cache. running: what a call of the graph takes besides compiled code. graphs: what is compiled, packed.
-    unplanned: what its plan is made of when somebody asks (`compile.cache.lazy_plan`), packed. around: what AOTAutograd sees of
-    the graph. writes_over: see `compat.overwritable_inputs`. plan: the same on ranks that obey one plan. prices: of what the
-    plan was priced with, where `hpml profile` measured it. until: when it is too old."""
+    """An entry of the cache. running: metadata of the runtime wrapper. graphs: graphs to compile, packed. unplanned: source of
+    the plan that is made on demand (`compile.cache.lazy_plan`), packed. around: AOTAutograd's epilogue. writes_over: see
+    `compat.overwritable_inputs`. plan: digest of the plan, the same on all ranks. prices: digest of the measured costs of `hpml
+    profile` that the plan used. until: when the entry expires, in seconds since the epoch."""
 
     running: RuntimeMetadata
     graphs: bytes
@@ -84,7 +83,7 @@ class CachedGraph:
 
 @dataclass
 class PendingEntry:
-    """Of one compilation, what becomes an entry."""
+    """The parts of an entry that are known so far, while the graph is compiled."""
 
     graphs: bytes
     unplanned: bytes | None = None
@@ -94,16 +93,17 @@ class PendingEntry:
 
 @dataclass
 class GraphCache:
-    """What earlier launches know of one graph, and what the next one will. All ranks make it together, before it is traced.
+    """The cache as one graph sees it: reads the entry of an earlier launch and writes the one for the next. All ranks create it
+    together, before the graph is traced.
 
-    found: what was left for it; `graph` and `restored` then take the place of tracing.
+    found: the entry, if there is one; `graph` and `restored` then replace tracing.
     """
 
     gm: GraphModule
     given: CacheInputs
     options: Options
     sharing: StepContext | None = None
-    """Under a budget, what the graph shares with the others of its step."""
+    """Under a memory budget, the state that the graphs of a step share."""
     key: str = ""
     found: CachedGraph | None = None
     noted: PendingEntry | None = None
@@ -168,15 +168,15 @@ class GraphCache:
     def _prices(self, graph_hash: str) -> str:
         return measured_costs.digest(self.options, self.cluster, graph_hash)
 
-    # With what an earlier launch left.
+    # With an entry of an earlier launch.
 
     @property
     def graph(self) -> GraphModule:
-        """What AOTAutograd traces."""
+        """The graph for AOTAutograd to trace: a stub of the entry, if there is one."""
         return self.gm if self.found is None else stub_of(self.gm, self.found.around.results, self.found.around.written)
 
     def restored(self) -> Any:
-        """What `note` was given."""
+        """The graphs of the entry, as `note` got them."""
         assert self.found is not None, "there is nothing else to restore"
         mode = compat.fake_mode()
         with compat.outside_tracing(), torch.no_grad():
@@ -184,23 +184,24 @@ class GraphCache:
 
     @property
     def writes_over(self) -> frozenset[int] | None:
-        """What compiling backward may write over, if that is known: never more than then."""
+        """Inputs that backward may overwrite, from the entry; None if unknown. Compiling must not allow more than then."""
         return None if self.found is None else self.found.writes_over
 
     # For the next launch.
 
     def note_results(self, whole: GraphModule, outputs: int | None) -> None:
-        """whole: the traced graph, before it is rewritten. outputs: how many of its results are forward's; None for all."""
+        """Note the results before the rewrite. whole: the traced graph. outputs: number of forward's results; None for all."""
         if self.key and self.found is None:
             nodes = returned_nodes(whole)[:outputs]
             self.results = [node.meta["val"] for node in nodes if node is not None]
 
     def note(self, graphs: Any, handed: Iterable[Any] = (), unplanned: PlanSource | None = None) -> None:
-        """What is compiled, before that changes it: graphs, or data with graphs in it. handed: fakes of what forward makes."""
+        """Pack the graphs to compile, or data with graphs in it, before compiling changes them. handed: fakes of the
+        values that forward saves for backward."""
         if self.results is None:
             return
         try:
-            if not all(x is None or isinstance(x, torch.Tensor) for x in handed):  # autograd is told of symbols, not of numbers
+            if not all(x is None or isinstance(x, torch.Tensor) for x in handed):  # autograd takes symbols, not numbers
                 raise CannotSerialize("it hands numbers from forward to backward")
             with compat.outside_tracing():
                 self.noted = PendingEntry(pack(graphs), unplanned and pack(unplanned, TRACED_META))
@@ -208,7 +209,7 @@ class GraphCache:
             self._not_kept(str(why))
 
     def note_forward(self) -> None:
-        """Inside the compiler of forward."""
+        """Note the epilogue; call this inside the compiler of forward."""
         if self.noted is not None and self.results is not None:
             try:
                 written = self._written()
@@ -237,12 +238,12 @@ class GraphCache:
                             "run `hpml doctor --clear-cache`, or set HPML_CACHE=0") from why
 
     def note_backward(self) -> None:
-        """Inside the compiler of backward."""
+        """Note the inputs that may be overwritten; call this inside the compiler of backward."""
         if self.noted is not None:
             self.noted.writes_over = compat.overwritable_inputs()
 
     def keep(self, takes: RuntimeMetadata) -> None:
-        """Once all is compiled."""
+        """Write the entry, once all is compiled."""
         noted = self.noted
         if noted is None:
             return

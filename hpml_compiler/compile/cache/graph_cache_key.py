@@ -1,4 +1,4 @@
-"""What a Dynamo graph is called in the cache of graphs: equal for graphs that would be traced, planned and rewritten alike."""
+"""Key of a Dynamo graph in the graph cache: equal for graphs that are traced, planned and rewritten in the same way."""
 from __future__ import annotations
 
 import hashlib
@@ -30,18 +30,18 @@ _MODULES = ("torch", "builtins", "_operator", "operator", "math")
 _CONSTANTS = (int, float, complex, bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
               type(None), type(...))
 _CALLS_OF_GRAPHS = ("tag_activation_checkpoint", "wrap")
-"""Operators that call graphs among their arguments; others have kernels of a user's, by their number in a table."""
+"""Operators that call graphs among their arguments. Others refer to kernels of a user by their number in a table."""
 LARGEST_CONSTANT_BYTES = 2**20
 
 
 class Uncacheable(Exception):
-    """Something about the graph cannot be told apart from others by its text."""
+    """The text of the graph does not determine its behavior, so it has no cache key."""
 
 
 @dataclass(frozen=True)
 class CacheInputs:
-    """What a script calls a Dynamo graph with, and the whole of it as it is traced and described for planning. told: what else
-    is known of it, the same on all ranks."""
+    """Inputs of a Dynamo graph for the cache. values: the script's arguments. examples: full tensors, as they are traced.
+    described: the inputs for the planner. told: other facts about them, the same on all ranks."""
 
     values: Sequence[Any]
     examples: Sequence[Any]
@@ -50,7 +50,7 @@ class CacheInputs:
 
     @staticmethod
     def of(inputs: GraphInputs, values: Sequence[Any]) -> CacheInputs:
-        """Before the graph is traced, since that changes what is known of inputs."""
+        """Call this before the graph is traced, since tracing changes the descriptions of its inputs."""
         owners = [owner_of(value) for value in values]
         return CacheInputs(values, inputs.examples, [*inputs.described],
                            (sorted(inputs.rows), sorted(inputs.gathered), inputs.mesh, owners))
@@ -58,8 +58,8 @@ class CacheInputs:
 
 def graph_key(gm: GraphModule, given: CacheInputs, options: Options, cluster: Cluster, earlier: Sequence[str],
               sharing: StepContext | None = None) -> str:
-    """The same on all ranks that have the same graph. earlier: what the session's graphs before it were called. sharing: what
-    it shares with them under a budget.
+    """The graph's key, the same on all ranks that have the same graph. earlier: keys of the session's graphs before it.
+    sharing: the state that it shares with them under a memory budget.
 
     Raises Uncacheable.
     """
@@ -95,7 +95,7 @@ def _canonical_text(gm: GraphModule) -> str:
 
 
 def _target(gm: GraphModule, node: Node) -> str:
-    """Of code that is not torch's, the name says nothing of what it does."""
+    """Text for a node's target; raises Uncacheable for code that is not torch's, whose name does not determine its behavior."""
     if node.op in ("placeholder", "output", "call_method"):
         return str(node.target)
     if node.op == "get_attr":
@@ -136,13 +136,13 @@ def _fingerprint(x: Any) -> Any:
 
 
 def _sharing(examples: Sequence[Any]) -> list[int]:
-    """Of each input, the first one in the same memory: AOTAutograd traces those otherwise, where the graph changes one."""
+    """For each input, the first one that shares its memory: AOTAutograd traces aliases otherwise if the graph mutates one."""
     memory = [memory_of(example) for example in examples]
     return [k if each is None else memory.index(each) for k, each in enumerate(memory)]
 
 
 def _described(given: Any, example: Any) -> tuple[Any, ...]:
-    """given: what the script calls the graph with. example: the whole of it, as it is traced; its sizes are guarded on."""
+    """given: an argument of the script. example: the full tensor, as it is traced; its sizes are guarded on."""
     if isinstance(example, int | torch.SymInt) and (number := compat.static_int(example)) is not None:
         return type(given).__name__, number
     if not isinstance(given, torch.Tensor) or not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
@@ -152,7 +152,7 @@ def _described(given: Any, example: Any) -> tuple[Any, ...]:
 
 
 def _sizes(value: Any) -> list[int | None]:
-    """None for those that are no numbers."""
+    """Sizes, strides and offset of a tensor; None for those that are not constant."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return []
     return [compat.static_int(size) for size in (*value.shape, *value.stride(), value.storage_offset())]

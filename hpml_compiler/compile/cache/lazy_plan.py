@@ -1,8 +1,7 @@
-"""A plan that is made when somebody asks for it: of a graph on one device under a byte budget, or in microbatches, or of one
-that goes through stages.
+"""Plan that is made on demand: for one device under a memory budget, for microbatches, or for the stages of a pipeline.
 
-What was decided was decided on the graph itself, which needs no placements, or of one stage alone. The plan is for people, and
-for those who play it; so it is made from a copy of the graph as it was traced, later, in this launch or in the next.
+Compiling such a graph takes no full plan: one device needs no placements, and a stage is planned by itself. The plan is for
+people who read or reuse it, so it is made later, in this launch or in the next, from a copy of the traced graph.
 """
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ from passes.tracing.joint_trace import JointTrace
 
 @dataclass(frozen=True)
 class PlanSource:
-    """A graph as it was traced, before any pass, and what was decided of it. Data alone, and nobody changes the graph.
+    """A graph as it was traced, before any pass, and the decisions about it. It is plain data, and its graph is not changed.
 
-    options: with the budget in bytes. cluster: of all ranks. kept: what is kept for backward, under a budget. times: where
-    everything is on the axis of time; None where the whole batch is one microbatch. planned: what the ranks of a stage do,
-    where there are several. starts: the block that each stage but the first begins with; None without stages.
+    options: with the budget in bytes. cluster: of all ranks. kept: activations saved for backward, under a budget. times:
+    placements on the microbatch axis; None with one microbatch. planned: the plan of the ranks that share a stage, where there
+    are several. starts: first block of each stage but stage 0; None without stages.
     """
 
     traced: JointTrace
@@ -47,7 +46,7 @@ class PlanSource:
     starts: tuple[str, ...] | None = None
 
     def plan(self, name: str) -> GraphPlan:
-        """Without what this process knows of it; see `LazyPlan`."""
+        """The plan, without this process's compile times and block reports; see `LazyPlan`."""
         traced, times = self.traced, self.times
         if self.starts is not None:
             return CutPlan(traced, self.options, self.cluster, times, name, starts=self.starts)(self.planned)
@@ -62,8 +61,8 @@ class PlanSource:
 
 @dataclass
 class LazyPlan:
-    """Makes a plan when it is asked for. what: also packed, as an earlier launch left it. seconds, blocks: where the time of
-    its compilation went, and what was compiled in blocks, which fill themselves meanwhile."""
+    """Makes a plan when called. what: the source, or the source packed, from the graph cache. seconds, blocks: compile time by
+    phase, and reports of regional compilation, which are filled in while the graph is compiled."""
 
     what: PlanSource | bytes
     seconds: Mapping[str, float]
@@ -76,7 +75,7 @@ class LazyPlan:
 
 
 def joint_of(traced: JointTrace | bytes) -> GraphModule:
-    """A copy of a graph as it was traced. traced: also its `PlanSource`, packed."""
+    """A copy of a graph as it was traced. traced: the trace, or its `PlanSource`, packed."""
     return copy_graph((unpacked(traced).traced if isinstance(traced, bytes) else traced).gm)
 
 

@@ -1,8 +1,7 @@
-"""A Dynamo graph with nothing in it, which AOTAutograd traces in the place of one whose halves are known already.
+"""Stub of a Dynamo graph, which AOTAutograd traces instead of a graph whose compiled halves are in the cache.
 
-AOTAutograd makes what stands between a script and compiled code: which arguments have gradients, what the results are, the node
-in autograd's graph. For that, it needs to know what goes in, what is changed of it and what comes out, and not what is computed
-between.
+AOTAutograd makes the layer between a script and compiled code: which arguments have gradients, what the results are, the node
+in autograd's graph. It needs the inputs, the mutations and the results for that, but not the computation.
 """
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from passes.graph.fx_nodes import returned_nodes
 
 @dataclass(frozen=True)
 class StubResult:
-    """What a graph returns: a tensor of its own, that is neither an argument nor shares memory with one or with another."""
+    """A result of a graph that is a new tensor: no argument, and no alias of an argument or of another result."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -38,7 +37,7 @@ class StubResult:
 
 
 class _EmptyResults(torch.autograd.Function):
-    """Its results and gradients have the right shapes, and no values."""
+    """Makes results and gradients of the right shapes, without values."""
 
     @staticmethod
     def forward(ctx: Any, results: Sequence[StubResult], *arguments: Any) -> Any:
@@ -54,7 +53,7 @@ class _EmptyResults(torch.autograd.Function):
 
 
 def returns_new_tensors(gm: GraphModule) -> bool:
-    """Whether all that a Dynamo graph returns are tensors, each once, and none is returned as it was given."""
+    """True if a Dynamo graph returns only tensors, each once, and returns no input directly."""
     returned = returned_nodes(gm)
     if len(set(returned)) < len(returned) or any(node is None or node.op == "placeholder" for node in returned):
         return False
@@ -62,7 +61,7 @@ def returns_new_tensors(gm: GraphModule) -> bool:
 
 
 def stub_of(gm: GraphModule, results: Sequence[StubResult], written: Sequence[compat.MutatedInput]) -> GraphModule:
-    """Takes what a Dynamo graph takes, returns what it does, by `returns_new_tensors`, and changes the same inputs."""
+    """A graph with the same inputs, mutations and results as `gm`, for which `returns_new_tensors` is true."""
     graph, (output,) = Graph(), gm.graph.find_nodes(op="output")
     new = {node: graph.node_copy(node) for node in _placeholders(gm)}
 

@@ -1,1 +1,1 @@
-"""Decisions that all ranks share: rank 0 plans or obeys a plan, and the others receive it."""
+"""Decisions that all ranks share: rank 0 plans or loads a plan, and the other ranks receive it."""

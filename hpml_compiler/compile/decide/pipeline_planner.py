@@ -1,5 +1,5 @@
-"""What ranks decide of a graph that goes through stages: how a stage is split, what is in the loop, where it is cut, who owns a
-parameter. All of them come to the same, together."""
+"""Decide for a pipelined graph: placements inside a stage, the microbatch loop, stage boundaries and parameter owners. All
+ranks decide together and get the same result."""
 from __future__ import annotations
 
 import logging
@@ -52,7 +52,7 @@ log = logging.getLogger("hpml")
 
 
 class PipelinePlanner:
-    """Of one graph. seconds: where its time goes, which is added to."""
+    """Plans the pipeline stages of one graph. seconds: compile time by phase, accumulated here."""
 
     def __init__(self, name: str, given: Sequence[Any], inputs: GraphInputs, options: Options, mesh: PipelineMesh,
                  seconds: dict[str, float]):
@@ -61,7 +61,7 @@ class PipelinePlanner:
         self.allowance: WorkLimit | None = None
         self.placements: dict[int, tuple[Placement, ...]] = {}
         self.owned: dict[str, int] | None = None
-        """Parameters that one rank has alone in this graph, by their placeholders; None before that is known."""
+        """Parameters that only one rank has, in this graph: placeholder -> rank; None before that is decided."""
         self.own_here: set[int] = set()
         self.held: dict[str, GatheredInput] = {}
         self.found: StageAssignment | None = None
@@ -71,27 +71,27 @@ class PipelinePlanner:
         self.microbatches = self._microbatches()
 
     def takes(self) -> RuntimeMetadata:
-        """What a call of the graph takes, once it is compiled."""
+        """Metadata for the runtime wrapper, once the graph is compiled."""
         return RuntimeMetadata(self.training, self.draws, self.placements, self.held, frozenset(self.inputs.gathered),
                                frozenset(self.inputs.written), owned=self.owned, own_here=frozenset(self.own_here),
                                stages=self.found, graph_hash="" if self.planned is None else self.planned.record.graph_hash)
 
     def as_in(self, earlier: RuntimeMetadata) -> None:
-        """All is as an earlier launch decided it."""
+        """Restore the decisions of an earlier launch."""
         self.training, self.draws, self.found = earlier.training, earlier.draws, earlier.stages
         self.placements, self.held, self.own_here = dict(earlier.placements), dict(earlier.held), set(earlier.own_here)
         self.owned = None if earlier.owned is None else dict(earlier.owned)
         self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
 
     def together(self, gm: GraphModule) -> None:
-        """All ranks have traced the graph."""
+        """Wait until all ranks have traced the graph."""
         self.draws = draws_random_numbers(gm)
         with compat.outside_tracing():
             require_all_ranks("compiling a graph", CALLING, every=0)
 
     def cut(self, joint: GraphModule, forward_outputs: int, others: bool, traced: JointTrace | None = None) -> PipelineProgram:
-        """Forward and backward, which this changes. others: see `StepInterface.of`. traced: the same before any pass, where it
-        may be too much for a device. Raises TooFewBlocks, and Infeasible where it is."""
+        """Cut the joint graph, which this changes, into stages. others: see `StepInterface.of`. traced: the same graph before
+        any pass, where it may not fit on a device. Raises TooFewBlocks, and Infeasible where it does not fit."""
         annotated = self._annotated(joint, forward_outputs, self.microbatches)
         interface = annotated.interface
         self._place_in_time(annotated)
@@ -108,7 +108,7 @@ class PipelinePlanner:
         return stages.given_to(self._owners(stages, interface.positions), self.inputs.written, others)
 
     def evaluation(self, gm: GraphModule) -> PipelineProgram | None:
-        """None where it cannot go through stages, which is said."""
+        """Cut a forward-only graph into stages; None, with a warning, where that is not possible."""
         if has_effects(gm):
             return None
         outputs = len(returned_nodes(gm))
@@ -130,8 +130,8 @@ class PipelinePlanner:
         return stages.given_to(self._owners(stages, annotated.interface.positions), (), False)
 
     def whole(self, gm: GraphModule, forward_outputs: int | None) -> None:
-        """Make of a graph what each rank of a stage does of all of it: of what is too small for stages, as the loss is where
-        the graph breaks before it, or has no backward."""
+        """Rewrite a graph that is not pipelined, so that each rank of a stage runs its share of the full graph: one that is too
+        small for stages, such as the loss after a graph break, or one without backward."""
         if self.mesh.is_split:
             annotated = self._annotated(gm, forward_outputs)
             gradients = self.inputs.kept_gradients(annotated, forward_outputs)
@@ -143,25 +143,25 @@ class PipelinePlanner:
             one_device(self.options.compiler)(gm)
 
     def _fitting(self, annotated: AnalyzedGraph, as_cut: CutPlan | None) -> FittingSearch | None:
-        """The search for placements of a stage that fit its ranks; None where any placement fits."""
+        """The search for placements inside a stage that fit its ranks; None where any placement fits."""
         if as_cut is None or fits_replicated(annotated, self.options, self.cluster):
             return None
         table = schedule_of(self.options, 1 if self.times is None else self.times.microbatches)
         return stage_search(self.options, self.cluster, table, as_cut)
 
     def _check_cut(self, annotated: AnalyzedGraph, as_cut: CutPlan) -> None:
-        """Raises Infeasible where the fullest rank does not hold its stages."""
+        """Raises Infeasible where the stages of the rank with the highest peak do not fit."""
         if not fits_replicated(annotated, self.options, self.cluster):
             check_fits(as_cut(None), self.options, self.cluster)
 
     def _check_all_of_it(self, gm: GraphModule, forward_outputs: int) -> None:
-        """Raises Infeasible where one device does not hold it."""
+        """Raises Infeasible where the graph does not fit on one device."""
         annotated = annotate(copy_graph(gm), self.inputs.described, forward_outputs)
         if not fits_replicated(annotated, self.options, self.cluster):
             plan_unpipelined(annotated, self.options, self.cluster, self.name, WorkLimit(self.options.time_limit))
 
     def _microbatches(self) -> int:
-        """As many as divide the rows that a stage's rank has at the least."""
+        """Number of microbatches: as many as divide the rows that one rank of a stage has at the least."""
         shapes = [x.shape for x, its in zip(self.inputs.examples, self.inputs.described, strict=True) if its.kind == "batch"]
         return fitting_microbatches(shapes, self.options.microbatches, self.mesh.axes.get("dp", 1), speaks=dist.get_rank() == 0)
 
@@ -173,7 +173,7 @@ class PipelinePlanner:
             self.times = None if count == 1 else from_rank_0(lambda: microbatch_placement(graph, count, solver, within))
 
     def _owners(self, stages: StageCutter, positions: Mapping[str, int]) -> dict[str, int]:
-        """Who has the parameters that one rank needs alone. What was given to another rank before is borrowed from it."""
+        """Owners of the parameters that only one rank needs. A parameter placed on another rank before is lent by that rank."""
         if self.owned is not None:  # for gradients at other outputs, the graph is cut once more
             return self.owned
         found = stages.needs.owners(positions)
@@ -194,7 +194,7 @@ class PipelinePlanner:
         return self.owned
 
     def _annotated(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> AnalyzedGraph:
-        """With what planning needs to know, once all ranks have the same graph."""
+        """The graph, analyzed for planning, after a check that all ranks have the same graph."""
         with self._doing("annotate", "annotating"):
             annotated = self.inputs.annotate(gm, forward_outputs, microbatches, leaves=False)
         same_graph(annotated.text)
@@ -203,13 +203,13 @@ class PipelinePlanner:
     def _decision(self, annotated: AnalyzedGraph, forward_outputs: int | None, alone: Cluster,
                   fitting: FittingSearch | None = None,
                   ) -> Decision:
-        """Placements of a stage, the same on all ranks. alone: the devices of a stage."""
+        """Placements inside a stage, the same on all ranks. alone: the devices of one stage."""
         if not self.mesh.is_split:
             given = self.options.load_plan()
             if given is not None and forward_outputs is not None:
                 given.check(annotated.hash(), torch.__version__, dist.get_world_size())
             return replicated_decision(annotated.graph)
-        with compile_phase("plan", f"{self.name}: planning", {}):  # what of it is looking and solving is in the plan
+        with compile_phase("plan", f"{self.name}: planning", {}):  # the plan has the times of looking and solving
             planned, _ = RankPlanner(annotated, self.inputs, self.mesh.options(self.options), None, forward_outputs, alone,
                                      fitting,
                                      self.allowance).searched()
@@ -231,7 +231,7 @@ class PipelinePlanner:
         return planned.decision
 
     def _mark(self, annotated: AnalyzedGraph, decision: Decision, forward_outputs: int) -> int:
-        """Put the markers of the loop in; returns how many microbatches go through it."""
+        """Insert the loop markers; returns the number of microbatches."""
         joint, graph, times, groups = annotated.gm, annotated.graph, self.times, self.mesh.groups()
         asks = self.options.compiler == "inductor"
         gradients = self.inputs.kept_gradients(annotated, forward_outputs) if self.training else ()

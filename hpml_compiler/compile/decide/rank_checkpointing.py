@@ -1,4 +1,4 @@
-"""Under a memory budget: decide what a graph saves for backward where its plan does not say it, as on one rank."""
+"""Apply activation checkpointing under a memory budget: as planned, or solved here for graphs without placements."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,32 +26,32 @@ from passes.presets import annotate, building_storage_program
 from passes.tracing.joint_trace import JointTrace
 
 Enter = Callable[[GraphMemory, CheckpointDecision], None]
-"""Notes what a graph holds on a rank besides what it saves, and that."""
+"""Records a graph's memory on a rank besides saved activations, and the activations it saves."""
 
 
 @dataclass(frozen=True)
 class RankCheckpointing:
-    """For one graph. cluster: of all ranks. enter: called once it is decided."""
+    """Activation checkpointing of one graph. cluster: of all ranks. enter: called once it is decided."""
 
     sharing: StepContext
     cluster: Cluster
     enter: Enter
 
     def of_trace(self, gm: GraphModule, traced: JointTrace) -> None:
-        """On one rank; `gm` is ready to be cut afterwards. traced: a copy of it."""
+        """Solve it on one rank, or apply a loaded plan; `gm` can be partitioned afterwards. traced: a copy of it."""
         given = lambda: annotate(copy_graph(traced.gm), traced.inputs, traced.forward_outputs).hash()  # noqa: E731
         pinned = given_checkpointing(self.sharing.options, given)
         self.enter(self.sharing.whole, checkpoint_single_device(gm, traced.forward_outputs, self.sharing, self.cluster, pinned))
 
     def of_plan(self, gm: GraphModule, planned: PlanResult, trial: DryRun) -> None:
-        """On several ranks, as planned. gm: the graph, rewritten."""
+        """Apply the plan on several ranks. gm: the rewritten graph."""
         if planned.kept is not None:
             building_storage_program(trial.tape(planned, session.current().groups(planned.mesh)))(gm)
             self.enter(trial.held(planned), planned.kept)
 
     def in_loop(self, annotated: AnalyzedGraph, microbatches: int, forward_outputs: int, first: bool) -> Keeps:
-        """On one rank, of what each microbatch saves. first: else gradients have arrived at other outputs, which comes too late
-        to be refused."""
+        """Choose what each microbatch saves, on one rank. first: False when the step is compiled again for gradients at other
+        outputs; it is too late then to refuse a graph that does not fit."""
         pinned = given_checkpointing(self.sharing.options, annotated.hash) if first else None
 
         def keep(marked: GraphModule, loop: LoopSplit) -> CheckpointDecision:
@@ -63,7 +63,7 @@ class RankCheckpointing:
         return keep
 
     def in_loop_as_planned(self, planned: PlanResult, trial: DryRun) -> Keeps:
-        """The same on several ranks, as planned."""
+        """Apply the plan of several ranks to each microbatch."""
         kept = planned.kept
         assert kept is not None, "under a budget, what is saved is planned"
 

@@ -1,4 +1,4 @@
-"""What the ranks agree to do with one graph: all look at the devices, rank 0 decides, or obeys a plan, and all receive it."""
+"""Agree on the plan of one graph: all ranks profile their devices, rank 0 plans or loads a plan, and the others receive it."""
 from __future__ import annotations
 
 import functools
@@ -38,10 +38,10 @@ log = logging.getLogger("hpml")
 
 
 class RankPlanner:
-    """Of one graph. sharing: what it shares with the others of its step, under a budget. cluster: what it is planned for, if
-    that is not all devices. fitting: without a budget, searches until an answer fits; None: what a graph of all devices takes,
-    and for another cluster the first answer. times: where the graph goes through its batch in microbatches. allowance: for all
-    of its planning. structure: what later graphs find the plan by, on rank 0, once it is made."""
+    """Plans one graph on all ranks together. sharing: the state of the step under a memory budget. cluster: the devices to plan
+    for, all by default. fitting: without a budget, the search for a plan that fits in memory; by default one over all devices,
+    or the first plan found where `cluster` is given. times: placements on the microbatch axis. allowance: work limit for all of
+    the planning. structure: structural hash, on rank 0 once planned, by which later graphs find the plan."""
 
     def __init__(self, annotated: AnalyzedGraph, inputs: GraphInputs, options: Options, sharing: StepContext | None,
                  forward_outputs: int | None, cluster: Cluster | None = None, fitting: FittingSearch | None = None,
@@ -55,12 +55,12 @@ class RankPlanner:
         self.fitting = FittingSearch(options, everything) if fitting is None and cluster is None else fitting
 
     def agreed(self) -> PlanResult:
-        """The answer, with the record of the step. All ranks call this together."""
+        """The plan, with its Dynamo frame noted. All ranks call this together."""
         planned, record = self.searched()
         return replace(planned, record=record.model_copy(update={"frame": compat.frame_being_compiled()}))
 
     def searched(self) -> tuple[PlanResult, GraphPlan]:
-        """The answer as it was searched for, and the record of the step. All ranks call this together."""
+        """The plan as the search found it, and the record of the step. All ranks call this together."""
         self._look()
         return from_rank_0(self._plan)
 
@@ -71,7 +71,7 @@ class RankPlanner:
                       times=self.times)
 
     def _look(self) -> None:
-        """Before the first plan, all ranks measure a little where there is no profile."""
+        """Before the first plan, all ranks run the quick profile where there is no other."""
         if self.session.looked:
             return
         self.session.looked = True
@@ -122,7 +122,8 @@ class RankPlanner:
 
 def enter_plan(record: GraphPlan, options: Options, cluster: str, rejected: Iterable[MeshAttempt], training: bool,
                seconds: Mapping[str, float]) -> dict[str, float]:
-    """Note a plan in the session. seconds: of what was done before it. Returns the plan's own, with these, which go on."""
+    """Enter a plan in the session. seconds: compile time by phase before planning. Returns the plan's own times, with these
+    added; later phases are added there, too."""
     solving = record.seconds.get("solve", 0.0)
     record.seconds.update(seconds)
     if solving:

@@ -1,4 +1,4 @@
-"""Rewrite an analyzed graph as its plan says, and note what a call of it takes then."""
+"""Rewrite an analyzed graph as planned, and update the metadata of its runtime wrapper."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -16,8 +16,8 @@ from passes.transforms.shard.hoist_batch_slice import batch_slices_of
 
 def rewrite_for_rank(annotated: AnalyzedGraph, planned: PlanResult, inputs: GraphInputs, options: Options,
                      forward_outputs: int | None, takes: RuntimeMetadata) -> RuntimeMetadata:
-    """Make of the graph what this rank runs, with collectives where layouts change. forward_outputs: None for a forward graph.
-    Returns `takes` with results and gradients that stay in parts, and what is taken of arguments before a call."""
+    """Turn the graph into one rank's program, with collectives where placements change. forward_outputs: None for an inference
+    graph. Returns `takes` with the sharded results and gradients, and the slices of arguments that each call takes."""
     gm, budgeted = annotated.gm, options.memory_budget is not None
     left = sharded_outputs_of(annotated, planned.decision)
     after_planning(

@@ -1,4 +1,4 @@
-"""What the inputs of one Dynamo graph are to its plan: which can be placed, which are, and which it takes whole."""
+"""Inputs of one Dynamo graph as its plan sees them: which can be placed, which are placed already, and which are gathered."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from passes.presets import annotate
 
 
 def sizes_are_numbers(gm: GraphModule, values: Sequence[Any]) -> None:
-    """Where something is decided for a graph, a batch of another size is another graph, with decisions of its own."""
+    """Guard on all sizes: a decision holds for one batch size, and another size compiles another graph."""
     for value in values:
         guard_on_sizes(value)
     for number in compat.ints_of_sizes(gm):
@@ -33,7 +33,7 @@ def sizes_are_numbers(gm: GraphModule, values: Sequence[Any]) -> None:
 
 
 def guard_on_rows(gm: GraphModule) -> None:
-    """Of a batch's rows, Dynamo guards on the local part alone."""
+    """Guard on the local sizes of a batch that is sharded by rows: Dynamo guards on nothing else of it."""
     for node in gm.graph.find_nodes(op="placeholder"):
         guard_on_sizes(getattr(node.meta["example_value"], "_local_tensor", None))
 
@@ -41,15 +41,15 @@ def guard_on_rows(gm: GraphModule) -> None:
 def guard_on_sizes(value: Any) -> None:
     if isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
         for size in (*value.shape, *value.stride()):
-            int(size)  # a guard: Dynamo comes back for another size
+            int(size)  # a guard: Dynamo recompiles for another size
 
 
 class GraphInputs:
-    """`described`: the inputs in order, for planning. `examples`: whole plain tensors to trace with.
+    """`described`: the inputs in order, for planning. `examples`: full plain tensors to trace with.
 
-    `rows`: positions of those that are rows of a batch. `gathered`: of placed ones that each call gathers. `written`: of
-    those that the graph changes in place. `mesh`: axes that this graph has to share, if any: those that its parameters are
-    placed on, or those of the graphs before it. Of a pipeline, those of a stage.
+    `rows`: positions of inputs that are rows of a batch. `gathered`: of placed inputs that each call gathers. `written`: of
+    inputs that the graph mutates. `mesh`: axes that this graph has to share, if any: those of its placed parameters, or those
+    of the graphs before it. In a pipeline, the axes of one stage.
     """
 
     def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options) -> None:
@@ -75,7 +75,7 @@ class GraphInputs:
 
     def _placed(self, position: int, described: GraphInput, placement: InputPlacement, shape: Sequence[int],
                 options: Options) -> GraphInput:
-        """An input that is placed already: planned for where it is, or gathered at each call."""
+        """An input that is placed already: planned as it is placed, or gathered at each call."""
         if placement.rows:
             self.rows.add(position)
             return described
@@ -94,8 +94,8 @@ class GraphInputs:
         return described
 
     def _shared(self, placed_on: dict[str, int], name: str, options: Options) -> dict[str, int] | None:
-        """Axes that parameters are placed on, if this graph can be planned on them: one without stages takes what the stages of
-        a pipeline share gathered."""
+        """Axes that parameters are placed on, if this graph can be planned on them. A graph without stages gathers parameters
+        that the stages of a pipeline share."""
         if options.stage_ranks > 1 and not same_mesh(options.mesh or {}, placed_on):
             raise BadInput(f"it is placed on the mesh {placed_on} already, and {options.mesh} is asked for",
                            f"parameter {name}", "give one mesh for all that a model is compiled for")
@@ -107,9 +107,9 @@ class GraphInputs:
 
     def annotate(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1,
                  leaves: bool = True) -> AnalyzedGraph:
-        """What planning needs to know of the traced graph; on the way, some inputs turn out to be needed whole. microbatches:
-        that its step goes through. leaves: whether what it returns besides the loss may stay where it is made."""
-        if forward_outputs is None:  # no gradient flows, whether or not it may: parameters are placed by training alone
+        """Analyze the traced graph for planning; finds inputs that have to be gathered on the way. microbatches: per step.
+        leaves: whether results besides the loss may stay sharded."""
+        if forward_outputs is None:  # nothing is trained here, and only training places parameters
             self.described = [replace(described, placeable=False) for described in self.described]
         self.written = compat.mutated_inputs(gm)
         for position in self.written | inputs_in_outputs(gm, forward_outputs):
@@ -121,8 +121,8 @@ class GraphInputs:
         return annotate(gm, self.described, forward_outputs, microbatches, leaves) if views else annotated
 
     def _take_whole(self, position: int) -> None:
-        """The graph changes this input in place, and returns the new value whole; or it returns a view of it, which
-        AOTAutograd makes anew of what the graph was called with; or its parts do not fit how the graph views it."""
+        """Gather an input: the graph mutates it and returns the full new value, or returns a view of it, which AOTAutograd
+        replays on the argument, or its shards do not fit a view that the graph takes of it."""
         described = self.described[position]
         if described.stored is not None or position in self.rows:
             self.gathered.add(position)
@@ -130,7 +130,7 @@ class GraphInputs:
         self.described[position] = replace(described, placeable=False, stored=None)
 
     def _viewed_in_other_parts(self, annotated: AnalyzedGraph) -> list[int]:
-        """Positions of placed inputs whose parts this graph cannot use: 18 rows in 2 parts, seen as 3 times 6."""
+        """Positions of placed inputs whose shards do not fit a view in this graph: 18 rows in 2 shards, viewed as 3 times 6."""
         interface, found = annotated.interface, []
         mesh, world = device_axes(self.mesh or {}), device_axes({"world": world_size()})
         for value in annotated.graph.values:
@@ -147,12 +147,12 @@ class GraphInputs:
         return found
 
     def only_read(self, annotated: AnalyzedGraph) -> list[str]:
-        """Placeholders of what the graph reads and does nothing else with: it has no gradient, and is not written to."""
+        """Placeholders that the graph only reads: they have no gradient and are not mutated."""
         return [name for name, position in annotated.interface.positions.items()
                 if position not in self.written and not self.described[position].trainable]
 
     def kept_gradients(self, annotated: AnalyzedGraph, forward_outputs: int | None) -> list[int]:
-        """Where among the outputs of the joint graph the gradients of leaves are: those that `.grad` will hold."""
+        """Positions of the gradients of leaves among the outputs of the joint graph: those that go to `.grad`."""
         if forward_outputs is None:
             return []
         values = [self._given[position] for position in annotated.interface.positions.values()]

@@ -1,6 +1,6 @@
-"""The mesh of a pipeline: one axis for its stages, and others, along which what a stage does is split.
+"""Mesh of a pipeline: the `pp` axis for its stages, and other axes that each stage is sharded over.
 
-All stages have meshes of one shape, so a value has the same local shape at both ends of a message, which goes along `pp` alone.
+All stages have meshes of one shape, so a value has the same local shape at both ends of a send, which goes along `pp` alone.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.transforms.shard.redistributor import MeshGroups
 
 @dataclass(frozen=True)
 class PipelineMesh:
-    """sizes: of all axes, `pp` among them, in the order of the ranks. What is whole along `pp` has a layout over the others."""
+    """sizes: of all axes, with `pp`, in rank order. A value that is replicated along `pp` has a layout over the others."""
 
     sizes: Mapping[str, int]
 
@@ -29,21 +29,21 @@ class PipelineMesh:
 
     @property
     def is_split(self) -> bool:
-        """Whether a stage has more than one rank."""
+        """True if a stage has more than one rank."""
         return is_split(self.sizes)
 
     def groups(self) -> MeshGroups:
-        """This rank's place in the mesh of its stages."""
+        """This rank's coordinates and process groups in the mesh of its stage."""
         mesh = session.current().device_mesh(self.sizes)
         return MeshGroups(device_axes(self.axes), tuple(mesh.get_local_rank(name) for name in self.axes),
                           session.names_of_groups(mesh, self.axes))
 
     def options(self, options: Options) -> Options:
-        """For the plan of what all stages do, as if the ranks of one did it."""
+        """Options for the plan that all stages share, which is made as if the ranks of one stage ran the full graph."""
         return options.model_copy(update={"mesh": self.axes})
 
     def over_all(self, layout: Layout) -> Layout:
-        """The same over all axes of the mesh."""
+        """The layout over all axes of the mesh, replicated along `pp`."""
         rest = iter(layout)
         return tuple(REPLICATE if name == PP_AXIS else next(rest) for name in self.sizes)
 
@@ -53,7 +53,7 @@ class PipelineMesh:
 
 
 def over_stage(layout: StoredLayout, mesh: Mapping[str, int]) -> StoredLayout | None:
-    """A stored layout over all axes of a mesh as one over those of a stage; None if it is split along `pp`."""
+    """Restrict a stored layout over all axes of a mesh to those of a stage; None if it is sharded along `pp`."""
     if any(p != REPLICATE for p, name in zip(layout, mesh, strict=True) if name == PP_AXIS):
         return None
     return tuple(p for p, name in zip(layout, mesh, strict=True) if name != PP_AXIS)

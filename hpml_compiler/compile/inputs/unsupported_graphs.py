@@ -1,4 +1,4 @@
-"""What a graph may hold that cannot be split or even compiled: said before anything is traced, with a way around it."""
+"""Refuse graphs that cannot be split or compiled before they are traced, with a workaround in the error."""
 from __future__ import annotations
 
 from typing import Any
@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from passes.errors import BadInput
 
 SPARSE_AT = {F.embedding: 6, F.embedding_bag: 7, torch.embedding: 4, torch.embedding_bag: 6}
-"""Look-ups -> where they are told to make sparse gradients, if not by name."""
+"""Look-up function -> position of its argument `sparse`."""
 
 
 def check_supported(gm: GraphModule) -> None:
-    """Raises BadInput for a Dynamo graph that cannot be done, the same on all ranks."""
+    """Raises BadInput for a Dynamo graph that is not supported, the same on all ranks."""
     for node in gm.graph.nodes:
         if node.op == "call_function" and torch.is_grad_enabled() and _sparse(node):
             raise BadInput(

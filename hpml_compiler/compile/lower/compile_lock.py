@@ -1,8 +1,7 @@
-"""Processes of one node that compile equal graphs at once: each graph is compiled by the one that comes first, while others
-compile what they need next, and then read inductor's cache.
+"""Per-node compile lock: one process compiles each graph, and its peers read inductor's cache.
 
-Nobody waits longer than compiling takes that began before: a graph has a lock, which the system lifts when a process ends,
-however it ends.
+While a process compiles a graph, its peers compile the graphs that they need next. A process waits at most for a compilation
+that is in progress: each graph has a file lock, which the operating system releases when its owner ends, even by a crash.
 """
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ log = logging.getLogger("hpml")
 T = TypeVar("T")
 FOLDER = "hpml_turns"
 LOCKS = 4096
-"""Files in that folder: graphs that share one by chance wait for each other."""
+"""Number of lock files in that folder: graphs that share one by chance wait for each other."""
 LONGEST_WAIT_S = 600.0  # as long as inductor waits for a kernel that another process compiles
 
 
 @dataclass(frozen=True)
 class CompileJob(Generic[T]):
-    """What is compiled. name: equal for what inductor's cache knows as equal; None for what it does not keep."""
+    """A graph to compile. name: equal for graphs that share an entry of inductor's cache; None for uncacheable ones."""
 
     name: str | None
     compile: Callable[[], T]
 
 
 def job_key(gm: GraphModule, inputs: Sequence[Any], *how: Hashable) -> str | None:
-    """What a graph is called among those that are compiled. how: what else the compiled code depends on."""
+    """Name of a graph's `CompileJob`, or None. how: other values that the compiled code depends on."""
     if not compat.is_inductor_cacheable(gm):
         return None
     described = [(tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -47,13 +46,13 @@ def job_key(gm: GraphModule, inputs: Sequence[Any], *how: Hashable) -> str | Non
 
 
 class Prefetch:
-    """What will be compiled next. What comes out of it is only in inductor's cache, for whoever asks."""
+    """Graphs to compile ahead of time. Their code is not returned; it is only in inductor's cache, for any process."""
 
     def __init__(self, jobs: Callable[[], Iterable[CompileJob[Any]]] = tuple) -> None:
         self._make, self.left = jobs, None
 
     def one(self) -> bool:
-        """Compile one that nobody else is at; whether there was any."""
+        """Compile the next graph that no other process is compiling; returns whether there was one."""
         self.left = [*self._make()] if self.left is None else self.left
         return any(_done(self.left.pop(0), 0.0) for _ in self.left[:])
 
@@ -63,8 +62,8 @@ class Prefetch:
 
 
 def compile_in_order(jobs: Sequence[CompileJob[T]], ahead: Prefetch | None = None) -> Iterator[tuple[int, T]]:
-    """Compile all of these, each with its number, those first that nobody else is at; of what comes next as much as can be
-    done where there would be nothing to do but wait."""
+    """Compile all jobs and yield each result with its number, jobs that no other process is compiling first. While the rest
+    are locked, compile graphs of `ahead` instead of waiting."""
     waiting, ahead = list(enumerate(jobs)), ahead or Prefetch()
     while waiting:
         for number, job in waiting[:]:
@@ -82,14 +81,14 @@ class _CompiledJob(Generic[T]):
 
 
 def _done(job: CompileJob[T], wait_s: float) -> _CompiledJob[T] | None:
-    """None where another is at it for longer."""
+    """The compiled job; None where another process holds its lock for longer than `wait_s`."""
     with _locked(job, wait_s) as mine:
         return _CompiledJob(job.compile()) if mine else None
 
 
 @contextlib.contextmanager
 def _locked(job: CompileJob[Any], timeout_s: float) -> Iterator[bool]:
-    """Whether nobody else compiles this meanwhile, or none can tell."""
+    """Lock a job; yields False if another process holds the lock. Yields True where locking is not possible."""
     path = None if job.name is None else _path(job.name)
     if path is None:
         yield True
@@ -111,7 +110,7 @@ def _locked(job: CompileJob[Any], timeout_s: float) -> Iterator[bool]:
 
 
 def _path(name: str) -> Path | None:
-    """None where compiled code is not kept for others, or its folder cannot be written."""
+    """Lock file; None where inductor's cache is off, or its folder cannot be written."""
     kept = compat.inductor_cache_folder()
     if kept is None:
         return None

@@ -1,4 +1,4 @@
-"""What is done to a graph until its first step: how long each part takes, for its plan, and a line about it on a terminal."""
+"""Compile times by phase, for the plan, and a progress line on a terminal."""
 from __future__ import annotations
 
 import sys
@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 _open: list[compile_phase] = []
-"""Those that this process is in, the innermost last."""
+"""Phases that this process is in, the innermost last."""
 
 
 class compile_phase:  # noqa: N801  # reads as a statement
-    """A context. What it takes is added to `seconds` under `what`, without what phases inside of it take; meanwhile rank 0's
-    terminal says `text`."""
+    """Context manager of one compile phase: adds its time, without that of nested phases, to `seconds[what]`, in seconds.
+    Meanwhile, rank 0's terminal shows `text`."""
 
     def __init__(self, what: str, text: str, seconds: dict[str, float]) -> None:
         self.what, self.text, self.seconds, self.detail = what, text, seconds, ""
@@ -34,7 +34,7 @@ class compile_phase:  # noqa: N801  # reads as a statement
 
 
 def part(what: str, text: str) -> compile_phase:
-    """A phase inside of another one: it counts for the same graph, and its line begins with the same name, if any."""
+    """A phase nested in another one: its time counts for the same graph, and its line begins with that graph's name, if any."""
     if not _open:
         return compile_phase(what, text, {})
     name, colon, _ = _open[-1].text.rpartition(": ")
@@ -42,14 +42,14 @@ def part(what: str, text: str) -> compile_phase:
 
 
 def tell(detail: str) -> None:
-    """How far what is being done has come: "block 3 of 5"."""
+    """Show the progress of the innermost phase: "block 3 of 5"."""
     if _open:
         _open[-1].detail = f", {detail}"
         _show()
 
 
 def _show() -> None:
-    """Write the line anew, or take it away: only where somebody may look at it, so that logs in files have none of it."""
+    """Write or erase the progress line: only on a terminal, so that log files have none of it."""
     if not sys.stderr.isatty() or dist.is_initialized() and dist.get_rank() != 0:
         return
     print("\r\x1b[K" + (f"hpml: {_open[-1].text}{_open[-1].detail} ..." if _open else ""), end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Forward and backward of a joint graph of which it was decided what is saved."""
+"""Split a joint graph into forward and backward once its activation checkpointing is decided."""
 from __future__ import annotations
 
 from torch.fx import GraphModule
@@ -9,8 +9,8 @@ from passes.presets import rematerializing
 
 
 def drop_unused(half: GraphModule, other: str) -> None:
-    """Take out what belongs to the other half, by its tag, and is not read here. The partitioner copies what needs no inputs
-    into both halves, and elimination of dead code leaves random numbers: they would be drawn twice."""
+    """Drop nodes that the partitioner tagged for the other half and that are unused here. It copies nodes without inputs into
+    both halves, and dead code elimination keeps random ops: their numbers would be drawn twice."""
     for node in reversed(half.graph.nodes):
         if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == other:
             half.graph.erase_node(node)
@@ -19,8 +19,8 @@ def drop_unused(half: GraphModule, other: str) -> None:
 
 def cut_as_kept(joint: GraphModule, kept: CheckpointDecision, forward_outputs: int, folder: str = "",
                 ) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward of a joint graph, with its tape, of which it was decided what is saved. folder: for what is
-    offloaded."""
+    """Forward and backward of a joint graph that has its storage program. kept: the checkpointing decision. folder: for
+    offloaded activations."""
     rematerializing(kept, folder)(joint)
     forward, backward = compat.split_by_tags(joint, forward_outputs)
     drop_unused(forward, "is_backward")

@@ -1,4 +1,4 @@
-"""Folders that inductor and the C++ compiler write to: where they cannot, that is said, not what follows from it."""
+"""Check that inductor and the C++ compiler can write to their folders, and report a folder that is not writable."""
 from __future__ import annotations
 
 import contextlib
@@ -17,9 +17,9 @@ log = logging.getLogger("hpml")
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 TRIED_BYTES = 2**16
-"""Written for a moment to see whether a folder can be written: more than the rest of a block of a full disk."""
+"""Bytes written to test a folder: more than the rest of a block of a full disk."""
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.EIO)
-"""What opening, making or writing a file says where it is the folder that does not allow it."""
+"""Error numbers of opening, creating or writing a file that mean that the folder is not writable."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _writable: set[str] = set()
@@ -27,10 +27,10 @@ _writable: set[str] = set()
 
 @contextlib.contextmanager
 def check_cache_dir() -> Iterator[None]:
-    """Around what inductor compiles. Raises BadInput that names the folder which cannot be written, and why.
+    """Context around inductor's compilation. Raises BadInput with the folder that cannot be written, and why.
 
-    Before the first graph, since a C++ compiler that cannot write takes half a minute to say so, many times over; and again
-    when a graph cannot be compiled, since disks fill up.
+    Checks before the first graph, since a C++ compiler that cannot write takes half a minute to fail, many times over; and
+    again when a graph fails to compile, since disks fill up.
     """
     if (folder := _trusted(compat.inductor_folder())) not in _writable:
         _check(folder)
@@ -47,8 +47,8 @@ def check_cache_dir() -> Iterator[None]:
 
 
 def _trusted(folder: str) -> str:
-    """Folder for inductor's cache: it loads and runs what it finds there. A folder that another user may have written is left
-    for one in hpml's own cache folder, unless the environment names it: a team may share one."""
+    """A folder for inductor's cache, which loads and runs the code it finds there. If another user may have written to
+    `folder`, returns one in hpml's own cache folder, unless the environment names `folder`: a team may share one."""
     if folder in _writable or (why := is_written_by_others(folder)) is None:
         return folder
     if os.environ.get(FOLDER_VARIABLE):
@@ -67,7 +67,7 @@ def _trusted(folder: str) -> str:
 def _check(folder: str, cause: Exception | None = None) -> None:
     try:
         temporary = tempfile.gettempdir()
-    except OSError as error:  # whose text names all that were tried
+    except OSError as error:  # its text lists all folders that were tried
         raise _unwritable("the folder of temporary files", str(error)) from (cause or error)
     for each in dict.fromkeys((folder, temporary)):
         try:
@@ -80,14 +80,14 @@ def _check(folder: str, cause: Exception | None = None) -> None:
 
 
 def _refused(error: BaseException, folder: str) -> tuple[str, str] | None:
-    """Where and why something could not be written, of an error that is of that: a folder inside of these may belong to someone
-    else, and a disk may have room again."""
+    """Where and why a write failed, if that is what caused `error`. The folder checks may pass nevertheless: a subfolder may
+    belong to another user, or a disk may have space again."""
     chain, here = error, (folder, tempfile.gettempdir())
     while chain is not None:
         path = str(chain.filename or folder) if isinstance(chain, OSError) else ""
         if isinstance(chain, OSError) and chain.errno in REFUSALS and (path.startswith(here) or chain.errno in FULL):
             return path, os.strerror(chain.errno)
-        for number in FULL:  # in the words of the C++ compiler
+        for number in FULL:  # as the C++ compiler reports it
             if os.strerror(number) in str(chain):
                 return f"{folder} or {here[1]}", os.strerror(number)
         chain = chain.__cause__ or chain.__context__

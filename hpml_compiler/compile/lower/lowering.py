@@ -1,4 +1,4 @@
-"""From a rewritten joint graph to two callables: partition it, then compile each half."""
+"""Lower a rewritten joint graph to two callables: partition it, then compile each half."""
 from __future__ import annotations
 
 import contextlib
@@ -28,13 +28,13 @@ Wanted = Literal["auto", "on", "off"]
 
 
 def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Marked as taking its arguments as one list, which it empties, so that they can be freed while it runs."""
+    """Mark a callable as boxed: it takes its arguments as one list and empties it, so that they can be freed while it runs."""
     call._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
     return call
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """A callable that takes its arguments as one list and empties it."""
+    """Box a function: the callable takes its arguments as one list and empties it."""
 
     def call(arguments: list[Any]) -> Any:
         taken = list(arguments)
@@ -45,12 +45,12 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
 
 
 def interpreted(gm: GraphModule) -> Callable[[list[Any]], Any]:
-    """The same for a graph that runs call by call, and lets go of each value, an argument or not, when it was last read."""
+    """Boxed callable that interprets a graph and frees each value, also an argument, after its last use."""
     return mark_boxed(lambda arguments: torch.fx.Interpreter(gm).boxed_run(arguments))
 
 
 def values_of(gm: GraphModule) -> list[Any]:
-    """Fake values of the inputs of a graph: after rewriting, local ones."""
+    """Fake values of a graph's inputs; after the rewrite, they have local shapes."""
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
 
 
@@ -58,35 +58,35 @@ Call = Callable[[list[Any]], Any]
 
 
 class Lowering:
-    """Partitioning and compiling for one graph, with inductor or without ("eager")."""
+    """Partitions and compiles one graph, with inductor or without ("eager")."""
 
     def __init__(self, compiler: str, forward_outputs: int | None = None, blocks: Wanted = "off"):
         self.inductor = compiler == "inductor"
         self.blocks = blocks
-        """Whether equal blocks are compiled once; "auto": where that costs little of a step of `step_us`."""
+        """Regional compilation: whether equal blocks are compiled once; "auto": where that costs little of `step_us`."""
         self.step_us = 0.0
-        """What a run of both halves is predicted to take: of a step that calls them several times, its share; 0 where nobody
-        has said."""
+        """Predicted time of one run of both halves, in µs: a share of the step's if the step calls them several times; 0 if
+        unknown."""
         self.reports: dict[str, BlocksReport] = {}
-        """What was compiled in blocks, by half: "forward", "backward", or as `part` has them."""
+        """Reports of regional compilation, by half: "forward", "backward", or the names that `part` has."""
         self.forward_outputs = forward_outputs
         self.of = ""
-        """Whose halves `part` compiles, as "stage 1 ", for who waits for it."""
+        """Name of the part that `part` compiles, such as "stage 1 ", for the progress line."""
         self.reuse = True
-        """Whether memory that nobody reads any more may be held on to: not where bytes are counted."""
+        """Allow memory that is no longer read to stay allocated; False under a memory budget."""
         self.shares = True
-        """Whether graphs are compiled in turn with others: not where inductor's cache has them already."""
+        """Compile in turn with other processes (`compile_lock`); False where inductor's cache has the code."""
         self.next: GraphModule | None = None
-        """Backward, until forward is compiled."""
+        """Backward, from the partition until forward is compiled."""
 
     def cut(self, joint: GraphModule, kept: CheckpointDecision, forward_outputs: int, folder: str = "") -> Any:
-        """As `cut_as_kept`, of what this lowers."""
+        """Partition as `cut_as_kept`, for this lowering."""
         self.forward_outputs = forward_outputs
         self.count_bytes()
         return cut_as_kept(joint, kept, forward_outputs, folder)
 
     def count_bytes(self) -> None:
-        """In blocks, and with memory that is held on to, what is held at a time would be other than was counted."""
+        """Make compiled code use no more memory than was counted: without regional compilation and memory reuse."""
         self.reuse, self.blocks = False, "off"
 
     def partition(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
@@ -106,22 +106,23 @@ class Lowering:
             ahead = Prefetch(lambda: self._ahead(following, saved))
         with self.waiting_once(gm):
             call = self._lower("forward", gm, values_of(gm), is_backward=False, is_inference=False, ahead=ahead)
-            ahead.all()  # the C++ compiler is at forward meanwhile
+            ahead.all()  # while the C++ compiler works on forward
         return call
 
     def backward(self, gm: GraphModule, inputs: Any, half: str = "backward") -> Callable[[list[Any]], Any]:
-        # AOTAutograd takes these from the rewritten graph, with the strides that lowering forward gave what it saves.
+        # AOTAutograd takes `inputs` from the rewritten graph; saved values have the strides that lowering forward gave them.
         with self.waiting_once(gm):
             return self._lower(half, gm, inputs, is_backward=True, is_inference=False)
 
     def part(self, forward: GraphModule, backwards: Mapping[str, GraphModule], outputs: int) -> tuple[Call, dict[str, Call]]:
-        """Both halves of a part of what AOTAutograd takes for one graph; backward in one graph, or in several that run one
-        after another, by name. outputs: how many results of forward come before what it saves, which backward takes by name,
-        with the strides that lowering forward gave it; so does a second graph of backward what the first one returns.
+        """Compile both halves of a part of the graph that AOTAutograd sees; backward is one graph, or several that run one
+        after another, by name. outputs: number of forward's results before the values it saves. Backward takes these by name,
+        with the strides that lowering forward gave them; a second graph of backward takes results of the first one in the same
+        way.
 
-        What AOTAutograd asks for around this, and says, is of the whole graph: strides, and inputs that may be written over.
-        None of what a part takes may be: parameters, rows of the batch, what other parts or microbatches read, too. What its
-        blocks make for each other may.
+        AOTAutograd's information about strides and overwritable inputs is about the full graph. No input of a part may be
+        overwritten: other parts or microbatches read parameters and rows of the batch, too. Values that its blocks pass to
+        each other may.
         """
         with self.waiting_once(forward):
             return self._part(forward, backwards, outputs)
@@ -151,14 +152,14 @@ class Lowering:
 
     @contextlib.contextmanager
     def waiting_once(self, gm: GraphModule) -> Any:
-        """A context at whose end all is there that the C++ compiler makes of what is lowered inside."""
+        """Context that, at its end, waits once for all C++ kernels of the graphs that were lowered inside."""
         with (check_cache_dir() if self.inductor else contextlib.nullcontext(),
               compat.deferred_cpp_kernels() if self.inductor and on_cpus(gm) else contextlib.nullcontext()):
             yield
 
     def _lower(self, half: str, gm: GraphModule, inputs: Any, *, is_backward: bool, is_inference: bool,
                ahead: Prefetch | None = None) -> Call:
-        """ahead: what is compiled next, if others are at this."""
+        """ahead: graphs to compile while other processes compile this one."""
         blocks = self._blocks(gm, inputs, is_backward)
         if blocks is not None:
             made, jobs = {}, self._segments(blocks, is_inference)
@@ -180,8 +181,8 @@ class Lowering:
         return call
 
     def _ahead(self, gm: GraphModule, results: Sequence[str | None]) -> list[CompileJob[Any]]:
-        """A graph of backward, as it will be compiled: if forward is lowered already, with the strides that this gave what is
-        saved. results: names of what forward returns."""
+        """Jobs for a graph of backward, as it will be compiled: if forward is lowered already, with the strides that this gave
+        the saved values. results: names of forward's results."""
         copied = bare(gm)
         if copied is gm or not self.inductor or compat.inductor_cache_folder() is None:
             return []
@@ -200,12 +201,12 @@ class Lowering:
         return None if blocks is None or auto and not blocks.costs_little(self.step_us) else blocks
 
     def _whole(self, gm: GraphModule, inputs: Any, is_backward: bool, is_inference: bool) -> CompileJob[Call]:
-        """gm: for itself, since compiling changes it."""
+        """gm: a copy for this job alone, since compiling changes it."""
         inputs = [compat.substitute_symbols(x) for x in inputs]
         output = gm.graph.find_nodes(op="output")[0]
         results = compat.pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
         visible = len(results) if is_backward or is_inference else self.forward_outputs or 0
-        # Under a budget, also what forward hands on as it is given: inductor would save a copy of a convolution's weight.
+        # Under a budget, also inputs that forward returns as they are: inductor would save a copy of a convolution's weight.
         output.meta["user_visible_output_idxs"] = [
             i for i, x in enumerate(results)
             if isinstance(x, torch.fx.Node) and (i < visible or not self.reuse and x.op == "placeholder")
@@ -221,8 +222,8 @@ class Lowering:
                 for key, segment in blocks.parts().items()}
 
     def _segment(self, gm: GraphModule, donated: Sequence[int], is_inference: bool) -> CompileJob[Call | None]:
-        """A part of a graph; None where its results would not have the strides that they were traced with, which other parts
-        rely on."""
+        """Compile a segment; None where its results would not have the strides that they were traced with, on which other
+        segments rely."""
         if not self.inductor:
             return CompileJob(None, lambda: interpreted(gm))
         (output,) = gm.graph.find_nodes(op="output")
@@ -231,7 +232,7 @@ class Lowering:
 
         def compile_segment() -> Call | None:
             traced = [node.meta["val"] for node in output.args[0]]
-            # As backward, since inductor writes over inputs of nothing else.
+            # As backward, since inductor overwrites inputs only there.
             with compat.strides_of_results() as strides, compat.allow_overwriting(donated) as can:
                 call = compat.compile_with_inductor(gm, inputs, static_inputs=(), is_backward=can, is_inference=is_inference,
                                                     keep_order=starts_ahead(gm.graph))
@@ -244,15 +245,15 @@ class Lowering:
 
 
 def lowering_of_part(compiler: str, shares: bool, blocks: Wanted = "off") -> Lowering:
-    """Of a part of what AOTAutograd takes for one graph."""
+    """Lowering for a part of the graph that AOTAutograd sees."""
     lowering = Lowering(compiler, blocks=blocks)
     lowering.shares = shares
-    lowering.reuse = lowering.inductor  # call by call, each value is let go of when it was last read
+    lowering.reuse = lowering.inductor  # the interpreter frees each value after its last use
     return lowering
 
 
 def _apart(compile_whole: Callable[[], Any]) -> Any:
-    """Compiled while something else is, whose results have strides that are asked for."""
+    """Compile while another graph is being compiled, whose strides are recorded, without adding to that record."""
     with compat.strides_of_results():
         return compile_whole()
 
@@ -262,20 +263,20 @@ def _names_returned(gm: GraphModule) -> list[str | None]:
 
 
 def _with_strides(value: Any, strides: Any) -> Any:
-    """strides: None for what has none, or keeps its own."""
+    """strides: None for non-tensors, and for tensors that keep their own."""
     if strides is None or tuple(map(int, strides)) == tuple(value.stride()):
         return value
     return value.as_strided(value.shape, tuple(map(int, strides)))
 
 
 def _has_strides(value: torch.Tensor, strides: Any) -> bool:
-    """Whether strides place a tensor's elements where its own do. strides: None for what has none, or keeps its own."""
+    """True if strides place a tensor's elements where its own do. strides: None for non-tensors, or if unchanged."""
     return strides is None or all(size == 1 or own == int(other) for size, own, other in zip(
         value.shape, value.stride(), strides, strict=True))
 
 
 def _same_layout(traced: Any, given: Any) -> bool:
-    """Whether an input is laid out as it was traced: lowering forward may have given what it saves other strides."""
+    """True if an input has the layout it was traced with: lowering forward may have changed the strides of saved values."""
     if not isinstance(traced, torch.Tensor) or not isinstance(given, torch.Tensor):
         return traced is given
     return traced.shape == given.shape and _has_strides(traced, given.stride())

@@ -1,4 +1,4 @@
-"""Equal blocks compiled once: a graph runs as a list of segments, of which equal ones are the same compiled code."""
+"""Regional compilation: a graph runs as a list of segments, and equal segments share compiled code."""
 from __future__ import annotations
 
 import logging
@@ -17,16 +17,16 @@ log = logging.getLogger("hpml")
 
 Call = Callable[[list[Any]], Any]
 LEAST_SAVED = 0.5
-"""Of a graph's calls, what has to be compiled already for segments to be worth their calls."""
+"""Minimum share of a graph's calls that must need no compilation of their own, for segments to be worth their call overhead."""
 CALL_US = 15.0
-"""What a segment costs beside its kernels. Measured: 11 µs, on a core that does some 2500 µs of 48 segments' work."""
+"""Overhead of a segment besides its kernels. Measured: 11 µs, on a core that does some 2500 µs of 48 segments' work."""
 MOST_LOST = 0.005
-"""Of a step, what the calls of one of its halves may take where nobody asked for blocks."""
+"""Largest share of a step that the calls of one half's segments may take under "auto"."""
 
 
 @dataclass(frozen=True)
 class _SegmentCall:
-    """call takes these slots, of which `last` are not read again, and fills those."""
+    """One call of a segment: reads the slots `takes`, of which `last` are not read again, and writes the slots `gives`."""
 
     call: Call
     takes: tuple[int, ...]
@@ -36,16 +36,16 @@ class _SegmentCall:
 
 @dataclass(frozen=True)
 class RegionalCall:
-    """The segments of a graph, of which enough are equal."""
+    """The segments of a graph in which enough segments are equal."""
 
     gm: GraphModule
     segments: tuple[GraphSegment, ...]
     classes: dict[Hashable, GraphSegment]
-    """One of each, by key."""
+    """One segment of each class, by key."""
 
     @staticmethod
     def of(gm: GraphModule, donated: Collection[int] = ()) -> RegionalCall | None:
-        """Changes the order of a graph's calls; None where too little of it repeats itself. donated: see `cut_segments`."""
+        """Reorders a graph's calls; None where too little of the graph repeats. donated: see `cut_segments`."""
         segments = cut_segments(gm, donated)
         if segments is None:
             return None
@@ -62,23 +62,23 @@ class RegionalCall:
             compiled=sum(len(each.nodes) for each in self.classes.values()))
 
     def costs_little(self, step_us: float) -> bool:
-        """Whether a step of so many µs on CPUs takes as long with these calls as whole, within what can be told. On a GPU,
-        which is kept waiting where its host is late, nobody has measured it."""
+        """True if the overhead of these calls is negligible in a step of so many µs, on CPUs. On a GPU, which idles when its
+        host is late, it has not been measured."""
         return on_cpus(self.gm) and len(self.segments) * CALL_US <= MOST_LOST * step_us
 
     def parts(self) -> dict[Hashable, GraphSegment]:
-        """What is compiled, by key."""
+        """Segments to compile, by key."""
         return {key: segment for key, segment in self.classes.items() if not segment.alone}
 
     def run(self, made: Mapping[Hashable, Call]) -> Call:
-        """What runs the graph. made: of each of `parts`, compiled."""
+        """Callable that runs the graph. made: the compiled `parts`."""
         alone = {key: _alone(segment) for key, segment in self.classes.items() if segment.alone}
         calls = {**alone, **made}
         return _run(self.gm, self.segments, [calls[segment.key] for segment in self.segments])
 
 
 def _alone(segment: GraphSegment) -> Call:
-    """A call that nothing is compiled of."""
+    """Callable of a segment that is one call and is not compiled."""
     (node,) = segment.nodes
     place = {x: k for k, x in enumerate(segment.takes)}
 

@@ -1,7 +1,7 @@
-"""A graph that goes through its batch in microbatches, cut into the parts that run: what is kept for the next launch.
+"""Microbatched step of a graph, cut into the parts that are compiled; the graph cache stores it.
 
-It is data alone: graphs that are ready to be compiled, names, and fakes. Nothing of the graph that it was cut out of is needed
-any more.
+It is plain data: graphs that are ready to be compiled, names, and fakes. The graph that it was cut out of is not needed any
+more.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -28,9 +28,9 @@ from passes.presets import around_loop
 
 @dataclass(frozen=True)
 class StepInterface:
-    """What goes in and out of a graph and around its loop. given, results: fakes of what it takes, by name, and returns, of
-    which so many are forward's. loss: name of the loss's tangent, if the loss is inside; again: what running the step once more
-    takes, then. saved: fakes of what goes from forward to backward."""
+    """Inputs and results of a graph and of its microbatch loop. given, results: fakes of the inputs, by name, and of the
+    results, of which the first `forward_outputs` are forward's. loss: name of the loss's tangent, if the loss is inside; again:
+    state for rerunning the step, in that case. saved: fakes of the values that forward saves for backward."""
 
     microbatches: int
     forward_outputs: int
@@ -44,9 +44,9 @@ class StepInterface:
     @staticmethod
     def of(marked: GraphModule, loop: PrologueEpilogue, microbatches: int, forward_outputs: int, written: Container[int],
            others: bool, in_loop: list[Any]) -> StepInterface:
-        """marked: the graph that the loop was cut out of. written: positions of inputs that the model changes in place. others:
-        whether gradients may arrive at other outputs than the loss. in_loop: fakes of what the loop's forward hands to its
-        backward, if all of that runs first."""
+        """marked: the graph that the loop was cut out of. written: positions of inputs that the model mutates. others: whether
+        gradients may arrive at other outputs than the loss. in_loop: fakes of the values that the loop's forward saves for its
+        backward, if all of forward runs first."""
         values = {node.name: node.meta.get("val") for node in marked.graph.nodes}
         results = tuple(None if node is None else node.meta["val"] for node in returned_nodes(marked))
         loss = loss_of(marked)
@@ -63,8 +63,8 @@ class StepInterface:
 
 @dataclass(frozen=True)
 class LoopProgram:
-    """halves: forward and backward of one microbatch. saved: names of what the first hands to the second, in its order.
-    counted: whether a budget decided what that is, so that compiled code may hold no more than was counted."""
+    """halves: forward and backward of one microbatch. saved: names of the values that forward saves for backward, in its order.
+    counted: whether a memory budget decided these, so that compiled code may use no more memory than was counted."""
 
     parts: StepInterface
     halves: tuple[GraphModule, GraphModule]
@@ -74,21 +74,21 @@ class LoopProgram:
 
 def split_loop_body(marked: GraphModule, loop: LoopSplit, microbatches: int, forward_outputs: int, written: Container[int],
                     others: bool, kept: CheckpointDecision | None = None, folder: str = "") -> LoopProgram:
-    """See `StepInterface.of`. kept: what a budget saves of the body, which has its tape. folder: for what is offloaded."""
+    """See `StepInterface.of`. kept: checkpointing decision of the loop body under a budget. folder: for offloaded values."""
     if kept is None:
-        # The one that saves little, with either compiler: saved values are what microbatches are for.
+        # The partition that saves least, with either compiler: microbatches are there to reduce saved values.
         halves = compat.min_cut_partition(loop.body, values_of(loop.body), len(loop.forward), None)
     else:
         halves = cut_as_kept(loop.body, kept, len(loop.forward), folder)
     saved = [node for node in returned_nodes(halves[0])[len(loop.forward):] if node is not None]
     parts = StepInterface.of(marked, loop.around(), microbatches, forward_outputs, written, others,
                              [node.meta["val"] for node in saved] * microbatches)
-    # By names, since lowering may put other nodes in their places.
+    # By name, since lowering may replace the nodes.
     return LoopProgram(parts, halves, tuple(node.name for node in saved), kept is not None)
 
 
 def compile_around_loop(loop: PrologueEpilogue, compiler: str) -> PrologueEpilogue:
-    """With what is around the loop as it is compiled."""
+    """Prepare the graphs before and after the loop for compilation; returns `loop`."""
     for segment in (*loop.before, *loop.after):
         if segment.gm is not None:
             around_loop(compiler)(segment.gm)

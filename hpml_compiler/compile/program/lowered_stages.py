@@ -1,4 +1,4 @@
-"""A stage of a pipeline on the rank that runs it: cut in two, and compiled."""
+"""A pipeline stage on its rank: split into forward and backward, and compiled."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from passes.transforms.pipeline.stage_graphs import GRADIENT, StageGraph, StageI
 
 @dataclass(frozen=True)
 class StageProgram:
-    """A stage that is cut into forward and backward. shared: places of gradients whose memory others may still read. time_us:
-    what the stage is predicted to take for one microbatch."""
+    """A stage split into forward and backward. shared: places of gradients whose memory may still be read elsewhere. time_us:
+    predicted time of the stage for one microbatch."""
 
     ends: StageIO
     halves: StageHalves
@@ -25,13 +25,13 @@ class StageProgram:
 
     @staticmethod
     def of(graph: StageGraph, compiler: str, splits_backward: bool, time_us: float) -> StageProgram:
-        """splits_backward: gradients of weights run apart."""
+        """splits_backward: whether gradients of weights are a separate graph, as zero-bubble schedules need it."""
         halves = halves_of(graph, compiler, splits_backward)
         return StageProgram(graph.ends(), halves, _sent(graph) | _waiting(graph, halves), time_us)
 
 
 class CompiledStage:
-    """A stage as it is compiled, by `calls`."""
+    """A stage that `calls` compiles."""
 
     def __init__(self, stage: StageProgram, options: Options, shares: bool = True):
         self.stage, self.lowering = stage, lowering_of_part(options.compiler, shares, options.compile_blocks)
@@ -42,7 +42,7 @@ class CompiledStage:
         ends, forward = self.stage.ends, self.stage.halves.forward
         backwards = {"backward": self.stage.halves.backward, "weights": self.stage.halves.weight}
         halves = {name: half for name, half in backwards.items() if half is not None}
-        # Before these are compiled, which changes them.
+        # Before compiling, which changes the graphs.
         parts = {name: collectives_of(half.gm) for name, half in {"forward": forward, **halves}.items()}
         graphs = {name: half.gm for name, half in halves.items()}
         run, calls = self.lowering.part(forward.gm, graphs, ends.forward_outputs)
@@ -52,12 +52,12 @@ class CompiledStage:
 
     @property
     def reports(self) -> dict[str, BlocksReport]:
-        """What `calls` has compiled in blocks."""
+        """Reports of regional compilation, once `calls` has run."""
         return {f"stage {self.stage.ends.index} {half}": report for half, report in self.lowering.reports.items()}
 
 
 def _sent(graph: StageGraph) -> frozenset[int]:
-    """Places of gradients whose memory the stage before may still read, or that another stage adds to."""
+    """Places of gradients whose memory the previous stage may still read, or that another stage accumulates into."""
     returned = returned_nodes(graph.gm)[graph.forward_outputs:]
     gradients, sent = returned[:len(graph.gradients)], returned[len(graph.gradients):]
     handed_on = {GRADIENT + name for name in graph.sent_back}
@@ -68,7 +68,7 @@ def _sent(graph: StageGraph) -> frozenset[int]:
 
 
 def _waiting(graph: StageGraph, halves: StageHalves) -> frozenset[int]:
-    """Places of gradients whose memory is among what waits for the second part of backward."""
+    """Places of gradients that share memory with inputs of the weight part of backward, which runs later."""
     backward, weight = halves.backward, halves.weight
     if backward is None or weight is None:
         return frozenset()

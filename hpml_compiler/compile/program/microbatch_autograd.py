@@ -1,8 +1,8 @@
-"""A graph whose step goes through its batch in microbatches: what AOTAutograd is given, and what runs behind it.
+"""Microbatched step of a graph: the graphs that AOTAutograd gets, and the loop that runs instead of them.
 
-AOTAutograd gets a forward and a backward graph of one call each, with the right inputs and outputs; nothing is compiled of
-these. Behind them stands a schedule (`hpml_compiler.runtime.program.microbatch_loop`) of the parts that the graph was cut into,
-each compiled once.
+AOTAutograd gets a forward and a backward graph of one opaque call each, with the right inputs and outputs; these are not
+compiled. Instead of them runs a loop over microbatches (`hpml_compiler.runtime.program.microbatch_loop`) of the parts that the
+graph was cut into, each compiled once.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -45,7 +45,7 @@ from passes.transforms.shard.redistributor import MeshGroups
 
 
 def whole_schedule(*_values: Any) -> Any:
-    """What stands in the graphs that AOTAutograd gets for all that a schedule does."""
+    """Placeholder for the loop, in the graphs that AOTAutograd gets."""
     raise AssertionError("graphs of a schedule are not compiled")
 
 
@@ -54,15 +54,15 @@ Keeps = Callable[[GraphModule, LoopSplit], CheckpointDecision]
 
 
 class MicrobatchAutograd(abc.ABC):
-    """`partition` gives AOTAutograd its graphs, `forward` and `backward` are what runs. whole: makes the same for gradients
-    that arrive at any output; None where that is not possible. shares: see `Lowering.shares`."""
+    """`partition` makes AOTAutograd's graphs; `forward` and `backward` are the callables that run. whole: makes the same step
+    for gradients at all outputs; None where that is not possible. shares: see `Lowering.shares`."""
 
     def __init__(self, options: Options, parts: StepInterface, whole: MakesWhole | None = None, shares: bool = True):
         self.parts, again = parts, parts.again
         self.again = again if again is None or whole is None else replace(again, whole=lambda: compiled_rerun(whole))
         self.around = lowering_of_part(options.compiler, shares)
         self.reports: dict[str, BlocksReport] = {}
-        """What of one microbatch's halves was compiled in blocks, once it was."""
+        """Reports of regional compilation of one microbatch's halves, once they are compiled."""
         self.runs: FusedForwardBackward | SplitForwardBackward | None = None
 
     def partition(self) -> tuple[GraphModule, GraphModule]:
@@ -90,10 +90,10 @@ class MicrobatchAutograd(abc.ABC):
 
     @abc.abstractmethod
     def schedule(self) -> MicrobatchLoop:
-        """What runs the loop, compiled."""
+        """The loop, compiled."""
 
     def calls(self, forward: Call, backward: Call | None, saved: tuple[int, ...]) -> LoopCalls:
-        """The compiled parts, with these for the body."""
+        """The compiled graphs around the loop, together with these for its body."""
         before, after = (tuple(map(self._segment, halves)) for halves in (self.parts.loop.before, self.parts.loop.after))
         return LoopCalls(before, forward, backward, after, saved)
 
@@ -106,8 +106,8 @@ class MicrobatchAutograd(abc.ABC):
 
 
 class MicrobatchedStep(MicrobatchAutograd):
-    """With the loop's body in two halves. step_us: what the whole step is predicted to take, where blocks may be compiled once
-    without having been asked for."""
+    """A step whose loop body has two halves. step_us: predicted time of the full step, for the "auto" mode of regional
+    compilation."""
 
     def __init__(self, options: Options, cut: LoopProgram, whole: MakesWhole | None = None, step_us: float = 0.0,
                  shares: bool = True):
@@ -122,7 +122,7 @@ class MicrobatchedStep(MicrobatchAutograd):
         (forward, backward), loop = self.cut.halves, self.parts.loop
         made = {name: k for k, name in enumerate(self.cut.saved)}
         reads = [node.name for node in backward.graph.find_nodes(op="placeholder")][:len(made)]
-        saved = tuple(made[name] for name in reads)  # forward hands out tensors before numbers, backward takes numbers first
+        saved = tuple(made[name] for name in reads)  # forward returns tensors before numbers, backward takes numbers first
         with self.lowering.waiting_once(forward):
             run_forward, backwards = self.lowering.part(forward, {"backward": backward}, len(loop.forward))
             calls = self.calls(run_forward, backwards["backward"] if loop.backward else None, saved)
@@ -131,7 +131,7 @@ class MicrobatchedStep(MicrobatchAutograd):
 
 
 def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) -> GraphModule:
-    """A graph of one call with these inputs and results."""
+    """A graph of one opaque call with these inputs and results."""
     graph = Graph()
     given = []
     for name, value in inputs:
@@ -151,7 +151,7 @@ def _opaque(inputs: Sequence[tuple[str, torch.Tensor]], results: Sequence[Any]) 
 
 
 def microbatch_count(inputs: GraphInputs, options: Options) -> int:
-    """How many a step goes through, if its graph allows it: as many as divide the rows that a rank has at the least."""
+    """Number of microbatches of a step, if its graph allows them: as many as divide the rows that a rank has at the least."""
     if options.microbatches == 1 or not torch.is_grad_enabled():
         return 1
     shapes = [x.shape for x, its in zip(inputs.examples, inputs.described, strict=True) if its.kind == "batch"]
@@ -164,8 +164,8 @@ def compile_in_microbatches(gm: GraphModule, annotated: AnalyzedGraph, decision:
                             options: Options, forward_outputs: int, kept_gradients: Sequence[int],
                             whole: MakesWhole | None = None, step_us: float = 0.0,
                             keep: Keeps | None = None) -> MicrobatchedStep:
-    """From an annotated graph, and what was decided over devices and in time, to what runs. whole, step_us: see
-    `MicrobatchedStep`. keep: under a budget, makes the tape of the loop's body, and says what that saves."""
+    """Compile an annotated graph, placed on devices and on the microbatch axis. whole, step_us: see `MicrobatchedStep`. keep:
+    under a memory budget, builds the storage program of the loop body, and solves its checkpointing."""
     written = compat.mutated_inputs(gm)
     loop = loop_of(gm, annotated.graph, decision, times, groups, forward_outputs, kept_gradients, options.compiler)
     kept = None if keep is None else keep(gm, loop)

@@ -1,4 +1,4 @@
-"""A graph without gradients, as an evaluation has it, through the stages that have its parameters: forward alone."""
+"""Inference through the pipeline stages that have the parameters: forward alone, as for an evaluation."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +12,7 @@ from passes.op_rules.recomputable import is_recomputable
 
 
 def has_effects(gm: GraphModule) -> bool:
-    """Whether something happens besides what is returned, or random numbers are drawn."""
+    """True if a graph has side effects or draws random numbers."""
     return any(node.op == "call_function" and not is_recomputable(node) for node in gm.graph.nodes)
 
 

@@ -1,4 +1,4 @@
-"""A graph that goes through the stages of a pipeline, cut into what one rank runs of it: what is kept for the next launch."""
+"""One rank's program of a pipelined graph, cut into stages; the graph cache stores it."""
 from __future__ import annotations
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger("hpml")
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """What a rank runs: its stages, and what is around their loop. reads, outputs, gradients: see `StagedBody`. alone,
+    """One rank's program: its stages, and the graphs around their loop. reads, outputs, gradients: see `StagedBody`. alone,
     elsewhere, lent: see `runtime.program.pipeline_step.PipelineLoop`."""
 
     parts: StepInterface
@@ -43,9 +43,8 @@ class PipelineProgram:
 
 
 class StageCutter:
-    """Cuts a graph, all ranks together. interface: of the marked graph. starts: the block that each stage but the first begins
-    with; else it is cut where stages take about the same time. own: whether it is cut at these alone, or by its own times if it
-    has no such blocks."""
+    """Cuts a graph into stages, all ranks together. interface: of the marked graph. starts: first block of each stage but stage
+    0; if empty, or if an inference graph does not have these blocks, boundaries balance the predicted times."""
 
     def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
                  interface: GraphSignature,
@@ -75,12 +74,12 @@ class StageCutter:
             return cut(self.starts)
         except TooFewBlocks:
             raise
-        except BadInput:  # an evaluation of what has no such blocks is cut by its own times
+        except BadInput:  # an inference graph without these blocks: balance its own times
             return cut(())
 
     def given_to(self, owners: Mapping[str, int], written: Container[int], others: bool) -> PipelineProgram:
-        """owners: of parameters that one rank has alone, by the names of their placeholders. Those that its stages do not need
-        alone are lent to all ranks for the step. written, others: see `StepInterface.of`."""
+        """The program of this rank. owners: placeholder -> rank, for parameters that one rank has alone. Those that other
+        ranks' stages need, too, are lent to all ranks for the step. written, others: see `StepInterface.of`."""
         needed_alone = self.needs.owners(owners)
         own = {name: rank for name, rank in owners.items() if needed_alone.get(name) == rank}
         values = {node.name: node.meta.get("val") for node in self.marked.graph.nodes}

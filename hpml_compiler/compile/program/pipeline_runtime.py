@@ -1,4 +1,4 @@
-"""What a rank runs of a graph that goes through the stages of a pipeline: some of the stages, and what is around their loop."""
+"""Runtime of one rank of a pipelined graph: compiles its stages and the graphs around their loop."""
 from __future__ import annotations
 
 import torch
@@ -21,7 +21,7 @@ from passes import compat
 
 
 class PipelineRuntime(MicrobatchAutograd):
-    """Microbatches of which this rank runs some stages."""
+    """A microbatched step of which this rank runs some stages."""
 
     def __init__(self, options: Options, cut: PipelineProgram, whole: MakesWhole | None = None, shares: bool = True):
         super().__init__(options, cut.parts, whole, shares)
@@ -44,12 +44,12 @@ class PipelineRuntime(MicrobatchAutograd):
                             cut.gradients, cut.alone, cut.elsewhere, cut.lent, before)
 
     def _compiled(self) -> dict[int, StageCallables]:
-        """The stages of this rank, with their kernels: one that cannot be compiled is told to the other ranks, too."""
+        """The stages of this rank, compiled; an error in one is raised on all ranks."""
         with self.around.waiting_once(self.stages[0].stage.halves.forward.gm):
             return {each.stage.ends.index: each.calls() for each in self.stages}
 
     def _share_reports(self) -> None:
-        """All ranks say the same of all stages."""
+        """Gather the reports of all stages, so that they are the same on all ranks."""
         with compat.outside_tracing():
             found = from_all_ranks({each.stage.ends.index: each.reports for each in self.stages})
         for _, reports in sorted((pair for own in found for pair in own.items()), key=lambda pair: pair[0]):

@@ -1,4 +1,4 @@
-"""Whether a step in microbatches may have to run once more in backward, and what it takes; see
+"""Decide whether backward may have to rerun a microbatched step, and which state that takes; see
 `runtime.program.fused_forward_backward`."""
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from passes.graph.graph_signature import input_position
 from passes.op_rules.rule_table import is_random
 
 SMALL_RANGE = 1e6
-"""Largest number of a type whose range a loss scale is chosen for: float16 has 65,504, the 8-bit ones less."""
+"""Largest number of a low-precision dtype, which needs a loss scale: float16 has 65,504, the 8-bit ones less."""
 
 
 def rerun_state_of(marked: GraphModule, loss: str | None, written: Container[int], whole: bool) -> RerunState | None:
     """marked: the graph that the loop is cut out of. None where the loss is computed outside, and where gradients can arrive at
-    the loss alone, and may be scaled. written: positions of the inputs that the model changes in place. whole: whether the
-    step can be made with gradients at all outputs."""
+    the loss alone and can be scaled. written: positions of the inputs that the model mutates. whole: whether the step can be
+    compiled for gradients at all outputs."""
     placeholders = marked.graph.find_nodes(op="placeholder")
     narrow = any(_is_narrow(node.meta.get("val")) for node in marked.graph.nodes)
     others = any(node.name.startswith("tangents") and node.name != loss for node in placeholders)
@@ -38,7 +38,7 @@ def rerun_state_of(marked: GraphModule, loss: str | None, written: Container[int
 
 
 def saved_for_rerun(marked: GraphModule, again: RerunState | None) -> list[Any]:
-    """Fakes of what is kept until then."""
+    """Fakes of the values saved for a rerun."""
     if again is None:
         return []
     by_name = {node.name: node.meta["val"] for node in marked.graph.find_nodes(op="placeholder")}
@@ -48,7 +48,7 @@ def saved_for_rerun(marked: GraphModule, again: RerunState | None) -> list[Any]:
 
 
 def compiled_rerun(whole: Callable[[], Any]) -> MicrobatchLoop:
-    """What makes the step with gradients at all outputs, compiled in a backward that is running already."""
+    """Compile the step for gradients at all outputs, inside a backward that is running."""
     runs = whole()
     if runs is None:
         raise HpmlError("with gradients that arrive at another output than the loss, the step does not go through microbatches",

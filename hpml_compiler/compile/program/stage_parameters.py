@@ -1,8 +1,9 @@
-"""Which ranks of a pipeline need a parameter, and what each of them does around the loop.
+"""Parameters of pipeline stages: the ranks that need each one, and each rank's work around the loop.
 
-A parameter that the stages of one rank read, and make the gradient of, is that rank's alone. One that stages of several ranks
-read (a tied embedding), or that is read around the loop by what all ranks need, stays on all. What is made of parameters before
-the loop, and of gradients after it, only those ranks do that need it; random numbers are drawn on all, in one order.
+A parameter that is read only by the stages of one rank, which also make its gradient, is on that rank alone. One that is read
+by stages of several ranks (a tied embedding), or around the loop by values that all ranks need, stays on all. Computations on
+parameters before the loop, and on gradients after it, run only on the ranks that need them; random numbers are drawn on all
+ranks, in one order.
 """
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from passes.transforms.microbatch.loop_split import restricted
 
 @dataclass(frozen=True)
 class _Dependencies:
-    """What it takes to have some values: inputs of the graph, what is made around the loop, what the loop makes; by name."""
+    """Dependencies of some values, by name: inputs of the graph, values made around the loop, results of the loop."""
 
     inputs: frozenset[str]
     made: frozenset[str]
@@ -31,7 +32,7 @@ class _Dependencies:
 
 
 class StageDependencies:
-    """marked: the graph that the loop was cut out of, with its interface. table: whose ranks have the stages."""
+    """marked: the graph that the loop was cut out of, with its interface. table: the schedule, which maps stages to ranks."""
 
     def __init__(self, marked: GraphModule, loop: PrologueEpilogue, staged: StagedBody, table: PipelineSchedule,
                  interface: GraphSignature):
@@ -44,13 +45,13 @@ class StageDependencies:
         always = (node.name for each in (*loop.before, *loop.after) if each.gm is not None for node in each.gm.graph.nodes
                   if node.op == "call_function" and not is_recomputable(node))
         self.common = frozenset(name for name in (*results[:interface.forward_outputs], *always) if name is not None)
-        gradients = results[interface.forward_outputs:]  # one for each input, which tokens of effects are not
+        gradients = results[interface.forward_outputs:]  # one for each input; effect tokens have none
         self.gradients = {name: result for name, result in zip(interface.positions, gradients, strict=True)
                           if result is not None} if interface.training else {}
         """Input -> its gradient, by name."""
 
     def owners(self, parameters: Iterable[str]) -> dict[str, int]:
-        """Of these inputs, those that one rank needs alone, with that rank."""
+        """The parameters among these inputs that only one rank needs: name -> rank."""
         everybody = self._needed(self.common).inputs
         readers = {rank: self._needed(self._read_in_stages(rank)).inputs for rank in self.ranks}
         of_gradients = {name: self._needed([gradient]) for name, gradient in self.gradients.items()}
@@ -67,21 +68,21 @@ class StageDependencies:
         return found
 
     def around(self, rank: int, owners: Mapping[str, int]) -> PrologueEpilogue:
-        """The loop with what this rank needs around it."""
+        """The loop with only the computations around it that this rank needs."""
         needed = self._needed(self._wanted(rank, owners))
         segments = {when: tuple(restricted(each, needed.made) for each in getattr(self.loop, when))
                     for when in ("before", "after")}
         return replace(self.loop, **segments)
 
     def gradients_alone(self, owners: Mapping[str, int]) -> frozenset[int]:
-        """Of what the loop's backward makes, by place, what only the rank needs that makes it."""
+        """Places of the loop's gradients that only the rank that makes them needs."""
         wanted = {each: self._needed(self._wanted(each, owners)).collected for each in self.ranks}
         return frozenset(place for name, place in self.gradients_of_loop.items()
                          if len(makers := self._makers(name)) == 1
                          and all(name not in wanted[each] for each in self.ranks if each not in makers))
 
     def gradients_elsewhere(self, rank: int, owners: Mapping[str, int]) -> frozenset[str]:
-        """Of the graph's gradients, by name, those that this rank has no rows of."""
+        """Names of the graph's gradients of which this rank has no rows."""
         return frozenset(self.gradients[name] for name, owner in owners.items() if owner != rank and name in self.gradients)
 
     def _wanted(self, rank: int, owners: Mapping[str, int]) -> set[str]:
@@ -94,7 +95,7 @@ class StageDependencies:
                 for node in graph.gm.graph.find_nodes(op="placeholder") if node.name in reads}
 
     def _makers(self, collected: str) -> set[int]:
-        """Ranks that make a part of something that the loop's backward makes. What its forward makes, all ranks get."""
+        """Ranks that contribute to a result of the loop's backward. Results of its forward are on all ranks."""
         place = self.gradients_of_loop.get(collected)
         return set() if place is None else {self.table.ranks[stage] for stage in self.staged.gradients[place]}
 

@@ -1,4 +1,4 @@
-"""Runtime metadata: what a call of a compiled graph takes besides compiled code, whatever was decided about the graph."""
+"""Runtime metadata: the data that a runtime wrapper needs besides compiled code, whichever way the graph was compiled."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from passes.transforms.shard.hoist_batch_slice import Taken
 
 @dataclass(frozen=True)
 class SessionEntry:
-    """What the session is told of a graph when its plan is made at once. unruled: calls that were left whole since no rule says
-    how to split them. structure: by which later graphs find its decisions (`planner.graph.same_structure`), on rank 0."""
+    """The session's record of a graph that is planned at once. unruled: calls that are replicated since no rule splits them.
+    structure: structural hash by which later graphs find its decisions (`planner.graph.same_structure`), on rank 0."""
 
     record: GraphPlan
     cluster: str
@@ -37,15 +37,15 @@ class SessionEntry:
 
 @dataclass(frozen=True)
 class RuntimeMetadata:
-    """Data, which is kept for the next launch. On one rank, nothing of it but `written` and `budgeted` is there.
+    """Plain data, which the graph cache stores. On one rank, only `written` and `budgeted` are set.
 
     draws: whether the graph draws random numbers. placements: of the parameters that it places, by position. held: parameters
-    that it takes gathered, by placeholder. gathered, written: positions of arguments that each call gathers, and of those that
-    it changes. left, tangents: results that stay in parts, and their gradients. taken: parts of arguments that are taken before
-    the graph runs, by position. owned: parameters that one rank has alone in it, by placeholder; None without stages. own_here:
-    positions of those that have the right owner already. stages: those of its backward, if any. budgeted: under a budget, what
-    later graphs of the step find held by it. graph_hash: of what was planned at once. entry: None where the plan is made when
-    somebody asks for it.
+    that it takes unsharded, by placeholder. gathered, written: positions of arguments that each call gathers, and of those that
+    it mutates. left, tangents: results that stay sharded, and their gradients. taken: slices of arguments taken before the
+    graph runs, by position. owned: parameters that only one rank has, by placeholder; None without stages. own_here: positions
+    of those that are on the right rank already. stages: those of its backward, if any. budgeted: under a budget, its memory as
+    later graphs of the step see it. graph_hash: of a graph that was planned at once. entry: None where the plan is made on
+    demand.
     """
 
     training: bool = False
@@ -65,27 +65,27 @@ class RuntimeMetadata:
     entry: SessionEntry | None = None
 
     def of_plan(self, annotated: AnalyzedGraph, planned: PlanResult, structure: str) -> RuntimeMetadata:
-        """With what follows from the plan of a graph that was planned at once. structure: see `SessionEntry`."""
+        """The metadata with the decisions of a plan that was made at once. structure: see `SessionEntry`."""
         record, decision = planned.record, planned.decision
         entry = SessionEntry(record, planned.cluster, planned.rejected, dict(annotated.graph.unruled), structure)
         return replace(self, training=annotated.interface.training, placements=placements_of(annotated, decision),
                        held=held_by(annotated, decision), graph_hash=record.graph_hash, entry=entry)
 
     def without_fakes(self) -> RuntimeMetadata:
-        """With what tensors are like as meta tensors, which belong to no trace."""
+        """The metadata with meta tensors in place of fakes, which belong to a trace."""
         with compat.outside_tracing():
             return replace(self, left=tuple(replace(each, like=_meta(each.like)) for each in self.left),
                            tangents=tuple(replace(each, part=_meta(each.part)) for each in self.tangents))
 
     def agreed(self) -> list[Any]:
-        """What is the same on all ranks that obey one plan."""
+        """The part that is the same on all ranks of one plan."""
         record = self.entry and self.entry.record.model_dump_json(exclude={"seconds", "frame", "blocks"})
         stages = self.stages and (self.stages.blocks, self.stages.time_us)
         return [record, self.training, self.placements, self.owned, stages]
 
 
 def held_by(annotated: AnalyzedGraph, decision: Decision) -> dict[str, GatheredInput]:
-    """What a graph takes gathered, by placeholder."""
+    """Parameters that a graph takes unsharded, by placeholder."""
     positions, values = annotated.interface.positions, annotated.graph.values
     named = {values[v].name: route for v, route in decision.held.items()}
     return {name: GatheredInput.along(route, positions[name]) for name, route in named.items()}

@@ -1,4 +1,4 @@
-"""Runtime wrapper: what a script calls in the place of a graph, around compiled code that takes a rank's parts of arguments."""
+"""Runtime wrapper: the callable that replaces a graph in the script, around compiled code that takes local shards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,15 +27,15 @@ from hpml_compiler.session.run_monitor import current_monitor
 from passes.transforms.shard.hoist_batch_slice import part_of
 
 Watched = WatchedGraph | StageMonitor | None
-"""What the monitor hears of a graph's calls; None where nobody asked."""
+"""A graph's calls as the monitor sees them; None without a monitor."""
 
 
 def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, given: Sequence[Any], inputs: GraphInputs,
                     takes: RuntimeMetadata, axes: Mapping[str, int], holding: UnshardedInputs, watched: Watched,
                     options: Options,
                     ) -> Callable[..., Any]:
-    """function: the compiled graph, which takes local parts. Places its parameters on the mesh of these axes, all ranks
-    together. One rank, whose mesh has none, has all of what it is given."""
+    """Wrap the compiled graph `function`, which takes local shards. Shards its parameters on the mesh of `axes`, all ranks
+    together. Returns `function` itself on one rank, whose mesh has no axes."""
     if not axes:
         return function
     devices = session.current().device_mesh(axes)
@@ -80,7 +80,7 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
 
 def backward_wrapper(name: str, call: Callable[[list[Any]], Any], gm: GraphModule, axes: Mapping[str, int],
                      in_parts: Collection[str], watched: Watched) -> Callable[[list[Any]], Any]:
-    """The same around its backward `gm`. in_parts: gradients of which each rank gets a part, by placeholder."""
+    """Wrap a call of the backward `gm` in the same way. in_parts: placeholders of sharded gradients."""
     if not axes:
         return call
     call = call if watched is None else watched.backward(call)

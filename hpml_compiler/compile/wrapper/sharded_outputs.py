@@ -1,4 +1,4 @@
-"""Which outputs of a graph its plan leaves in parts, and which gradients come in parts."""
+"""Sharded outputs of a graph under its plan, and their gradients."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _left_sharded(annotated: AnalyzedGraph, decision: Decision) -> Iterator[tupl
 
 
 def sharded_outputs_of(annotated: AnalyzedGraph, decision: Decision) -> tuple[ShardedOutput, ...]:
-    """To be asked before the rewrite: afterwards, the graph knows the parts alone."""
+    """Outputs that stay sharded. Call this before the rewrite: afterwards, the graph has local shapes only."""
     values = {node.name: node.meta.get("val") for node in annotated.gm.graph.nodes}
     found = []
     for each, layout in _left_sharded(annotated, decision):
@@ -38,7 +38,7 @@ def sharded_outputs_of(annotated: AnalyzedGraph, decision: Decision) -> tuple[Sh
 
 @dataclass(frozen=True)
 class ShardedTangent:
-    """A gradient that comes in parts. number: among those that backward is given. part: what it is like, on this rank."""
+    """A gradient that arrives sharded. number: its place among backward's tangents. part: fake of this rank's shard."""
 
     number: int
     name: str
@@ -46,7 +46,7 @@ class ShardedTangent:
 
 
 def sharded_tangents_of(annotated: AnalyzedGraph, decision: Decision) -> tuple[ShardedTangent, ...]:
-    """To be asked after the rewrite, when the graph knows the parts."""
+    """Gradients of the sharded outputs. Call this after the rewrite, when the graph has local shapes."""
     tangents = [node for node in annotated.gm.graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
     names = {each.tangent for each, _ in _left_sharded(annotated, decision)}
     return tuple(ShardedTangent(k, str(node.name), node.meta["val"]) for k, node in enumerate(tangents) if node.name in names)
