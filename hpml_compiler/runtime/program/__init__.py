@@ -1,1 +1,1 @@
-"""One step of a compiled graph: the loop over microbatches, and the stages of a pipeline with their messages."""
+"""Execution of one step: the microbatch loop, pipeline stages and their sends."""

@@ -1,7 +1,7 @@
-"""What a rank does for its peers where it has failed: it takes part in the collectives that they wait for it in, with zeros.
+"""Dummy collectives of a failed rank: it joins the collectives that its peers wait for, with zeros.
 
-What they compute with these is worth nothing, so whoever calls this has all ranks agree that one has failed before any of them
-uses its results. Which collectives are left is known from the graph, and from how many each process group has begun.
+Results computed from these are meaningless, so the caller has all ranks agree that one has failed before any of them uses its
+results. The collectives that are left follow from the graph, and from how many each process group has begun.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.graph.fx_nodes import WAIT, is_collective
 
 @dataclass(frozen=True)
 class DummyCollective:
-    """One of a graph, as it is called: fakes stand for tensors."""
+    """A collective of a graph with its arguments; fakes replace tensors."""
 
     target: Any
     args: tuple[Any, ...]
@@ -33,7 +33,7 @@ class DummyCollective:
 
 
 def collectives_of(gm: GraphModule | None) -> tuple[DummyCollective, ...]:
-    """All of a graph, in the order in which its ranks begin them."""
+    """All collectives of a graph, in the order in which its ranks begin them."""
     def fake(node: Node) -> Any:
         return node.meta["val"]
 
@@ -42,12 +42,12 @@ def collectives_of(gm: GraphModule | None) -> tuple[DummyCollective, ...]:
 
 
 def begun(collectives: Sequence[DummyCollective]) -> dict[str, int]:
-    """How many collectives each of their groups has begun until now."""
+    """Number of collectives that each of their process groups has begun so far."""
     return {name: compat.collectives_begun(name) for name in dict.fromkeys(each.group for each in collectives)}
 
 
 def take_part(collectives: Sequence[DummyCollective], before: Mapping[str, int], device: torch.device) -> None:
-    """In those that are left of a call that has failed. before: `begun`, as it was before the call."""
+    """Join the collectives that are left of a failed call. before: `begun`, taken before the call."""
     done = Counter({name: compat.collectives_begun(name) - count for name, count in before.items()})
     for each in collectives:
         if done[each.group] > 0:

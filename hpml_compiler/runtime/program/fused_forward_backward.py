@@ -1,8 +1,8 @@
-"""A step in microbatches whose loss is computed inside the graph: forward runs all of it, backward hands out gradients.
+"""Microbatched step whose loss is inside the graph: forward runs forward and backward, and backward returns the gradients.
 
-Gradients are linear in the loss's tangent: forward takes the one that the last backward got, and backward scales by what has
-arrived. Where that is not enough, the step runs once more, in backward, with all that has arrived: numbers of few bits, which
-lie in another range under another loss scale, and gradients that arrive at other outputs than the loss.
+Gradients are linear in the loss's tangent: forward uses the tangent of the previous backward, and backward scales the gradients
+to the one that arrives. In two cases that is not enough, and backward reruns the step with all tangents that have arrived:
+low-precision gradients, whose range depends on the loss scale, and gradients at other outputs than the loss.
 """
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from passes.errors import HpmlError
 
 log = logging.getLogger("hpml")
 FEW_BITS_LOST = 4.0
-"""By how much the tangent of a loss may be larger than the one that numbers of small range were computed with: by so much are
-the smallest of them rounded more coarsely. With a smaller one they are computed once more: they may have been too large."""
+"""Largest factor by which low-precision gradients may be scaled up: the smallest of them are rounded more coarsely by it. They
+are not scaled down but recomputed: they may have overflowed."""
 
 
 @dataclass(frozen=True)
 class RerunState:
-    """What it takes to run a step once more. names: of the graph's inputs, but for `numbers` that are the same at every call;
-    written: of these, those whose values change after forward; draws: whether the step draws random numbers; device: on which.
-    narrow: whether it has numbers of small range. whole: makes a schedule that takes gradients at all outputs; None where that
-    is not possible."""
+    """State for rerunning a step. names: the graph's inputs, without `numbers`, which are the same at every call; written:
+    those that are mutated after forward; draws: whether the step draws random numbers; device: on which. narrow: whether it has
+    low-precision numbers. whole: makes a loop that takes gradients at all outputs; None where that is not possible."""
 
     names: tuple[str, ...]
     numbers: Mapping[str, Any]
@@ -41,13 +40,13 @@ class RerunState:
     whole: Callable[[], MicrobatchLoop] | None = None
 
     def keep(self, values: Mapping[str, Any]) -> list[Any]:
-        """To be held until backward: inputs, and what random numbers come next."""
+        """Values to save until backward: inputs, and RNG states."""
         kept = [values[name].clone() if name in self.written else values[name] for name in self.names]
         return kept + (random_states(self.device) if self.draws else [])
 
     @contextlib.contextmanager
     def drawing(self, kept: Sequence[Any]) -> Iterator[Values]:
-        """The inputs; random numbers that are drawn inside are those of forward."""
+        """Yields the inputs; random numbers drawn inside are those of forward."""
         count = len(self.names)
         devices = [self.device] if self.draws and self.device.type == "cuda" else []
         with torch.random.fork_rng(devices) if self.draws else contextlib.nullcontext():
@@ -63,9 +62,9 @@ def random_states(device: torch.device) -> list[torch.Tensor]:
 
 
 class FusedForwardBackward:
-    """forward returns the graph's forward outputs, its gradients, the tangent that these are of, and what it takes to run it
-    `again`, where that may be needed: gradients are empty, and the tangent not a number, where it will be. saved: examples of
-    all that. Of the graph's inputs that are tangents, `loss` is the one of the loss; at the others, no gradient is expected."""
+    """forward returns the graph's forward outputs, its gradients, the tangent that these were computed with, and the values
+    that a rerun (`again`) would take. Where a rerun is certain, gradients are empty and the tangent is NaN. saved: examples of
+    all these. `loss` is the name of the loss's tangent; at the other tangents, no gradient is expected."""
 
     def __init__(self, schedule: MicrobatchLoop, forward_outputs: int, loss: str, saved: Sequence[Any],
                  again: RerunState | None):
@@ -75,7 +74,7 @@ class FusedForwardBackward:
         self.gradients = sum(name is not None for name in schedule.loop.results[forward_outputs:])
         self.dtype, self.device = saved[self.gradients].dtype, saved[self.gradients].device
         self.known = again is None or not again.narrow
-        """Whether the next tangent may be what it was last: a guess is not worth much where numbers have a small range."""
+        """Guess that the next tangent equals the last one: not for low-precision numbers before the first backward."""
         self.others = False
         self.whole: MicrobatchLoop | None = None
 
@@ -117,13 +116,13 @@ class FusedForwardBackward:
         if value != before:
             gradients = [(x.to(torch.promote_types(x.dtype, torch.float32)) * (value / before)).to(x.dtype)
                          if x.is_floating_point() or x.is_complex() else x for x in gradients]
-        elif compat.keeps_graph():  # they are asked for again, and `.grad` may be changed in place until then
+        elif compat.keeps_graph():  # backward may run again, and `.grad` may be changed in place until then
             gradients = [x.clone() for x in gradients]
         remaining = iter(gradients)
         return [None if name is None else next(remaining) for name in self.schedule.loop.results[self.forward_outputs:]]
 
     def _anew(self, value: float, before: float) -> bool:
-        """Whether what forward has computed, if it has, cannot be scaled."""
+        """True if the step must be rerun, since the gradients of forward are missing or cannot be scaled."""
         if self.again is None or value == before:
             return False
         return math.isnan(before) or (self.again.narrow and not 1 <= value / before <= FEW_BITS_LOST)
@@ -142,7 +141,7 @@ class FusedForwardBackward:
         return self.whole
 
     def _repeated(self, schedule: MicrobatchLoop, kept: Sequence[Any], given: Mapping[str, Any]) -> list[Any]:
-        """The step once more, with the tangents that have arrived."""
+        """Rerun the step with the tangents that have arrived."""
         assert self.again is not None, "what it takes was kept"
         with self.again.drawing(kept) as values:
             values.update(given)

@@ -1,8 +1,8 @@
-"""Run a step microbatch by microbatch, inside what autograd takes for one forward and one backward.
+"""Run a step microbatch by microbatch, inside one forward and one backward of autograd.
 
 Where the loss is computed inside, both run in forward, one microbatch after the other, so that only one microbatch's saved
-values are alive (`hpml_compiler.runtime.program.fused_forward_backward`). Where it is computed outside, forward holds what all
-microbatches save.
+values are in memory (`hpml_compiler.runtime.program.fused_forward_backward`). Where it is computed outside, forward saves the
+values of all microbatches.
 """
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Values = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class LoopCalls:
-    """What the parts of a loop were compiled to; None where there is nothing to do. saved: of the values that the body's
-    forward hands to its backward, the places, in the order in which backward takes them."""
+    """Compiled parts of a loop; None for a part without calls. saved: for each saved value that backward takes, in its order,
+    the place among the values that forward saves."""
 
     before: tuple[Call | None, Call | None]
     forward: Call
@@ -33,8 +33,8 @@ class LoopCalls:
 
 
 class Collector:
-    """Puts together, or adds up, one thing that every microbatch makes. in_place: whether what the first one makes may be
-    added to."""
+    """Concatenates or sums one result over the microbatches. in_place: whether the first microbatch's result may be added to
+    in place."""
 
     def __init__(self, what: LoopOutput, microbatches: int, in_place: bool):
         self.what, self.microbatches, self.in_place = what, microbatches, in_place
@@ -60,7 +60,7 @@ class Collector:
 
 
 class MicrobatchLoop:
-    """Runs the parts of a loop in order, on values by the name of their nodes."""
+    """Runs the parts of a loop in order, on values by node name."""
 
     def __init__(self, loop: PrologueEpilogue, calls: LoopCalls, microbatches: int):
         self.loop, self.calls, self.microbatches = loop, calls, microbatches
@@ -69,7 +69,7 @@ class MicrobatchLoop:
 
     @property
     def parts(self) -> list[int]:
-        """How many values `all_forward` returns in each of its lists."""
+        """Number of values in each list that `all_forward` returns."""
         return [len(self.calls.saved)] * self.microbatches
 
     def segment(self, half: int, when: str, values: Values, at_once: bool = False) -> None:
@@ -80,7 +80,7 @@ class MicrobatchLoop:
             self.let_go((BEFORE if when == "before" else AFTER)[half], values, at_once)
 
     def let_go(self, part: str, values: Values, at_once: bool) -> None:
-        """Of what is not read after this part of the loop."""
+        """Drop values that are not read after this part of the loop."""
         later = self.later[at_once][part]
         for name in [name for name in values if name in self.made and name not in later]:
             del values[name]
@@ -93,7 +93,7 @@ class MicrobatchLoop:
         return [Collector(each, self.microbatches, in_place) for each in what]
 
     def forward(self, values: Values, number: int, collectors: Sequence[Collector]) -> list[torch.Tensor]:
-        """One microbatch; returns what it saves."""
+        """Forward of one microbatch; returns the values it saves."""
         made = list(self.calls.forward(self.reads(self.loop.reads, values, number)))
         for collector, part in zip(collectors, made[:len(collectors)], strict=True):
             collector.add(part, number)
@@ -105,7 +105,7 @@ class MicrobatchLoop:
         given = [saved[place] for place in self.calls.saved] + self.reads(self.loop.late, values, number)
         saved.clear()
         made = list(self.calls.backward(given))
-        while made:  # from the end, each let go of when it is added
+        while made:  # from the end, each freed once it is added
             collectors[len(made) - 1].add(made.pop(), number)
 
     def collect(self, collectors: Sequence[Collector], values: Values) -> None:
@@ -114,7 +114,7 @@ class MicrobatchLoop:
             collector.total = None
 
     def at_once(self, values: Values) -> None:
-        """The whole step: forward and backward of one microbatch after the other."""
+        """The full step: forward and backward of one microbatch after the other."""
         for half in (0, 1):
             self.segment(half, "before", values, at_once=True)
         made, gradients = self.collectors(self.loop.forward, False), self.collectors(self.loop.backward, True)
@@ -127,7 +127,7 @@ class MicrobatchLoop:
             self.segment(half, "after", values, at_once=True)
 
     def all_forward(self, values: Values, saves: bool = True) -> list[list[torch.Tensor]]:
-        """Forward of all microbatches; returns what each saves, unless nothing is to be saved."""
+        """Forward of all microbatches; returns the saved values of each, or nothing without `saves`."""
         self.segment(0, "before", values)
         made, saved = self.collectors(self.loop.forward, False), []
         for number in range(self.microbatches):
@@ -153,8 +153,8 @@ class MicrobatchLoop:
 
 
 class SplitForwardBackward:
-    """forward returns the graph's forward outputs, values that the rest of backward needs, by name in `kept`, and what each
-    microbatch saves. saved: examples of these."""
+    """forward returns the graph's forward outputs, the values that backward needs around the loop, named in `kept`, and the
+    saved values of each microbatch. saved: examples of these."""
 
     def __init__(self, schedule: MicrobatchLoop, forward_outputs: int, saved: Sequence[Any]):
         self.schedule, self.forward_outputs = schedule, forward_outputs
@@ -189,12 +189,12 @@ class SplitForwardBackward:
 
 
 def numbers_last(values: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
-    """Tensors, then the others: AOTAutograd's order for what a forward graph saves. like: says which are which."""
+    """Tensors before numbers: AOTAutograd's order for the values that a forward graph saves. like: values to sort by."""
     return _sorted(values, values if like is None else like, False)
 
 
 def numbers_first(values: Sequence[Any], like: Sequence[Any] | None = None) -> list[Any]:
-    """Its order for what the backward graph is given."""
+    """Numbers before tensors: AOTAutograd's order for the inputs of a backward graph. like: values to sort by."""
     return _sorted(values, values if like is None else like, True)
 
 
@@ -204,7 +204,7 @@ def _sorted(values: Sequence[Any], like: Sequence[Any], numbers: bool) -> list[A
 
 
 def saved_for_backward(loop: PrologueEpilogue, forward_outputs: int) -> tuple[str, ...]:
-    """What backward reads of the values that forward has, but for what microbatches save."""
+    """Names of the values that backward reads from forward, without the saved values of microbatches."""
     there = {name for name in loop.given if not name.startswith("tangents")}
     there.update(loop.before[0].makes, loop.after[0].makes, (each.name for each in loop.forward))
     read = [*loop.before[1].reads, *(each.name for each in loop.late), *loop.after[1].reads,

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline send each other: values between stages, what each makes of a step's results, and what has failed."""
+"""Point-to-point communication of a pipeline: sends between stages, shared results, and agreement on failures."""
 from __future__ import annotations
 
 import time
@@ -16,7 +16,7 @@ from hpml_compiler.runtime.program.stage_timer import note_sent
 
 @dataclass(frozen=True)
 class StageFailure:
-    """A failure of this rank, and its time. stage, microbatch: None before the first microbatch."""
+    """A failure of this rank, with its time. stage, microbatch: None before the first microbatch."""
 
     what: str
     error: Exception
@@ -29,14 +29,14 @@ class StageFailure:
 
 
 class P2P:
-    """What ranks of a pipeline send each other. ranks: of the group, by place in the pipeline. everybody: a group of all ranks,
-    where several share a stage, with messages between hosts."""
+    """Communication between the ranks of a pipeline. ranks: of the group, by place in the pipeline. everybody: a CPU
+    group of all ranks, where several ranks share a stage."""
 
     def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None,
                  everybody: dist.ProcessGroup | None = None):
         self.ranks, self.device, self.group, self.everybody = tuple(ranks), device, group, everybody
         self.sent: list[tuple[Any, torch.Tensor]] = []
-        """Each with what it reads, which has to be there until it is done."""
+        """Pending sends, each with the buffer that it reads."""
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         for tensor in tensors:
@@ -45,14 +45,15 @@ class P2P:
             note_sent(flat.nbytes)
 
     def receive(self, like: Sequence[torch.Tensor], source: int) -> Received:
-        """like: fakes of what comes; it is packed, whatever their strides."""
+        """like: fakes of the tensors to come; these are contiguous, whatever the fakes' strides."""
         buffers = [torch.empty(tuple(x.shape), dtype=x.dtype, device=self.device) for x in like]
         return Received([dist.irecv(x.view(-1), self.ranks[source], self.group) for x in buffers],
                         [_like(x, fake) for x, fake in zip(buffers, like)], buffers)
 
     def share(self, values: Sequence[torch.Tensor | None], owners: Sequence[int], like: Sequence[torch.Tensor],
               rank: int) -> list[torch.Tensor]:
-        """What one rank has each of, `owners` by place in the pipeline, on all of them. like: fakes of the values."""
+        """Broadcast each value from the rank that has it. owners: these ranks, by place in the pipeline. like: fakes of the
+        values."""
         found = list(values)
         for owner in sorted(set(owners)):
             own = [k for k, each in enumerate(owners) if each == owner]
@@ -67,12 +68,12 @@ class P2P:
                 if rank != owner:
                     for k, part in zip(places, flat.split(sizes)):
                         x = _like(part.view(tuple(map(int, like[k].shape))), like[k], int(like[k].storage_offset()))()
-                        # No view for autograd, which lets nobody write to a view that it has not made.
+                        # Not a view: autograd refuses writes to a view that it has not made.
                         found[k] = x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
         return [_there(x) for x in found]
 
     def agree(self, failed: StageFailure | None) -> None:
-        """Raises on all ranks what has failed on one, the first if on several, as an error of the same class."""
+        """Raise the first failure of any rank on all ranks, as an error of the same class."""
         group, device = (self.group, self.device) if self.everybody is None else (self.everybody, torch.device("cpu"))
         any_failed = torch.tensor([failed is not None], dtype=torch.int32, device=device)
         dist.all_reduce(any_failed, dist.ReduceOp.MAX, group)
@@ -92,7 +93,7 @@ class P2P:
         ) from (None if failed is None else failed.error)
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sends have completed."""
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
@@ -116,7 +117,7 @@ def _there(value: torch.Tensor | None) -> torch.Tensor:
 
 
 def _like(buffer: torch.Tensor, fake: torch.Tensor, offset: int = 0) -> Callable[[], torch.Tensor]:
-    """A received tensor in the order of dims in memory that the stage's graph knows."""
+    """A function that returns a received tensor with the strides that the stage's graph expects."""
     if tuple(buffer.stride()) == tuple(fake.stride()) and not offset:
         return lambda: buffer
     shape, stride = tuple(map(int, fake.shape)), tuple(map(int, fake.stride()))

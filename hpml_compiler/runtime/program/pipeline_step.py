@@ -1,7 +1,7 @@
-"""A step in microbatches through the stages of a pipeline, inside what autograd takes for one forward and one backward.
+"""Microbatched step through pipeline stages, inside one forward and one backward of autograd.
 
-What is before the loop and after it runs on every rank; in the loop, each rank runs its own stages by the table of a schedule.
-What a stage has made of the step's results, its rank shares with the others once the loop is over.
+The graphs before and after the loop run on every rank; in the loop, each rank runs its own stages by the table of a schedule.
+After the loop, the ranks share the results of their stages.
 """
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ FORWARD_KINDS = ("forward", "send_forward", "receive_forward")
 
 
 def of_loop(*_values: Any) -> Any:
-    """Stands where the loop's body has no call of its own: its stages have."""
+    """Placeholder for the loop body's call: the stages have calls of their own."""
     raise AssertionError("the body of a pipeline runs stage by stage")
 
 
 class PipelineLoop(MicrobatchLoop):
-    """Stands for `MicrobatchLoop` where this rank runs some stages of the body alone. rank: its place in the pipeline. reads:
-    of the body's inputs, by name; outputs, gradients: the stages that make what the body's forward and backward return. alone:
-    of what its backward returns, by place, what stays on the rank that makes it. elsewhere: gradients of which other ranks have
-    all rows, with fakes; lent: inputs that one rank has and others need, with that rank and a fake. before: the collectives of
-    what is done before forward's loop and backward's."""
+    """A `MicrobatchLoop` of which this rank runs some stages. rank: its place in the pipeline. reads: sources of the body's
+    inputs, by name. outputs, gradients: the stages that make the results of the body's forward and backward. alone: places of
+    gradients that stay on the rank that makes them. elsewhere: gradients of which other ranks have all rows, with fakes. lent:
+    inputs that one rank has and others need, with that rank and a fake. before: the collectives that run before forward's loop
+    and before backward's."""
 
     def __init__(self, loop: PrologueEpilogue, calls: LoopCalls, table: PipelineSchedule, rank: int,
                  stages: Mapping[int, StageCallables], messages: P2P, reads: Mapping[str, LoopInput],
@@ -50,7 +50,7 @@ class PipelineLoop(MicrobatchLoop):
 
     @property
     def parts(self) -> list[int]:
-        """How many values there are between forward and backward, of each stage here and each microbatch."""
+        """Number of saved values between forward and backward, for each stage on this rank and each microbatch."""
         return [len(calls.saved) for calls in self.stages.values() for _ in range(self.microbatches)]
 
     def at_once(self, values: Values) -> None:
@@ -97,7 +97,7 @@ class PipelineLoop(MicrobatchLoop):
             values[name] = torch.empty(no_rows(fake.shape), dtype=fake.dtype, device=self.messages.device)
 
     def _before(self, halves: Sequence[int], values: Values) -> StageFailure | None:
-        """What is done before the loop. What fails is told to the others when they have been through the loop."""
+        """Run the graphs before the loop. A failure is returned, and reported to the other ranks after the loop."""
         if 0 in halves and self.lent:
             owners, like = zip(*self.lent.values())
             values.update(zip(self.lent, self.messages.share([values[name] for name in self.lent], owners, like, self.rank)))
@@ -125,7 +125,7 @@ class PipelineLoop(MicrobatchLoop):
         return StageExecutor(self.table, self.rank, self.stages, self.messages, given, made.add)
 
     def _finish(self, way: str, made: _StageResults, values: Values) -> None:
-        """What the loop has made in forward, or in backward, is there on every rank."""
+        """Complete the loop's results, of forward or of backward, and share them with every rank."""
         what = self.loop.forward if way == "forward" else self.loop.backward
         makers = [(self.outputs[k],) if way == "forward" else self.gradients[k] for k in range(len(what))]
         own: list[torch.Tensor | None] = []
@@ -152,7 +152,7 @@ class PipelineLoop(MicrobatchLoop):
 
 
 class _StageResults:
-    """What this rank's stages make of what the body returns, by place and stage."""
+    """Results of this rank's stages, collected over microbatches, by place and stage."""
 
     def __init__(self, pipelined: PipelineLoop):
         self.pipelined = pipelined
@@ -162,7 +162,7 @@ class _StageResults:
         run, key = self.pipelined, (way, place, stage)
         if key not in self.collectors:
             forward = way == "forward"
-            # What another stage adds to, or what the stage before still reads, is no memory to add up in.
+            # Not in place where another stage accumulates into it, or the previous stage still reads it.
             alone = not forward and len(run.gradients[place]) == 1 and place not in run.stages[stage].shared
             what = (run.loop.forward if forward else run.loop.backward)[place]
             self.collectors[key] = Collector(what, run.microbatches, alone)

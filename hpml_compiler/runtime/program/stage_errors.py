@@ -1,8 +1,8 @@
-"""An error of one stage of a pipeline, raised on every rank as an instance of the class that the stage raised.
+"""Raise an error of one pipeline stage on every rank, as an instance of the class that the stage raised.
 
-So `except IndexError` or `except torch.OutOfMemoryError` in a script does on every rank what it does on one device. The class
-is derived from the error's own and from `StageError`; no constructor of a user is called. Where another rank does not have the
-class, as one that is defined inside a function, the error there is an instance of the closest base that it has.
+So `except IndexError` or `except torch.OutOfMemoryError` in a script works on every rank as it does on one device. The class is
+derived from the error's own and from `StageError`; no constructor of a user's class is called. Where another rank does not have
+the class, for instance one defined inside a function, the error there is an instance of its closest base class that it has.
 """
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 from passes.errors import HpmlError
 
 MOST_BYTES = 1 << 20
-"""Limit of each part of an error: what is larger stays on the rank where it was raised."""
+"""Limit for each pickled part of an error: larger parts stay on the rank where it was raised."""
 
 
 class StageError(HpmlError):
-    """An error in a stage. rank: where it was raised; stage, microbatch: what was computed, None before the first microbatch.
-    `args` and other attributes are those of the error that was raised."""
+    """An error in a stage. rank: where it was raised; stage, microbatch: the computation, None before the first microbatch.
+    `args` and other attributes are those of the original error."""
 
     what = where = next_step = ""
     rank: int = -1
@@ -35,7 +35,7 @@ class StageError(HpmlError):
 
 @dataclass(frozen=True)
 class PickledError:
-    """Parts of an error that other ranks are sent: each pickled, as far as that is possible."""
+    """Parts of an error to send to other ranks: each pickled, as far as that is possible."""
 
     classes: tuple[bytes, ...]
     args: bytes | None
@@ -53,7 +53,7 @@ def carried(error: Exception) -> PickledError:
 
 def stage_error(error: Exception | PickledError, rank: int, stage: int | None, microbatch: int | None, what: str, where: str,
                 next_step: str) -> StageError:
-    """error: the one that was raised here, or what another rank has sent of its own."""
+    """error: one that was raised here, or the parts of one that another rank has sent."""
     if isinstance(error, PickledError):
         classes = [found for found in map(_unpickled, error.classes) if isinstance(found, type)]
         args = _unpickled(error.args)
@@ -65,7 +65,7 @@ def stage_error(error: Exception | PickledError, rank: int, stage: int | None, m
     told = {"rank": rank, "stage": stage, "microbatch": microbatch, **attributes,
             "what": what, "where": where, "next_step": next_step}
     for original in classes:
-        # A class may refuse to be derived from, or its objects to be made: then it is the next one's.
+        # A class may refuse to be derived from or instantiated: then its base class is tried.
         with contextlib.suppress(Exception):
             return _made(original, args, told, members)
     return _made(Exception, args, told, members)
@@ -77,7 +77,7 @@ def _made(original: type[Exception], args: tuple[Any, ...], attributes: dict[str
     error = base.__new__(own, *args)
     error.args = args
     for name, value in members.items():
-        with contextlib.suppress(AttributeError, TypeError):  # what cannot be set was made from `args`
+        with contextlib.suppress(AttributeError, TypeError):  # read-only members were set from `args`
             setattr(error, name, value)
     vars(error).update(attributes)
     return error
@@ -85,19 +85,19 @@ def _made(original: type[Exception], args: tuple[Any, ...], attributes: dict[str
 
 @functools.cache
 def _class_of(original: type[Exception]) -> type[StageError]:
-    """Has the name of the original, for scripts that print it or compare it."""
+    """A subclass of the original with its name, for scripts that print or compare it."""
     bases = (StageError, original) if not issubclass(StageError, original) else (StageError,)
     return types.new_class(original.__name__, bases, {}, lambda body: body.update(__module__=original.__module__))
 
 
 def _members(error: Exception) -> dict[str, Any]:
-    """Members that classes of C keep outside of the object's dictionary, as OSError does its number."""
+    """Members that C classes store outside of `__dict__`, such as OSError's errno."""
     found: dict[str, Any] = {}
     for base in type(error).__mro__:
         for name, what in vars(base).items():
             if isinstance(what, types.MemberDescriptorType | types.GetSetDescriptorType) and not name.startswith("__") \
                     and base is not BaseException:
-                with contextlib.suppress(AttributeError):  # has no value yet
+                with contextlib.suppress(AttributeError):  # not set yet
                     found.setdefault(name, getattr(error, name))
     return found
 
@@ -109,13 +109,13 @@ def _each(values: dict[str, Any]) -> tuple[tuple[str, bytes], ...]:
 def _pickled(value: Any) -> bytes | None:
     try:
         found = pickle.dumps(value)
-    except Exception:  # whatever a user's own __reduce__ raises
+    except Exception:  # a user's __reduce__ may raise anything
         return None
     return found if len(found) <= MOST_BYTES else None
 
 
 def _unpickled(value: bytes | None) -> Any:
-    """None where this rank cannot: it does not have the class, or the class does not take what it gives."""
+    """The value; None where this rank does not have its class, or the class does not accept it."""
     try:
         return None if value is None else pickle.loads(value)
     except Exception:

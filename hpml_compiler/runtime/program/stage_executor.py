@@ -1,8 +1,8 @@
 """Run this rank's stages of a pipeline by the table of a schedule (`passes.pipeline.pipeline_schedule`).
 
-A stage gets what the table has received for it, and what it is given of the whole graph's inputs; what it makes is kept by name
-until the table sends it, or backward takes it. Receives are started where the table has them and waited for when they are read;
-sends are looked after until the end. Both ends start messages in the same order, which the table was checked for.
+A stage reads values that the table has received for it and inputs of the full graph; the values it makes are stored by name
+until the table sends them, or backward takes them. Receives start where the table has them and are waited for when they are
+read; sends are waited for at the end. Both ends start transfers in the same order, which the table was checked for.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from passes.transforms.pipeline.stage_graphs import GRADIENT, StageIO
 
 @dataclass(frozen=True)
 class BoxedCall:
-    """Forward or backward of a stage: a call that takes a list and empties it, and the names of what it takes and returns.
-    collectives: of the ranks that share the stage, in the call."""
+    """Boxed call of a stage's forward or backward, with the names of its inputs and results. collectives: those in the call,
+    between the ranks that share the stage."""
 
     call: Callable[[list[Any]], Any]
     takes: tuple[str, ...]
@@ -35,11 +35,11 @@ class BoxedCall:
 
 @dataclass(frozen=True)
 class StageCallables:
-    """A stage that is ready to run. forward returns what the graph sends and its outputs, then what backward takes of it.
-    backward returns gradients, what the graph sends back, and what `weight` takes of it: the part that runs later, and returns
-    the other gradients, if any are left. There is no backward before it where nothing is sent back. Each has None in place of
-    what the other makes. saved: names of what they take of forward. shared: places of gradients whose memory somebody else
-    may still read."""
+    """Compiled calls of one stage. forward returns the values to send, the stage's outputs, and the values saved for backward.
+    backward returns gradients, the gradients to send back, and inputs of `weight`: the part of backward that runs later, and
+    returns the remaining gradients, if any. Where nothing is sent back, there is no `backward` before it. Each returns None in
+    place of gradients that the other makes. saved: names of the values that both take from forward. shared: places of gradients
+    whose memory may still be read elsewhere."""
 
     graph: StageIO
     forward: BoxedCall
@@ -53,15 +53,16 @@ class StageCallables:
         return tuple(half for half in (self.backward, self.weight) if half is not None)
 
     def collectives(self, kind: str) -> tuple[DummyCollective, ...]:
-        """Of an action of this kind, which may have none."""
+        """Collectives of an action of this kind; it may have none."""
         half = {"forward": self.forward, "backward": self.backward, "backward_input": self.backward,
                 "backward_weight": self.weight}.get(kind)
         return () if half is None else half.collectives
 
 
 class StageExecutor:
-    """One step of this rank. given: value of an input of the whole graph, or of a tangent, for a microbatch. collect: takes
-    what a microbatch has made of what the whole graph returns: "forward" or "backward", place there, stage, microbatch, value.
+    """Executes one step of this rank. given: returns the value of an input or a tangent of the full graph for a microbatch.
+    collect: takes a microbatch's part of a result of the full graph: "forward" or "backward", place there, stage, microbatch,
+    value.
     """
 
     def __init__(self, table: PipelineSchedule, rank: int, stages: Mapping[int, StageCallables], messages: P2P,
@@ -69,18 +70,18 @@ class StageExecutor:
         self.table, self.rank, self.stages, self.messages = table, rank, stages, messages
         self.given, self.collect = given, collect
         self.known: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
-        """By stage and microbatch: what it has saved, received and made, each until it was last needed."""
+        """Saved, received and computed values, by stage and microbatch; each is dropped after its last use."""
         self.waiting: dict[tuple[int, int], dict[str, Any]] = {}
-        """The same, of what the second part of backward takes."""
+        """Values that the weight part of backward takes, in the same form."""
         self.arriving: dict[tuple[str, int, int], Received] = {}
         self.saves = True
-        """Whether backward will run too."""
+        """Save values for backward; False for inference."""
         self.times: LoopTimes | None = None
 
     def run(self, actions: Sequence[ScheduleAction] | None = None, failed: StageFailure | None = None) -> StageFailure | None:
-        """All that the table has for this rank, or a part of it. Returns what has failed here, now or (failed) before. The
-        others get their messages all the same, and their collectives, with zeros in them: they would wait until their time is
-        over."""
+        """Run the table's actions for this rank, or a part of them. Returns the failure of this rank, now or earlier (failed).
+        After a failure, sends and collectives still run, with zeros, since the other ranks would wait for them until they time
+        out."""
         self.times = loop_times()
         for action in self.table.actions[self.rank] if actions is None else actions:
             if failed is not None:
@@ -92,13 +93,13 @@ class StageExecutor:
                 with nullcontext() if self.times is None else self.times.action(action):
                     getattr(self, f"_{action.kind}")(action.stage, action.microbatch)
             except Exception as error:
-                if is_distributed(error):  # another rank is late or gone, which whoever called this finds out
+                if is_distributed(error):  # another rank is late or gone; the caller finds out which
                     raise
                 failed = StageFailure(str(action), error, action.stage, action.microbatch)
                 self.known.clear()
                 self.waiting.clear()
                 take_part(collectives, before, self.messages.device)
-        for received in self.arriving.values():  # where something has failed
+        for received in self.arriving.values():  # only after a failure
             received.wait()
         self.messages.finish()
         if self.times is not None:
@@ -132,7 +133,7 @@ class StageExecutor:
         self._keep(stage, microbatch, calls.graph.sent if stage + 1 < self.table.stages else ())
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        """All of it, or what comes before the part for `_backward_weight`."""
+        """Run backward, or the part of it before `_backward_weight`."""
         calls, known = self.stages[stage], self.known[stage, microbatch]
         graph, half = calls.graph, calls.backward
         self._arrive("backward", stage, microbatch, stage + 1, graph.received_back, GRADIENT)
@@ -157,8 +158,8 @@ class StageExecutor:
 
     def _gradients(self, half: BoxedCall, stage: int, microbatch: int, known: dict[str, Any], later: Container[str] = (),
                    ) -> Sequence[Any]:
-        """Backward, or a part of it; what it returns, of which the gradients are collected. What it takes is let go of as soon
-        as it has been read, but for what is read `later`."""
+        """Run backward, or a part of it, and collect its gradients; returns its results. Its inputs are freed once they have
+        been read, except those that are read `later`."""
         given = [known[name] if name in known else self.given(microbatch, name) for name in half.takes]
         for name in half.takes:
             if name not in later:
@@ -189,7 +190,7 @@ class StageExecutor:
             [graph.fakes[name] for name in graph.received_back], self.table.ranks[stage + 1])
 
     def _arrive(self, way: str, stage: int, microbatch: int, source: int, names: Sequence[str], prefix: str) -> None:
-        """What comes from the stage `source` is known under its names from now on."""
+        """Store the values from the stage `source` under their names."""
         if not 0 <= source < self.table.stages:
             return
         received = self.arriving.pop((way, stage, microbatch), None)
@@ -206,7 +207,7 @@ class StageExecutor:
         self.known[stage, microbatch].update((prefix + name, x) for name, x in zip(names, values, strict=True))
 
     def _keep(self, stage: int, microbatch: int, sent: Sequence[str] = ()) -> None:
-        """After forward, what backward takes, and what is still to be sent."""
+        """Drop values after forward, except those that backward takes, and `sent`, which are still to be sent."""
         known = self.known[stage, microbatch]
         kept = {*sent, *(name for half in self.stages[stage].backwards if self.saves for name in half.takes)}
         for name in [name for name in known if name not in kept]:

@@ -1,7 +1,7 @@
-"""When this rank of a pipeline did what, for whoever asks: `with recording(clock) as steps:` around training steps.
+"""Timer of this rank's pipeline actions: `with recording(clock) as steps:` around training steps.
 
-Where nobody asks, nothing is recorded. Each rank has a record of its own, in time since its loop began, which is what clocks of
-several machines have in common.
+Without `recording`, nothing is recorded. Each rank has its own record, in time since its loop began, since the clocks of
+several machines share no origin.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from passes.pipeline.pipeline_schedule import ScheduleAction
 
 @dataclass(frozen=True)
 class TimedAction:
-    """What a rank has done, in µs since its loop began. waited_us: how long it waited for another rank's message meanwhile."""
+    """Time of one action, in µs since its rank's loop began. waited_us: time spent waiting for another rank's send."""
 
     action: ScheduleAction
     start_us: float
@@ -30,8 +30,8 @@ class TimedAction:
 
 @dataclass
 class LoopTimes:
-    """Once through a rank's part of a schedule, or through the forward or backward half of it. sent_bytes: of this rank to
-    others, in the loop and, of what it has made, after it."""
+    """Times of one pass through a rank's part of a schedule, or through its forward or backward half. sent_bytes: sent by this
+    rank to others, in the loop and, for its results, after it."""
 
     clock: Clock
     sent_bytes: int = 0
@@ -42,7 +42,7 @@ class LoopTimes:
         self._start = self._end = self.clock.mark()
 
     def end(self) -> None:
-        """All that this rank has sent has arrived."""
+        """Call this when all sends of this rank have completed."""
         self._end = self.clock.mark()
 
     @contextmanager
@@ -62,20 +62,20 @@ class LoopTimes:
         return self.clock.elapsed_us(self._start, self._end)
 
     def done(self) -> list[TimedAction]:
-        """What was computed, in order; without what only starts a message."""
+        """Computations, in order, without actions that only start a transfer."""
         since = self.clock.elapsed_us
         return [TimedAction(action, since(self._start, start), since(self._start, end), sum(since(*wait) for wait in waits))
                 for action, start, end, waits in self._done if action.computes]
 
 
 _recorded: list[list[LoopTimes]] = []
-"""Where loops are noted; the innermost `recording` is the last, whose clock is taken."""
+"""Open records, the innermost `recording` last; its clock is used."""
 _clocks: list[Clock] = []
 
 
 @contextmanager
 def recording(clock: Clock) -> Iterator[list[LoopTimes]]:
-    """Notes each loop that this rank goes through from now on."""
+    """Record each loop that this rank runs inside."""
     found: list[LoopTimes] = []
     _recorded.append(found)
     _clocks.append(clock)
@@ -87,7 +87,7 @@ def recording(clock: Clock) -> Iterator[list[LoopTimes]]:
 
 
 def loop_times() -> LoopTimes | None:
-    """For a loop that begins now, which all who ask are given; None if nobody asks."""
+    """A new record for a loop that begins now, added to all open `recording`s; None without one."""
     if not _recorded:
         return None
     times = LoopTimes(_clocks[-1])
@@ -97,6 +97,6 @@ def loop_times() -> LoopTimes | None:
 
 
 def note_sent(sent_bytes: int) -> None:
-    """By the loop that ran last, or runs."""
+    """Add to the bytes that the latest loop has sent."""
     if _recorded and _recorded[-1]:
         _recorded[-1][-1].sent_bytes += sent_bytes

@@ -1,7 +1,7 @@
-"""Gradients that do not exist: where no gradient arrives at an output, what only that output reads gets None, as in eager.
+"""Undefined gradients: inputs that are read only for outputs without a gradient get None, as in eager.
 
-torch.compile makes zeros of gradients that are missing, and backward returns zeros for whatever they alone would reach.
-Optimizers then decay weights that eager leaves alone.
+torch.compile makes zeros of missing gradients, and its backward returns zeros for inputs that only those reach. Optimizers then
+decay weights that eager leaves unchanged.
 """
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ NODE = "CompiledFunctionBackward"
 
 
 def with_undefined_gradients(gm: GraphModule, given: Sequence[Any]) -> Callable[[Call], Call]:
-    """A wrapper of calls of a graph that sees to its gradients. To be made before the graph is compiled, which may change it.
+    """Make a wrapper for calls of a graph that drops such gradients. Call this before the graph is compiled, which may change
+    it.
 
-    gm, given: the graph and its inputs, as Dynamo gave them. The wrapped call takes the same inputs, or this rank's parts of
+    gm, given: the graph and its inputs, as Dynamo passes them. The wrapped call takes the same inputs, or this rank's shards of
     them, and returns the graph's results.
     """
     results = [node for node in returned_nodes(gm) if node is not None]
@@ -48,7 +49,7 @@ def with_undefined_gradients(gm: GraphModule, given: Sequence[Any]) -> Callable[
 
 @dataclass(frozen=True)
 class _Input:
-    """An input of a graph without its data. number: where it is no tensor."""
+    """An input of a graph without its data. number: its value, if it is not a tensor."""
 
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ class _Input:
         return _Input(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad, value.is_leaf)
 
     def fake(self) -> tuple[Any, Any]:
-        """A tensor that a graph may be given under a fake mode, and the leaf that its gradient goes to."""
+        """A tensor for the graph under a fake mode, and the leaf that its gradient goes to."""
         if self.dtype is None:
             return self.number, None
         made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -84,16 +85,16 @@ class UndefinedGradients:
     def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
         self._gm, self._inputs = gm, inputs
         self._places: dict[int, list[int]] = {}
-        """Output of the graph's autograd node -> results that its gradient is of: views of one base share it."""
+        """Output of the graph's autograd node -> results that share its gradient: views of one base do."""
         self._positions: list[int | None] = []
-        """For each edge of that node, which input its gradient is of."""
+        """For each edge of that node, the input that its gradient belongs to."""
         self._first: int | None = None
-        """A result that the node is found by; -1 where fewer than two have gradients, None before the first call."""
+        """A result to find the node by; -1 where fewer than two have gradients, None before the first call."""
         self._dropped: dict[frozenset[int], frozenset[int]] = {}
         """Outputs of the node that gradients arrived at -> edges whose gradients are None then, once known."""
 
     def watch(self, arguments: Sequence[Any], results: Sequence[Any]) -> None:
-        """After a call. What leads where is the same in each call that autograd records, so it is looked up once."""
+        """Call this after each call. The paths of gradients are the same in each recorded call, so they are found once."""
         if not torch.is_grad_enabled():
             return
         if self._first is None:
@@ -102,7 +103,7 @@ class UndefinedGradients:
             _CallHooks(self, place[0])
 
     def _look(self, arguments: Sequence[Any], results: Sequence[Any]) -> int:
-        """Find the node and what it leads to. Returns one of its results, or -1 where fewer than two have gradients."""
+        """Find the node and its edges. Returns one of its results, or -1 where fewer than two have gradients."""
         tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
         before = {id(x.grad_fn) for x in tensors}
         found = {k: place for k, x in enumerate(results) if isinstance(x, torch.Tensor) and x.requires_grad
@@ -117,8 +118,8 @@ class UndefinedGradients:
         return first
 
     def drops(self, arrived: frozenset[int]) -> bool | None:
-        """Whether gradients have to be dropped when gradients arrived at these outputs of the node; None if unknown yet."""
-        if not arrived <= self._places.keys():  # at an input that the graph has changed: not looked into
+        """True if some gradients are undefined when gradients arrived at these outputs of the node; None if unknown yet."""
+        if not arrived <= self._places.keys():  # at an input that the graph mutates: not examined
             return False
         if arrived == self._places.keys():
             return False
@@ -126,7 +127,7 @@ class UndefinedGradients:
         return None if known is None else bool(known)
 
     def kept(self, arrived: frozenset[int], gradients: Sequence[Any]) -> tuple[Any, ...]:
-        """Gradients for the edges, without those that do not exist."""
+        """Gradients for the edges, with None for undefined ones."""
         if arrived not in self._dropped:
             self._dropped[arrived] = self._without_path(arrived, gradients)
         dropped = self._dropped[arrived]
@@ -147,7 +148,7 @@ class UndefinedGradients:
         return frozenset(k for k in zeros if self._positions[k] not in reached)
 
     def _reached(self, places: Sequence[int]) -> set[int]:
-        """Inputs that eager gives gradients when they arrive at these results, found out with fake tensors."""
+        """Inputs that get gradients in eager when gradients arrive at these results, found with fake tensors."""
         with compat.outside_tracing(), compat.tracing_fake_mode(), torch.enable_grad():
             values, leaves = zip(*(each.fake() for each in self._inputs), strict=True)
             results = self._gm(*values)
@@ -159,14 +160,14 @@ class UndefinedGradients:
 
 
 class _CallHooks:
-    """The hooks of one call. They hold no reference to the node, which holds them."""
+    """Hooks of one call. They have no reference to the node, which refers to them."""
 
     def __init__(self, missing: UndefinedGradients, node: Any) -> None:
         self.missing, self.follows = missing, False
         node.register_prehook(self.before)
 
     def before(self, arriving: Sequence[Any]) -> None:
-        """A hook that is called after backward keeps all incoming gradients until then: it is added only where it is needed."""
+        """Add the post-hook only where it is needed: it keeps all incoming gradients alive until it is called."""
         if not self.follows and self.missing.drops(_arrived(arriving)) is not False:
             self.follows = True
             compat.running_node().register_hook(self.after)
@@ -181,7 +182,7 @@ def _arrived(arriving: Sequence[Any]) -> frozenset[int]:
 
 
 def _place_of(result: torch.Tensor) -> tuple[Any, int] | None:
-    """The autograd node of the compiled graph behind a result, which may be a view of what the node made."""
+    """The autograd node of the compiled graph behind a result, which may be a view of one of the node's outputs."""
     node, number = result.grad_fn, result.output_nr
     while node is not None and node.name() != NODE:
         node, number = node.next_functions[0] if len(node.next_functions) == 1 else (None, 0)
@@ -196,8 +197,8 @@ def _positions_of(node: Any, arguments: Sequence[Any]) -> list[int | None]:
 
 
 def _may_be_zero(gradient: torch.Tensor) -> bool:
-    """Zeros times infinities are no numbers, and say nothing."""
+    """True if all entries are zero or NaN, which zeros times infinity give."""
     try:
         return not bool(gradient.nan_to_num(0.0).any())
-    except NotImplementedError:  # torch cannot tell, as of float8
+    except NotImplementedError:  # not implemented for this dtype, such as float8
         return True
