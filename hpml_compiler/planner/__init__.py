@@ -1,1 +1,1 @@
-"""From a model, or a traced graph, to its plan."""
+"""Planning of a model, or of a traced graph."""

@@ -1,4 +1,4 @@
-"""A traced model under a byte budget, without a run: its graphs decide one after another, as the ranks of a run would."""
+"""Plan a traced model under a memory budget, offline: its graphs are planned one after another, as in a run."""
 from __future__ import annotations
 
 import functools
@@ -40,8 +40,8 @@ from passes.transforms.shard.redistributor import MeshGroups
 
 @dataclass
 class OfflineBudget:
-    """trained: bytes of the model's parameters that are trained, by name: the optimizer holds all of them. graphs: what those
-    that were planned already hold, by name. given: a plan to obey."""
+    """trained: bytes of the model's trained parameters, by name: the optimizer has all of them. graphs: memory of the graphs
+    that are planned already, by name. given: a plan to apply."""
 
     options: Options
     cluster: Cluster
@@ -49,15 +49,15 @@ class OfflineBudget:
     given: Plan | None = None
     graphs: dict[str, GraphMemory] = field(default_factory=dict)
     allowance: WorkLimit | None = None
-    """For all graphs that are still to be planned; None: the options' time limit for each."""
+    """For all graphs that are still to be planned; None: the options' time limit for each graph."""
     met: set[str] = field(default_factory=set)
-    """Names of the parameters that the graphs so far had."""
+    """Names of the parameters of the graphs so far."""
 
     def plan(self, name: str, traced: JointTrace, annotated: AnalyzedGraph, fixed_mesh: Mapping[str, int] | None,
              folded: FewLayerTrace | None = None, times: MicrobatchPlacement | None = None) -> PlanResult:
-        """traced: as it is before any pass; annotated: the same, ready to be planned. folded: of which deeper model it has a
-        few layers. times: where it goes through its batch in microbatches. Raises Infeasible, with the smallest budget that is
-        known to work, and `DepthsDiffer` or `LayersDiffer` where these layers do not stand for all."""
+        """Plan one graph. traced: before any pass; annotated: the same, analyzed for planning. folded: the deeper model of
+        which a few layers were traced. times: placements on the microbatch axis. Raises Infeasible, with the smallest
+        budget that is known to work, and `DepthsDiffer` or `LayersDiffer` where these layers do not represent all."""
         sharing = self.sharing(name, traced, annotated, folded)
         pinned = None if self.given is None else self.given.check(
             annotated.hash(), torch.__version__, self.cluster.world_size).kept
@@ -110,7 +110,7 @@ class OfflineBudget:
         new = [value for parameter, value in own.items() if parameter not in self.met]
         self.met.update(own)
         trained, frozen = ([float(value.bytes) for value in new if value.trainable == wanted] for wanted in (True, False))
-        if folded is not None:  # all of them are of this graph
+        if folded is not None:  # this graph has all parameters of the model
             trained = list(self.trained.values())
             self.met.update(self.trained)
         unseen = sum(nbytes for parameter, nbytes in self.trained.items() if parameter not in self.met)

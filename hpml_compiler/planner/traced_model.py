@@ -1,4 +1,4 @@
-"""A model traced once, whole or as a few of its equal layers, and planned on clusters of like devices."""
+"""Trace a model once, in full or as a few of its equal layers, and plan it on clusters of equal devices."""
 from __future__ import annotations
 
 import logging
@@ -56,17 +56,17 @@ log = logging.getLogger("hpml")
 
 
 class TracedModel:
-    """A model traced on one batch: made when first needed, and then planned on one cluster after another. alone: as one device
-    runs it, of which that matters."""
+    """A model that is traced on one batch when first needed, and then planned on one cluster after another. alone: trace it as
+    for one device. run_breaks: run the Python code between graphs, on the real weights and batch."""
 
     def __init__(self, model: nn.Module, batch: Any, options: Options, alone: bool = False, run_breaks: bool = False):
         self.model, self.batch, self.options, self.alone, self.run_breaks = model, batch, options, alone, run_breaks
         self.unplanned: list[UntracedPart] = []
-        """Filled when the whole model is traced."""
+        """Filled when the full model is traced."""
 
     @cached_property
     def traced(self) -> list[JointTrace]:
-        """All graphs of the whole model, under a budget before any pass of hpml's own."""
+        """All graphs of the full model, under a budget before any pass of hpml's own."""
         found = trace(self.model, self.batch, self.options.compiler, self.alone, self.run_breaks, self.unplanned)
         for each in found:
             run_named_passes(self.options.passes, each.gm)
@@ -74,17 +74,17 @@ class TracedModel:
 
     @cached_property
     def whole(self) -> list[AnalyzedGraph]:
-        """The same, ready to be planned."""
+        """All graphs, analyzed for planning."""
         return [self._annotated(each) for each in self.traced]
 
     @property
     def trained(self) -> dict[str, float]:
-        """Bytes of the parameters that are trained, by name."""
+        """Bytes of the trained parameters, by name."""
         return {name: float(p.numel() * p.element_size()) for name, p in self.model.named_parameters() if p.requires_grad}
 
     @cached_property
     def shortened(self) -> tuple[FewLayerTrace, AnalyzedGraph] | None:
-        """Four layers of a deep model, and what they are of it; None if that is not worth it."""
+        """Four layers of a deep model, and their relation to it; None if that is not worth it."""
         layers = depth(self.model)
         if layers is None or self.options.trace_all_layers or self.options.plan is not None:
             return None
@@ -104,7 +104,7 @@ class TracedModel:
         return FewLayerTrace(short, tuple(repeated_paths(self.model)), layers, names), annotated
 
     def _cut(self, layers: int) -> tuple[JointTrace, AnalyzedGraph] | None:
-        """The model with so many layers, under a budget also before any pass; None if that is no single graph."""
+        """Trace the model with so many layers, under a budget also before any pass; None if that gives several graphs."""
         with with_few_layers(self.model, layers):
             found = trace(self.model, self.batch, self.options.compiler)
         for each in found:
@@ -118,7 +118,7 @@ class TracedModel:
 
 @gc_paused()
 def plan_traces(traces: TracedModel, cluster: Cluster, allowance: WorkLimit | None = None) -> Plan:
-    """Plan what was traced on a cluster of like devices. allowance: in place of the options' time limit. Raises BadInput and
+    """Plan a traced model on a cluster of equal devices. allowance: replaces the options' time limit. Raises BadInput and
     Infeasible."""
     options = traces.options
     allowance = allowance or WorkLimit(options.time_limit)
@@ -166,12 +166,12 @@ def _annotate(traced: JointTrace, options: Options) -> AnalyzedGraph:
 
 
 def _fitting(traced: JointTrace, options: Options) -> int:
-    """How many microbatches its rows go through in."""
+    """Number of microbatches for its rows."""
     return fitting_microbatches(_shapes_of_batch(traced), options.microbatches, (options.mesh or {}).get("dp", 1))
 
 
 def _shapes_of_batch(traced: JointTrace) -> list[torch.Size]:
-    """Of the inputs of the joint graph that are data."""
+    """Shapes of the inputs of the joint graph that are data."""
     given = [node for node in traced.gm.graph.find_nodes(op="placeholder") if not node.name.startswith("tangents")]
     return [node.meta["val"].shape for order, node in enumerate(given) if isinstance(node.meta.get("val"), torch.Tensor)
             and traced.inputs[input_position(node, order)].kind == "batch"]
@@ -236,12 +236,12 @@ def _plan_shortened(traces: TracedModel, options: Options, cluster: Cluster, all
 
 def _in_time(annotated: AnalyzedGraph, options: Options, allowance: WorkLimit) -> tuple[MicrobatchPlacement | None,
                                                                                         MemoryModel]:
-    """In microbatches, where they are asked for and its rows allow them."""
+    """Placements on the microbatch axis, where the options and the rows allow microbatches, and the memory model."""
     count = _microbatches(annotated)
     times = None if count == 1 else microbatch_placement(annotated.graph, count, solver_options(options), allowance)
     return times, memory_model_in_time(times, loss_of(annotated.gm) is not None)
 
 
 def _microbatches(annotated: AnalyzedGraph) -> int:
-    """As many as it was analyzed for."""
+    """Number of microbatches that it was analyzed for."""
     return next((value.factors[dim][factor] for value in annotated.graph.values for dim, factor in value.microbatch), 1)

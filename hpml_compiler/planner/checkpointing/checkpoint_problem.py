@@ -1,4 +1,4 @@
-"""The checkpointing problem of one graph: its storage program, and the share of the budget that the step leaves to it."""
+"""Checkpointing problem of one graph: its storage program and its share of the memory budget."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from passes.solver.work_limit import WorkLimit
 
 @dataclass(frozen=True)
 class CheckpointProblem:
-    """gm: a joint graph with its storage program: a whole graph or, if there is a `loop`, the body that each microbatch runs.
-    forward_outputs: number of its outputs that are forward's. room: budget share of the whole graph. name: of the graph."""
+    """gm: a joint graph with its storage program: a full graph or, if there is a `loop`, the body that each microbatch runs.
+    forward_outputs: number of its outputs that are forward's. room: budget share of the full graph. name: of the graph."""
 
     gm: GraphModule
     forward_outputs: int
@@ -55,7 +55,7 @@ class CheckpointProblem:
 
     @property
     def _room_of_gm(self) -> BudgetShare:
-        """Budget share of `gm`: without what is in memory around the loop, and without the optimizer step for a loop body."""
+        """Budget share of `gm`; for a loop body, without the memory in use around the loop and without the optimizer step."""
         if self.loop is None:
             return self.room
         between = self.room.between if self.loop.others.in_flight > 1 else 0.0
@@ -78,7 +78,7 @@ class CheckpointProblem:
 def problem_of_loop(marked: GraphModule, loop: LoopSplit, microbatches: int, tape: BuildStorageProgram, room: BudgetShare,
                     name: str, folded: FewLayerTrace | None = None) -> CheckpointProblem:
     """The problem of a step in microbatches. marked: the graph that the loop was cut out of; the loop's body gets its storage
-    program. tape: the pass that builds it for the whole graph on this mesh. folded: the deeper model of which a few layers were
+    program. tape: the pass that builds it for the full graph on this mesh. folded: the deeper model of which a few layers were
     traced."""
 
     def tape_of(gm: GraphModule, outputs: int) -> StorageProgram:

@@ -1,4 +1,4 @@
-"""What earlier launches decided to keep: looked up by the tape of the graph, and walked anew before it is believed."""
+"""Cache of checkpointing decisions: looked up by the graph's storage program, and simulated again before use."""
 from __future__ import annotations
 
 import logging
@@ -24,7 +24,7 @@ log = logging.getLogger("hpml")
 
 
 class CachedCheckpointing(Record):
-    """Names of what was kept and, of these, offloaded, with what a walk counted then."""
+    """Names of the saved and the offloaded values of a decision, with its peak and recomputation time as simulated then."""
 
     names: tuple[str, ...]
     offloaded: tuple[str, ...]
@@ -34,8 +34,8 @@ class CachedCheckpointing(Record):
 
 def cached_checkpointing(joint: GraphModule, room: BudgetShare, options: Options, strict: bool,
                          decide: Callable[[], CheckpointDecision]) -> CheckpointDecision:
-    """decide: what to keep of a graph that has its tape, in this room. What it answers, or once answered of the same tape in
-    the same room, if a walk counts the same today."""
+    """The cached decision for this storage program and budget share, if a simulation still gives the same figures; else the
+    result of `decide`. joint: a graph with its storage program. decide: solves the checkpointing problem."""
     if not plan_database.is_on():
         return decide()
     key = _key(joint, room, options, strict)

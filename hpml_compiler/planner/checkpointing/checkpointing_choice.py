@@ -1,4 +1,4 @@
-"""Under a byte budget: what of one graph's forward is kept for backward, and how a plan says it."""
+"""Choose which activations to save under a memory budget, and record the choice in the plan."""
 from __future__ import annotations
 
 import logging
@@ -31,8 +31,8 @@ WHERE = "options['memory_budget']"
 
 def choose_checkpointing(joint: GraphModule, forward_outputs: int, room: BudgetShare, options: Options, name: str, strict: bool,
                          allowance: WorkLimit | None = None) -> CheckpointDecision:
-    """Of a graph that has its tape. strict: raise Infeasible where the budget cannot be met; else the answer is what holds
-    least. allowance: in place of the options' time limit."""
+    """Choose for a graph that has its storage program. strict: raise Infeasible where the budget cannot be met; otherwise
+    return the choice with the lowest peak. allowance: replaces the options' time limit."""
     within = allowance or WorkLimit(options.time_limit)
     kept = cached_checkpointing(
         joint, room, options, strict, lambda: _decided(joint, forward_outputs, room, options, strict, within))
@@ -49,10 +49,10 @@ def _decided(joint: GraphModule, forward_outputs: int, room: BudgetShare, option
              ) -> CheckpointDecision:
     keep = SolveCheckpointing(room.left, solver_options(options), strict, after_bytes=round(room.after), allowance=allowance)
     try:
-        try:  # without graphs after it there is nothing to leave, and what follows would find the same
+        try:  # the graph leaves memory to graphs after it; without any, the second attempt would repeat the first
             between = round(room.between)
             solving_checkpointing(forward_outputs, replace(keep, strict=strict or between > 0, between_bytes=between))(joint)
-        except BudgetTooSmall:  # graphs after it have less, then, and say so where it is too little
+        except BudgetTooSmall:  # leave nothing to graphs after it; these raise an error if they do not fit
             if not room.between:
                 raise
             solving_checkpointing(forward_outputs, keep)(joint)
@@ -64,8 +64,8 @@ def _decided(joint: GraphModule, forward_outputs: int, room: BudgetShare, option
 
 def apply_checkpointing_plan(joint: GraphModule, room: BudgetShare, pinned: CheckpointingPlan,
                              name: str) -> CheckpointDecision | None:
-    """What a plan keeps of a graph that has its tape; None where it was made for another budget and does not fit this one.
-    Raises BadInput where it cannot be obeyed."""
+    """Apply the checkpointing plan of a saved plan to a graph that has its storage program; None where it was made for another
+    budget and exceeds this one. Raises BadInput where it cannot be applied."""
     obeying_checkpointing(ObeyCheckpointing(frozenset({*pinned.saved, *pinned.offloaded}), frozenset(pinned.offloaded),
                                             room.left,
                                             round(room.after)))(joint)
@@ -84,7 +84,7 @@ def apply_checkpointing_plan(joint: GraphModule, room: BudgetShare, pinned: Chec
 
 
 def _too_small(least: MemoryTrace, room: BudgetShare, options: Options) -> Infeasible:
-    """The error that says whose bytes they are, and what would make them fewer. least: what holds least of all tried."""
+    """The error for a budget that is too small, with bytes by part and remedies. least: the trace with the lowest peak."""
     smallest = round(room.budget - room.left + least.peak)
     when, parts = _fullest(least, room)
     told = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes)
@@ -109,7 +109,7 @@ def _too_small(least: MemoryTrace, room: BudgetShare, options: Options) -> Infea
 
 
 def _fullest(walk: MemoryTrace, room: BudgetShare) -> tuple[str, dict[str, float]]:
-    """When most is held, and bytes by part."""
+    """The moment of the peak, and bytes by part."""
     parts = {"parameters and optimizer state": room.state, "gradients of other graphs of the step": room.later}
     if walk.after == walk.peak:
         own = walk.tape.bytes_of(walk.tape.gradients)
@@ -121,7 +121,7 @@ def _fullest(walk: MemoryTrace, room: BudgetShare) -> tuple[str, dict[str, float
 
 
 def with_checkpointing(record: GraphPlan, kept: CheckpointDecision, options: Options) -> GraphPlan:
-    """The plan of a graph with what it keeps, with the time that this takes and the bytes that it holds so."""
+    """The graph's plan with its checkpointing, including the time this takes and the memory it needs."""
     said, before = checkpointing_plan(kept, options), record.predicted
     again_us = said.again_us + said.offload_us
     record = record.model_copy(update={"kept": said, "predicted": before.model_copy(update={
@@ -133,7 +133,7 @@ def with_checkpointing(record: GraphPlan, kept: CheckpointDecision, options: Opt
 
 
 def checkpointing_plan(kept: CheckpointDecision, options: Options) -> CheckpointingPlan:
-    """What is kept, in the words of a plan. options: with the budget in bytes."""
+    """A checkpointing decision as a plan records it. options: with the budget in bytes."""
     assert isinstance(options.memory_budget, int), "there is a budget, in bytes"
     account, layers = kept.account, kept.account.layers
     forward, backward = (

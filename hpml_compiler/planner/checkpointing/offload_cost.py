@@ -1,4 +1,4 @@
-"""What moving a value out of the device's memory and back takes, where the options have it moved at all."""
+"""Cost of offloading a saved activation and loading it back, if the options offload any."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from passes.hardware.cluster import Cluster
 
 
 def offload_price(options: Options, cluster: Cluster) -> Callable[[int], float] | None:
-    """µs by bytes, both ways, with nothing of it hidden behind computing; None where saved values stay on the device. A GPU
-    copies to the memory of its host, a CPU to a file."""
+    """Offload time in µs for a number of bytes, both ways, without overlap with compute; None where saved values stay on the
+    device. A GPU copies to the memory of its host, a CPU to a file."""
     if not options.offloads("saved"):
         return None
     group = cluster.groups[0]

@@ -1,4 +1,4 @@
-"""What one device keeps of a graph under a byte budget: where everything lies is no question there."""
+"""Activation checkpointing of a graph on one device under a memory budget, where nothing is placed."""
 from __future__ import annotations
 
 import functools
@@ -38,8 +38,9 @@ NO_LIMIT = 10.0**15
 def checkpoint_single_device(joint: GraphModule, forward_outputs: int, sharing: StepContext, cluster: Cluster,
                              pinned: CheckpointingPlan | None = None,
                              folded: FewLayerTrace | None = None) -> CheckpointDecision:
-    """joint: as it was traced; afterwards it is ready to be cut, and has its tape. pinned: what a plan that is obeyed keeps.
-    folded: of which deeper model it has a few layers. Raises Infeasible, with the smallest budget that was found to work."""
+    """Solve checkpointing of a traced graph. joint: the graph; afterwards it has its storage program and can be partitioned.
+    pinned: checkpointing of a saved plan to apply. folded: the deeper model of which a few layers were traced. Raises
+    Infeasible, with the smallest budget that was found to work."""
     tape = tape_on_one_device(joint, forward_outputs, sharing.options, cluster, folded)
     prepare(sharing.options.compiler)(joint)
     building_storage_program(tape)(joint)
@@ -51,8 +52,8 @@ def keep_in_loop(marked: GraphModule, loop: LoopSplit, microbatches: int, forwar
                  cluster: Cluster,
                  pinned: CheckpointingPlan | None = None, folded: FewLayerTrace | None = None,
                  strict: bool = True) -> CheckpointDecision:
-    """The same of a step in microbatches, whose loop was cut out of `marked`; afterwards, the loop's body has its tape. strict:
-    raise Infeasible where nothing fits; else the answer holds least."""
+    """Solve checkpointing of a microbatched step, whose loop was cut out of `marked`; afterwards, the loop body has its storage
+    program. strict: raise Infeasible where nothing fits; otherwise return the choice with the lowest peak."""
     tape = tape_on_one_device(marked, forward_outputs, sharing.options, cluster, folded)
     problem = problem_of_loop(marked, loop, microbatches, tape, sharing.room(sharing.whole), sharing.whole.name, folded)
     return obeyed_or_solved(problem, sharing.options, pinned, strict)
@@ -67,7 +68,7 @@ def obeyed_or_solved(problem: CheckpointProblem, options: Options, pinned: Check
 
 def tape_on_one_device(gm: GraphModule, forward_outputs: int, options: Options, cluster: Cluster,
                        folded: FewLayerTrace | None = None) -> BuildStorageProgram:
-    """How the tape of a graph is made. gm: as it was traced."""
+    """The pass that builds the storage program of a graph. gm: the traced graph."""
     (mesh,) = enumerate_meshes(cluster)
     lists, layers = layers_of(folded)
     return BuildStorageProgram(forward_outputs, MeshPrices(mesh, options.optimizer_states), options.compiler == "inductor",
@@ -76,7 +77,7 @@ def tape_on_one_device(gm: GraphModule, forward_outputs: int, options: Options, 
 
 
 def given_checkpointing(options: Options, graph_hash: Callable[[], str]) -> CheckpointingPlan | None:
-    """What a plan for one device saves of a graph, where one is given. Raises PlanMismatch where it is of another graph."""
+    """Checkpointing of a graph in a loaded plan for one device; None without one. Raises PlanMismatch if the graph differs."""
     given = options.load_plan()
     if given is None or given.world_size != 1 or not any(graph.kept for graph in given.graphs):
         return None
@@ -85,9 +86,9 @@ def given_checkpointing(options: Options, graph_hash: Callable[[], str]) -> Chec
 
 def plan_single_device(annotated: AnalyzedGraph, kept: CheckpointDecision, options: Options, cluster: Cluster, name: str,
                        folded: FewLayerTrace | None = None, times: MicrobatchPlacement | None = None) -> PlanResult:
-    """The plan of a graph of which that was decided. options: with the budget in bytes. times: where it goes through its batch
-    in microbatches."""
-    # What is kept fits; what the placement problem would count, all that might be, need not.
+    """The plan of a graph whose checkpointing is decided. options: with the budget in bytes. times: placements on the
+    microbatch axis, where it has microbatches."""
+    # The saved values fit. The placement problem would count all that might be saved, so it gets no limit.
     free = options.model_copy(update={"memory_budget": None, "plan": None})
     plan = functools.partial(plan_graph, annotated, free, cluster, name=name, lifetimes=MemoryModel(0.0), budget_bytes=NO_LIMIT)
     planned = plan() if folded is None else plan(shorter=folded.shorter, further=folded.further)

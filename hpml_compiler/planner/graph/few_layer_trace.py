@@ -1,9 +1,9 @@
-"""Trace fewer layers than a deep model has: three and four of them tell what each further one adds.
+"""Trace only a few layers of a deep model: three and four of them determine the cost of each further one.
 
-A `ModuleList` of equal modules is cut to its first entries while tracing. Where the middle two of four layers do the same,
+A `ModuleList` of equal modules is cut to its first entries while tracing. Where the middle two of four layers are the same,
 the graph of three is that of four without one of them (`passes.sharding.grouping.layer_removal`); else three are traced as
-well. Whether the model really repeats itself is not taken on trust: the partition problems of both depths must correspond
-entity by entity and edge by edge (`passes.sharding.formulation.depth_extrapolation`), else the whole model is traced.
+well. That the model really repeats itself is checked: the partition problems of both depths must correspond entity by entity
+and edge by edge (`passes.sharding.formulation.depth_extrapolation`), else all layers are traced.
 """
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from passes.graph.placement_graph import PlacementGraph
 
 SHORT, LONG = 3, 4
 WORTHWHILE = 8
-"""Depth from which two short traces are cheaper than a whole one."""
+"""Depth from which two short traces are cheaper than a full one."""
 
 
 def repeated_lists(model: nn.Module) -> list[tuple[nn.Module, str, nn.ModuleList]]:
-    """(parent, name, list) of every outermost list of `WORTHWHILE` or more modules alike in class and parameters."""
+    """(parent, name, list) of every outermost list of `WORTHWHILE` or more modules of equal class and parameters."""
     found: list[tuple[nn.Module, str, nn.ModuleList]] = []
     inside: set[int] = set()
     for parent in model.modules():
@@ -41,21 +41,21 @@ def _alike(modules: nn.ModuleList) -> bool:
 
 
 def depth(model: nn.Module) -> int | None:
-    """Length that all repeated lists share, or None if there are none or they differ."""
+    """Number of layers that all repeated lists share; None if there are none or they differ."""
     lengths = {len(modules) for _, _, modules in repeated_lists(model)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def repeated_paths(model: nn.Module) -> list[str]:
-    """Where the repeated lists are in the model."""
+    """Paths of the repeated lists in the model."""
     paths = {module: path for path, module in model.named_modules()}
     return [f"{paths[parent]}.{name}".lstrip(".") for parent, name, _ in repeated_lists(model)]
 
 
 @dataclass(frozen=True)
 class FewLayerTrace:
-    """What a graph of `LONG` layers is of a deeper model. shorter: the graph of one layer less; lists: paths of the repeated
-    lists, each of so many layers; parameters: names of all that the model has."""
+    """Relation of a graph of `LONG` layers to the deeper model. shorter: the graph with one layer less; lists: paths of the
+    repeated lists, each of `layers` layers; parameters: names of all parameters of the model."""
 
     shorter: PlacementGraph
     lists: tuple[str, ...]
@@ -68,18 +68,18 @@ class FewLayerTrace:
 
     @property
     def blocks(self) -> tuple[tuple[str, ...], ...]:
-        """Of every list, the paths of the layers that are traced."""
+        """Paths of the traced layers of each list."""
         return tuple(tuple(f"{path}.{k}" for k in range(LONG)) for path in self.lists)
 
     def of_all_layers(self, record: GraphPlan) -> GraphPlan:
-        """Parameters of the layers that were not traced are stored as those of the last one that was."""
+        """The plan with parameters of all layers: those of untraced layers are placed as those of the last traced one."""
         known = record.parameters
         templates = {name: name if name in known else self._of_traced_layer(name) for name in self.parameters}
         complete = {name: known[template] for name, template in templates.items() if template in known}
         return record.model_copy(update={"parameters": {**known, **complete}})
 
     def _of_traced_layer(self, name: str) -> str:
-        """The parameter of the last layer that is traced, for one of a layer in one of the lists."""
+        """Name of the parameter in the last traced layer that corresponds to one of any layer."""
         for path in self.lists:
             if name.startswith(f"{path}."):
                 _, _, rest = name.removeprefix(f"{path}.").partition(".")
@@ -88,18 +88,18 @@ class FewLayerTrace:
 
 
 def layers_of(folded: FewLayerTrace | None) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """As `BuildStorageProgram` takes them."""
+    """The arguments `lists` and `layers` of `BuildStorageProgram`."""
     return ((), 0) if folded is None else (folded.blocks, folded.layers)
 
 
 def neighbors(model: nn.Module) -> dict[str, str]:
-    """Of every repeated list, the path of the last but one of the layers that are traced, and that of the one before it."""
+    """For each repeated list: path of the last but one traced layer -> path of the layer before it."""
     return {f"{path}.{LONG - 2}": f"{path}.{LONG - 3}" for path in repeated_paths(model)}
 
 
 @contextlib.contextmanager
 def with_few_layers(model: nn.Module, count: int) -> Iterator[None]:
-    """The model with its repeated lists cut to `count` entries; whole again at the end."""
+    """Cut the model's repeated lists to `count` entries inside the context."""
     lists = repeated_lists(model)
     try:
         for parent, name, modules in lists:

@@ -1,4 +1,4 @@
-"""Plan one graph: run the passes that decide, and say their answer in the words of a `Plan`."""
+"""Plan one graph: run the placement passes and record their result as a `GraphPlan`."""
 from __future__ import annotations
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger("hpml")
 
 @dataclass(frozen=True)
 class PlanResult:
-    """What every rank needs to rewrite its graph, and the record for people."""
+    """The decision that every rank needs to rewrite its graph, and the record for people."""
 
     mesh: dict[str, int]
     decision: Decision
@@ -42,7 +42,7 @@ class PlanResult:
     rejected: tuple[MeshAttempt, ...]
     cluster: str = ""
     kept: CheckpointDecision | None = None
-    """Where there is a budget: what this rank's graph keeps for backward (`hpml_compiler.planner.search.budget_search`)."""
+    """The checkpointing decision of this rank's graph, under a budget (`hpml_compiler.planner.search.budget_search`)."""
 
 
 def solver_options(options: Options) -> SolverOptions:
@@ -50,8 +50,8 @@ def solver_options(options: Options) -> SolverOptions:
 
 
 def zero_of(options: Options, obeys: bool) -> ZeroRules:
-    """How parameters may be stored and gathered. What is gathered is held where that was asked for, or may be where bytes are
-    weighed; obeys: or where a plan says so."""
+    """How parameters may be stored and gathered. Unsharded parameters stay in memory with zero=1 or 2; with "auto" they may
+    under a memory budget, or if the options have a plan to apply (obeys)."""
     if options.zero == "auto":
         return ZeroRules(None, holds=obeys or options.memory_budget is not None)
     level = 2 if options.zero == 1 else options.zero
@@ -69,11 +69,11 @@ def plan_graph(
     """Try every candidate mesh and keep the cheapest answer.
 
     A mesh whose bound is above the best answer so far is dropped without an answer. `like`: the plan of a graph of the
-    same structure (`hpml_compiler.planner.graph.same_structure`), whose decisions are taken where they fit; `as_in`: of the
-    graph itself, whose decisions are taken, or what they do not fit is raised. `quick`: what prices are scaled by where no
-    profile has anything. `lifetimes`: when bytes are counted; `budget_bytes`, `allowance`: in place of the options' budget and
-    time limit; `memos`: of earlier calls that differ in these three alone. Raises Infeasible if no mesh meets the budget, with
-    the smallest budget that any meets.
+    same structure (`hpml_compiler.planner.graph.same_structure`), whose decisions are reused where they fit; `as_in`: a plan of
+    the graph itself, whose decisions are reused, and raise an error where they do not fit. `quick`: quick profile to scale
+    costs with, where there is no other profile. `lifetimes`: when bytes are counted; `budget_bytes`, `allowance`: replace the
+    options' budget and time limit; `memos`: tables of earlier calls that differ in these three alone. Raises Infeasible if no
+    mesh meets the budget, with the smallest budget that any meets.
     """
     capped = capped_cluster(cluster, options.power_cap)
     if budget_bytes is None:
@@ -105,7 +105,7 @@ def plan_graph(
 
 
 def _as_like(like: SavedDecisions, planned: PlanResult) -> PlanResult:
-    """Its solver's report says whose decisions these are, and claims no bound."""
+    """Mark in the solver's report that the decisions are another plan's, without a bound."""
     solver = planned.record.solver.model_copy(update={"status": reused_status(like), "bound": None, "gap": None})
     return replace(planned, record=planned.record.model_copy(update={"solver": solver}))
 
@@ -122,9 +122,9 @@ def _measured(annotated: AnalyzedGraph, options: Options, cluster: Cluster, name
 
 
 def _told(annotated: AnalyzedGraph, conditions: SearchConfig, name: str) -> PlanResult:
-    """The answer that lies on the graph, in the words of a plan."""
+    """The result of the search, which the passes attach to the graph, as a plan."""
     answer = read(SEARCH_RESULT, annotated.gm)
-    drop(SEARCH_RESULT, annotated.gm)  # the problem in it is large, and told now
+    drop(SEARCH_RESULT, annotated.gm)  # the problem in it is large, and not needed any more
     record = graph_plan(
         annotated, answer.mesh, answer.placed, name=name, seconds={**annotated.seconds, "solve": answer.seconds},
         shortened=conditions.shorter is not None, objective=conditions.objective, energy_j=answer.energy_j,

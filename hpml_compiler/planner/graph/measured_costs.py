@@ -1,4 +1,4 @@
-"""Which measurements a plan is priced with: those of this machine's devices, where the plan is for them."""
+"""Load the measured costs for a plan: those of this machine's devices, where the plan is for them."""
 from __future__ import annotations
 
 import hashlib
@@ -18,16 +18,16 @@ from passes.hardware.cluster import Cluster
 
 
 def sharing_key(device_type: str, ranks: int) -> str:
-    """What operations are measured on: a device, and on a CPU how many ranks compute on the host at once."""
+    """Key of the hardware that operations are measured on: the device, and on a CPU the number of ranks on the host."""
     return device_key(device_type) + (f", {ranks} ranks" if device_type == "cpu" else "")
 
 
 def load(options: Options, cluster: Cluster, graph: str = "") -> CachedMeasurements | None:
-    """What `hpml profile` measured on the devices here, if the plan is for them and `costs` allows it.
+    """Measurements of `hpml profile` on the devices here, if the plan is for them and `costs` allows it; None without any.
 
     graph: hash of the graph that is planned.
 
-    Raises BadInput if costs="measured" and there is nothing, or nothing that can be read; else the latter costs a warning.
+    Raises BadInput if costs="measured" and there are none, or none can be read; else unreadable ones only cause a warning.
     """
     found, points = _read(options, cluster, graph)
     if found is None and not points:
@@ -42,7 +42,7 @@ def load(options: Options, cluster: Cluster, graph: str = "") -> CachedMeasureme
 
 
 def digest(options: Options, cluster: Cluster, graph: str) -> str:
-    """Of all that `load` would price with; another one where something was measured since."""
+    """Digest of all measurements that `load` would use; it changes with new measurements."""
     return hashlib.sha256(repr(_read(options, cluster, graph)).encode()).hexdigest()[:16]
 
 
@@ -58,11 +58,11 @@ def _read(options: Options, cluster: Cluster, graph: str) -> tuple[DeviceMeasure
     except BadInput as error:
         if options.costs == "measured":
             raise
-        if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that plans
+        if not dist.is_initialized() or dist.get_rank() == 0:  # only the rank that plans
             warn_of_cache("prices are estimated, since what `hpml profile` measured cannot be read", error)
         return None, []
 
 
 def local_ranks() -> int:
-    """Ranks of the present process group on this host; 1 without one."""
+    """Number of ranks of the present process group on this host; 1 without one."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if dist.is_initialized() else 1

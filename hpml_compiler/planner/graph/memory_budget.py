@@ -1,9 +1,9 @@
-"""What the graphs of one step leave to one of them of the bytes that they share.
+"""Share of the memory budget for one graph of a step.
 
-All of them hold their parameters, gradients and optimizer state. While one runs, those before it hold what they keep for
-backward, and in its backward the gradients of those after it are there. How much it may keep itself depends on graphs that
-nobody has seen yet: they are taken to need what this one does, in proportion to their parameters, which are those that the
-optimizer holds and no graph had so far.
+All graphs of a step hold their parameters, gradients and optimizer state. While one runs, those before it hold their saved
+activations, and in its backward the gradients of those after it are in memory. Its own share depends on graphs that are not
+compiled yet: these are assumed to need as much as this one, in proportion to their parameters, which are the optimizer's
+parameters that no graph has had so far.
 """
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hpml_compiler.options import Options
 from hpml_compiler.simulate.optimizer_transient import OptimizerTransient
 
 UNKNOWN_REST = 0.5
-"""What of the room is left to graphs after one that ends where the script breaks it, if nothing is known of them."""
+"""Part of the budget share left to graphs after one that ends at a graph break, if nothing is known of them."""
 
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """Bytes that one graph holds on a rank. gradients: of its parameters that are trained. largest: of these, the largest.
-    saved: between its forward and its backward."""
+    """Memory of one graph on a rank, in bytes. gradients: of its trained parameters. largest: the largest of these. saved:
+    activations saved between its forward and its backward."""
 
     name: str
     parameters: float
@@ -32,7 +32,7 @@ class GraphMemory:
 
 
 def replicated_memory(name: str, trained: Iterable[float], frozen: Iterable[float], options: Options) -> GraphMemory:
-    """By a graph with parameters of these bytes on a device that has all of it."""
+    """Memory of a graph with parameters of these bytes, all on one device."""
     sizes = list(trained)
     return GraphMemory(name, sum(frozen) + sum(sizes), sum(sizes), options.resident_states * sum(sizes),
                        max(sizes, default=0.0))
@@ -40,10 +40,10 @@ def replicated_memory(name: str, trained: Iterable[float], frozen: Iterable[floa
 
 @dataclass(frozen=True)
 class BudgetShare:
-    """Of one graph. left: bytes that it may hold at most besides what is there anyway. between, after: of these, what it leaves
-    to graphs after it when its forward is over, and to the optimizer when its backward is. state: parameters and optimizer
-    state, of all graphs; later: gradients of those after it. made: what the optimizer makes during its step, and how it would
-    be less. others: what graphs before it keep, by name."""
+    """Budget share of one graph, in bytes. left: most that it may use besides memory that is in use anyway. between, after: the
+    parts of this that it leaves to later graphs when its forward is over, and to the optimizer when its backward is. state:
+    parameters and optimizer state, of all graphs; later: gradients of later graphs. made: temporary memory of the optimizer
+    step; remedy: how to reduce it. others: saved activations of earlier graphs, by name."""
 
     budget: int
     left: float
@@ -58,11 +58,11 @@ class BudgetShare:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a graph shares with the others of its step. frame: the piece of the script that it is of; whole: what it holds by
-    its parameters, on a device that has all of it; graphs: those before it and, where it is compiled once more, it and those
-    after it, by frame, in their order. unseen: bytes, whole, of what the optimizer trains and no graph had so far; breaks:
-    whether more graphs follow in any case. options: with the optimizer that is there, and the budget in bytes. making: what
-    that makes during its step."""
+    """State that the graphs of a step share, for one of them. frame: the Dynamo frame that it is from; whole: its memory on a
+    device that has all of its parameters; graphs: earlier graphs and, where it is recompiled, itself and later ones, by frame,
+    in their order. unseen: bytes, unsharded, of the optimizer's parameters that no graph has had so far; breaks: whether more
+    graphs follow in any case. options: with the actual optimizer, and the budget in bytes. making: temporary memory of the
+    optimizer step."""
 
     whole: GraphMemory
     options: Options
@@ -79,19 +79,19 @@ class StepContext:
 
     @property
     def held_by_others(self) -> float:
-        """Bytes of what graphs before it hold through the step and keep for backward."""
+        """Bytes that the other graphs hold through the step and save for backward."""
         others = (each for frame, each in self.graphs.items() if frame != self.frame)
         return sum(each.parameters + each.optimizer + each.saved for each in others)
 
     @property
     def told(self) -> tuple[object, ...]:
-        """What all of this follows from, in words that are the same in another process, which counts frames otherwise."""
+        """Values that determine the budget share, in a form that is the same in another process, where frames differ."""
         place = [*self.graphs].index(self.frame) if self.frame in self.graphs else len(self.graphs)
         return self.whole, self.making, tuple(self.graphs.values()), place, self.unseen, self.breaks
 
     def room(self, mine: GraphMemory) -> BudgetShare:
-        """mine: of this graph on a rank. What graphs after it will have there of their parameters is taken to be in
-        proportion."""
+        """The budget share of this graph. mine: its memory on a rank. Parameters of later graphs are assumed to be sharded in
+        the same proportion."""
         states, whole = self.options.resident_states, self.whole.gradients
         rest = self.unseen * (mine.gradients / whole if whole else 1.0)
         graphs = {**self.graphs, self.frame: mine}

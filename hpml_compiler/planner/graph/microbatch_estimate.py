@@ -1,4 +1,4 @@
-"""What a plan says of a step that goes through its batch in microbatches, and what such a step takes and holds."""
+"""Predicted time and memory of a microbatched step, and its record in the plan."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ WHOLE, SUM = format_placement(REPLICATE), "P"
 def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: MicrobatchPlacement, loss_inside: bool, mesh: Mesh,
                       states: int,
                       ) -> GraphPlan:
-    """The plan of a whole batch as that of the same in microbatches. mesh, states: what times for fewer rows follow from."""
+    """Convert the plan of a full batch to microbatches. mesh, states: for the costs of fewer rows."""
     said = microbatch_plan(record, graph, times, loss_inside)
     record = record.model_copy(update={"microbatches": said})
     prices = PlannedPrices(record, RepricedPlan(record, MeshPrices(mesh, states)))
@@ -36,7 +36,7 @@ def with_microbatches(record: GraphPlan, graph: PlacementGraph, times: Microbatc
 
 def in_time(record: GraphPlan, annotated: AnalyzedGraph, times: MicrobatchPlacement | None, cluster: Cluster,
             options: Options) -> GraphPlan:
-    """The same for a graph that may go through its batch in microbatches: times is None where it does not."""
+    """Convert the plan where the graph has microbatches: times is None where it does not."""
     if times is None:
         return record
     return with_microbatches(record, annotated.graph, times, loss_of(annotated.gm) is not None,
@@ -60,7 +60,7 @@ def microbatch_plan(record: GraphPlan, graph: PlacementGraph, times: MicrobatchP
 
 
 def _predicted(record: GraphPlan, step: StepGraph, count: int) -> PredictedCost:
-    """All parts one after another, as in the plan of a whole batch."""
+    """Sums over all parts, as in the plan of a full batch."""
     compute = sum(call.us * call.runs * (count if call.when == "loop" else 1) for call in step.calls)
     compute += (count - 1) * step.accumulate_us
     communication = sum(hop.us * leg.multiplicity * (1 if leg.once or leg.gradient else count)
@@ -72,7 +72,7 @@ def _predicted(record: GraphPlan, step: StepGraph, count: int) -> PredictedCost:
 
 
 def _memory(record: GraphPlan, step: StepGraph) -> MemoryBytes:
-    """Activations are what is saved at a time."""
+    """Activations are those saved at the same time."""
     held = sum(_saved(step, 1 if step.at_once else step.microbatches))
     return record.memory.model_copy(update={"activations": round(held)})
 

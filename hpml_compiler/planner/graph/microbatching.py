@@ -1,4 +1,4 @@
-"""Whether a graph can go through its batch in microbatches, in how many, and what of it is in their loop."""
+"""Decide whether a graph can be microbatched, into how many microbatches, and which operations the loop contains."""
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
@@ -25,13 +25,13 @@ from passes.transforms.shard.redistributor import MeshGroups
 
 log = logging.getLogger("hpml")
 LEAST_SHARE = 0.5
-"""Of the work on rows: with less of it in the loop, microbatches save little and cost much."""
+"""Minimum share of the work on rows in the loop: with less, microbatches save little and cost much."""
 
 
 def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: SolverOptions, allowance: WorkLimit | None = None,
                          ) -> MicrobatchPlacement | None:
-    """Placement of each value on the axis of time; None, with a warning, where rows of the batch depend on each other.
-    allowance: in place of the solver's time limit."""
+    """Placement of each value on the microbatch axis; None, with a warning, where rows of the batch depend on each other.
+    allowance: replaces the solver's time limit."""
     if not any(value.microbatch for value in graph.values):
         log.warning("no microbatches: no input of this graph has rows that could be split into %d", microbatches)
         return None
@@ -50,8 +50,8 @@ def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: Solve
 def loop_of(gm: GraphModule, graph: PlacementGraph, decision: Decision, times: MicrobatchPlacement, groups: MeshGroups,
             forward_outputs: int,
             kept_gradients: Sequence[int], compiler: str) -> LoopSplit:
-    """The loop over microbatches, cut out of an annotated graph, which gets its markers; all parts ready to be compiled, or to
-    be cut into forward and backward. decision: over devices, with these groups."""
+    """Cut the microbatch loop out of an annotated graph, which gets its markers; all parts are ready to be compiled, or to be
+    partitioned into forward and backward. decision: placements on devices, with these groups."""
     to_microbatches(with_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
                     kept_gradients,
                     compiler == "inductor")(gm)
@@ -64,13 +64,13 @@ def loop_of(gm: GraphModule, graph: PlacementGraph, decision: Decision, times: M
 
 
 def memory_model_in_time(times: MicrobatchPlacement | None, loss_inside: bool) -> MemoryModel:
-    """When bytes are counted in microbatches: with the loss inside, the saved values of one are there at a time."""
+    """When bytes are counted with microbatches: if the loss is inside, only one microbatch's saved values are in memory."""
     return MemoryModel(in_flight=1.0 / times.microbatches) if times is not None and loss_inside else STEP_PEAK
 
 
 def fitting_microbatches(shapes: Iterable[Sequence[int]], microbatches: int, ranks: int = 1, speaks: bool = True) -> int:
-    """How many microbatches data of these shapes goes through; said, where that is fewer than asked for. ranks: among which the
-    rows of each are shared out."""
+    """Number of microbatches for data of these shapes; warns where that is fewer than the options say. ranks: that share the
+    rows."""
     rows = common_rows(shapes)
     on_ranks = f" on {ranks} ranks" if ranks > 1 and rows % ranks == 0 else ""
     found = most_that_fit(rows // ranks if on_ranks else rows, microbatches) if rows else microbatches
@@ -85,21 +85,21 @@ def _named(names: Sequence[str]) -> str:
 
 
 def loss_of(joint: GraphModule) -> str | None:
-    """Name of the tangent of the one scalar among the outputs: the loss, if there is one."""
+    """Name of the loss's tangent: that of the only scalar output; None if there is not exactly one."""
     scalars = [node.name for node in joint.graph.find_nodes(op="placeholder")
                if node.name.startswith("tangents") and node.meta["val"].dim() == 0]
     return scalars[0] if len(scalars) == 1 else None
 
 
 def other_tangents(joint: GraphModule) -> frozenset[str]:
-    """Where the loss is computed inside: names of the tangents beside its own, which are taken for zero."""
+    """Names of the tangents besides the loss's, which are assumed to be zero, where the loss is computed inside."""
     loss = loss_of(joint)
     return frozenset(node.name for node in joint.graph.find_nodes(op="placeholder")
                      if loss is not None and node.name.startswith("tangents") and node.name != loss)
 
 
 def joint_of_loss(joint: GraphModule) -> GraphModule:
-    """A copy of a joint graph in which gradients arrive at the loss alone, if it has one."""
+    """A copy of a joint graph without the tangents besides the loss's, if it has a loss."""
     gm = copy_graph(joint)
     DropTangents(other_tangents(gm))(gm)
     return gm

@@ -1,8 +1,9 @@
-"""Plans put together from what was planned of their graphs, with the one count of bytes that all of them report.
+"""Assemble plans from the plans of their graphs, with the one peak memory that all reports use.
 
-Where a byte budget decided what is kept for backward, it is counted along what a rank runs (`hpml_compiler.plans.peak_memory`);
-else the step is simulated (`hpml_compiler.simulate`). Tables, JSON, `explain --memory`, simulations and the monitor read what
-is found here, and whether a plan fits a device is decided by it (`hpml_compiler.planner.search.fitting_search`).
+Where a memory budget decided what is saved for backward, the peak is counted along a rank's program
+(`hpml_compiler.plans.peak_memory`); else the step is simulated (`hpml_compiler.simulate`). Tables, JSON, `explain --memory`,
+simulations and the monitor read this peak, and it decides whether a plan fits a device
+(`hpml_compiler.planner.search.fitting_search`).
 """
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def as_plan(graphs: Sequence[GraphPlan], rejected: Sequence[MeshAttempt], option
 
 
 def with_peak(record: GraphPlan, options: Options, cluster: str) -> GraphPlan:
-    """The graph's plan with the moment at which a device holds most in a step of it alone."""
+    """The graph's plan with the memory peak of a device in a step of this graph alone."""
     if record.at_peak is not None:
         return record
     peak = _peak(_plan([record], [], options, cluster))

@@ -1,7 +1,7 @@
-"""The decisions of one graph for another of the same structure: a sequence of another length, the last rows of a data set.
+"""Reuse the decisions of one graph for another of the same structure: another sequence length, the last rows of a data set.
 
-Every size that a model is called with is a graph of its own. Solving for each would give nearly the same answer each time,
-so the first answer is taken for all: priced and checked for the new sizes as any answer is, but not searched for again.
+Every size that a model is called with is a graph of its own. Solving each would give nearly the same answer, so the first
+answer is reused for all: priced and checked for the new sizes as any answer is, but not searched for again.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pins = dict[str, Pin]
 
 
 class SavedDecisions(Protocol):
-    """What was chosen for a graph, and what that choice is called."""
+    """The decisions for a graph, with the name of the plan that they are from."""
 
     @property
     def name(self) -> str: ...
@@ -32,9 +32,9 @@ class SavedDecisions(Protocol):
 
 
 def structural_hash(annotated: AnalyzedGraph, options: Options, rows: frozenset[str] = frozenset()) -> str:
-    """A hash of all that decides what should be done with a graph, except its sizes: operations, which reads what, dtypes and
-    numbers of dims, and what the user asked for. rows: names of inputs that come split by rows. (Where parameters are stored
-    already may rule decisions out; `plan_graph` finds that.)"""
+    """Hash of everything that determines a graph's decisions except its sizes: operations, their inputs, dtypes, numbers of
+    dims, and the user's options. rows: names of inputs that are sharded by rows. (Stored placements of parameters may rule
+    decisions out; `plan_graph` finds that.)"""
     lines = [repr(sorted(rows)), json.dumps(options.to_json(), sort_keys=True)]
     for node in annotated.gm.graph.nodes:
         value = node.meta.get("val")
@@ -44,10 +44,10 @@ def structural_hash(annotated: AnalyzedGraph, options: Options, rows: frozenset[
 
 
 def reused_status(record: SavedDecisions) -> str:
-    """The solver's status of a plan whose decisions are those of another one."""
+    """The solver status of a plan that reuses another one's decisions."""
     return f"as {record.name}"
 
 
 def decisions_of(record: SavedDecisions) -> Pins:
-    """What was chosen for each entity, as `place` takes it."""
+    """The choice for each entity, as pins for the search."""
     return {name: (tuple(d.inputs), tuple(d.outputs)) for name, d in record.decisions.items()}

@@ -1,1 +1,1 @@
-"""Pipeline stages of a graph: the cut, their costs and their plan."""
+"""Pipeline stages of a graph: their boundaries, their costs and their plan."""

@@ -1,7 +1,7 @@
-"""The stages of a deep model whose plan lists one layer for many: layers, and what lies around them, are shared out in turn.
+"""Assign the layers of a deep model to stages where its plan lists one layer for many.
 
-What the plan lists is unrolled as a simulation does it (`passes.simulation.layer_unrolling`), and cut where stages take about
-the same time. What goes from one layer to the next goes over each border between them.
+The plan's layers are unrolled as in a simulation (`passes.simulation.layer_unrolling`), and cut where stages take about the
+same time. Values that go from one layer to the next are sent at each stage boundary.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from passes.solver.balanced_partition import equal_cut
 
 
 def lists_in_order(record: GraphPlan, folded: FewLayerTrace) -> tuple[str, ...]:
-    """Paths of the lists of layers as forward comes to them."""
+    """Paths of the lists of layers, in the order of forward."""
     blocks = [operation.block for operation in record.operations.values()]
     first = {path: k for k, block in reversed([*enumerate(blocks)]) for path in folded.lists if block.startswith(f"{path}.")}
     return tuple(sorted(first, key=first.__getitem__))
@@ -30,8 +30,7 @@ def lists_in_order(record: GraphPlan, folded: FewLayerTrace) -> tuple[str, ...]:
 
 def extrapolated_parts(record: GraphPlan, step: StepGraph, lists: Sequence[str], cut: LayerCosts,
                        table: PipelineSchedule) -> list[StagePart]:
-    """The stages of `record`, which lists a few layers for all of a deeper model. step: of one microbatch of it. Raises
-    TooFewBlocks."""
+    """The stages of `record`, which lists a few layers for a deeper model. step: of one microbatch. Raises TooFewBlocks."""
     units = _Units(step, lists)
     ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages)
     if ends is None:
@@ -48,7 +47,7 @@ def extrapolated_parts(record: GraphPlan, step: StepGraph, lists: Sequence[str],
         first, last = units.places[own[0]], units.places[own[-1]]
         on = cut.over(last, units.places[own[-1] + 1], FORWARD) if _sends(table, k, k + 1) else ()
         back = cut.over(units.places[own[0] - 1], first, BACKWARD) if _sends(table, k, k - 1) else ()
-        # The first stage sends nothing back: all of its backward may run later.
+        # The first stage sends nothing back, so all of its backward may run later.
         share = cut.weight_share(first) if k or not table.splits_backward else 1.0
         parts.append(StagePart(
             tuple(name for unit in own for name in units.blocks[unit]), counts[k], reads[k],
@@ -61,10 +60,10 @@ def _sends(table: PipelineSchedule, stage: int, other: int) -> bool:
 
 
 class _Units:
-    """Runs of calls that stay together, in the order of forward: each layer, and what lies before, between and after.
+    """Runs of calls that stay in one stage, in the order of forward: each layer, and the calls before, between and after them.
 
-    placed: every run of a call, with its unit. times_us, blocks, places: of each unit. lists: the classes of the blocks that
-    are layers, with the paths of their lists, in order."""
+    placed: every instance of a call, with its unit. times_us, blocks, places: of each unit. lists: block class of the layers
+    -> path of their list, in order."""
 
     def __init__(self, step: StepGraph, lists: Sequence[str]):
         phases = unroll_layers(step)
@@ -111,7 +110,7 @@ class _Units:
             yield self.of_layer[each.group] if inside else len(self.blocks) - 1
 
     def _of_backward(self, instances: Sequence[CallInstance], of_block: Mapping[str, set[int]]) -> Iterator[int]:
-        """What is in no layer is where forward has its block; where forward has that twice, where backward is."""
+        """Calls outside of layers are in the unit of their block in forward; where that has several, in backward's place."""
         last = max((k for k, each in enumerate(instances) if self._in_layer(each)), default=-1)
         now = len(self.blocks) - 1
         for k, each in enumerate(instances):
@@ -126,7 +125,7 @@ class _Units:
 
 
 def _reads(record: GraphPlan, units: _Units, stage_of: Sequence[int], stages: int) -> list[dict[str, bool]]:
-    """Of each stage, its parameters; the first that reads one makes its gradient whole."""
+    """Parameters of each stage; True for the first stage that reads one: there, its gradient is summed."""
     readers: dict[str, set[int]] = defaultdict(set)
     for name, operation in record.operations.items():
         for source in operation.sources:

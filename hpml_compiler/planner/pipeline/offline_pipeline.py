@@ -1,6 +1,6 @@
-"""The plan of a step that goes through the stages of a pipeline, where no rank is there to run it.
+"""Plan a pipelined step offline, without ranks to run it.
 
-What a run does to its graph until its stages are known is done here, too, for a rank of the first stage.
+The graph is prepared as a run does it until its stages are known, for a rank of the first stage.
 """
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from passes.transforms.shard.redistributor import MeshGroups
 
 def plan_in_stages(traced: JointTrace, options: Options, cluster: Cluster, microbatches: int, name: str,
                    allowance: WorkLimit | None = None) -> GraphPlan:
-    """traced: before any pass. microbatches: as many as its rows divide into. One that has fewer parts than there are stages is
-    planned as each rank does all of it. allowance: in place of the options' time limit. Raises BadInput and Infeasible."""
+    """Plan a traced graph in stages. traced: before any pass. microbatches: as many as its rows divide into. A graph with fewer
+    parts than stages is planned without stages. allowance: replaces the options' time limit. Raises BadInput and Infeasible."""
     within = allowance or WorkLimit(options.time_limit)
     annotated = annotate(joint_of_loss(traced.gm), traced.inputs, traced.forward_outputs, microbatches, leaves=False)
     if (given := options.load_plan()) is not None:
@@ -83,9 +83,8 @@ def plan_in_stages(traced: JointTrace, options: Options, cluster: Cluster, micro
 
 
 class CutPlan:
-    """Makes the plan of a graph that goes through stages. traced: before any pass. annotated: the same with gradients at the
-    loss alone; made where it is needed if None. starts: the block that each stage but the first begins with, where they are
-    not to be found. stages: those of the latest plan."""
+    """Makes the plan of a pipelined graph. traced: before any pass. annotated: the same with gradients at the loss alone; if
+    None, made where it is needed. starts: first block of each stage but stage 0, if known. stages: those of the latest plan."""
 
     def __init__(self, traced: JointTrace, options: Options, cluster: Cluster, times: MicrobatchPlacement | None, name: str,
                  annotated: AnalyzedGraph | None = None, starts: tuple[str, ...] = ()):
@@ -94,7 +93,7 @@ class CutPlan:
         self.stages: StageAssignment | None = None
 
     def __call__(self, planned: PlanResult | None) -> GraphPlan:
-        """planned: what the ranks of a stage do, where there are several. Raises TooFewBlocks."""
+        """planned: the plan of the ranks that share a stage, where there are several. Raises TooFewBlocks."""
         traced, times, outputs = self.traced, self.times, self.traced.forward_outputs
         count = 1 if times is None else times.microbatches
         if self.annotated is None:
@@ -112,8 +111,8 @@ class CutPlan:
 
 def plan_folded(folded: FewLayerTrace, annotated: AnalyzedGraph, forward_outputs: int, options: Options, cluster: Cluster,
                 microbatches: int, name: str, allowance: WorkLimit | None = None) -> GraphPlan:
-    """The same of a deep model, of which a few layers were traced. Where it is cut follows from what the plan lists. Raises
-    DepthsDiffer where these layers do not stand for all."""
+    """Plan a deep model of which a few layers were traced. Stage boundaries follow from the layers in the plan. Raises
+    DepthsDiffer where these layers do not represent all."""
     mesh, within = options.mesh or {}, allowance or WorkLimit(options.time_limit)
     times = None if microbatches == 1 else microbatch_placement(annotated.graph, microbatches, solver_options(options), within)
     table = schedule_of(options, 1 if times is None else times.microbatches)
@@ -152,7 +151,7 @@ def _folded_plan(planned: PlanResult, folded: FewLayerTrace, annotated: Analyzed
 
 def _mark(annotated: AnalyzedGraph, planned: PlanResult | None, times: MicrobatchPlacement | None,
           forward_outputs: int) -> None:
-    """Put the markers of the loop in, as the first rank of a stage does. planned: where a stage has several."""
+    """Insert the loop markers, as the first rank of a stage does. planned: where a stage has several ranks."""
     gm, axes = annotated.gm, device_axes(planned.mesh if planned is not None else {})
     groups = MeshGroups(axes, (0,) * len(axes), tuple(f"planned_{axis.name}" for axis in axes))
     decision = planned.decision if planned is not None else replicated_decision(annotated.graph)
@@ -167,8 +166,8 @@ def _mark(annotated: AnalyzedGraph, planned: PlanResult | None, times: Microbatc
 def stage_placements(annotated: AnalyzedGraph, options: Options, cluster: Cluster, name: str,
                      folded: FewLayerTrace | None = None,
                      ) -> Callable[..., PlanResult]:
-    """Placements of everything, as the ranks of one stage would do it; one rank has no choice. folded: of which deeper model
-    the graph has a few layers."""
+    """Search for placements of the full graph on the ranks of one stage; one rank has no choice. folded: the deeper model of
+    which a few layers were traced."""
     own, alone = _of_one_stage(options), cluster_of_stage(cluster, options.stage_ranks)
     plan = partial(plan_graph, annotated, own, alone, name=name, given=own.load_plan())
     if not is_split(options.mesh or {}):
@@ -181,12 +180,12 @@ def stage_placements(annotated: AnalyzedGraph, options: Options, cluster: Cluste
 
 def stage_search(options: Options, cluster: Cluster, table: PipelineSchedule,
                  finish: Callable[[PlanResult], GraphPlan]) -> FittingSearch:
-    """Of such placements, which count the bytes of all stages."""
+    """The search for placements that fit, which counts the bytes of all stages."""
     return FittingSearch(options, cluster, finish, memory_model_of(table), options.stage_ranks)
 
 
 def unpipelined_search(options: Options, cluster: Cluster) -> FittingSearch:
-    """Of a graph that the ranks of every stage do all of."""
+    """The search for a graph that is not pipelined: the ranks of every stage run it in full."""
     mesh = options.mesh or {}
     return FittingSearch(options, cluster, lambda planned: over_all_axes(
         planned.record, mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}))
@@ -199,7 +198,7 @@ def _of_one_stage(options: Options) -> Options:
 
 def plan_unpipelined(annotated: AnalyzedGraph, options: Options, cluster: Cluster, name: str,
                      allowance: WorkLimit) -> GraphPlan:
-    """Of a graph that the ranks of every stage do all of. Raises Infeasible where that does not fit."""
+    """Plan a graph that is not pipelined: the ranks of every stage run it in full. Raises Infeasible where it does not fit."""
     own, alone = _of_one_stage(options), devices_of_stage(cluster, options.stage_ranks)
     search = partial(plan_graph, annotated, own, alone, name=name, given=own.load_plan(), allowance=allowance)
     return unpipelined_search(options, cluster)(search)[1]

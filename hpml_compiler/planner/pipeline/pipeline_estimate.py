@@ -1,4 +1,4 @@
-"""From what the stages of a pipeline are to what a plan says of them: times, what is held and sent, and the step."""
+"""Predicted times, memory and sends of pipeline stages, and of the step, for the plan."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,9 +20,9 @@ from passes.simulation.step_timeline import breakdown
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one stage is. operations: how often it runs each that the record lists. reads: its parameters, and whether it makes
-    their gradients whole. saved_bytes: of one microbatch; sends: on to the next stage's rank, then back to that of the one
-    before, for one microbatch. weight_share: the part of backward's work that runs later, where the schedule cuts it in two."""
+    """Contents of one stage. operations: how often it runs each operation of the record. reads: its parameters, and whether it
+    sums their gradients. saved_bytes: for one microbatch; sends: to the next stage's rank, then back to that of the previous
+    stage, for one microbatch. weight_share: share of backward that runs later, where the schedule splits it in two."""
 
     blocks: tuple[str, ...]
     operations: Mapping[str, int]
@@ -35,9 +35,10 @@ class StagePart:
 def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, mesh: Mapping[str, int],
                   cluster: Cluster,
                   states: int) -> GraphPlan:
-    """record: what the ranks of one stage would do of all. mesh: of all ranks of the cluster. states: of the optimizer."""
+    """Add the pipeline to a plan. record: the full graph on the ranks of one stage. mesh: of all ranks. states: of the
+    optimizer."""
     record = over_all_axes(record, mesh)
-    # What was solved is where the ranks of one stage would place all of it.
+    # The solved problem places the full graph on the ranks of one stage.
     record = record.model_copy(update={"solver": record.solver.of_another()})
     held = [sum(_held(record, {name for k in own for name in parts[k].reads})) for own in _stages_of_ranks(table)]
     most = max(range(len(held)), key=held.__getitem__)
@@ -62,7 +63,7 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Pipeline
 def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, times: StageTimes,
            in_flight: int) -> StagePlan:
     part = parts[k]
-    # What an earlier stage of its rank reads, too, is there once.
+    # Parameters that an earlier stage of its rank reads, too, are in memory once.
     held = {name for name in part.reads
             if not any(name in parts[j].reads for j in range(k) if table.ranks[j] == table.ranks[k])}
     parameters = tuple(name for name, makes in part.reads.items() if makes)
@@ -80,14 +81,14 @@ def _stages_of_ranks(table: PipelineSchedule) -> list[list[int]]:
 
 
 def _held(record: GraphPlan, names: Collection[str]) -> tuple[int, int, int]:
-    """Bytes of these parameters, of their gradients and of their optimizer state: of all, in proportion."""
+    """Bytes of these parameters, of their gradients and of their optimizer state, in proportion to those of all parameters."""
     memory, total = record.memory, sum(each.bytes_per_device for each in record.parameters.values())
     share = sum(record.parameters[name].bytes_per_device for name in names) / total if total else 0.0
     return round(memory.parameters * share), round(memory.gradients * share), round(memory.optimizer * share)
 
 
 def _with_memory(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, int]) -> GraphPlan:
-    """held: see `_held`, of the rank that holds most; the optimizer steps as much less as it holds less than all."""
+    """held: see `_held`, of the rank with the highest sum; the optimizer's time shrinks in the same proportion."""
     share = held[0] / record.memory.parameters if record.memory.parameters else 0.0
     of_rank = [[stage for stage in pipe.stages if stage.rank == rank] for rank in range(pipe.ranks)]
     activations = max(sum(stage.saved_bytes * stage.in_flight for stage in own) for own in of_rank)
@@ -99,7 +100,7 @@ def _with_memory(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, in
 
 
 def _with_times(record: GraphPlan, stages: Sequence[TimedStage]) -> GraphPlan:
-    """Compute and communication are those of a rank, on average."""
+    """Compute and communication are averages over ranks."""
     pipe = record.pipeline
     assert pipe is not None, "it was put there"
     built = pipeline_tasks(stages, pipe.microbatches, pipe.schedule, pipe.ranks)

@@ -1,7 +1,7 @@
-"""The plan of a graph that runs as the stages of a pipeline: made when somebody asks for it.
+"""Plan of a pipelined graph, made on demand.
 
-A rank holds the parameters that its stages read. Times of a stage are those of the calls of its blocks, as the plan prices
-them; what goes between stages, and what one saves, is read off the graphs that run.
+A rank has the parameters that its stages read. Times of a stage are those of the calls of its blocks, at the plan's costs;
+sends and saved values are read off the graphs that run.
 """
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from passes.transforms.pipeline.stage_graphs import StageGraph
 
 
 class PipelinePlanBuilder:
-    """joint: as it was traced. times: where everything is on the axis of time, None where the whole batch is one microbatch.
-    cluster: of all ranks. planned: what the ranks of a stage do, where there are several; where there is one, it does all."""
+    """joint: the traced graph. times: placements on the microbatch axis, None with one microbatch. cluster: of all ranks.
+    planned: the plan of the ranks that share a stage; None where a stage has one rank."""
 
     def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options,
                  cluster: Cluster, times: MicrobatchPlacement | None, planned: PlanResult | None = None):
@@ -45,7 +45,7 @@ class PipelinePlanBuilder:
         self.options, self.cluster, self.times, self.planned = options, cluster, times, planned
 
     def plan(self, name: str, marked: GraphModule, staged: StagedBody, table: PipelineSchedule) -> GraphPlan:
-        """marked, staged: what is cut, before it is and after. table: the schedule."""
+        """marked, staged: the graph before and after it is cut into stages. table: the schedule."""
         count = 1 if self.times is None else self.times.microbatches
         joint = joint_of_loss(self.joint)
         annotated = annotate(joint, self.inputs, self.forward_outputs, count, leaves=False)
@@ -79,14 +79,14 @@ def sent(values: Iterable[SentValue]) -> tuple[SentPlan, ...]:
 
 
 def saved_by(k: int, staged: StagedBody, compiler: str, table: PipelineSchedule) -> tuple[int, float | None]:
-    """Bytes that a stage saves of one microbatch, and the part of its backward that runs later, if the schedule cuts it."""
+    """Bytes that a stage saves for one microbatch, and the share of its backward that runs later, if the schedule splits it."""
     halves = halves_of(staged.graphs[k], compiler, table.splits_backward)
     return _saved_bytes(staged, halves), _share_of_weights(staged.graphs[k], halves) if table.splits_backward else None
 
 
 def _listed(gm: GraphModule, stages: StageAssignment, names: Container[str]) -> list[list[str]]:
-    """Of each stage, the calls of the whole graph that it runs, by their blocks: what one rank does of a call has another name
-    where it is split. A block that has nothing in the loop is with the one before it."""
+    """Names of the full graph's calls that each stage runs, found by block: a sharded rank has other names for its calls. A
+    block without calls in the loop is in the stage of the previous one."""
     stage_of = {block: k for k, blocks in enumerate(stages.blocks) for block in blocks}
     FindBlocks()(gm)
     chain = read(BLOCK_CHAIN, gm)
@@ -102,8 +102,8 @@ def _listed(gm: GraphModule, stages: StageAssignment, names: Container[str]) -> 
 
 
 def _saved_bytes(staged: StagedBody, halves: StageHalves) -> int:
-    """Of one microbatch: what backward takes of forward, but for what was whole before the loop. If what its second part takes
-    is more, that."""
+    """Bytes for one microbatch: values that backward takes from forward, without those that are not split by rows. If the
+    weight part of backward takes more, that."""
     whole = {name for name, read in staged.reads.items() if read.rows is None}
 
     def held(values: Mapping[str, Any]) -> int:
@@ -115,7 +115,7 @@ def _saved_bytes(staged: StagedBody, halves: StageHalves) -> int:
 
 
 def _share_of_weights(graph: StageGraph, halves: StageHalves) -> float:
-    """Of backward's work, by FLOPs, that of its second part."""
+    """Share of the weight part in backward's work, by FLOPs."""
     if halves.backward is None or halves.weight is None:
         return float(halves.backward is None)
     flops = {node.name: read(FLOPS, node) for node in graph.gm.graph.nodes if FLOPS.selects(node)}
@@ -125,8 +125,8 @@ def _share_of_weights(graph: StageGraph, halves: StageHalves) -> float:
 
 
 def _parameters(marked: GraphModule, staged: StagedBody, names: Mapping[str, str]) -> list[dict[str, bool]]:
-    """Of each stage, the parameters that it reads, also where something is made of them before the loop; whether it is the one
-    that their gradients are made whole in."""
+    """Parameters that each stage reads, also through values made of them before the loop; True for the stage that sums their
+    gradients."""
     made_of: dict[str, set[str]] = {}
     for node in marked.graph.nodes:
         made_of[node.name] = {names[node.name]} if node.name in names else {

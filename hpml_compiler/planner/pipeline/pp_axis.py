@@ -1,6 +1,6 @@
-"""Of the axes of a mesh, the one that stages lie along, and the others, along which what a stage does is split.
+"""The `pp` axis of a mesh, along which pipeline stages lie, and the other axes, over which each stage is sharded.
 
-All stages have meshes of one shape. What is whole along `pp` has a layout over the others, and one over all axes.
+All stages have meshes of one shape. A value that is replicated along `pp` has a layout over the other axes, and one over all.
 """
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def has_stages(mesh: Mapping[str, int] | None) -> bool:
 
 
 def axes_of_stage(mesh: Mapping[str, int]) -> dict[str, int]:
-    """Those of a mesh along which a stage is split."""
+    """Axes of a mesh over which a stage is sharded."""
     return {name: size for name, size in mesh.items() if name != PP_AXIS}
 
 
 def is_split(mesh: Mapping[str, int]) -> bool:
-    """Whether a stage has more than one rank."""
+    """True if a stage has more than one rank."""
     return any(size > 1 for size in axes_of_stage(mesh).values())
 
 
 def devices_of_stage(cluster: Cluster, stages: int) -> Cluster:
-    """Those of one stage: whole nodes if the stages divide these, else a part of one."""
+    """Devices of one stage: full nodes if the stages divide their number, else a part of one node."""
     group = cluster.group
     if group.nodes % stages == 0:
         return Cluster((replace(group, nodes=group.nodes // stages),))
@@ -51,24 +51,24 @@ def devices_of_stage(cluster: Cluster, stages: int) -> Cluster:
 
 
 def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:
-    """The same, each with the memory of those in its place in every stage: it is planned as if one stage did what all do."""
+    """Devices of one stage, each with the memory of its peers in all stages: one stage is planned to run the full graph."""
     group = devices_of_stage(cluster, stages).group
     return Cluster((replace(group, device=replace(group.device, memory_bytes=stages * group.device.memory_bytes)),))
 
 
 def schedule_of(options: Options, microbatches: int) -> PipelineSchedule:
-    """microbatches: as many as rows divide into."""
+    """The schedule of the options. microbatches: as many as rows divide into."""
     return make_schedule(options.schedule_name, options.stage_ranks, microbatches, options.virtual_stages)
 
 
 def memory_model_of(table: PipelineSchedule) -> MemoryModel:
-    """When bytes of what all stages do are counted on such devices: those of the rank that has most microbatches in flight."""
+    """When bytes are counted on such devices: those of the rank with most microbatches in flight."""
     in_flight = [sum(n for n, rank in zip(table.in_flight(), table.ranks) if rank == own) for own in range(len(table.actions))]
     return MemoryModel(in_flight=max(in_flight) / table.microbatches * len(table.actions) / table.stages)
 
 
 def over_all_axes(record: GraphPlan, mesh: Mapping[str, int]) -> GraphPlan:
-    """The plan of what one stage's ranks would do of everything, with placements over all axes of a mesh: whole along `pp`."""
+    """Extend a plan of the ranks of one stage to placements over all axes of a mesh, replicated along `pp`."""
 
     def all_of(placements: Placements) -> Placements:
         rest = iter(placements)

@@ -1,7 +1,7 @@
-"""The body of a loop over microbatches as the stages of a pipeline: split, and each cut into forward and backward.
+"""Split the body of a microbatch loop into pipeline stages, and each stage into forward and backward.
 
-What is around the loop is no stage's. So what a microbatch reads is an input of the body, and random numbers, which are drawn
-before the loop, are the same everywhere. A run and a plan split alike.
+Computations around the loop are in no stage. So values that a microbatch reads are inputs of the body, and random numbers,
+which are drawn before the loop, are the same on all ranks. A run and an offline plan split in the same way.
 """
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def warn_without_stages(name: str, why: str) -> None:
 
 @dataclass(frozen=True)
 class StagedBody:
-    """reads: of a body's inputs, by name, what they are of the whole graph. outputs, gradients: of what its forward and its
-    backward return, by place, the stages that make it; several make parts, in the order in which these are added up."""
+    """A loop body in stages. reads: sources of its inputs in the full graph, by name. outputs, gradients: the stages that make
+    the results of its forward and its backward, by place; several stages make summands, in the order in which these are added.
+    """
 
     stages: StageAssignment
     graphs: tuple[StageGraph, ...]
@@ -50,8 +51,8 @@ class StagedBody:
 
 def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSplit, count: int, device: Device,
                agreed: Callable[[Callable[[], StageAssignment]], StageAssignment], starts: tuple[str, ...] = ()) -> StagedBody:
-    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: gives all ranks what one finds.
-    starts: the block that each stage but the first begins with, where they are not to be found."""
+    """marked: the graph that the loop was cut out of, with the kinds of its inputs. agreed: shares one rank's result with all
+    ranks. starts: first block of each stage but stage 0, if known."""
     body = copy_graph(loop.body)
     for node in body.graph.nodes:
         if uses_rng(node):
@@ -74,7 +75,7 @@ def stage_body(marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSp
 
 
 def _check_sizes(graphs: Sequence[StageGraph]) -> None:
-    """Raises BadInput where a stage could not know how much it receives."""
+    """Raises BadInput where the size of a received value is not constant."""
     for graph in graphs:
         for name, fake in graph.fakes.items():
             if any(not isinstance(size, int) for size in fake.shape):
@@ -94,13 +95,13 @@ def warn_of_empty_stages(name: str, stages: StageAssignment) -> None:
 
 
 def structure_of(body: GraphModule) -> str:
-    """What is the same on all ranks, whichever parts of the values they have: calls by name, and what each reads."""
+    """Text of a body that is the same on all ranks, whatever their local shapes: names of its calls and of their inputs."""
     return "\n".join(f"{node.name} = {node.target} {[x.name for x in node.all_input_nodes]}" for node in body.graph.nodes
                      if node.op == "call_function")
 
 
 def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind], loop: LoopSplit) -> dict[str, InputKind]:
-    """Of a body: what was made of parameters before the loop counts as one."""
+    """Kinds of a body's inputs: values made of parameters before the loop count as parameters."""
     learned: set[str] = set()
     for node in marked.graph.nodes:
         given = kinds.get(node.name) == "parameter" or getattr(node.meta.get("val"), "requires_grad", False)
@@ -115,7 +116,7 @@ def _kinds(body: GraphModule, marked: GraphModule, kinds: Mapping[str, InputKind
 
 @dataclass(frozen=True)
 class StageHalf:
-    """A graph, and the names of what it takes and returns: lowering may put other nodes in the places of these."""
+    """A graph, and the names of its inputs and results, as lowering may replace their nodes."""
 
     gm: GraphModule
     takes: tuple[str, ...]
@@ -125,7 +126,7 @@ class StageHalf:
 @dataclass(frozen=True)
 class StageHalves:
     """Forward and backward of a stage. weight: the part of backward that runs later, where it is split; it may be all of it.
-    saved: by name, fakes of what backward takes of forward."""
+    saved: fakes of the values that backward takes from forward, by name."""
 
     forward: StageHalf
     backward: StageHalf | None
@@ -139,7 +140,7 @@ def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False) -
     if len(returned_nodes(joint)) == graph.forward_outputs:
         return StageHalves(_half(joint), None, None, {})
     given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-    # The cut that saves little, with either compiler: saved values are held for many microbatches.
+    # The partition that saves least, with either compiler: saved values of many microbatches are in memory at once.
     forward, whole = compat.min_cut_partition(joint, given, graph.forward_outputs, None)
     parts = split_backward(whole, len(graph.gradients)) if splits_backward else (whole, None)
     backward, weight = (None if part is None else _half(part) for part in parts)

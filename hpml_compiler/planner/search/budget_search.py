@@ -1,9 +1,9 @@
-"""Placements under a byte budget where what is not kept can be computed once more: plan, try it out, and plan again.
+"""Search for placements under a memory budget with activation checkpointing: plan, try out, and plan again.
 
-The placement problem counts bytes at two moments (`passes.sharding.oracle.memory_model`) and does not know what computing again
-takes. What a rank really holds, and what has to run once more for it, is known of the rewritten graph alone. So placements
-are found with none of the saved values counted, then with all of them, or with a part, and with less for them if what comes
-out holds too much. Each answer is rewritten as a trial, and it is decided what its graph keeps. The fastest that fits is taken.
+The placement problem counts bytes at two moments (`passes.sharding.oracle.memory_model`) and does not know the cost of
+recomputation. Real memory and recomputation are known only for the rewritten graph. So placements are found that count no saved
+values, then all of them or a part, and with a smaller budget if the result uses too much memory. Each answer is rewritten as a
+trial, for which checkpointing is solved. The fastest that fits is taken.
 """
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from passes.solver.work_limit import WorkLimit
 log = logging.getLogger("hpml")
 WHERE = "options['memory_budget']"
 SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
-"""Parts of the saved values that count, one after another as long as no placements are found."""
+"""Shares of the saved values to count, tried in order until placements are found."""
 MOST_TRIALS = 6
 LONGER = 0.5
-"""Part of the time limit that is spent besides before a budget is refused."""
+"""Part of the time limit that may be spent in addition before a budget is refused."""
 LEAST = 1 / 15
 """Part of the time limit for one solve, however little is left."""
 LITTLE = 0.005
-"""Running again that takes no more than this part of a step is no reason to look for other placements."""
+"""Recomputation that takes no more than this part of a step is no reason to search for other placements."""
 
 Plan = Callable[[MemoryModel, float, WorkLimit], PlanResult]
 TryOut = Callable[[PlanResult], CheckpointDecision]
@@ -38,13 +38,13 @@ TryOut = Callable[[PlanResult], CheckpointDecision]
 
 def search_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allowance: WorkLimit, others_bytes: float = 0.0,
                          wanted_gap: float = 0.0, remedies: Sequence[str] = ()) -> PlanResult:
-    """plan: placements by these lifetimes within so many bytes, found within an allowance, which raises Infeasible where there
-    are none. try_out: what is kept by them, with a `budget_bytes` that parameters, optimizer state and what other graphs of the
-    step hold leave; of the latter, `others_bytes` are known beforehand. Another plan is looked for until the allowance is
-    over, which few searches need: MOST_TRIALS ends them. wanted_gap: to the bound, at which it counts as optimal.
+    """plan: finds placements for a memory model, a number of bytes and an allowance, or raises Infeasible where there are none.
+    try_out: solves their checkpointing, with a `budget_bytes` that is the memory left by parameters, optimizer state and other
+    graphs of the step; of the latter, `others_bytes` are known beforehand. The search goes on until the allowance is over,
+    which few searches need: MOST_TRIALS ends them. wanted_gap: gap to the bound at which a plan counts as optimal.
 
     Raises Infeasible, with the smallest budget that is known to work, where no trial fits, and LayersDiffer where none could be
-    tried out; remedies: what may help then, besides the usual.
+    tried out; remedies: additional remedies for the error.
     """
     search = _BudgetSearch(plan, try_out, budget_bytes, allowance)
     bytes_left = budget_bytes - others_bytes
@@ -55,7 +55,7 @@ def search_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allow
     longer_s = LONGER * allowance.seconds
     while shares and len(search.tried) <= MOST_TRIALS and allowance.left_s > (0 if search.fitting() else -longer_s):
         latest = search.look(shares[0], bytes_left)
-        if latest is None:  # so many saved values fit nowhere, but some of them need not be kept
+        if latest is None:  # so many saved values fit nowhere, but some of them may be recomputed
             del shares[0]
         elif _excess(latest) <= 0:
             break
@@ -75,11 +75,11 @@ class _BudgetSearch:
         self.tried: list[PlanResult] = []
         self.refusal: Infeasible | LayersDiffer | None = None
         self.least_bytes: float | None = None
-        """With which the latest placements that were refused would have been found."""
+        """Bytes that the latest placements that were refused would need."""
         self.least: PlanResult | None = None
 
     def look(self, share: float, bytes_left: float) -> PlanResult | None:
-        """Placements by this share of the saved values, tried out; None where there are none."""
+        """Find and try out placements that count this share of the saved values; None where there are none."""
         try:
             part = self.allowance.part(max(self.allowance.left_s / 2, LEAST * self.allowance.seconds))
             planned = self.plan(MemoryModel(share), max(bytes_left, 0.0), part)
@@ -92,7 +92,7 @@ class _BudgetSearch:
             try:
                 same = replace(planned, kept=self.try_out(planned))
             except LayersDiffer as refusal:
-                self.refusal = refusal  # by other placements, layers that stand for others may be alike
+                self.refusal = refusal  # with other placements, the layers may be equal
                 return None
             self.tried.append(same)
             log.info("%s: mesh %s in %s holds %s, %s of which to run once more or to move", same.record.name, same.mesh,
@@ -100,14 +100,14 @@ class _BudgetSearch:
         return same
 
     def look_for_the_least(self) -> None:
-        """Whatever it takes: as little as can be held of parameters and their state. No budget has led there, so that every
-        search that finds nothing else finds this."""
+        """Find placements with the least memory for parameters and their state, at any cost. They do not depend on the budget,
+        so every search that finds nothing else finds them."""
         self.least = self.look(0.0, 0.0)
         if self.least is None and self.least_bytes is not None:
             self.least = self.look(0.0, self.least_bytes)
 
     def to_name(self, others_bytes: float) -> PlanResult:
-        """The closest of those that do not fit; another where a search with as many bytes as that holds would not find it."""
+        """The closest placements that do not fit, or the least if a search with the closest's bytes would not find these."""
         closest = min(self.tried, key=_excess)
         bytes_left = self.budget_bytes + _excess(closest) - others_bytes
         if self.least is None or _excess(self.least) <= _excess(closest):
@@ -120,7 +120,7 @@ class _BudgetSearch:
         return [each for each in self.tried if _excess(each) <= 0]
 
     def best(self, remedies: Sequence[str], others_bytes: float) -> PlanResult:
-        """The fastest that fits. Else what is named works: one that a search with as many bytes finds, too."""
+        """The fastest placements that fit. If none do, raises an error with a budget for which the same search succeeds."""
         fitting = self.fitting()
         if fitting:
             return min(fitting, key=_us)
@@ -147,7 +147,7 @@ def _kept(planned: PlanResult) -> CheckpointDecision:
 
 
 def _again_us(planned: PlanResult) -> float:
-    """What running again takes, and moving what is offloaded."""
+    """Time for recomputation and offloading, in µs."""
     return _kept(planned).again_us + _kept(planned).offload_us
 
 
@@ -156,12 +156,12 @@ def _us(planned: PlanResult) -> float:
 
 
 def _excess(planned: PlanResult) -> float:
-    """Bytes above what it was to hold at most."""
+    """Bytes above the budget."""
     return _kept(planned).peak_bytes - _kept(planned).budget_bytes
 
 
 def _parts(planned: PlanResult) -> dict[str, float]:
-    """Bytes by part when most is held."""
+    """Bytes by part at the peak."""
     kept, memory = _kept(planned), planned.record.memory
     account = kept.account
     state = {"parameters and optimizer state": memory.parameters + memory.optimizer}

@@ -1,4 +1,4 @@
-"""A plan under a byte budget: placements, each tried out on a copy of the graph, and what is kept by them for backward."""
+"""Plan under a memory budget: placements, each tried out on a copy of the graph, with checkpointing solved for each."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from passes.solver.work_limit import WorkLimit
 def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: WorkLimit,
                    pinned: CheckpointingPlan | None = None,
                    ) -> PlanResult:
-    """plan: `plan_graph` of the trial's graph, but for when bytes are counted, how many there may be, and how long it looks.
-    allowance: for all of it. pinned: what a plan that is obeyed keeps. Raises Infeasible, with the smallest budget that is
+    """Plan a graph by trials. plan: `plan_graph` of the trial's graph, without memory model, bytes and allowance. allowance:
+    for the full search. pinned: checkpointing of a saved plan to apply. Raises Infeasible, with the smallest budget that is
     known to work."""
     sharing, plan = trial.sharing, partial(plan, memos=SearchTables())
     if pinned is not None and (planned := plan_as_pinned(plan, trial, allowance, pinned)) is not None:
@@ -35,7 +35,7 @@ def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
         return trial(planned, allowance.part(MOST_OF_THE_TIME * allowance.seconds))
 
     remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
-    if sharing.options.resident_states and trial.cluster.device.kind == "cpu":  # on several GPUs that is refused
+    if sharing.options.resident_states and trial.cluster.device.kind == "cpu":  # several GPUs do not support it
         remedies.append('offload="optimizer"')
     return search_within_budget(placed, try_out, sharing.budget, allowance, sharing.held_by_others, sharing.options.gap,
                                 remedies)
@@ -44,8 +44,8 @@ def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
 def cached_or_new(memory: PlanCache, plan: Callable[..., PlanResult], trial: DryRun | None = None,
                   allowance: WorkLimit | None = None,
                   ) -> PlanResult:
-    """The plan of an earlier launch, if there is one that fits, else a new one. plan: as above; trial: where there is a
-    budget. allowance: for a new one; the options' time limit if None."""
+    """The cached plan, if there is one that fits, else a new one. plan: as for `plan_by_trials`; trial: under a budget only.
+    allowance: for a new plan; the options' time limit if None."""
     within = allowance or WorkLimit(memory.options.time_limit)
     if trial is None:
         return memory.plan(lambda found: plan(as_in=found), lambda: plan(allowance=within), within)
@@ -57,14 +57,14 @@ def cached_or_new(memory: PlanCache, plan: Callable[..., PlanResult], trial: Dry
 
 def cached_or_new_within(memory: PlanCache, plan: Callable[..., PlanResult], allowance: WorkLimit | None = None, **limits: Any,
                          ) -> PlanResult:
-    """The same without a budget, by these limits in place of those of the plan: see
+    """`cached_or_new` without a budget, with limits that replace the plan's: see
     `hpml_compiler.planner.search.fitting_search`."""
     return cached_or_new(memory.about(*limits.items()) if limits else memory, partial(plan, **limits), allowance=allowance)
 
 
 def plan_as_pinned(plan: Callable[..., PlanResult], trial: DryRun, allowance: WorkLimit,
                    pinned: CheckpointingPlan) -> PlanResult | None:
-    """With what a plan keeps that is obeyed; None where that was made for another budget and does not fit this one."""
+    """Apply the checkpointing of a saved plan; None where that was made for another budget and does not fit this one."""
     sharing = trial.sharing
     planned = _placed(plan, trial, MemoryModel(0.0), sharing.budget - sharing.held_by_others, allowance)
     kept = trial.obey(planned, pinned)

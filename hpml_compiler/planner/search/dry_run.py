@@ -1,4 +1,4 @@
-"""A plan tried out on a copy of the graph, on one rank alone: what it would save for backward, and hold."""
+"""Dry run of a plan on a copy of the graph, for one rank: its saved activations and its memory."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ from passes.transforms.comm.prefetch_all_gather import starts_ahead
 from passes.transforms.shard.redistributor import MeshGroups
 
 MOST_OF_THE_TIME = 0.5
-"""Part of the time limit that one trial may take. Few come near this."""
+"""Part of the time limit for one trial. Few come near this."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """kept_gradients: numbers of the outputs that `.grad` will hold. written: positions of inputs that a call changes.
-    sharing: what it leaves to other graphs of the step. device: the type of what will run it, "" if that is where its tensors
-    are. folded: of which deeper model the graph has a few layers. times: where it goes through its batch in microbatches."""
+    """kept_gradients: places of the outputs that go to `.grad`. written: positions of inputs that a call mutates. sharing: the
+    state that the graphs of the step share. device: type of the device that will run the graph, "" if its tensors are on it.
+    folded: the deeper model of which a few layers were traced. times: placements on the microbatch axis."""
 
     annotated: AnalyzedGraph
     options: Options
@@ -48,8 +48,8 @@ class DryRun:
     times: MicrobatchPlacement | None = None
 
     def __call__(self, planned: PlanResult, allowance: WorkLimit | None = None) -> CheckpointDecision:
-        """Values that the first rank keeps for backward; the others' graphs have the same calls. Process groups need not be
-        there: none is used. allowance: for deciding it; a part of the options' time limit if None."""
+        """Solve checkpointing for the first rank; the graphs of other ranks have the same calls. Process groups need not exist:
+        none is used. allowance: for solving; a part of the options' time limit if None."""
         problem, within = self.problem(planned), allowance or WorkLimit(MOST_OF_THE_TIME * self.options.time_limit)
         kept = problem.solved(self.options, False, within)
         if kept.fits or not starts_ahead(problem.gm.graph):
@@ -58,12 +58,12 @@ class DryRun:
         return at_once if at_once.peak_bytes < kept.peak_bytes else kept
 
     def obey(self, planned: PlanResult, pinned: CheckpointingPlan) -> CheckpointDecision | None:
-        """What it keeps as a saved plan says; None where that does not fit, since the budget is another one."""
+        """Apply the checkpointing of a saved plan; None where it does not fit, since the budget is another one."""
         kept = self.problem(planned, pinned.ahead).obeyed(pinned)
         return None if kept is None else replace(kept, ahead=pinned.ahead)
 
     def problem(self, planned: PlanResult, ahead: bool = True) -> CheckpointProblem:
-        """Of the rewritten graph. ahead: with what is gathered under way while the block before computes, which holds more."""
+        """The rewritten graph's problem. ahead: with all-gathers that overlap the previous block, which take more memory."""
         gm, axes = copy_graph(self.annotated.gm), device_axes(planned.mesh)
         groups = MeshGroups(axes, (0,) * len(axes), tuple(f"trial_{axis.name}" for axis in axes))
         room, name, tape = self.sharing.room(self.held(planned)), planned.record.name, self.tape(planned, groups)
@@ -78,11 +78,11 @@ class DryRun:
 
     @property
     def saved_part(self) -> float:
-        """Of the saved values of the whole batch, those that are there at a time."""
+        """Share of the full batch's saved values that are in memory at the same time."""
         return memory_model_in_time(self.times, loss_of(self.annotated.gm) is not None).in_flight
 
     def held(self, planned: PlanResult) -> GraphMemory:
-        """By this graph on a rank, besides what it keeps."""
+        """Memory of this graph on a rank, besides saved activations."""
         memory, whole = planned.record.memory, self.sharing.whole
         part = memory.gradients / whole.gradients if whole.gradients else 1.0
         return GraphMemory(whole.name, memory.parameters, memory.gradients, memory.optimizer, part * whole.largest)

@@ -1,8 +1,8 @@
-"""Plans that fit the memory of their devices, or a refusal that says by how much they do not, and what would make them fit.
+"""Search for a plan that fits in device memory, or raise an error with the excess and remedies.
 
-The placement problem adds bytes up at a moment or two. Whether a step fits is decided by the one count that its plan reports
-(`hpml_compiler.planner.graph.plan_assembly`): where that is more than a device has, placements are sought that leave as much
-more room.
+The placement problem adds up bytes at one or two moments. Whether a step fits is decided by the peak that its plan reports
+(`hpml_compiler.planner.graph.plan_assembly`): where that exceeds a device's memory, the search is repeated with a budget
+that is smaller by the excess.
 """
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 log = logging.getLogger("hpml")
 MOST_SEARCHES = 4
 LEAST = 1.0
-"""A budget that nothing meets, by which the answer that takes least is found."""
+"""A budget that nothing meets, to find the answer with the least memory."""
 FAR_BELOW = 0.5
-"""Part of a device's memory up to which what the placement problem adds up needs no closer look before a first step."""
+"""Part of a device's memory: below it, the placement problem's count is enough before a first step."""
 
 
 class PlacementSearch(Protocol):
-    """Placements by these limits: see `plan_graph`."""
+    """Finds placements within these limits: see `plan_graph`."""
 
     def __call__(self, *, lifetimes: MemoryModel, **limits: Any) -> PlanResult: ...
 
@@ -45,9 +45,9 @@ def record_of(planned: PlanResult) -> GraphPlan:
 
 @dataclass(frozen=True)
 class FittingSearch:
-    """Searches until an answer fits. cluster: of all devices. finish: makes the record of the step that an answer is for, but
-    for its peak. lifetimes: when a search counts bytes; where it finds nothing so, and in further searches, saved values and
-    gradients count when they are there. devices: the number of those whose bytes a search adds up, as of all stages."""
+    """Searches until an answer fits. cluster: of all devices. finish: makes the record of an answer's step, except its peak.
+    lifetimes: when a search counts bytes; where it finds nothing that way, and in further searches, saved values and gradients
+    count while they are in memory. devices: number of devices whose bytes a search adds up, such as one of each stage."""
 
     options: Options
     cluster: Cluster
@@ -56,10 +56,10 @@ class FittingSearch:
     devices: int = 1
 
     def __call__(self, search: PlacementSearch, hurried: bool = False) -> tuple[PlanResult, GraphPlan]:
-        """The first answer of the search that fits, and its finished record. hurried: what is far below a device's memory is
-        taken as it is, and its peak is counted when somebody asks.
+        """The first answer of the search that fits, and its finished record. hurried: accept an answer far below a device's
+        memory at once; its peak is counted on demand.
 
-        Raises Infeasible with the least that was found to work."""
+        Raises Infeasible with the least memory that was found to work."""
         limit = memory_limit(self.options, self.cluster)
         again = partial(search, lifetimes=MemoryModel(self.lifetimes.in_flight))
         is_least = False
@@ -99,8 +99,8 @@ class FittingSearch:
 
 
 def _or_least(search: Callable[..., PlanResult]) -> tuple[PlanResult, bool]:
-    """An answer within the budget or, where there is none, the one that takes least, and whether it is that. Raises Infeasible
-    where nothing is known to take least."""
+    """An answer within the budget or, where there is none, the one with the least memory, and whether it is that. Raises
+    Infeasible where the least is unknown."""
     try:
         return search(), False
     except Infeasible as refusal:
@@ -125,8 +125,8 @@ def check_fits(record: GraphPlan, options: Options, cluster: Cluster) -> GraphPl
 
 
 def fits_replicated(annotated: AnalyzedGraph, options: Options, cluster: Cluster) -> bool:
-    """True if a device could hold twice all that a graph computes, with its parameters, their gradients and the optimizer's
-    state: its peak needs no closer look before a first step, then."""
+    """True if a device could hold twice all values of a graph, with its parameters, their gradients and the optimizer state:
+    its peak need not be counted before a first step, then."""
     total = (2 + options.optimizer_states) * sum(x.bytes for x in annotated.graph.values if x.kind == "parameter")
     for node in annotated.gm.graph.nodes:
         for value in compat.pytree.tree_leaves(node.meta.get("val")):
@@ -146,7 +146,7 @@ def memory_limit(options: Options, cluster: Cluster) -> int:
 
 
 def over_budget(record: GraphPlan, limit: int, options: Options) -> Infeasible:
-    """The error that says whose bytes they are, and what would make them fewer."""
+    """The error for a plan that exceeds the limit, with bytes by part and remedies."""
     parts = "" if record.at_peak is None else "; of these bytes, " + ", ".join(
         f"{part} {format_bytes(nbytes)}" for part, nbytes in record.at_peak.parts.items())
     pipe, times = record.pipeline, record.microbatches
@@ -175,11 +175,11 @@ def _remedies(record: GraphPlan, options: Options) -> list[str]:
 
 
 def _without_bound(planned: PlanResult) -> PlanResult:
-    """Drop the claim to be optimal: a plan found with less room than there is may be slower than the best one."""
+    """Drop the claim to be optimal: a plan found with a reduced budget may be slower than the best one."""
     return replace(planned, record=planned.record.model_copy(update={"solver": planned.record.solver.without_bound()}))
 
 
 def _held(record: GraphPlan, in_flight: float) -> float:
-    """Bytes at the fuller of the two moments that the placement problem counts: see `MemoryModel`."""
+    """Bytes at the higher of the two moments that the placement problem counts: see `MemoryModel`."""
     memory = record.memory
     return float(memory.parameters + memory.optimizer + max(in_flight * memory.activations, memory.gradients))

@@ -1,7 +1,7 @@
-"""Plans of earlier launches: what was decided for a graph is looked up in a file before it is searched for again.
+"""Persistent plan cache: a graph's decisions are looked up in a file before they are searched for again.
 
-What is found is obeyed as a saved plan is: the problem is built anew, of this graph and at the prices of today, and every
-choice is priced and checked in it. So an entry that is stale, damaged or of another graph costs a search, and nothing else.
+A cached plan is applied as a saved plan is: the problem is built for this graph, at today's costs, and every choice is priced
+and checked in it. So an entry that is stale, corrupt or for another graph costs a search, and nothing else.
 """
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ log = logging.getLogger("hpml")
 
 NAME = "an earlier launch"
 CLOSE = 1e-6
-"""How far, as a part of it, the cost may be from the one found then, if prices are the same."""
+"""Largest relative difference between the cost and the cached one, if costs are the same."""
 LIKE_PRICES = 1.5
-"""By how much what a quick look finds may differ from what it found then: it is a short look, at a machine that may be busy."""
+"""Largest ratio between two quick profiles, which are short and may run on a busy machine."""
 PROBES_BYTES = (2.0**12, 2.0**18, 2.0**22)
 
 
 class CachedPlan(Record):
-    """What was decided for one graph, with the report of the search. look: prices by which a quick look scaled all others."""
+    """Decisions for one graph, with the report of the search. look: costs from the quick profile that scaled all others."""
 
     name: str = NAME
     mesh: Mesh
@@ -57,21 +57,21 @@ class CachedPlan(Record):
 
 @dataclass(frozen=True)
 class PlanCache:
-    """Of one graph's plan. key: a digest of all that decides it but the prices of a quick look, which are in `look`.
-    options: with a budget, if there is one, in bytes."""
+    """The plan cache for one graph. key: digest of all that determines its plan except the costs of the quick profile, which
+    are in `look`. options: with the budget, if there is one, in bytes."""
 
     key: str
     look: Mapping[str, float]
     options: Options
 
     def about(self, *others: object) -> PlanCache:
-        """Of a plan that depends on these besides, told apart by their `repr`."""
+        """The cache for a plan that depends on these values, too, by their `repr`."""
         return replace(self, key=plan_database.digest_of([self.key, *others]))
 
     def plan(self, obey: Callable[[CachedPlan], PlanResult | None], search: Callable[[], PlanResult], allowance: WorkLimit,
              ) -> PlanResult:
-        """obey: plans the graph as it was planned then; None, BadInput or Infeasible where that does not fit. search: plans it
-        anew, within this allowance."""
+        """The cached plan, or a new one. obey: plans the graph with the cached decisions; None, BadInput or Infeasible where
+        these do not fit. search: finds a new plan, within this allowance."""
         if not plan_database.is_on():
             return search()
         found = self._found()
@@ -81,12 +81,12 @@ class PlanCache:
                 return planned
             log.info("what an earlier launch decided does not fit any more: it is searched anew")
         planned = search()
-        if not allowance.was_over:  # else it was cut short, and with more of the time that others share may be better
+        if not allowance.was_over:  # a search that was cut short is not cached: the next may have more time
             self._remember(planned)
         return planned
 
     def _found(self) -> CachedPlan | None:
-        """None where there is nothing, nothing that can be read, or prices were others."""
+        """The entry; None where there is none, it cannot be read, or costs were different."""
         try:
             text = plan_database.get(self.key)
         except BadInput as error:
@@ -100,7 +100,7 @@ class PlanCache:
         return found if found is not None and _alike(found.look, self.look) else None
 
     def _obeyed(self, obey: Callable[[CachedPlan], PlanResult | None], found: CachedPlan) -> PlanResult | None:
-        """With the report of the search, whose bound holds as long as prices do; None if the answer is another one."""
+        """The cached plan with its search report, whose bound holds for equal costs; None if the answer has another cost."""
         try:
             planned = obey(found)
         except (BadInput, Infeasible) as refusal:
@@ -127,7 +127,7 @@ class PlanCache:
 
 def plan_cache_of(annotated: AnalyzedGraph, options: Options, cluster: Cluster, look: CachedMeasurements | None,
                   *others: object) -> PlanCache:
-    """others: what else the plan of the graph depends on, told apart by their `repr`."""
+    """The plan cache for a graph. others: values that the plan depends on, too, by their `repr`."""
     if not plan_database.is_on():
         return PlanCache("", {}, options)
     digest = annotated.hash()
@@ -142,17 +142,17 @@ def plan_cache_of(annotated: AnalyzedGraph, options: Options, cluster: Cluster, 
 
 
 def _rules(annotated: AnalyzedGraph) -> list[tuple[object, ...]]:
-    """Strategies that the rules allow each operation."""
+    """Strategies of each operation, by its sharding rule."""
     return [(op.strategies, op.heavy, op.linear) for op in annotated.graph.operations]
 
 
 def _operators(annotated: AnalyzedGraph) -> dict[str, str]:
-    """Source of the custom operators that are called, by name."""
+    """Source code of the custom operators in the graph, by name."""
     return {name: source_of(function) for name, function in compat.custom_op_functions(annotated.gm).items()}
 
 
 def _prices(look: CachedMeasurements, cluster: Cluster) -> dict[str, float]:
-    """What a look found, as numbers that can be compared."""
+    """Costs of a quick profile, as numbers to compare."""
     found = {f"kernels: {kind}": factor for kind, factor in look.measurements.factors.items()}
     (axis,) = mesh_from_pin({"all": cluster.world_size}, cluster).axes
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
