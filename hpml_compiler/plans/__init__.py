@@ -1,1 +1,1 @@
-"""The plan as data: its records, its JSON, and the sums over them. Nothing here draws."""
+"""The plan as data: its records, its JSON and totals over a step. Nothing here draws."""

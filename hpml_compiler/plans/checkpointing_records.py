@@ -1,4 +1,4 @@
-"""What a rank keeps of forward for backward under a byte budget, as part of a plan."""
+"""Records of activation checkpointing under a memory budget: saved, offloaded and recomputed values of one graph."""
 from __future__ import annotations
 
 from pydantic import Field
@@ -7,8 +7,8 @@ from hpml_compiler.plans.record_fields import Count, Microseconds, Record
 
 
 class SavedValue(Record):
-    """A value that is kept: the block that it is made in, and its bytes on one device. layers: how many have such a value,
-    where the block stands for several; bytes, and times, are of one of them."""
+    """An activation that is saved for backward. block: where it is computed. bytes: on one device, for one layer. layers:
+    number of layers with such a value, where one block represents several; bytes and times are per layer."""
 
     block: str
     bytes: Count
@@ -16,13 +16,13 @@ class SavedValue(Record):
 
 
 class OffloadedValue(SavedValue):
-    """One that is out of the device's memory in between, and what moving it out and back takes."""
+    """An activation that is offloaded between forward and backward. predicted_us: time to copy it out and back."""
 
     predicted_us: Microseconds
 
 
 class RecomputedCall(Record):
-    """A call of forward that backward runs once more: the block that it is in, and what that takes, in each of `layers`."""
+    """A forward call that is recomputed in backward. block: where it is. predicted_us: time per layer, for `layers` layers."""
 
     block: str
     predicted_us: Microseconds
@@ -30,8 +30,8 @@ class RecomputedCall(Record):
 
 
 class PeakRecord(Record):
-    """When forward or backward of a graph holds most: the node that runs then, and bytes by part ("gradients", "saved",
-    "recomputed", "transient"). again: whether it is a node of forward that backward runs once more."""
+    """Memory peak of forward or of backward of one graph. node, block: the node that runs at the peak and its block. again: the
+    node is a forward node recomputed in backward. parts: bytes by part ("gradients", "saved", "recomputed", "transient")."""
 
     node: str
     block: str
@@ -44,11 +44,12 @@ class PeakRecord(Record):
 
 
 class CheckpointingPlan(Record):
-    """What a byte budget decided of one graph, by the nodes that a rank runs, and what a call of it holds besides parameters,
-    the optimizer's state and its inputs: when forward and backward hold most; `saved_bytes` from forward to backward;
-    `gradient_bytes` afterwards, until the optimizer has read them. `budget_bytes`: what a whole step may hold; `step_bytes`:
-    what it holds, with parameters and state, while the optimizer makes its step, as far as its graphs were known by then.
-    `ahead`: whether what is gathered is under way while the block before computes."""
+    """Activation checkpointing of one graph under a memory budget. Names are those of the nodes that a rank runs; bytes are on
+    one device and leave out parameters, optimizer state and inputs. `budget_bytes`: memory budget of a whole step;
+    `saved_bytes`: activations between forward and backward; `gradient_bytes`: gradients until the optimizer has read them;
+    `step_bytes`: memory of the optimizer step, parameters and state included, for the graphs known when this was decided;
+    `ahead`: all-gathers of parameters are prefetched during the previous block; `saved`, `offloaded`, `again` (recomputed): by
+    node; `forward`, `backward`: the memory peak of each."""
 
     budget_bytes: Count
     saved_bytes: Count

@@ -1,4 +1,4 @@
-"""The fields of a plan and the sums over its graphs: all that pictures, tables and simulation read of one."""
+"""The fields of a plan and totals over its graphs, as read by drawings, tables and the simulator."""
 from __future__ import annotations
 
 import math
@@ -28,8 +28,9 @@ PHASES = ("trace", "annotate", "solve", "rewrite", "compile forward", "compile b
 
 
 class PlanContent(PlanFile):
-    """Contents of a plan, and what follows from these alone. `options` are those it was made with. `at_peak`: the moment at
-    which a device holds most, where a step runs several graphs."""
+    """Contents of a plan and the totals derived from them. `options`: the options that the plan was made with. `at_peak`: the
+    memory peak of a step that runs several graphs. `rejected`: meshes that were tried and not chosen. `unplanned`: parts of the
+    step behind a graph break."""
 
     format_version: int = FORMAT_VERSION
     torch_version: str
@@ -53,24 +54,24 @@ class PlanContent(PlanFile):
                 raise ValueError(f"graph {graph.name!r} has the mesh {graph.mesh}, the plan has {self.mesh}")
         return self
 
-    # -- what it costs -------------------------------------------------------------------------------------------------
+    # -- costs ---------------------------------------------------------------------------------------------------------
 
     @property
     def step_graphs(self) -> tuple[GraphPlan, ...]:
-        """The graphs that one step runs: those that train, or all where none does; of what was compiled again, as HF BERT
-        is after its first call, the last graph alone."""
+        """The graphs that one step runs: the training graphs, or all graphs if none trains. Of a frame that was recompiled (as
+        HF BERT is after its first call) only the last graph counts."""
         training = [graph for graph in self.graphs if graph.training] or self.graphs
         last = {graph.frame: graph.name for graph in training}
         return tuple(graph for graph in training if not graph.frame or last[graph.frame] == graph.name)
 
     @property
     def predicted(self) -> PredictedCost:
-        """Sum over the graphs of a step, which run one after another."""
+        """Predicted cost of a step: the sum over its graphs, which run one after another."""
         return PredictedCost(**_sums((graph.predicted for graph in self.step_graphs), PredictedCost))
 
     @property
     def power_w(self) -> float | None:
-        """Predicted average power of one device during a step; None where its energy was not computed."""
+        """Predicted average power of one device during a step, in W; None if energy was not computed."""
         cost = self.predicted
         if cost.energy_j is None or not cost.step_time_us:
             return None
@@ -78,19 +79,19 @@ class PlanContent(PlanFile):
 
     @property
     def links(self) -> dict[str, str]:
-        """Links that the groups of each mesh axis use; empty where the plan does not name the cluster."""
+        """Kind of link that the process groups of each mesh axis use; empty if the plan does not name the cluster."""
         found = re.fullmatch(r"(\d+)x(\d+):[^+]*", self.cluster or "")
         return links_of_axes(self.mesh, int(found[2])) if found and int(found[1]) * int(found[2]) == self.world_size else {}
 
     @property
     def memory(self) -> MemoryBytes:
-        """Sum over the graphs of a step: an upper bound where several graphs share parameters. The peak is that of the step."""
+        """Memory of a step: the sum over its graphs (an upper bound if they share parameters), and the peak of the step."""
         found = MemoryBytes(**_sums((graph.memory for graph in self.step_graphs), MemoryBytes))
         return found if self.peak is None else found.model_copy(update={"peak": self.peak.bytes})
 
     @property
     def peak(self) -> Peak | None:
-        """The moment of a step at which a device holds most; None of a plan that is written by hand."""
+        """The memory peak of a step; None for a plan that is written by hand."""
         graphs = self.step_graphs
         if self.at_peak is not None or len(graphs) != 1:
             return self.at_peak
@@ -98,7 +99,7 @@ class PlanContent(PlanFile):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Where the time before the first step went, in the order of the work: sums over all graphs that were compiled."""
+        """Seconds of compilation by phase, in the order of the phases, summed over all compiled graphs."""
         phases = [*PHASES, *(phase for graph in self.graphs for phase in graph.seconds)]
         return {phase: sum(graph.seconds.get(phase, 0.0) for graph in self.graphs)
                 for phase in dict.fromkeys(phases) if any(phase in graph.seconds for graph in self.graphs)}
@@ -109,7 +110,7 @@ class PlanContent(PlanFile):
         return collective_totals(move for graph in self.step_graphs for move in graph.redistributions)
 
     def summary_json(self) -> dict[str, Any]:
-        """What `hpml plan --json` prints: plain JSON values; times in seconds, bytes per device."""
+        """The output of `hpml plan --json`: plain JSON values; times in seconds, bytes per device."""
         graphs = self.step_graphs
         solvers = [graph.solver for graph in graphs]
         objective = solvers[0].objective if solvers else "time"
@@ -144,7 +145,7 @@ class PlanContent(PlanFile):
 
 
 def _sums(parts: Iterable[Record], kind: type[Record]) -> dict[str, Any]:
-    """Each field summed over the parts: None if any part has none; of a text, that of all parts if they agree."""
+    """Each field summed over the parts: None if it is None in any part; a string if all parts agree on it, else None."""
     parts = list(parts)
     if not parts:
         return {field: 0 for field, info in kind.model_fields.items() if info.is_required()}

@@ -1,4 +1,4 @@
-"""The bytes of a plan: what a device holds of each kind, and the moment of a step at which it holds most."""
+"""Records of a plan's memory: bytes by kind on the fullest device, and the memory peak of a step."""
 from __future__ import annotations
 
 from pydantic import Field
@@ -6,12 +6,13 @@ from pydantic import Field
 from hpml_compiler.plans.record_fields import Count, Record
 
 PARTS = ("parameters", "optimizer", "gradients", "saved", "recomputed", "gathered", "transient")
-"""In the order in which they are shown. gathered: parameters whole that are stored in parts."""
+"""Parts of memory, in the order in which they are displayed. gathered: unsharded copies of sharded parameters."""
 
 
 class Peak(Record):
-    """parts: bytes on the fullest device by part (`PARTS`), which add up to the peak. graph, node, block, phase: where in the
-    step that is. counted: along what a rank runs, as where a byte budget decided what is kept; else the step was simulated."""
+    """The memory peak of a step. parts: bytes on the fullest device by part (`PARTS`); their sum is the peak. graph, node,
+    block, phase: where in the step it is. counted: it follows from the activation checkpointing of each graph, decided under a
+    memory budget; otherwise the step was simulated."""
 
     parts: dict[str, Count] = Field(default_factory=dict)
     graph: str = ""
@@ -26,8 +27,9 @@ class Peak(Record):
 
 
 class MemoryBytes(Record):
-    """Predicted bytes on the fullest device. activations: all that is saved for backward. peak: the most that is held at a
-    time; as not all of these are there at once, and others come and go, it is not their sum (see `GraphPlan.at_peak`)."""
+    """Predicted bytes on the fullest device. activations: all that is saved for backward. peak: the most that is in memory at
+    one time. It is not the sum of the others, which are not all there at once, and it includes temporary values
+    (see `GraphPlan.at_peak`)."""
 
     parameters: Count
     gradients: Count

@@ -1,4 +1,4 @@
-"""What a device holds when it holds most in a step, by part, where a byte budget decided what is kept for backward."""
+"""Peak memory of a step by part, for graphs whose activation checkpointing was decided under a memory budget."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +9,8 @@ from hpml_compiler.plans.schema import GraphPlan, ParameterPlan
 
 
 def counted_peak(graphs: Sequence[GraphPlan]) -> Peak | None:
-    """Of a step that runs forward of these graphs in order and backward in reverse; None where no budget decided what each
-    of them keeps."""
+    """The memory peak of a step that runs forward of these graphs in order and backward in reverse; None unless each of them
+    has a checkpointing plan (`GraphPlan.kept`)."""
     kept = [graph.kept for graph in graphs if graph.kept is not None]
     if not kept or len(kept) < len(graphs):
         return None
@@ -21,7 +21,7 @@ def counted_peak(graphs: Sequence[GraphPlan]) -> Peak | None:
 
 
 def _optimizer(state: Mapping[str, int], kept: Sequence[CheckpointingPlan]) -> Peak:
-    """While it makes its step, which the graph that was compiled last knows most of."""
+    """Memory during the optimizer step. It is read from the graph compiled last, whose plan knows of all graphs before it."""
     rest = max(kept[-1].step_bytes - sum(state.values()), 0)
     gradients = min(rest, sum(each.gradient_bytes for each in kept))
     parts = {**state, "gradients": gradients, "transient": rest - gradients}
@@ -31,7 +31,8 @@ def _optimizer(state: Mapping[str, int], kept: Sequence[CheckpointingPlan]) -> P
 def _moment(graph: GraphPlan, kept: CheckpointingPlan, state: Mapping[str, int], of_step: Sequence[CheckpointingPlan],
             number: int,
             backward: bool) -> Peak:
-    """With what graphs before it have saved and, in backward, the gradients that those after it have made."""
+    """Memory peak of one graph's forward or backward, plus the activations saved by the graphs before it and, in backward, the
+    gradients of the graphs after it."""
     at: PeakRecord = kept.backward if backward else kept.forward
     parts = {**at.parts, **state}
     parts["saved"] = parts.get("saved", 0) + sum(other.saved_bytes for other in of_step[:number])
@@ -46,8 +47,8 @@ def _shown(parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _state(graphs: Sequence[GraphPlan]) -> dict[str, int]:
-    """Parameters, what of them is held besides as it was gathered, and the optimizer's state; a parameter that several graphs
-    use counts once."""
+    """Bytes of sharded parameters, of their unsharded copies and of the optimizer state. A parameter that several graphs use
+    counts once."""
     parameters, gathered, optimizer = 0.0, 0.0, 0.0
     seen: set[str] = set()
     for graph in graphs:

@@ -1,4 +1,4 @@
-"""How a step goes through its batch in several microbatches, and through stages, as part of a plan."""
+"""Records of a plan for microbatches and pipeline stages."""
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -9,14 +9,16 @@ from hpml_compiler.plans.record_fields import Count, Microseconds, Names, Record
 
 
 class MicrobatchPlan(Record):
-    """count: of microbatches. share: of the work on rows, by estimated time, that is in their loop, 0 to 1.
+    """Split of a step into a loop over microbatches. count: number of microbatches. share: share of the per-row work, by
+    estimated time, that is in the loop, 0 to 1.
 
-    By the names of operations: before, after: done once, whole, before the loop and after it; all others are in it. sums: made
-    in the loop in parts that are added up, so that they are as large for fewer rows. whole: of those outside of the loop, where
-    rows go in, the dearest first: their rows depend on each other, or on what is known after the loop.
+    Names of operations: before, after: run once on the whole batch, before or after the loop; all others are in the loop. sums:
+    accumulated over microbatches, such as gradients, so their size does not shrink with the rows. whole: operations outside of
+    the loop that read rows, most expensive first; they stay outside because their rows depend on each other or on results
+    that are known only after the loop.
 
-    loss_inside: the loss is computed in the graph, so that backward of a microbatch follows its forward; else forward of all
-    comes first, and what all of them save is held."""
+    loss_inside: the loss is computed in the graph, so backward of a microbatch follows its forward. Otherwise forward of all
+    microbatches runs first, and the activations of all of them are in memory."""
 
     count: Annotated[int, Field(ge=2)]
     share: Annotated[float, Field(ge=0.0, le=1.0)]
@@ -28,8 +30,8 @@ class MicrobatchPlan(Record):
 
 
 class SentPlan(Record):
-    """What a stage sends to another rank for one microbatch: the value, its bytes, and whether to the stage before it, in
-    backward."""
+    """A tensor that a stage sends to another rank for one microbatch. value, bytes: its name and size. backward: it goes to the
+    previous stage, in backward."""
 
     value: str
     bytes: Count
@@ -37,13 +39,13 @@ class SentPlan(Record):
 
 
 class StagePlan(Record):
-    """One stage of a pipeline. rank: along the axis pp, that runs it. operations: how often it runs each that is listed, for
-    one microbatch (and those that are not in the loop, once). parameters: those whose gradients it makes whole, with their
-    bytes. forward_us, backward_us, send_us (to the next stage), return_us (to the one before), saved_bytes: of one
-    microbatch; in_flight: the most of which something is saved at a time; memory_bytes: what its rank holds for it then, with
-    parameters, gradients and optimizer state as they are stored. weight_us: the part of backward_us for gradients that nobody
-    waits for, where the schedule runs it apart; then saved_bytes is the most that is held for a microbatch, before that part or
-    after the other one, so that saved_bytes * in_flight is an upper bound."""
+    """One pipeline stage. rank: coordinate on the axis pp of the ranks that run it. operations: how many times it runs each
+    listed operation for one microbatch (operations outside of the loop: once). parameters, parameter_bytes: parameters whose
+    gradients it completes, and their bytes. forward_us, backward_us, send_us (to the next stage), return_us (to the previous
+    stage), saved_bytes: per microbatch. in_flight: the largest number of microbatches with saved activations at a time;
+    memory_bytes: memory of its rank for this stage then, with parameters, gradients and optimizer state as they are stored.
+    weight_us: the part of backward_us for weight gradients, where the schedule runs it separately; saved_bytes is then the
+    larger of the bytes before that part and after the other part of backward, so saved_bytes * in_flight is an upper bound."""
 
     blocks: Names
     rank: Count
@@ -62,9 +64,9 @@ class StagePlan(Record):
 
 
 class PipelinePlan(Record):
-    """A step that goes through stages. schedule: its name in `passes.pipeline.schedule_orders`; ranks: along the axis pp;
-    step_us: of the schedule alone, without what is around its loop and the optimizer; bubble: the share of it in which a rank
-    computes nothing, on average, 0 to 1."""
+    """A step in pipeline stages. schedule: its name in `passes.pipeline.schedule_orders`. ranks: size of the axis pp. step_us:
+    time of the schedule alone, without the operations around its loop and without the optimizer. bubble: average share of
+    step_us in which a rank is idle, 0 to 1."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
     ranks: Annotated[int, Field(ge=1)]
@@ -75,5 +77,5 @@ class PipelinePlan(Record):
 
     @property
     def virtual_stages(self) -> int:
-        """Stages of each rank."""
+        """Number of stages per rank."""
         return len(self.stages) // self.ranks

@@ -1,4 +1,4 @@
-"""Files of plans: strict JSON of one format version, written whole or not at all."""
+"""Plan files: strict JSON of one format version, written atomically."""
 from __future__ import annotations
 
 import json
@@ -16,29 +16,29 @@ FORMAT_VERSION = 6
 
 
 class PlanFile(Record):
-    """A record with files of its own; who inherits it says in `from_json` what a file has to be."""
+    """Base of records that are saved to a JSON file; subclasses validate the file's contents in `from_json`."""
 
     def to_json(self) -> str:
-        """The whole plan as strict JSON text."""
+        """The plan as strict JSON text."""
         return json.dumps(self.model_dump(mode="json"), allow_nan=False, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Self:
-        """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid plan."""
+        """Parse the plan in `text`; `where` names it in errors. Raises BadInput unless it is a complete, valid plan."""
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan; an older file at `path` stays whole until the new one is."""
+        """Write the plan to `path` atomically: an older file stays intact until the new one is complete."""
         write_file(path, self.to_json(), "the plan")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote. Raises BadInput."""
+        """Read a file that `save` wrote. Raises BadInput."""
         return cls.from_json(read_plan(path), where=str(path))
 
 
 def is_mixed(text: str) -> bool:
-    """Whether this looks like the file of a mixed plan."""
+    """True if the text looks like the file of a mixed plan: a JSON object of kind "mixed"."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -47,7 +47,7 @@ def is_mixed(text: str) -> bool:
 
 
 def json_content(text: str, where: str, next_step: str) -> dict[str, Any]:
-    """The object in `text`, with the format version that this hpml reads. Raises BadInput."""
+    """Parse the object in `text` and check its format version. Raises BadInput."""
     content = parse_json(text, where, next_step, "not a plan")
     if not isinstance(content, dict) or "format_version" not in content:
         raise BadInput(what="this JSON is no plan: it has no format_version", where=where, next_step=next_step)
@@ -59,5 +59,5 @@ def json_content(text: str, where: str, next_step: str) -> dict[str, Any]:
 
 
 def read_plan(path: str | os.PathLike[str]) -> str:
-    """The text of a plan's file. Raises BadInput."""
+    """Read the text of a plan file. Raises BadInput."""
     return read_text(path, "the plan", "give a file that `hpml plan TARGET --save PLAN.json` wrote")

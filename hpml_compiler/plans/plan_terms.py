@@ -1,5 +1,4 @@
-"""The terms of a plan (`passes.cost_model.cost_terms`): all that its cost is made of, so that it is priced anew without a
-solver."""
+"""Cost terms of a plan (`passes.cost_model.cost_terms`), from which it can be priced again without a solver."""
 from __future__ import annotations
 
 from collections import Counter
@@ -15,14 +14,15 @@ Part = Literal["compute", "communication", "optimizer"]
 
 
 def kernel_of(operation: OperationPlan) -> Kernel[float] | None:
-    """The kernel that an operation stands for; None for a view, and within a fused kernel for all but one."""
+    """The kernel of an operation, as the cost model prices it; None for a view, and for the operations of a fused kernel that
+    carry no part of its cost."""
     if operation.kind == "view":
         return None
     return Kernel(operation.flops, operation.bytes_moved, operation.dtype, operation.kind)
 
 
 def message_of(hop: HopPlan, axes: Axes) -> Message[float] | Slice:
-    """A hop of a redistribution."""
+    """The cost term of one collective of a redistribution, or of a local slice."""
     if not hop.bytes:
         return Slice()
     [number] = [k for k, axis in enumerate(axes) if axis.name == hop.axis]
@@ -31,13 +31,13 @@ def message_of(hop: HopPlan, axes: Axes) -> Message[float] | Slice:
 
 
 def update_of(parameter: ParameterPlan) -> Update[float]:
-    """The optimizer's step over a parameter."""
+    """The cost term of the optimizer step over one parameter."""
     return Update(parameter.bytes_per_device / item_bytes(parameter.dtype), parameter.dtype)
 
 
 def terms_of(graph: GraphPlan) -> Iterator[tuple[Part, Term[float], int]]:
-    """(part of the step, term, how often a step has it), equal ones together. Parameters that are listed once for several
-    layers are all listed, so each counts once."""
+    """Cost terms of one step as (part of the step, term, count), equal terms merged. A plan lists the parameters of every
+    layer, so each parameter counts once."""
     counts: Counter[tuple[Part, Term[float]]] = Counter()
     for operation in graph.operations.values():
         kernel = kernel_of(operation)
@@ -53,7 +53,7 @@ def terms_of(graph: GraphPlan) -> Iterator[tuple[Part, Term[float], int]]:
 
 
 def priced(graph: GraphPlan, prices: Prices) -> dict[Part, float]:
-    """What each part of a step costs by these prices."""
+    """Cost of each part of a step at the given prices."""
     total: dict[Part, float] = {"compute": 0.0, "communication": 0.0, "optimizer": 0.0}
     for part, term, count in terms_of(graph):
         total[part] += count * price(term, prices)

@@ -1,4 +1,4 @@
-"""What the parts of a plan are made of: the base of all records, and the kinds of numbers and texts in them."""
+"""Base class and field types of a plan's records."""
 from __future__ import annotations
 
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 Placement = Annotated[str, StringConstraints(pattern=r"^(R|P|M|S\(\d+(\.\d+)?\))$")]
-# strict=False lets a list (which is what JSON has) become the tuple that a frozen model holds; items stay strict
+# strict=False lets a JSON list become the tuple that a frozen model needs; items stay strict
 Placements = Annotated[tuple[Placement, ...], Field(strict=False)]
 PlacementsOfEach = Annotated[tuple[Placements, ...], Field(strict=False)]
 Shape = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
@@ -19,6 +19,6 @@ Mesh = dict[str, Annotated[int, Field(ge=1)]]
 
 
 class Record(BaseModel):
-    """Base of all parts of a plan: immutable, every field checked, no NaN or infinity."""
+    """Base of all records of a plan: immutable, every field validated, no NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,8 +1,8 @@
-"""The parts of a plan: frozen, validated records that hold numbers and strings only.
+"""Records of a plan: frozen and validated, with numbers and strings only.
 
 Placements are strings, one per mesh axis in the mesh's order: "R" (replicate), "P" (partial sum), "M" (partial max),
 "S(d)" (dim d sharded) and "S(d.k)" (factor k of dim d sharded, such as the heads inside a flattened hidden dim; "S(d)"
-is factor 0). An empty list of placements stands for something that is no tensor.
+is factor 0). An empty list of placements belongs to a value that is not a tensor.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from hpml_compiler.plans.record_fields import (
 Objective = Literal["time", "energy"]
 
 ROOT = "(root)"
-"""The block of what is in no submodule, such as a loss."""
+"""The block of operations outside of any submodule, such as a loss."""
 
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """How often a kind of collective runs in one step, and the sum of its payloads in bytes per device."""
+    """Number of collectives of one kind in a step, and the sum of their payloads in bytes per device."""
 
     count: int
     bytes: int
 
 
 class ParameterPlan(Record):
-    """One parameter (or buffer): its whole shape, how it is stored, its bytes whole and, as it is stored, on one (the fullest)
-    device, and the node that its gradient is ("" where it has none, or nobody said). `held`: how it is held besides, where it
-    is gathered once per step of the optimizer; empty where it is not."""
+    """One parameter or buffer. `shape`: of the unsharded tensor; `placements`: how it is stored; `bytes_whole`: unsharded;
+    `bytes_per_device`: as stored, on the fullest device; `gradient`: the node of its gradient ("" if it has none or it is
+    unknown). `held`: placements of its unsharded copy, which is gathered once per optimizer step; empty if there is none."""
 
     shape: Shape
     dtype: str
@@ -58,15 +58,15 @@ class ParameterPlan(Record):
 
 
 class OperationPlan(Record):
-    """One node of the joint graph. `inputs` and `outputs` hold the placements of each tensor in order, as the operation
-    itself reads and writes them (redistributions lie between). `block` is the path of the repeated block or else the
-    module that it, or its forward operation, belongs to (`transformer.h.3`, `lm_head`), or ROOT; `predicted_us` the cost
-    of one run; `sources` the nodes, parameters and arguments read, in the order of `inputs`.
+    """One node of the joint graph. `inputs` and `outputs`: placements of each tensor in order, as the operation itself reads
+    and writes them (redistributions lie between operations). `block`: path of the repeated block, or else of the module, that
+    the operation or its forward operation belongs to (`transformer.h.3`, `lm_head`), or ROOT. `predicted_us`: cost of one run.
+    `sources`: nodes, parameters and arguments that it reads, in the order of `inputs`.
 
-    What it is priced by, on one device and for one run: `kind` of kernel, `dtype`, `flops` and `bytes_moved`. Operations
+    Inputs of the cost model, on one device and for one run: `kind` of kernel, `dtype`, `flops` and `bytes_moved`. Operations
     of one fused kernel are priced as one: the first (or the heavy ones) carry its bytes, the others none. `result_bytes`:
-    of each result on one device; `saved`: whether that result is held until backward (what is not is recomputed there
-    where backward reads it)."""
+    bytes of each result on one device; `saved`: for each result, true if it is saved for backward (otherwise backward
+    recomputes it where it is read)."""
 
     op: str
     block: str
@@ -85,11 +85,12 @@ class OperationPlan(Record):
 
 
 class HopPlan(Record):
-    """One collective over one mesh axis. `bytes` is its payload on one device, the larger of what goes in and what
-    comes out; 0 marks a local hop, such as the slice that makes R into S, which is no collective.
+    """One collective over one mesh axis. `bytes`: payload on one device, the larger of its input and its output; 0 marks a
+    local operation, such as the slice from R to S, which is no collective.
 
-    What else it is priced by (`passes.cost_model.cost_terms.Message`): `outer`, for each end that has to be packed or unpacked,
-    the number of elements before the dim that is split; `bucket_bytes`, of gradients, those that are reduced together."""
+    More inputs of the cost model (`passes.cost_model.cost_terms.Message`): `outer`: for each end that has to be packed or
+    unpacked, the number of elements before the split dim; `bucket_bytes`: for gradients, the size of the bucket that is reduced
+    together."""
 
     collective: str
     axis: str
@@ -100,9 +101,10 @@ class HopPlan(Record):
 
 
 class Redistribution(Record):
-    """A change of placement between the node, parameter or argument `value` and the node `consumer` ("" is the graph's
-    output or the optimizer); it stands for `multiplicity` equal ones in the whole model. `shape` is that of the whole value.
-    `held`: the value is a parameter that stays so until the optimizer changes it, so that a step does this once."""
+    """A change of placement between the node, parameter or argument `value` and the node `consumer` ("" for the graph's output
+    or the optimizer), from `source` to `target` by the collectives `hops`. `multiplicity`: how many equal ones the whole model
+    has. `shape`: of the unsharded value. `held`: the value is a parameter whose unsharded copy is valid until the optimizer
+    changes it, so a step does this once."""
 
     value: str
     shape: Shape
@@ -116,19 +118,19 @@ class Redistribution(Record):
 
 
 class ReplicatedValue(Record):
-    """A node or parameter that the plan leaves replicated although an axis was there, and why."""
+    """A node or parameter that the plan leaves replicated although the mesh has an axis to split it on, and the reason."""
 
     name: str
     reason: str
 
 
 class PredictedCost(Record):
-    """Predicted time of one step on the slowest device; parts may overlap, so they need not sum to the step.
-    `overhead_us`: what calling the compiled graphs takes besides their kernels, where it was measured. `again_us`: under a byte
-    budget, running calls of forward once more for backward, and moving what is offloaded.
+    """Predicted time of one step on the slowest device. Parts may overlap, so they need not sum to the step. `overhead_us`:
+    overhead of calling the compiled graphs besides their kernels, where it was measured. `again_us`: under a memory budget,
+    time to recompute forward calls in backward and to move offloaded activations.
 
-    energy_j: of one step on all devices together (`passes.cost_model.energy_model`), None where nobody computed it;
-    energy_label says where its figures come from."""
+    energy_j: energy of one step on all devices together (`passes.cost_model.energy_model`), None if it was not computed;
+    energy_label: the source of its figures."""
 
     step_time_us: Microseconds
     compute_us: Microseconds
@@ -141,9 +143,9 @@ class PredictedCost(Record):
 
 
 class SolverReport(Record):
-    """What the solver said: status ("optimal", "feasible", ...), objective and proven bound, relative gap, sizes.
+    """Result of the solver: status ("optimal", "feasible", ...), cost and proven bound, relative gap, problem size, seconds.
 
-    objective: what was minimized. With "energy", `cost` and `bound` are the µJ of one device."""
+    objective: the minimized quantity. With "energy", `cost` and `bound` are in µJ of one device."""
 
     status: str
     cost: float | None
@@ -157,17 +159,17 @@ class SolverReport(Record):
     objective: Objective = "time"
 
     def without_bound(self) -> SolverReport:
-        """The report on an answer to a narrower problem than the one that was asked, about which its bound says nothing."""
+        """The report without bound and gap, for a solution of a restricted problem: its bound does not hold in general."""
         return self.model_copy(update={"status": "feasible", "bound": None, "gap": None})
 
     def of_another(self) -> SolverReport:
-        """The report on an answer that is used in another problem than the one that was solved, with costs of its own."""
+        """The report without cost and bound, for a solution that is reused in another problem, where its cost differs."""
         return self.without_bound().model_copy(update={"cost": None})
 
 
 class UnplannedPart(Record):
-    """A part of the step behind a graph break that the plan does not count. where: file and line. parameters: names of the
-    trained ones in it, with so many elements."""
+    """A part of the step behind a graph break, which the plan leaves out. where: file and line. parameters, elements: names of
+    the trainable parameters in it and their total number of elements."""
 
     reason: str
     where: str
@@ -176,7 +178,7 @@ class UnplannedPart(Record):
 
 
 class MeshAttempt(Record):
-    """A mesh that was tried and not taken; `objective` as in `SolverReport`."""
+    """A mesh that was tried and not chosen, and the reason; `objective` as in `SolverReport`."""
 
     mesh: Mesh
     cost: float | None
@@ -186,7 +188,7 @@ class MeshAttempt(Record):
 
 
 class DecisionRecord(Record):
-    """What one entity of the partition problem chose: layouts that it reads and makes, axes joined by commas.
+    """Solution of one entity of the sharding problem: its input and output layouts, axes joined by commas.
 
     A plan that is passed back pins these; entities that it does not name are solved again."""
 
@@ -195,8 +197,8 @@ class DecisionRecord(Record):
 
 
 class BlocksReport(Record):
-    """Of one half of a graph, whose equal blocks are compiled once: how many segments run and how many of them differ, how many
-    calls it has and how many of them are compiled."""
+    """Regional compilation of forward or backward of one graph, whose equal blocks are compiled once. segments, different:
+    number of segments that run and of distinct ones; calls, compiled: number of calls and of those that are compiled."""
 
     segments: Count
     different: Count
@@ -209,30 +211,31 @@ class GraphPlan(Record):
 
     `parameters` lists every parameter of the model, also of layers whose operations are not listed.
 
-    `multiplicity[class_id]` says how many times in the whole model each *listed* operation of that class runs: 1 (or no
+    `multiplicity[class_id]`: how many times in the whole model each *listed* operation of that class runs: 1 (or no
     entry) where every layer's nodes are listed, 32 where one layer is listed for 32. So the time of a step is
     the sum of `predicted_us * multiplicity` over the listed operations, and likewise over redistributions.
 
-    `tangents`: bytes of the gradients that backward is given, one for each result that has one; autograd makes zeros for
-    results that the loss does not depend on.
+    `tangents`: bytes of the gradients that backward receives, one for each differentiable output; autograd passes zeros for
+    outputs that the loss does not depend on.
 
-    `rows`: of the batch, where its tensors agree on them; None where they do not, or nobody said.
+    `rows`: batch size (dim 0) where the batch's tensors agree on it; None if they do not or it is unknown.
 
-    `frame` names the piece of the script that the graph was compiled from, "" where that is not known; compiled again,
-    the same piece gives another graph of the same frame.
+    `frame`: the code object that the graph was compiled from, "" if it is unknown; a recompilation of the same code gives
+    another graph of the same frame.
 
-    `kept`: what of forward is kept for backward, where a byte budget decided that; None where none did.
+    `kept`: activation checkpointing, where it was decided under a memory budget; else None.
 
-    `microbatches`: how a step goes through its batch, where that is in several parts. Operations and redistributions are listed
-    as of the whole batch; `predicted` and `memory` are of the step as it goes.
+    `microbatches`: the split of the batch into microbatches, if there is one. Operations and redistributions are listed
+    for the whole batch; `predicted` and `memory` are those of the split step.
 
-    `pipeline`: the stages that it goes through, where there are any.
+    `pipeline`: the pipeline stages, if there are any.
 
-    `at_peak`: the moment at which a device holds most in a step of this graph alone, whose bytes are `memory.peak`; None before
-    anybody has asked, and in plans that are written by hand.
+    `at_peak`: the memory peak of a step of this graph alone, of `memory.peak` bytes; None before it is computed, and in plans
+    that are written by hand.
 
-    `blocks`: of the halves of it that are compiled in blocks: what of them is. In microbatches, halves are those of one; in
-    stages, they are named after these: "stage 0 forward", "stage 0 backward" and, where that is cut in two, "stage 0 weights".
+    `blocks`: regional compilation of forward and backward, where blocks are compiled once. With microbatches they are those of
+    one microbatch; with stages the keys are "stage 0 forward", "stage 0 backward" and, where backward is split, "stage 0
+    weights".
     """
 
     graph_hash: str
@@ -259,12 +262,12 @@ class GraphPlan(Record):
     blocks: dict[str, BlocksReport] = Field(default_factory=dict)
 
     def runs(self, operation: OperationPlan) -> int:
-        """How many times in one step of the whole model the listed `operation` runs."""
+        """Number of times that the listed `operation` runs in one step of the whole model."""
         return self.multiplicity.get(operation.class_id, 1)
 
     @property
     def collectives(self) -> dict[str, CollectiveTotal]:
-        """Collectives of one step by kind; local hops (0 bytes) are not counted."""
+        """Collectives of one step by kind; local slices (0 bytes) are not counted."""
         return collective_totals(self.redistributions)
 
     @model_validator(mode="after")
@@ -288,7 +291,7 @@ class GraphPlan(Record):
 
 
 def collective_totals(redistributions: Iterable[Redistribution]) -> dict[str, CollectiveTotal]:
-    """Count and payload bytes per device of one step by kind of collective, sorted by kind."""
+    """Count and payload bytes per device of one step, by kind of collective, sorted by kind."""
     totals: dict[str, CollectiveTotal] = {}
     for move in redistributions:
         for hop in move.hops:

@@ -1,4 +1,4 @@
-"""Why a graph is split over no ranks, in words: each of them does all of its work then."""
+"""Explain why a graph is not split over ranks, so that every rank does all of its work."""
 from __future__ import annotations
 
 from math import prod
@@ -9,7 +9,8 @@ REPLICATED = "R"
 
 
 def why_not_split(record: GraphPlan) -> str:
-    """`graph_0 is not split; both ranks do the same work, because the batch has 1 row and ...`; empty where it is split."""
+    """A sentence such as `graph_0 is not split; both ranks do the same work, because the batch has 1 row and ...`; empty if the
+    graph is split."""
     ranks = prod(record.mesh.values())
     if ranks == 1 or record.pipeline is not None or _is_split(record):
         return ""

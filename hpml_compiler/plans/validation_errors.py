@@ -1,4 +1,4 @@
-"""Errors of pydantic in plain words: where in the data, what is expected there, and what was given."""
+"""Readable messages for pydantic validation errors: the place in the data, the expected type and the given value."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ _KINDS = {
     "mapping": "an object", "model": "an object", "model_attributes": "an object", "dataclass": "an object", "list": "an array",
     "tuple": "an array", "set": "an array", "frozen_set": "an array", "none_required": "null", "bytes": "bytes",
 }
-"""By the beginning of pydantic's name of an error: `int_type`, `int_parsing`, `int_from_float` and the like."""
+"""Expected types by the prefix of pydantic's error type: `int_type`, `int_parsing`, `int_from_float` and the like."""
 _BOUNDS = {"greater_than": ("gt", "above"), "greater_than_equal": ("ge", "of at least"), "less_than": ("lt", "below"),
            "less_than_equal": ("le", "of at most"), "multiple_of": ("multiple_of", "that is a multiple of")}
 
 
 def describe_errors(error: ValidationError, most: int = 3) -> str:
-    """The first few errors as one line."""
+    """The first `most` errors as one line."""
     lines: dict[tuple[Any, ...], list[str]] = {}
     for each in error.errors(include_url=False):
         lines.setdefault(_place(each["loc"]), []).append(_said(each))
-    inner = {place[:-1] for place in lines if place}  # of a union: what is wrong inside of the type that was meant
+    inner = {place[:-1] for place in lines if place}  # in a union, errors inside the intended type win
     lines = {place: said for place, said in lines.items() if place not in inner or not said[0].startswith("expected a string")}
     told = [": ".join(filter(None, (_name(place), _either(said)))) for place, said in lines.items()]
     more = f"; and {len(told) - most} more" if len(told) > most else ""
@@ -34,17 +34,17 @@ _TYPES = ("str", "int", "float", "bool", "dict", "list", "tuple", "set", "frozen
 
 
 def _place(loc: Sequence[Any]) -> tuple[Any, ...]:
-    """Without what pydantic calls the types of a union, each of which it has tried."""
+    """The location of an error without the names of union members, which pydantic adds for each type that it tried."""
     return tuple(each for each in loc if isinstance(each, int) or not (each in _TYPES or "[" in each or "(" in each))
 
 
 def _name(place: Sequence[Any]) -> str:
-    """mesh, rows[2].seconds."""
+    """The path of a place, such as `mesh` or `rows[2].seconds`."""
     return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place).removeprefix(".")
 
 
 def _either(said: Sequence[str]) -> str:
-    """Errors of each type of a union: all that would do, with what was given."""
+    """Merge the errors of a union's types: all accepted types, with the given value."""
     wanted = [each.removeprefix("expected ").partition(", got ") for each in said if each.startswith("expected ")]
     if len(said) > 1 and len(wanted) == len(said):
         return f"expected {' or '.join(dict.fromkeys(want for want, *_ in wanted))}, got {wanted[0][2]}"
@@ -76,7 +76,7 @@ def _said(error: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as a user writes it, containers by their kind."""
+    """A value as a user writes it; containers by kind."""
     if isinstance(value, Mapping):
         return "an object" if value else "an empty object"
     if isinstance(value, list | tuple | set | frozenset):

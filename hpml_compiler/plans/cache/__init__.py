@@ -1,1 +1,1 @@
-"""SQLite files of earlier launches: plans as text, compiled graphs as bytes."""
+"""Persistent SQLite caches: the plan cache (text) and the graph cache (bytes)."""

@@ -1,4 +1,4 @@
-"""Warnings about caches of earlier launches: a cache that cannot be used is reported once per process."""
+"""Warnings about the persistent caches: an unusable cache is reported once per process."""
 from __future__ import annotations
 
 import logging
@@ -12,9 +12,8 @@ _told: set[str] = set()
 
 
 def warn_of_cache(what: str, error: BadInput) -> None:
-    """Warn that `what` of earlier launches cannot be read or kept. All caches are in one folder: if one of them cannot be used,
-    because of the disk, of rights or of who wrote it, what the others say next is the same again, and is logged for debugging
-    only."""
+    """Warn that `what`, a cache, cannot be read or written. All caches are in one folder: if one of them is unusable because of
+    the disk, permissions or ownership, the others fail for the same reason, so repeats are logged at debug level only."""
     key = Unusable.__name__ if isinstance(error, Unusable) else str(error)
     log.log(logging.DEBUG if key in _told else logging.WARNING, "%s: %s", what, error)
     _told.add(key)

@@ -1,4 +1,4 @@
-"""What graphs of earlier launches were rewritten to, by key, as bytes: a SQLite file in the user's cache folder."""
+"""Graph cache: rewritten graphs as bytes, by key, in a SQLite file in the user's cache folder."""
 from __future__ import annotations
 
 import hashlib
@@ -17,7 +17,7 @@ _TABLE = ("CREATE TABLE IF NOT EXISTS graph (key TEXT PRIMARY KEY, made REAL NOT
 
 
 def get(key: str) -> bytes | None:
-    """Raises BadInput where the file cannot be read, or what is in it is not what was written."""
+    """The entry of a key, or None. Raises BadInput if the file cannot be read or the entry is damaged."""
     with _file() as graphs:
         rows = graphs.read("SELECT digest, entry FROM graph WHERE key = ?", (key,))
     if not rows:
@@ -29,7 +29,8 @@ def get(key: str) -> bytes | None:
 
 
 def put(key: str, entry: bytes) -> None:
-    """In place of an earlier one; the oldest go where there are too many. Raises BadInput where it cannot be written."""
+    """Store an entry, replacing an earlier one of the same key, and drop the oldest beyond `MOST_ENTRIES`. Raises BadInput if
+    the file cannot be written."""
     packed = zlib.compress(entry, 1)
     with _file() as graphs:
         graphs.write("INSERT OR REPLACE INTO graph VALUES (?, ?, ?, ?)", [(key, time.time(), _digest(packed), packed)])
@@ -37,12 +38,12 @@ def put(key: str, entry: bytes) -> None:
 
 
 def path() -> Path:
-    """The file."""
+    """Path of the SQLite file."""
     return _file().path
 
 
 def clear() -> Path | None:
-    """Forget all graphs. The file that they were in; None where there was none."""
+    """Delete all graphs. Returns the file that they were in, or None if there was none."""
     with _file() as graphs:
         return graphs.forget("graph")
 

@@ -1,4 +1,4 @@
-"""Plans of earlier launches, by key, as text: a SQLite file in the user's cache folder."""
+"""Plan cache: plans as text, by key, in a SQLite file in the user's cache folder."""
 from __future__ import annotations
 
 import hashlib
@@ -18,17 +18,18 @@ _TABLE = "CREATE TABLE IF NOT EXISTS plan (key TEXT PRIMARY KEY, made REAL NOT N
 
 
 def is_on() -> bool:
-    """HPML_CACHE=0 in the environment says no: every plan is searched for."""
+    """True unless HPML_CACHE=0 is set in the environment, which turns the plan cache off."""
     return os.environ.get("HPML_CACHE", "1") != "0"
 
 
 def digest_of(parts: Iterable[object]) -> str:
-    """A key for what depends on these, told apart by their `repr`."""
+    """Cache key of an entry that depends on these parts, compared by `repr`."""
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
 
 
 def planners_code() -> str:
-    """Of the planner's own source: sizes and times of all files, which costs little and notices an upgrade as an edit."""
+    """Fingerprint of the planner's own source, from the size and modification time of every file: cheap, and it changes with an
+    upgrade as with an edit."""
     folders = Path(__file__).parents[2], Path(inspect.getfile(BadInput)).parent  # hpml_compiler, passes
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     text = "\n".join(f"{path} {(stat := path.stat()).st_size} {stat.st_mtime_ns}" for path in files)
@@ -36,21 +37,22 @@ def planners_code() -> str:
 
 
 def get(key: str) -> str | None:
-    """Raises BadInput where the file cannot be read."""
+    """The entry of a key, or None. Raises BadInput if the file cannot be read."""
     with _file() as plans:
         rows = plans.read("SELECT entry FROM plan WHERE key = ?", (key,))
     return rows[0][0] if rows else None
 
 
 def put(key: str, entry: str) -> None:
-    """In place of an earlier one; the oldest go where there are too many. Raises BadInput where it cannot be written."""
+    """Store an entry, replacing an earlier one of the same key, and drop the oldest beyond `MOST_ENTRIES`. Raises BadInput if
+    the file cannot be written."""
     with _file() as plans:
         plans.write("INSERT OR REPLACE INTO plan VALUES (?, ?, ?)", [(key, time.time(), entry)])
         plans.write("DELETE FROM plan WHERE key NOT IN (SELECT key FROM plan ORDER BY made DESC LIMIT ?)", [(MOST_ENTRIES,)])
 
 
 def clear() -> Path | None:
-    """Forget all plans. The file that they were in; None where there was none."""
+    """Delete all plans. Returns the file that they were in, or None if there was none."""
     with _file() as plans:
         return plans.forget("plan")
 

@@ -1,1 +1,1 @@
-"""The record of a decision: layouts and indices become names, strings and bytes."""
+"""Build the record of a solved graph: layouts and indices become names, placement strings and bytes."""

@@ -1,4 +1,4 @@
-"""The record of an answer: from layouts and indices to names, strings and bytes."""
+"""Build the `GraphPlan` of a solution: layouts and indices become names, placement strings and bytes."""
 from __future__ import annotations
 
 import itertools
@@ -45,9 +45,10 @@ def placements(layout: Layout) -> tuple[str, ...]:
 def graph_plan(annotated: AnalyzedGraph, mesh: Mesh, answer: MeshPlacement, *, name: str, seconds: Mapping[str, float],
                prices: MeshPrices, shortened: bool = False, objective: Objective = "time", energy_j: float | None = None,
                ) -> GraphPlan:
-    """Record of an answer, its `cost` in µs whatever the `objective` was. `energy_j`: of its kernels and collectives, on
-    all devices; they wait through what else a call takes. `shortened`: the graph has fewer layers than the model, so one
-    of each class is listed with its multiplicity in the model, and the plan cannot be passed back (its hash says so)."""
+    """The `GraphPlan` of a solution, whose `cost` is in µs whatever the `objective` was. `energy_j`: energy of its kernels and
+    collectives on all devices; idle energy during the call overhead is added here. `shortened`: the graph has fewer layers than
+    the model, so one operation per class is listed with its multiplicity in the model, and the plan cannot be passed back
+    (its hash has the prefix `SHORTENED`)."""
     graph, cost, solution = annotated.graph, answer.cost, answer.solution
     overhead_us = prices.overhead_us * (2 if annotated.interface.training else 1)
     if energy_j is not None:
@@ -95,13 +96,13 @@ def graph_plan(annotated: AnalyzedGraph, mesh: Mesh, answer: MeshPlacement, *, n
 
 
 def _rows(graph: PlacementGraph) -> int | None:
-    """The size of dim 0 that the batch's tensors share."""
+    """The size of dim 0, if the batch's tensors agree on it; else None."""
     sizes = {value.spec.shape[0] for value in graph.values if value.kind == "batch" and value.spec.shape}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _largest_transient(graph: PlacementGraph, answer: MeshPlacement) -> float:
-    """Bytes of the largest call's operands and results that are not held through the step."""
+    """The largest number of bytes of one operation's operands and results, without those that are in memory all step long."""
     largest = 0.0
     for op in graph.operations:
         rows = answer.decision.operations[op.index]
@@ -150,7 +151,7 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices
 
 
 def _priced_by(graph: PlacementGraph, answer: MeshPlacement, op: Operation, kernel: Kernel[float] | None) -> dict[str, Any]:
-    """What the cost of an operation follows from, on one device: see `OperationPlan`."""
+    """Fields of `OperationPlan` that the cost model prices an operation by, on one device."""
     at = answer.decision.operations[op.index]
     first = graph.values[op.outputs[0]] if op.outputs else None
     return {
@@ -181,7 +182,7 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, p
 
 def _reduced(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
              operations: Sequence[int], multiplicity: int = 1) -> list[Redistribution]:
-    """Small partial sums that these operations reduce right where they make them, inside a group."""
+    """Reductions of small partial sums inside a group, done by these operations right where the sums are computed."""
     found = []
     for i in operations:
         op, rows = graph.operations[i], answer.decision.operations[i]
@@ -199,7 +200,7 @@ def _reduced(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: M
 
 
 def _hop(term: Message[float] | Slice, mesh: Mesh, prices: MeshPrices, axis: int = 0) -> HopPlan:
-    """axis: of a slice, which is no message."""
+    """The record of a collective, or of a local slice; `axis` is the mesh axis of a slice."""
     if isinstance(term, Slice):
         return HopPlan(collective="slice", axis=mesh.names[axis], bytes=0, predicted_us=price(term, prices))
     return HopPlan(
@@ -210,7 +211,7 @@ def _hop(term: Message[float] | Slice, mesh: Mesh, prices: MeshPrices, axis: int
 
 def _reductions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames, once: bool,
                 ) -> list[Redistribution]:
-    """Those of the groups that are listed, with their multiplicity if one stands for its class."""
+    """Reductions inside the listed groups, with the multiplicity of their class if one group represents it."""
     found: list[Redistribution] = []
     for number, groups in listed.groups.items():
         count = answer.solved.entities[number].multiplicity if once else 1
@@ -221,7 +222,7 @@ def _reductions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices
 
 def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
                            ) -> list[Redistribution]:
-    """One per class of edges, with its multiplicity."""
+    """One redistribution per class of edges, with its multiplicity."""
     by_name = {value.name: value for value in graph.values}
     found = []
     for edge, path in zip(answer.solved.edges, answer.solution.paths, strict=True):
@@ -231,8 +232,8 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacem
         layouts = [parse_layout(label) for label in (path[0].source, *(arc.target for arc in path))]
         gradient = answer.solved.entities[edge.target].kind == "parameter"
         read, consumer = _end(graph, answer, listed, edge) or (value.index, "")
-        # The parameter is that of the layer that is listed; a result comes from the edge's source, which the listed
-        # consumer need not be next to: the first layer stands for those that read the layer before.
+        # A parameter is named as in the listed layer. A result is named after the edge's source, which need not be next to
+        # the listed consumer: the first layer represents the layers that read the one before them.
         name = listed.values[read if value.producer is None else value.index]
         found.append(Redistribution(
             value=name, shape=value.spec.shape, dtype=value.spec.dtype, source=placements(layouts[0]),
@@ -244,7 +245,7 @@ def _class_redistributions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacem
 
 def _class_held(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, listed: UserNames,
                 ) -> Iterator[Redistribution]:
-    """One per class of parameters that are gathered once a step and held."""
+    """One redistribution per class of parameters that are gathered once a step and stay unsharded."""
     told: set[int] = set()
     trained = {parameter for _, parameter in graph.outputs}
     for v, route in answer.decision.held.items():
@@ -262,8 +263,8 @@ def _class_held(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices
 
 
 def _end(graph: PlacementGraph, answer: MeshPlacement, listed: UserNames, edge: Edge) -> tuple[int, str] | None:
-    """The value that comes to a listed operation along an edge, if need be through copies that several share, and the
-    name of that operation; None where the graph's output or the optimizer is at the end."""
+    """The value that a listed operation reads along an edge, directly or through shared copies, and the name of that operation;
+    None if the edge ends at the graph's output or the optimizer."""
     if edge.target in listed.groups:
         (c,) = listed.groups[edge.target]
         v = c.inputs[edge.target_port]
@@ -275,7 +276,7 @@ def _end(graph: PlacementGraph, answer: MeshPlacement, listed: UserNames, edge: 
 
 def _hops(value: Value, layouts: Sequence[Layout], mesh: Mesh, answer: MeshPlacement, prices: MeshPrices, gradient: bool,
           ) -> tuple[HopPlan, ...]:
-    """One per pair of layouts that follow each other."""
+    """One collective or slice per pair of consecutive layouts."""
     bucket_bytes = answer.problem.bucket_bytes if gradient else 0.0
     hops = []
     for layout, after in itertools.pairwise(layouts):

@@ -1,4 +1,4 @@
-"""What a plan leaves whole although an axis is there, and which size or factor is in the way."""
+"""Values that a plan leaves replicated because no mesh axis divides them, and the size or factor that prevents it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,8 @@ from passes.hardware.mesh import Mesh
 
 
 def left_whole(annotated: AnalyzedGraph, mesh: Mesh, listed: UserNames) -> list[ReplicatedValue]:
-    """Operators without a rule; heavy operations and parameters that no axis of the mesh can split, with what blocks it."""
+    """Operators without a sharding rule, and heavy operations and parameters that no axis of the mesh can split, with the sizes
+    that prevent it."""
     graph = annotated.graph
     found = [
         ReplicatedValue(name=node, reason=f"{target} has no rule")
@@ -32,7 +33,8 @@ def left_whole(annotated: AnalyzedGraph, mesh: Mesh, listed: UserNames) -> list[
 
 def _note_if_blocked(found: list[ReplicatedValue], name: str, mesh: Mesh, ways: Sequence[Sequence[tuple[Value, int, int]]],
                      describe: Callable[[Value, int, int], str] | None = None) -> None:
-    """`ways`: to split it on one axis; each is the (value, dim, factor) that the axis has to divide."""
+    """Record `name` if no axis can split it. `ways`: the ways to split it on one axis, each with the (value, dim, factor)
+    triples that the axis has to divide."""
     describe = describe or _describe_factor
     sizes = [n for n in mesh.shape if n > 1]
     if not any(all(value.factors[d][k] % n == 0 for value, d, k in way) for way in ways for n in sizes):
@@ -45,13 +47,13 @@ def _note_if_blocked(found: list[ReplicatedValue], name: str, mesh: Mesh, ways: 
 
 
 def _describe_dim(value: Value, dim: int, factor: int) -> str:
-    """`dim 1 (100)`, or `a factor of dim 0 (45 = 3 x 5 x 3)` where views take the dim apart."""
+    """Text such as `dim 1 (100)`, or `a factor of dim 0 (45 = 3 x 5 x 3)` where views split the dim."""
     factors, size = value.factors[dim], value.spec.shape[dim]
     return f"dim {dim} ({size})" if len(factors) == 1 else f"a factor of dim {dim} ({size} = {' x '.join(map(str, factors))})"
 
 
 def _describe_factor(value: Value, dim: int, factor: int) -> str:
-    """`dim 1 (100)`, or `the outer factor 3 of dim 0 (1152 = 3 x 6 x 64)` where views take the dim apart."""
+    """Text such as `dim 1 (100)`, or `the outer factor 3 of dim 0 (1152 = 3 x 6 x 64)` where views split the dim."""
     factors, size = value.factors[dim], value.spec.shape[dim]
     if len(factors) == 1:
         return f"dim {dim} ({size})"

@@ -1,4 +1,4 @@
-"""What a record lists, and under which names: parameters and arguments are called as the user calls them."""
+"""Operations that a record lists, and names of its values: parameters and arguments have the user's names."""
 from __future__ import annotations
 
 import re
@@ -16,9 +16,10 @@ from passes.sharding.grouping.op_groups import OpGroup
 
 @dataclass(frozen=True)
 class UserNames:
-    """groups: by class, those that are listed. values, blocks: names by index of the value and of the operation.
+    """Listed operation groups and the names of values and blocks. groups: the listed groups by class. values, blocks: names by
+    index of the value and of the operation.
 
-    A value of an operation that is not listed has the name of the listed one that stands for it.
+    A value of an operation that is not listed has the name of the listed operation that represents it.
     """
 
     groups: dict[int, list[OpGroup]]
@@ -27,7 +28,7 @@ class UserNames:
 
 
 def listing(annotated: AnalyzedGraph, problem: PlacementProblem, once: bool) -> UserNames:
-    """The listing of a whole graph, or of one group per class (`once`)."""
+    """List all operation groups of a graph, or one group per class if `once`."""
     groups = _one_per_class(problem) if once else {}
     stands_for: dict[int, int] = {}
     for c in problem.groups:
@@ -48,7 +49,7 @@ def listing(annotated: AnalyzedGraph, problem: PlacementProblem, once: bool) -> 
 
 
 def _one_per_class(problem: PlacementProblem) -> dict[int, list[OpGroup]]:
-    """Of each class, the group in the first of the equal blocks if it has one, so that one layer is listed whole."""
+    """One group per class: the group in the first of the equal blocks if there is one, so that one layer is listed in full."""
     first: dict[str, str] = {}
     found: dict[int, list[OpGroup]] = {}
     for c in problem.groups:
@@ -60,13 +61,13 @@ def _one_per_class(problem: PlacementProblem) -> dict[int, list[OpGroup]]:
 
 
 def input_names(positions: Mapping[str, int], inputs: Sequence[GraphInput], taken: set[str]) -> dict[str, str]:
-    """Placeholder -> the user's name of that parameter or argument, where one is known that no operation has (`taken`)."""
+    """Map placeholders to the user's names of parameters and arguments, unless unknown or an operation's name (`taken`)."""
     names = {placeholder: _user_name(inputs[position]) for placeholder, position in positions.items()}
     return {placeholder: name for placeholder, name in names.items() if name and name not in taken}
 
 
 def _user_name(described: GraphInput) -> str:
-    """`L['batch']['ids']`, as Dynamo calls an argument, to `batch['ids']`."""
+    """Turn Dynamo's name of an argument, `L['batch']['ids']`, into `batch['ids']`."""
     if described.kind == "parameter":
         return described.name
     found = re.fullmatch(r"[LG]\['(\w+)'\](.*)", described.name) if described.kind == "batch" else None
