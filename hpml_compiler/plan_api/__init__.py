@@ -1,1 +1,1 @@
-"""Plans as users have them: `Plan` and `MixedPlan`, with methods that draw, explain and compare them."""
+"""Public plan classes: `Plan` and `MixedPlan`, with methods to draw, explain and compare plans."""

@@ -1,4 +1,4 @@
-"""The fields of a mixed plan and the sums over its groups."""
+"""The fields of a mixed plan and totals over its device groups."""
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -14,9 +14,9 @@ RowCounts = Annotated[tuple[Count, ...], Field(strict=False)]
 
 
 class GroupShare(Record):
-    """What one group of like devices does: its `rows` of the batch, the `fraction` of the batch that they are, and its
-    plan for them, whose step (without adding up between groups) takes `step_time_us`. A group that is left out has no
-    rows and no plan, and its devices idle; `reason` says why."""
+    """Share of the batch for one group of equal devices. `rows`, `fraction`: its rows and their share of the batch; `plan`: its
+    plan for these rows; `step_time_us`: time of that plan's step, without the all-reduce between groups. A group that is left
+    out has no rows and no plan, and its devices idle; `reason` says why."""
 
     cluster: str
     devices: Annotated[int, Field(ge=1)]
@@ -36,7 +36,8 @@ class GroupShare(Record):
 
 
 class CrossReduction(Record):
-    """Adding up gradients between the `groups` that take part: `bytes` of gradients in all, over the link `link`."""
+    """Reduction of gradients between the `groups` (a count) that take part: `bytes` of gradients in total, over the link
+    `link`."""
 
     groups: Count
     bytes: Count
@@ -45,7 +46,7 @@ class CrossReduction(Record):
 
 
 class Alternative(Record):
-    """Other shares of the rows and what a step would take with them; None and the reason where that is impossible."""
+    """Another split of the rows and the step time with it; None and the reason if it is impossible."""
 
     rows: RowCounts
     step_time_us: Microseconds | None
@@ -53,7 +54,7 @@ class Alternative(Record):
 
 
 class ShareAttempt(Record):
-    """A number of rows that a group was planned for: its part of the step and peak bytes, or why it cannot."""
+    """A number of rows that a group was planned for, with its step time and peak bytes, or the reason why it is infeasible."""
 
     group: Count
     rows: Count
@@ -63,11 +64,11 @@ class ShareAttempt(Record):
 
 
 class MixedContent(PlanFile):
-    """What a plan for unlike devices holds, and what follows from that alone: shares of a batch of `batch` rows.
+    """Contents of a plan for groups of different devices, which share a batch of `batch` rows, and totals derived from them.
 
-    estimated_bound_us: what the best shares would take at least, as far as the times of the numbers of rows that were not
-    planned are estimated rightly. equal_split: rows in proportion to devices. single_group: the best of the groups, alone.
-    Both are None where the shares were pinned. energy_j: of a step on all devices, those that wait or idle included.
+    estimated_bound_us: lower bound on the step time of the best split; it is an estimate, because step times for numbers of
+    rows that were not planned are estimated. equal_split: rows in proportion to devices. single_group: the best single group.
+    Both are None if the split was pinned. energy_j: energy of a step on all devices, waiting and idle ones included.
     """
 
     format_version: int = FORMAT_VERSION
@@ -97,7 +98,7 @@ class MixedContent(PlanFile):
             raise ValueError(f"the groups' devices do not add up to world_size {self.world_size}")
         return self
 
-    # -- what it costs -------------------------------------------------------------------------------------------------
+    # -- costs ---------------------------------------------------------------------------------------------------------
 
     @property
     def active(self) -> tuple[GroupShare, ...]:
@@ -106,16 +107,16 @@ class MixedContent(PlanFile):
 
     @property
     def slowest(self) -> Plan:
-        """The plan of the group that the others wait for."""
+        """The plan of the slowest group, which the others wait for."""
         plan = max(self.active, key=lambda group: group.step_time_us).plan
         assert plan is not None
         return plan
 
     @property
     def predicted(self) -> PredictedCost:
-        """The step of the slowest group, and adding up between the groups.
+        """Predicted cost of a step: the slowest group's step plus the reduction between the groups.
 
-        Between two such sums each group does its optimizer step, forward and backward, so the slowest sets the pace.
+        Between two reductions each group runs its optimizer step, forward and backward, so the slowest group sets the pace.
         """
         cost, cross_us = self.slowest.predicted, self.cross.predicted_us
         return cost.model_copy(update={"step_time_us": cost.step_time_us + cross_us, "energy_j": self.energy_j,
@@ -123,18 +124,18 @@ class MixedContent(PlanFile):
 
     @property
     def power_w(self) -> float | None:
-        """Predicted average power of one device during a step; None where its energy was not computed."""
+        """Predicted average power of one device during a step, in W; None if energy was not computed."""
         step_us = self.predicted.step_time_us
         return None if self.energy_j is None or not step_us else self.energy_j / (step_us * 1e-6) / self.world_size
 
     @property
     def memory(self) -> MemoryBytes:
-        """Of the fullest device of all."""
+        """Memory of the group whose devices have the highest peak."""
         return max((group.plan.memory for group in self.active if group.plan), key=lambda memory: memory.peak)
 
     def summary_json(self) -> dict[str, Any]:
-        """What `hpml plan --json` prints: the keys of `Plan.summary_json`, with those of the slowest group where a sum
-        has no meaning, and what is mixed plans' own."""
+        """The output of `hpml plan --json`: the keys of `Plan.summary_json`, with the slowest group's values where a sum has no
+        meaning, and the keys of mixed plans only."""
         slowest, parts = self.slowest.summary_json(), [g.plan.summary_json() if g.plan else None for g in self.groups]
         made = [part for part in parts if part is not None]
         cost = self.predicted

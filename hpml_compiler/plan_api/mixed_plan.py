@@ -1,10 +1,10 @@
-"""The plan for a cluster of unlike devices: each group of like devices takes some rows of the batch, by a plan of its own.
+"""The plan for a heterogeneous cluster: each group of equal devices computes some rows of the batch, under its own plan.
 
-Every group that takes part holds all parameters (sharded over its devices as its plan says), computes the gradients of
-its rows, and adds them up with the other groups, weighted so that the sum is the gradient of the whole batch: where the
+Every group that takes part has all parameters (sharded over its devices as in its plan), computes the gradients of
+its rows, and reduces them with the other groups, weighted so that the sum is the gradient of the whole batch: where the
 loss is a mean over the rows, group g's gradient counts b_g/B (`GroupShare.fraction`). Then each group's optimizer steps.
 
-Nothing here imports torch. Files are strict JSON, as those of plans for like devices; `kind` tells them apart.
+Nothing here imports torch. Files are strict JSON, like those of plans for equal devices; the field `kind` is "mixed".
 """
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from passes.filesystem.text_files import is_device
 
 
 class MixedPlan(MixedContent):
-    """Shares of a batch, and each group's plan; see the module's docstring."""
+    """A split of the batch over device groups, with each group's plan; see the module's docstring."""
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> MixedPlan:
-        """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid mixed plan."""
+        """Parse the plan in `text`; `where` names it in errors. Raises BadInput unless it is a complete, valid mixed plan."""
         remake = "make it again with `hpml plan TARGET --cluster A+B --save PLAN.json`"
         content = json_content(text, where, remake)
         if content.get("kind") != "mixed":
@@ -42,13 +42,13 @@ class MixedPlan(MixedContent):
     # -- for people ----------------------------------------------------------------------------------------------------
 
     def table(self, width: int | None = None) -> str:
-        """The shares as text, then the table of each group's plan."""
+        """The split of the batch as text, then the table of each group's plan."""
         from hpml_compiler.plan_api.mixed_table import render_text
 
         return render_text(self, width)
 
     def render(self, path: str | os.PathLike[str], **options: Any) -> list[Path]:
-        """Draw the plan of each group that takes part into a file of its own: plan.svg gives plan-0.svg, plan-1.svg."""
+        """Draw the plan of each group that takes part into its own file: plan.svg gives plan-0.svg, plan-1.svg."""
         path = Path(path)
         if is_device(path):
             return [group.plan.render(path, **options) for group in self.groups if group.plan]

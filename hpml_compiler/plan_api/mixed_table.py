@@ -1,4 +1,4 @@
-"""A plan for unlike devices as a table: a row per group, what other shares would take, then each group's own plan."""
+"""A mixed plan as a table: a row per device group, step times of other splits, then each group's own plan."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from hpml_compiler.visualize.terminal import as_text
 
 
 def render_text(plan: MixedContent, width: int | None = None) -> str:
-    """The table as plain text of at most `width` columns, those of the terminal by default."""
+    """The table as plain text of at most `width` columns (default: the terminal's)."""
     return as_text(renderable(plan), width)
 
 

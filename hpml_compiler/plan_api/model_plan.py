@@ -1,10 +1,10 @@
-"""The plan: where every parameter and value lives, what is communicated, what it is predicted to cost.
+"""The plan: placements of every parameter and value, the collectives between them, and predicted costs.
 
-A plan is data. It is what the partition passes decided, written down so that it can be saved, read, compared, edited by
-hand and obeyed again (`options={"plan": path}`) without a solver. Nothing here imports torch or a solver. Its fields are
-in content.py, its parts, and the words for placements, in schema.py.
+A plan is data: the decisions of the sharding passes, in a form that can be saved, read, compared, edited by hand and
+applied again (`options={"plan": path}`) without a solver. Nothing here imports torch or a solver. Its fields are in
+plans/content.py; its records and the notation of placements are in plans/schema.py.
 
-Files are strict JSON: unknown fields, NaN and infinities are refused, and nothing in them is ever executed.
+Files are strict JSON: unknown fields, NaN and infinities are rejected, and nothing in them is ever executed.
 """
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 class PlanMismatch(BadInput):
-    """A plan was given for another graph, another torch release or another number of ranks."""
+    """The given plan is for another graph, another torch release or another number of ranks."""
 
 
 class Plan(PlanContent):
-    """A mesh and the plans of all graphs on it; see the module's docstring."""
+    """A device mesh and the plans of all graphs on it; see the module's docstring."""
 
     # -- files and checks ----------------------------------------------------------------------------------------------
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """The plan in `text`; `where` names it in errors. Raises BadInput for anything but a whole, valid plan."""
+        """Parse the plan in `text`; `where` names it in errors. Raises BadInput unless it is a complete, valid plan."""
         remake = "make it again with `hpml plan TARGET --save PLAN.json`"
         content = json_content(text, where, remake)
         if content.get("kind") == "mixed":
@@ -53,8 +53,8 @@ class Plan(PlanContent):
             raise BadInput(what=f"not a valid plan: {describe_errors(error)}", where=where, next_step=remake) from error
 
     def check(self, graph_hash: str, torch_version: str, world_size: int) -> GraphPlan:
-        """The plan of the graph with that hash. Raises PlanMismatch if there is none, if the number of ranks differs,
-        or the torch release (2.13; a patch or build such as +cu126 may differ: the hash guards the graph itself)."""
+        """The plan of the graph with that hash. Raises PlanMismatch if there is none, or if the number of ranks or the torch
+        release (such as 2.13) differs. Patch and build (+cu126) may differ, since the hash covers the graph itself."""
         where = f"plan for {self.world_size} ranks, torch {self.torch_version}"
         again = "plan again, or leave out options={'plan': ...}"
         if world_size != self.world_size:
@@ -73,32 +73,33 @@ class Plan(PlanContent):
     # -- for people (hpml_compiler/visualize; imported late, so that a plan loads without rich) ------------------------
 
     def table(self, width: int | None = None) -> str:
-        """The plan as text, as wide as the terminal: a row per class of equal blocks."""
+        """The plan as a text table of at most `width` columns (default: the terminal's): a row per class of equal blocks."""
         from hpml_compiler.visualize.plan_table import render_text
 
         return render_text(self, width)
 
     def explain(self, name: str, width: int | None = None) -> str:
-        """Where the node or parameter `name` lives, why and at what cost, in lines of at most `width` (None: of any
-        length). Raises BadInput with the closest names."""
+        """Explain the placement of the node or parameter `name`, the reason for it and its cost, in lines of at most `width`
+        characters (None: of any length). Raises BadInput with the closest names."""
         from hpml_compiler.visualize.terminal import wrapped
 
         text = explain(self, name)
         return text if width is None else wrapped(text, width)
 
     def diff(self, other: Plan) -> PlanDiff:
-        """What changes from this plan to `other`; `str()` of the result is text for people."""
+        """Changes from this plan to `other`; `str()` of the result is readable text."""
         return diff(self, other)
 
     def graphviz(self, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300) -> Digraph:
-        """The plan as a graph: a node per class of equal blocks; all of them, or those named, opened as clusters."""
+        """The plan as a Graphviz graph with a node per class of equal blocks. `expanded` shows every class as a cluster of its
+        operations, `expand` the named ones."""
         from hpml_compiler.visualize.graphviz_drawing import digraph
 
         return digraph(self, expanded=expanded, expand=expand, max_nodes=max_nodes)
 
     def render(self, path: str | os.PathLike[str], **options: Any) -> Path:
-        """Draw `graphviz(**options)` into `path` (.svg, .png, .pdf). Without `dot` writes the .gv beside it and raises
-        MissingDependency."""
+        """Draw `graphviz(**options)` into `path` (.svg, .png, .pdf). If `dot` is not installed, writes the .gv file next to it
+        and raises MissingDependency."""
         from hpml_compiler.visualize.graphviz_drawing import render
 
         return render(self, Path(path), **options)
