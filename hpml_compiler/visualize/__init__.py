@@ -1,1 +1,1 @@
-"""A plan for people: table, graph, explanation, difference. Reached through the methods of `Plan`; reads plans only."""
+"""Views of a plan: table, graph, explanation, diff. Called by the methods of `Plan`; they depend on plans only."""

@@ -1,9 +1,9 @@
-"""Blocks of a graph, equal ones folded: what the table has a row for and the graph a node for.
+"""Group the equal blocks of a graph into classes: rows of the table and nodes of the drawing.
 
 A block is the module at a path up to its first number ("transformer.h.3"), or its first two names where there is none
-("transformer.wte"). Blocks whose paths differ in that number only are folded into one class if their parameters are
-equal in shape, dtype and placements and their forward operations in kind and placements; in a pipeline, if they are in one
-stage, too.
+("transformer.wte"). Blocks whose paths differ only in that number are folded into one class if their parameters are
+equal in shape, dtype and placements and their forward operations in kind and placements. In a pipeline they must also be in
+the same stage.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from passes.pipeline.block_chain import BlockChain, ForwardCall, chain_of_blocks
 
 @dataclass(frozen=True)
 class PlanBlock:
-    """What the plan lists under one path. Names are those of the plan."""
+    """Parameters, operations and redistributions of one block, by their names in the plan."""
 
     path: str
     parameters: dict[str, ParameterPlan]
@@ -36,8 +36,8 @@ class PlanBlock:
 
 @dataclass(frozen=True)
 class BlockClass:
-    """Equal blocks, and the sums over them. `blocks[0]` stands for all; `multiplicity` is how often they run in one
-    step of the whole model, listed or not."""
+    """A class of equal blocks, with totals over them. `blocks[0]` represents all; `multiplicity`: how many blocks of the class
+    one step of the whole model runs, listed or not."""
 
     name: str
     blocks: tuple[PlanBlock, ...]
@@ -48,11 +48,11 @@ class BlockClass:
     bytes_per_device: int
     collectives: dict[str, CollectiveTotal]
     stage: int | None = None
-    """Of a pipeline, the stage that they are in; None where there are no stages, and for what lies in several."""
+    """Pipeline stage of the blocks; None without a pipeline, and for operations that lie in several stages."""
 
 
 def block_path(module_path: str) -> str:
-    """The block that a module belongs to; "" is the model itself, which is shown as ROOT."""
+    """The block that a module belongs to; "" is the model itself, displayed as ROOT."""
     parts = module_path.split(".") if module_path not in ("", ROOT) else []
     for position, part in enumerate(parts):
         if part.isdigit():
@@ -61,18 +61,18 @@ def block_path(module_path: str) -> str:
 
 
 def owner_path(parameter: str) -> str:
-    """The path of the module that holds the parameter of that fully qualified name."""
+    """Path of the module of a parameter, from the parameter's fully qualified name."""
     return parameter.rpartition(".")[0]
 
 
 def block_classes(graph: GraphPlan) -> list[BlockClass]:
-    """The classes of equal blocks of a graph, in the order in which they run."""
+    """Classes of equal blocks of a graph, in the order in which they run."""
     families: dict[tuple[int | None, str, tuple[object, ...], frozenset[object]], list[PlanBlock]] = defaultdict(list)
     blocks, stages = _blocks(graph), _stages(graph)
     for block in blocks:
         stage = stages.get(block.path)
         families[(stage, block_class(block.path), _parameters_of(block), _forward_of(block))].append(block)
-    # where one layer's nodes are listed for all, the other layers have parameters only: fold them into that one
+    # where one layer's nodes are listed for all, the other layers have only parameters: fold them into that class
     with_operations = {key[:3]: key for key in families if key[3]}
     for key in [key for key in families if not key[3] and key[:3] in with_operations]:
         families[with_operations[key[:3]]].extend(families.pop(key))
@@ -82,20 +82,20 @@ def block_classes(graph: GraphPlan) -> list[BlockClass]:
 
 
 def _stages(graph: GraphPlan) -> dict[str, int]:
-    """The stage of each block of a pipeline that is in one. The model itself, whose own calls are anywhere, is in none."""
+    """Pipeline stage of each block. The model itself is in none, since its own calls can be in any stage."""
     return {} if graph.pipeline is None else {
         path: k for k, stage in enumerate(graph.pipeline.stages) for path in map(block_path, stage.blocks) if path}
 
 
 def chain(graph: GraphPlan) -> BlockChain:
-    """The listed blocks in the order in which forward runs them, with what one device hands on from one to another."""
+    """Chain of the listed blocks in forward order, with the bytes per device that one block passes to the next."""
     return chain_of_blocks([
         ForwardCall(name, block_path(each.block), each.sources, float(sum(each.result_bytes)), (each.op, each.outputs))
         for name, each in graph.operations.items() if not each.backward])
 
 
 def _blocks(graph: GraphPlan) -> list[PlanBlock]:
-    """All blocks, in the order in which forward runs them, those without any operation last."""
+    """All blocks in forward order, those without operations last."""
     operations: dict[str, dict[str, OperationPlan]] = defaultdict(dict)
     parameters: dict[str, dict[str, ParameterPlan]] = defaultdict(dict)
     moves: dict[str, list[Redistribution]] = defaultdict(list)
@@ -110,7 +110,7 @@ def _blocks(graph: GraphPlan) -> list[PlanBlock]:
 
 
 def module_of(graph: GraphPlan, move: Redistribution) -> str:
-    """The module a redistribution is charged to: its consumer's, else its value's."""
+    """The module that a redistribution counts for: its consumer's, else its value's."""
     for name in (move.consumer, move.value):
         if name in graph.operations:
             return graph.operations[name].block
@@ -133,8 +133,8 @@ def _forward_of(block: PlanBlock) -> frozenset[object]:
 def _fold(graph: GraphPlan, members: list[PlanBlock]) -> BlockClass:
     members = sorted(members, key=lambda block: not block.operations)  # stable: those with operations first
     multiplicity = len(members)
-    if not any(block.parameters for block in members):  # or else each is listed, if only with its parameters
-        # a class id may cover a few operations of other blocks too: the commonest multiplicity of a block is the block's
+    if not any(block.parameters for block in members):  # blocks with parameters are all listed
+        # a class id may cover a few operations of other blocks too, so take the most common multiplicity of a block
         multiplicity = max(multiplicity, sum(
             Counter(graph.runs(each) for each in block.operations.values()).most_common(1)[0][0]
             for block in members if block.operations))
@@ -154,7 +154,7 @@ def _fold(graph: GraphPlan, members: list[PlanBlock]) -> BlockClass:
 
 
 def _name(paths: list[str]) -> str:
-    """"h.0-2,5" for h.0, h.1, h.2 and h.5."""
+    """Short name of several paths, such as "h.0-2,5" for h.0, h.1, h.2 and h.5."""
     if len(paths) == 1:
         return paths[0] or ROOT
     head, dot, _ = paths[0].rpartition(".")

@@ -1,4 +1,4 @@
-"""Why a node or parameter lives where it does: its placements in words, the redistributions around it, its costs."""
+"""Explain the placement of a node or parameter: its placements in words, the redistributions around it and its costs."""
 from __future__ import annotations
 
 import difflib
@@ -14,7 +14,7 @@ MOST_USERS = 8
 
 
 def explain(plan: PlanContent, name: str) -> str:
-    """Text on the node or parameter `name` in every graph that has it. Raises BadInput with the closest names."""
+    """Explain the node or parameter `name` in every graph that has it. Raises BadInput with the closest names."""
     parts = []
     for graph in plan.graphs:
         lines: list[str] = []
@@ -47,7 +47,7 @@ def _parameter(graph: GraphPlan, name: str, parameter: ParameterPlan) -> Iterato
 
 
 def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
-    """How the gradient is made, and what adds it up or brings it to where the parameter is stored."""
+    """Lines on the parameter's gradient: its placement when computed, and the collectives that bring it to the stored one."""
     if not parameter.gradient:
         return
     names, made = [parameter.gradient], graph.operations.get(parameter.gradient)
@@ -67,7 +67,7 @@ def _gradient(graph: GraphPlan, parameter: ParameterPlan) -> Iterator[str]:
 
 
 def _stand_in(graph: GraphPlan, name: str) -> str:
-    """The parameter of an equal block that is listed for the one of `name`; "" where that block itself is."""
+    """The listed parameter of an equal block that represents `name`; "" if the operations of its own block are listed."""
     path = block_path(owner_path(name))
     for each in block_classes(graph):
         for block in each.blocks:
@@ -91,7 +91,7 @@ def _operation(graph: GraphPlan, operation: OperationPlan) -> Iterator[str]:
 
 
 def _around(graph: GraphPlan, name: str) -> Iterator[str]:
-    """What is redistributed before and after `name`, and why it was left whole, if it was."""
+    """Lines on the redistributions before and after `name`, and on the reason if it is left replicated."""
     before = [move for move in graph.redistributions if move.consumer == name]
     after = [move for move in graph.redistributions if move.value == name]
     if not before and not after and not (name in graph.parameters and _stand_in(graph, name)):
@@ -103,7 +103,7 @@ def _around(graph: GraphPlan, name: str) -> Iterator[str]:
 
 
 def describe_move(move: Redistribution, graph: GraphPlan) -> str:
-    """One line: what goes from which placement to which, by which collectives, at what cost."""
+    """One line on a redistribution: value, source and target placements, collectives and their costs."""
     costs = [f"{format_bytes(hop.bytes)}, {format_us(hop.predicted_us)}" for hop in move.hops]
     hops = ", then ".join(f"{hop.collective} over {hop.axis} ({cost})"
                            for hop, cost in zip(move.hops, costs, strict=True)) or "no collective"

@@ -1,4 +1,4 @@
-"""How numbers and placements are written, in one place."""
+"""Format numbers, placements and meshes as text."""
 from __future__ import annotations
 
 import re
@@ -8,7 +8,7 @@ from hpml_compiler.plans.schema import CollectiveTotal
 
 
 def format_us(time_us: float) -> str:
-    """Microseconds as text of three digits or so: 12.3 us, 4.56 ms, 7.89 s."""
+    """Microseconds as text of about three digits: 12.3 us, 4.56 ms, 7.89 s."""
     for unit, scale in (("s", 1e6), ("ms", 1e3)):
         if time_us >= scale:
             return f"{_digits(time_us / scale)} {unit}"
@@ -16,7 +16,7 @@ def format_us(time_us: float) -> str:
 
 
 def format_joules(energy_j: float) -> str:
-    """Joules as text of three digits or so: 12.3 mJ, 4.56 J, 7.89 kJ."""
+    """Joules as text of about three digits: 12.3 mJ, 4.56 J, 7.89 kJ."""
     for unit, scale in (("MJ", 1e6), ("kJ", 1e3), ("J", 1.0), ("mJ", 1e-3)):
         if energy_j >= scale:
             return f"{_digits(energy_j / scale)} {unit}"
@@ -24,7 +24,7 @@ def format_joules(energy_j: float) -> str:
 
 
 def format_objective(value: float, objective: str) -> str:
-    """What was minimized: µs as a time, or the µJ of one device as an energy."""
+    """Value of an objective as text: µs as a time, or the µJ of one device as an energy."""
     return format_us(value) if objective == "time" else f"{format_joules(value * 1e-6)} a device"
 
 
@@ -49,7 +49,7 @@ def format_mesh(mesh: Mapping[str, int]) -> str:
 
 
 def format_placements(placements: Sequence[str], mesh: Mapping[str, int]) -> str:
-    """Placements as "dp S(0), tp P", leaving out the axes a value is replicated on; "R" if those are all."""
+    """Placements as "dp S(0), tp P", without the axes that a value is replicated on; "R" if it is replicated on all."""
     split = [f"{axis} {each}" for axis, each in zip(mesh, placements, strict=False) if each != "R"]
     return ", ".join(split) or "R"
 
@@ -59,7 +59,7 @@ def format_collectives(totals: Mapping[str, CollectiveTotal]) -> str:
 
 
 def describe_placements(placements: Sequence[str], mesh: Mapping[str, int]) -> list[str]:
-    """A sentence for each axis, such as "tp=4: dim 1 is sharded, a 4th on each device"."""
+    """A sentence for each axis, such as "tp=4: dim 1 is sharded, one part of 4 on each device"."""
     return [f"{axis}={size}: {_describe(each, size)}" for (axis, size), each
             in zip(mesh.items(), placements, strict=False)]
 

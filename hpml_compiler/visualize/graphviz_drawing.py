@@ -1,4 +1,4 @@
-"""A plan drawn with Graphviz: a node per class of equal blocks, or clusters of operations where blocks are opened."""
+"""Draw a plan with Graphviz: a node per class of equal blocks, or a cluster of operations for each opened class."""
 from __future__ import annotations
 
 import html
@@ -25,11 +25,11 @@ SHAPES = {"block": "box3d", "operation": "box", "parameter": "ellipse", "end": "
 def digraph(
     plan: PlanContent, expanded: bool = False, expand: str | Sequence[str] = (), max_nodes: int = 300
 ) -> graphviz.Digraph:
-    """The plan as a graph of at most `max_nodes` nodes (inputs and outputs not counted); a label says what is left out.
+    """The plan as a graph of at most `max_nodes` nodes (inputs and outputs not counted); a label counts the nodes left out.
 
-    expanded opens every block, `expand` those named, as in the table or by the path of any block of the class. An
-    opened class shows the operations of its first block. Blue is split over the mesh, dashed is backward, red edges
-    carry collectives. Raises BadInput for a name that no block has.
+    `expanded` opens every class of blocks, `expand` the named ones, by their name in the table or the path of any block of the
+    class. An opened class shows the operations of its first block. Blue nodes are sharded over the mesh, dashed lines are
+    backward, red edges have collectives. Raises BadInput for a name that no block has.
     """
     names = {expand} if isinstance(expand, str) else set(expand)
     all_classes = [block_classes(graph) for graph in plan.graphs]
@@ -38,9 +38,9 @@ def digraph(
         raise BadInput(what=f"the plan has no block {', '.join(sorted(unknown))}", where="graphviz(expand=...)",
                        next_step=f"the blocks are {known}")
     font = {"fontname": "Helvetica,Arial,sans-serif", "fontsize": "10"}
-    # boxes wider than their text by more than fonts differ from viewer to viewer
+    # margins larger than the difference in text width between the fonts of different viewers
     drawing = graphviz.Digraph("plan", graph_attr=font | {"labelloc": "t", "nodesep": "0.7", "pad": "0.2",
-                                                          "outputorder": "edgesfirst"},  # no line crosses a box's text
+                                                          "outputorder": "edgesfirst"},  # so that no line crosses a box's text
                                node_attr=font | {"margin": "0.22,0.1"}, edge_attr=font)
     where = f"{plan.world_size} devices" + (f" of {plan.cluster}" if plan.cluster else "")
     drawing.attr(label=_title(f"mesh {format_mesh(plan.mesh)}: {where}"))
@@ -50,7 +50,7 @@ def digraph(
         title = (f"{graph.name}: {format_us(graph.predicted.step_time_us)} a step ({describe_solver(graph.solver)})\n"
                  f"{describe_memory(graph.memory, graph.at_peak)}")
         inner = graphviz.Digraph(f"cluster_g{position}")
-        # a frame tells several graphs apart; around one it would only cut through the labels of edges that lead around
+        # a frame separates several graphs; around a single graph it would only cut through edge labels
         inner.attr(pencolor="gray" if len(plan.graphs) > 1 else "transparent")
         _draw(inner, found, f"g{position}_", title, [] if graph.pipeline is None else stage_labels(graph.pipeline))
         drawing.subgraph(inner)
@@ -58,8 +58,8 @@ def digraph(
 
 
 def render(plan: PlanContent, path: Path, **options: Any) -> Path:
-    """Draw into `path` (.svg, .png, .pdf). Raises BadInput for another suffix; MissingDependency, with the .gv
-    written beside `path`, where the program `dot` is not there."""
+    """Draw a plan into `path` (.svg, .png, .pdf). Raises BadInput for another suffix. If the program `dot` is not installed,
+    writes the .gv file next to `path` and raises MissingDependency."""
     kind = picture_format(path, "the plan")
     drawing = digraph(plan, **options)
     try:
@@ -80,7 +80,7 @@ def _is_named(each: BlockClass, names: set[str]) -> bool:
 
 
 def _draw(drawing: graphviz.Digraph, found: Sketch, prefix: str, title: str, stages: Sequence[str]) -> None:
-    """stages: labels of those of a pipeline."""
+    """Add the nodes and edges of one graph to the drawing; stages: labels of its pipeline stages."""
     drawing.attr(label=_escape(title), margin="24")
     for k, label in enumerate(stages):
         stage = graphviz.Digraph(f"cluster_{prefix}stage{k}", graph_attr={"label": _escape(label), "pencolor": "gray",
@@ -93,9 +93,9 @@ def _draw(drawing: graphviz.Digraph, found: Sketch, prefix: str, title: str, sta
         drawing.node(f"{prefix}left_out", _escape(f"{found.left_out} of {total} nodes are left out, the cheapest"),
                      shape="plaintext")
     rank = {name: position for position, name in enumerate(found.nodes)}
-    # those with labels last, so that no other line is drawn over a label
+    # edges with labels last, so that no other line is drawn over a label
     for (tail, head), edge in sorted(found.edges.items(), key=lambda pair: bool(pair[1].collectives)):
-        # an edge back, such as from a block's last operation to the next block's first, must not turn the ranks over
+        # a backward-pointing edge, as from a block's last operation to the next block's first, must not affect Graphviz's ranks
         forward = rank[tail] < rank[head] or tail == INPUTS
         drawing.edge(prefix + tail, prefix + head, label=_edge_label(edge), constraint=str(forward).lower(),
                      style="dashed" if edge.backward else "solid",
@@ -103,7 +103,7 @@ def _draw(drawing: graphviz.Digraph, found: Sketch, prefix: str, title: str, sta
 
 
 def _draw_part(drawing: graphviz.Digraph, found: Sketch, prefix: str, stage: int | None) -> None:
-    """The nodes of one stage, or those of none."""
+    """Add the nodes of one stage, or those outside of any stage."""
     nodes = {name: node for name, node in found.nodes.items() if node.stage == stage}
     for index, (cluster, label) in enumerate(found.clusters.items()):
         opened = {name: node for name, node in nodes.items() if node.cluster == cluster}
@@ -122,7 +122,7 @@ def _draw_nodes(drawing: graphviz.Digraph, nodes: dict[str, SketchNode], prefix:
 
 
 def _edge_label(edge: SketchEdge) -> str:
-    """Collectives on a white ground, which hides the lines that cross it."""
+    """Label of an edge's collectives, on a white background that hides the lines behind it."""
     if not edge.collectives:
         return ""
     lines = "<br/>".join(f"{html.escape(kind)} x{total.count}<br/>{format_bytes(total.bytes)}"
@@ -131,7 +131,7 @@ def _edge_label(edge: SketchEdge) -> str:
 
 
 def _title(text: str) -> str:
-    """The heading, and below it what shapes, colors and lines mean."""
+    """The heading with a legend of shapes, colors and lines below it."""
     cell = '<td border="1" color="black" bgcolor="{}" width="18" height="12"></td>'
     entries = [cell.format(SPLIT) + "<td>parameters split over the mesh</td>",
                cell.format(WHOLE) + "<td>whole on every device</td>",
@@ -146,5 +146,5 @@ def _title(text: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text as dot wants it in a label: backslashes doubled, a newline as its escape."""
+    """Escape text for a dot label: backslashes doubled, newlines as their escape."""
     return graphviz.nohtml(graphviz.escape(text).replace("\n", "\\n"))

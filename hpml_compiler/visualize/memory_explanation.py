@@ -1,4 +1,4 @@
-"""Whether it fits, in words: bytes of a device by part when it holds most, what is saved and recomputed, what that costs."""
+"""Explain the memory of a plan: bytes of a device by part at the peak, saved and recomputed values and their cost."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ def memory_text(plan: PlanContent, peak: Peak) -> str:
 
 
 def memory_json(plan: PlanContent, peak: Peak) -> dict[str, Any]:
-    """The same as plain JSON values, with every name."""
+    """The memory explanation as plain JSON values, with the names of all saved, offloaded and recomputed values."""
     return {
         "peak_bytes": peak.bytes, "parts": dict(peak.parts), "counted": peak.counted, "budget_bytes": budget_of(plan),
         "at": {"graph": peak.graph, "node": peak.node, "block": peak.block, "phase": peak.phase},
@@ -56,7 +56,7 @@ def describe_moment(peak: Peak) -> str:
 
 
 def saved_values(graph: GraphPlan) -> dict[str, tuple[str, int]]:
-    """Block and bytes of each value that is saved, the largest first; of one that stands for several layers, of all."""
+    """Block and bytes of each saved value, the largest first; a value that represents several layers counts for all of them."""
     if graph.kept is not None:
         found = {name: (value.block, value.bytes * value.layers) for name, value in graph.kept.saved.items()}
     else:
@@ -101,7 +101,7 @@ def _recomputed(graph: GraphPlan, kept: CheckpointingPlan) -> Iterator[str]:
 
 
 def _largest(named: Mapping[str, tuple[str, float, str]]) -> Iterator[str]:
-    """(block, size, its text) by name, the largest first."""
+    """Lines on the largest values. named: (block, size, text of the size) by name, the largest first."""
     for name, (block, _, text) in list(named.items())[:MOST_NAMES]:
         yield f"  {text:>9}  {name}" + (f"  ({block})" if block and block != ROOT else "")
     if len(named) > MOST_NAMES:

@@ -1,4 +1,4 @@
-"""Pictures as files: which formats there are, and matplotlib's figures written whole or not at all."""
+"""Picture files: supported formats, and matplotlib figures written atomically."""
 from __future__ import annotations
 
 import io
@@ -16,8 +16,7 @@ FORMATS = ("svg", "png", "pdf")
 
 
 def picture_format(path: str | os.PathLike[str], what: str) -> str:
-    """The format that the file's name asks for; of a device such as /dev/stdout, whose name says nothing, svg. Raises
-    BadInput for another ending."""
+    """Picture format by the file's suffix; svg for a device such as /dev/stdout. Raises BadInput for another suffix."""
     suffix = Path(path).suffix.lower().lstrip(".")
     if not suffix and is_device(path):
         return FORMATS[0]
@@ -29,14 +28,14 @@ def picture_format(path: str | os.PathLike[str], what: str) -> str:
 
 
 def check_picture(path: str | os.PathLike[str] | None, what: str) -> None:
-    """Raises BadInput where no picture can be written: asked before something slow is done. None is no picture."""
+    """Check that a picture can be written to `path`, before slow work starts; None: no picture. Raises BadInput."""
     check_writable(path, what)
     if path is not None:
         picture_format(path, what)
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], what: str, dpi: int) -> None:
-    """Write a figure of matplotlib. Raises BadInput."""
+    """Write a matplotlib figure. Raises BadInput."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=dpi, format=picture_format(path, what))
     write_file(path, drawn.getvalue(), what)

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as a table: what each computes, holds and sends."""
+"""Pipeline stages as a table: compute times, memory and sends of each."""
 from __future__ import annotations
 
 from rich import box
@@ -11,7 +11,7 @@ from hpml_compiler.visualize.terminal import as_text
 
 
 def stage_table(pipe: PipelinePlan) -> Table:
-    """A row per stage, times of one microbatch."""
+    """Table with a row per stage; times are per microbatch."""
     table = Table(box=box.SIMPLE, title_justify="left", title=(
         f"{len(pipe.stages)} stages on {pipe.ranks} ranks under {pipe.schedule}, {pipe.microbatches} microbatches: "
         f"{format_us(pipe.step_us)} a step, bubble {100 * pipe.bubble:.1f} %"))
@@ -26,13 +26,13 @@ def stage_table(pipe: PipelinePlan) -> Table:
 
 
 def stages_text(graph: GraphPlan) -> str:
-    """Raises AssertionError for a graph that goes through no stages."""
+    """The stage table as plain text. Raises AssertionError for a graph without a pipeline."""
     assert graph.pipeline is not None, graph.name
     return as_text(stage_table(graph.pipeline))
 
 
 def stage_labels(pipe: PipelinePlan) -> list[str]:
-    """Of each stage, for its frame in a picture; times of one microbatch."""
+    """Label of each stage's frame in a drawing; times are per microbatch."""
     return ["\n".join((
         f"stage {k} on rank {stage.rank}: forward {format_us(stage.forward_us)}, backward {format_us(stage.backward_us)}",
         f"{format_bytes(stage.memory_bytes)} held, {stage.in_flight} of {pipe.microbatches} microbatches in flight",

@@ -1,4 +1,4 @@
-"""What changes from one plan to another: the mesh, where parameters and values live, the collectives, the costs."""
+"""Compare two plans: mesh, placements of parameters and values, collectives and costs."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ ABSENT = "absent"
 
 @dataclass(frozen=True)
 class Change:
-    """`names` (parameters, or nodes of one class) go from `before` to `after`, both as text."""
+    """A change of `names` (parameters, or nodes of one class) from `before` to `after`, both as text."""
 
     kind: str
     names: tuple[str, ...]
@@ -30,10 +30,10 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """The structured difference; `str()` gives text. All fields are empty (and it is falsy) where the plans agree.
+    """Structured difference of two plans; `str()` gives text. It is falsy, with all fields empty, if the plans agree.
 
-    `settings`: mesh, cluster, torch version, number of ranks, options. `costs` in microseconds and bytes per device by
-    name, before and after. `collectives` by kind, before and after.
+    `settings`: mesh, cluster, torch version, number of ranks, options. `costs`: in microseconds and bytes per device by
+    name, before and after. `collectives`: by kind, before and after.
     """
 
     settings: tuple[Change, ...] = ()
@@ -50,7 +50,7 @@ class PlanDiff:
 
 
 def diff(before: PlanContent, after: PlanContent) -> PlanDiff:
-    """What changes from `before` to `after`. Graphs are matched by hash, else by name. Replicated axes do not count:
+    """Changes from `before` to `after`. Graphs are matched by hash, else by name. Replicated axes do not count:
     "dp S(0)" on a mesh of dp alone equals "dp S(0), tp R"."""
     parameters: list[Change] = []
     operations: list[Change] = []
@@ -102,7 +102,7 @@ def _stored(graph: GraphPlan | None) -> dict[str, str]:
 
 
 def _computed(graph: GraphPlan | None) -> dict[str, str]:
-    """"dp S(0) from dp S(0) | R": where the node's value lives, and how it reads its inputs."""
+    """Placements of each node's outputs and inputs as text, such as "dp S(0) from dp S(0) | R"."""
     if graph is None:
         return {}
     texts = {name: [" | ".join(format_placements(each, graph.mesh) for each in side)
@@ -115,7 +115,7 @@ def _classes(graph: GraphPlan | None) -> dict[str, tuple[str, str]]:
 
 
 def _grouped(kind: str, old: dict[str, str], new: dict[str, str], classes: dict[str, tuple[str, str]]) -> list[Change]:
-    """A change for each (class, before, after); parameters have no class and are grouped by before and after only."""
+    """One change for each (class, before, after); parameters have no class and are grouped by before and after only."""
     groups: dict[tuple[object, str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys([*old, *new]):
         was, becomes = old.get(name, ABSENT), new.get(name, ABSENT)

@@ -1,8 +1,8 @@
-"""The nodes and edges of a drawn plan, as plain data: what graphviz.py hands to Graphviz.
+"""Nodes and edges of a drawn plan as plain data, which graphviz_drawing.py draws with Graphviz.
 
-A class of equal blocks is one node, or, opened, a cluster with the operations and parameters of its first block. Edges
-say what reads what and which collectives lie between; they come from `OperationPlan.sources` and the redistributions.
-Without any sources, gray edges in the order of execution hold the drawing together.
+A class of equal blocks is one node or, if opened, a cluster with the operations and parameters of its first block. Edges
+are reads, with the collectives between the two ends; they come from `OperationPlan.sources` and the redistributions.
+If no sources are known, gray edges in the order of execution connect the nodes.
 """
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Pair = tuple[str, str]  # tail, head
 
 @dataclass(frozen=True)
 class SketchNode:
-    """kind: "block", "operation", "parameter" or "end" (inputs, outputs). cluster: the opened class it belongs to; stage: of a
-    pipeline."""
+    """A node of the drawing. kind: "block", "operation", "parameter" or "end" (inputs, outputs). cluster: the opened class that
+    it belongs to; stage: its pipeline stage."""
 
     label: str
     kind: str
@@ -33,7 +33,7 @@ class SketchNode:
 
 @dataclass(frozen=True)
 class SketchEdge:
-    """backward: only backward operations read along it. order: drawn for the order of execution, nothing is read."""
+    """An edge of the drawing. backward: only backward operations read along it. order: order of execution, nothing is read."""
 
     collectives: dict[str, CollectiveTotal] = field(default_factory=dict)
     backward: bool = False
@@ -42,7 +42,7 @@ class SketchEdge:
 
 @dataclass(frozen=True)
 class Sketch:
-    """Nodes by identifier, edges by identifiers; `clusters` has the label of each opened class."""
+    """A plan's drawing: nodes by identifier, edges by pairs of identifiers, and the label of each opened class (`clusters`)."""
 
     nodes: dict[str, SketchNode]
     edges: dict[Pair, SketchEdge]
@@ -51,7 +51,7 @@ class Sketch:
 
 
 def sketch(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str], max_nodes: int) -> Sketch:
-    """At most `max_nodes` nodes (the costliest; those around redistributions first) and the edges between them."""
+    """Choose at most `max_nodes` nodes (first those next to redistributions, then the most expensive), with their edges."""
     nodes, homes, costs = _nodes(graph, classes, opened)
     kept = set(sorted(nodes, key=lambda node: costs[node], reverse=True)[:max_nodes])
     moves, backward = _reads(graph, {name: home for name, home in homes.items() if home in kept})
@@ -68,19 +68,19 @@ def sketch(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str],
 
 
 def block_label(each: BlockClass) -> str:
-    """Name, number of runs, parameters and times of a class of equal blocks."""
+    """Label of a class of equal blocks: name, multiplicity, parameters and times."""
     lines = [each.name + (f" x{each.multiplicity}" if each.multiplicity > 1 else "")]
     if each.parameter_count:
         lines.append(f"{format_count(each.parameter_count)} parameters, {format_bytes(each.bytes_per_device)} a device")
     lines.append(f"compute {format_us(each.compute_us)}")
-    if each.communication_us >= 0.005:  # less is shown as 0.00
+    if each.communication_us >= 0.005:  # less would be displayed as 0.00
         lines.append(f"communication {format_us(each.communication_us)}")
     return "\n".join(lines)
 
 
 def _nodes(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str]
            ) -> tuple[dict[str, SketchNode], dict[str, str], dict[str, tuple[bool, float]]]:
-    """All nodes; the node that shows each operation and parameter of the graph; what a node is worth."""
+    """All nodes, the node that shows each operation and parameter of the graph, and the sort key (cost) of each node."""
     moved = {name for move in graph.redistributions for name in (move.value, move.consumer)}
     nodes: dict[str, SketchNode] = {}
     homes: dict[str, str] = {}
@@ -106,7 +106,7 @@ def _nodes(graph: GraphPlan, classes: list[BlockClass], opened: Collection[str]
 
 
 def _counterparts(block: PlanBlock, first: PlanBlock) -> dict[str, str]:
-    """The names in `first` that stand for those in `block`: parameters by name, operations by position if as many."""
+    """Names in `first` that represent those in `block`: parameters by name, operations by position if the counts are equal."""
     start = len(block.path)
     same = {first.path + name[start:] for name in block.parameters}
     pairs = {name: first.path + name[start:] for name in block.parameters if same <= set(first.parameters)}
@@ -133,16 +133,16 @@ def _is_split(parameter: ParameterPlan) -> bool:
 
 
 def _reads(graph: GraphPlan, homes: dict[str, str]) -> tuple[dict[Pair, list[Redistribution]], dict[Pair, bool]]:
-    """Redistributions by (tail, head), and for each edge whether only backward operations read along it.
+    """Redistributions by (tail, head), and for each edge True if only backward operations read along it.
 
-    An operation that is not shown passes on the nodes it reads, so that no path is lost.
+    An operation that is not drawn passes on the nodes that it reads, so that no path is lost.
     """
     moves: dict[Pair, list[Redistribution]] = defaultdict(list)
     backward: dict[Pair, bool] = {}
     into: dict[str, list[Redistribution]] = defaultdict(list)
     for move in graph.redistributions:
         into[move.consumer if move.consumer in graph.operations else OUTPUTS].append(move)
-    # of all nodes at once: where one layer is listed for many, it reads its own last value
+    # filled before the loop: where one layer is listed for many, it reads its own last value
     places: dict[str, frozenset[str]] = {name: frozenset({home}) for name, home in homes.items()}
 
     def connect(source: str, head: str, consumer: str, is_backward: bool) -> None:

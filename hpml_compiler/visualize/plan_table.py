@@ -1,4 +1,4 @@
-"""A plan as a table: a row per class of equal blocks, then memory, collectives, and what was left whole."""
+"""A plan as a table: a row per class of equal blocks, then memory, collectives and replicated values."""
 from __future__ import annotations
 
 import math
@@ -31,11 +31,11 @@ from hpml_compiler.visualize.terminal import as_text, labelled
 
 MOST_ROWS = 40
 MOST_LINES = 4  # of placements in a row
-MOST_NAMES = 3  # of left-whole nodes, and of other meshes
+MOST_NAMES = 3  # of replicated nodes, and of other meshes
 
 
 def render_text(plan: PlanContent, width: int | None = None) -> str:
-    """The table as plain text of at most `width` columns, those of the terminal by default."""
+    """The table as plain text of at most `width` columns (default: the terminal's)."""
     return as_text(renderable(plan), width)
 
 
@@ -93,7 +93,7 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
 
 
 def describe_microbatches(said: MicrobatchPlan) -> str:
-    """How the batch goes through, what of it does not, and in which order."""
+    """Describe the microbatches: their number, the operations outside of the loop, and the order of forward and backward."""
     whole = ", ".join(said.whole[:MOST_NAMES]) + (f" and {len(said.whole) - MOST_NAMES} more" * (len(said.whole) > MOST_NAMES))
     order = "backward of each after its forward" if said.loss_inside else (
         "forward of all first, since the loss is not in this graph: what all of them save is held")
@@ -102,7 +102,7 @@ def describe_microbatches(said: MicrobatchPlan) -> str:
 
 
 def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[RenderableType]:
-    """A table that does not add up to the prediction above it says so; that of microbatches is known not to."""
+    """Notes where the table does not add up to the prediction above it; with microbatches or stages it is not expected to."""
     if graph.microbatches is not None or graph.pipeline is not None:
         return
     for what, predicted, total in (
@@ -121,13 +121,13 @@ def describe_solver(report: SolverReport) -> str:
 
 
 def describe_energy(energy_j: float, step_time_us: float, devices: int, label: str | None) -> str:
-    """Energy of a step on all devices, average power of each, and where the figures come from."""
+    """Energy of a step on all devices, average power per device, and the source of the figures."""
     power = f", {energy_j / (step_time_us * 1e-6) / devices:.3g} W on average each" if step_time_us else ""
     return f"energy {format_joules(energy_j)} a step on {devices} devices{power} ({label})"
 
 
 def describe_memory(memory: MemoryBytes, at_peak: Peak | None) -> str:
-    """The peak of a device and, where they are known, the parts that add up to it."""
+    """Peak memory of a device and, if known, the parts that add up to it."""
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in (at_peak.parts if at_peak else {}).items())
     return f"peak {format_bytes(memory.peak)}{': ' * bool(parts)}{parts}"
 
@@ -161,7 +161,7 @@ def _table(graph: GraphPlan, classes: list[BlockClass]) -> Table:
 
 
 def _costliest(classes: list[BlockClass]) -> list[BlockClass]:
-    """At most MOST_ROWS classes, those of most time and then of most bytes, in their order."""
+    """At most MOST_ROWS classes, those with the most time and then the most bytes, in their order."""
     if len(classes) <= MOST_ROWS:
         return classes
     by_cost = sorted(classes, key=lambda c: (c.compute_us + c.communication_us, c.bytes_per_device), reverse=True)
@@ -174,7 +174,7 @@ def _bytes_sent(each: BlockClass) -> str:
 
 
 def _placement_lines(graph: GraphPlan, each: BlockClass) -> Iterator[str]:
-    """A line for each placement of the block's parameters, the largest first, then where most of its values live."""
+    """A line for each placement of the block's parameters, the largest first, then the most common placement of its values."""
     block = each.blocks[0]
     names: dict[str, list[str]] = defaultdict(list)
     for name, parameter in sorted(block.parameters.items(), key=lambda item: -item[1].bytes_whole):

@@ -1,4 +1,4 @@
-"""Text for terminals: as wide as COLUMNS or the terminal says, else 80 columns, and without what it cannot show."""
+"""Text for terminals: as wide as COLUMNS or the terminal, else 80 columns, in characters that its encoding has."""
 from __future__ import annotations
 
 import io
@@ -14,12 +14,12 @@ FEWEST, LABEL = 60, 13
 
 
 def columns() -> int:
-    """Columns of the terminal; narrower ones than FEWEST get lines that they break."""
+    """Columns of the terminal, at least FEWEST: a narrower terminal wraps the lines itself."""
     return max(shutil.get_terminal_size((80, 24)).columns, FEWEST)
 
 
 def show(item: RenderableType) -> None:
-    """Print: in color on a terminal, as plain text elsewhere."""
+    """Print in color on a terminal, as plain text elsewhere."""
     if sys.stdout.isatty():
         Console(width=columns(), highlight=False).print(item)
     else:
@@ -27,7 +27,7 @@ def show(item: RenderableType) -> None:
 
 
 def as_text(item: RenderableType, width: int | None = None, encoding: str = "utf-8") -> str:
-    """Plain text of at most `width` columns (of the terminal), with lines drawn as the encoding can."""
+    """Plain text of at most `width` columns (default: the terminal's), in characters that the encoding has."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding or "utf-8", errors="replace", write_through=True)
     Console(file=file, width=width or columns(), color_system=None, force_terminal=False, force_jupyter=False,
             highlight=False).print(item)
@@ -36,7 +36,7 @@ def as_text(item: RenderableType, width: int | None = None, encoding: str = "utf
 
 
 def labelled(label: str, text: str) -> RenderableType:
-    """A line that begins with a label and goes on under its own text."""
+    """A line with a label, whose text wraps in its own column."""
     grid = Table.grid(padding=0, expand=False)
     grid.add_column(width=LABEL, no_wrap=True)
     grid.add_column(overflow="fold")
@@ -45,7 +45,7 @@ def labelled(label: str, text: str) -> RenderableType:
 
 
 def wrapped(text: str, width: int | None = None) -> str:
-    """Text whose lines go on, indented by two more, where they are longer than `width` (of the terminal)."""
+    """Wrap lines longer than `width` (default: the terminal's); continuation lines are indented by two more."""
     width = width or columns()
     lines = []
     for line in text.splitlines():
