@@ -1,4 +1,4 @@
-"""How a run tells the monitor what it does: around compiled graphs, and by the public hooks of all optimizers."""
+"""Hooks of the monitor: wrappers of compiled graphs, and torch's public step hooks of all optimizers."""
 from __future__ import annotations
 
 import atexit
@@ -14,7 +14,7 @@ from hpml_compiler.plans.schema import GraphPlan
 
 
 class WatchedGraph:
-    """One compiled graph whose calls the monitor is told of."""
+    """A compiled graph whose calls are reported to the monitor."""
 
     def __init__(self, monitor: Monitor, plan: GraphPlan) -> None:
         self.monitor, self.number = monitor, monitor.add_graph(plan)
@@ -33,9 +33,9 @@ class WatchedGraph:
         return watched
 
     def backward(self, call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """Around a callable that takes its arguments as one list and empties it."""
+        """Wrap a callable that takes its arguments as one list and empties it (a boxed call)."""
         monitor, number = self.monitor, self.number
-        monitor.disturbed()  # it was compiled just now, which may be in a later step than forward
+        monitor.disturbed()  # backward was compiled just now, maybe in a later step than forward
 
         def watched(arguments: list[Any]) -> Any:
             token = monitor.graph_begins(number, True)
@@ -44,13 +44,13 @@ class WatchedGraph:
             finally:
                 monitor.graph_ends(token)
 
-        watched._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+        watched._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of a boxed call
         return watched
 
 
 @functools.cache
 def watch_optimizers(current: Callable[[], Monitor | None]) -> None:
-    """From now on, tell the current monitor of each optimizer's step; at the end of the process, that it is over."""
+    """Report each optimizer step to the current monitor from now on, and finish it when the process exits."""
 
     def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and (monitor := current()) is not None:

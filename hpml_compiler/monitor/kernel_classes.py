@@ -1,4 +1,4 @@
-"""Classes of work, under which predicted and measured time are compared, and the class of a profiler's event."""
+"""Classes of work, by which predicted and measured times are compared, and the class of a profiler event."""
 from __future__ import annotations
 
 import functools
@@ -7,9 +7,9 @@ import re
 HEAVY = ("matmul", "attention", "convolution")
 CLASSES = (*HEAVY, "pointwise", "collective", "optimizer", "overhead")
 """`pointwise`: all other kernels, which inductor fuses with one another, reductions and lookups included. `overhead`: time
-in which none of the others runs, such as Python, the data loader and what the script does outside compiled graphs."""
+in which none of the others runs, such as Python, the data loader and the script's code outside compiled graphs."""
 
-# Tried in this order: attention kernels are also called cutlass, those of convolutions gemm.
+# Tried in this order, since names of attention kernels may contain cutlass, and those of convolution kernels gemm.
 _PATTERNS = {
     "optimizer": r"^Optimizer\.step#",
     "collective": r"^(_c10d_functional(_autograd)?|c10d|gloo|nccl):|^nccl(Dev)?Kernel",
@@ -29,15 +29,15 @@ _COMPILED = {name: re.compile(pattern) for name, pattern in _PATTERNS.items()}
 
 @functools.lru_cache(maxsize=4096)
 def class_of_event(name: str) -> str | None:
-    """The class of an operation, a kernel or a range by the name that torch's profiler gives it; None for what is none,
-    such as a range of Python.
+    """The class of an operation, kernel or range by its name in torch's profiler; None for other events, such as a Python
+    range.
 
-    `## Call CompiledFxGraph` is a whole graph as inductor lowered it: on a CPU its own time, without that of what it
-    calls, is that of fused C++ kernels, which have no events of their own.
+    `## Call CompiledFxGraph` is a whole graph as inductor lowered it. On a CPU its self time, without that of its
+    children, is the time of fused C++ kernels, which have no events of their own.
     """
     return next((found for found, pattern in _COMPILED.items() if pattern.search(name)), None)
 
 
 def class_of_kind(kind: str) -> str:
-    """The class of a plan's operation of that kind (`passes.cost_model.COMPUTE_KINDS`)."""
+    """The class of a plan's operation, by its kind (`passes.cost_model.COMPUTE_KINDS`)."""
     return kind if kind in HEAVY else "pointwise"

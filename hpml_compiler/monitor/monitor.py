@@ -1,4 +1,4 @@
-"""The monitor of one process: it is told what runs, measures some steps, profiles one, and reports."""
+"""Monitor of one process: it measures some steps, profiles one and compares them with the plans' predictions."""
 from __future__ import annotations
 
 import logging
@@ -24,16 +24,16 @@ from hpml_compiler.runtime.process.device_clock import Clock, clock_for
 log = logging.getLogger("hpml")
 
 LONGEST_WAIT = 10
-"""Steps that a report waits for one of them to be profiled."""
+"""Most steps that a report is delayed until one of them is profiled."""
 
 
 class Monitor:
-    """Compares what a run takes with what the plans of its graphs predict. Only one that `speaks` (rank 0's) logs, and
-    writes TensorBoard scalars into `folder`, if given. `complete`: puts the predicted peak into a graph's plan,
-    which is nothing to wait for before the first step.
+    """Compares the measured steps of a run with the predictions of its graphs' plans. Only a monitor that `speaks` (rank 0's)
+    logs, and writes TensorBoard scalars into `folder`, if given. `complete`: adds the predicted peak to a graph's plan; it is
+    called for a report, so that the first step does not wait for it.
 
-    Nothing in here communicates, and nothing waits for a device but a report. What fails in here is logged once, and
-    then nothing is monitored any more: the run goes on.
+    The monitor does not communicate, and only a report synchronizes with the device. After an error in the monitor, which is
+    logged once, monitoring stops and the run continues.
     """
 
     def __init__(self, device_type: str, *, speaks: bool = True, folder: str | None = None, clock: Clock | None = None,
@@ -51,33 +51,33 @@ class Monitor:
         self.costs: list[GraphCost] = []
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.inputs: dict[int, list[torch.Tensor]] = {}
-        """By graph: its parameters, during the one step at whose end their bytes are counted. (Not weak references for
-        longer: `model.to(...)` could not swap a placed parameter that has one.)"""
+        """Parameters by graph, during the one step at whose end their bytes are counted. (Longer-lived weak references would
+        not do: `model.to(...)` cannot swap a placed parameter that has one.)"""
         self.held: dict[str, int] | None = None
         self.report: Report | None = None
         self.active = True
-        """Whether it listens to what runs: not between windows, and not after an error."""
+        """True while graph calls and optimizer steps are recorded: not between windows, and not after an error."""
         self.stopped = False
         self._steps_to_wait = 0
         self._look_at_held = self._disturbs_next = False
         self._waited, self._writer = 0, None
         self._warned: set[str] = set()
 
-    # -- what it is told -----------------------------------------------------------------------------------------------
+    # -- events of the run ---------------------------------------------------------------------------------------------
 
     def add_graph(self, plan: GraphPlan) -> int:
-        """A graph was compiled; returns its number. The step in which this happens is not counted."""
+        """Register a compiled graph; returns its number. The step in which this happens is not counted."""
         self.plans.append(plan)
         self.costs.append(graph_cost(plan))
         return len(self.plans) - 1
 
     def disturbed(self) -> None:
-        """Something was compiled."""
+        """Exclude the current step: something was compiled in it."""
         if self.active:
             self._do(self._disturb)
 
     def graph_begins(self, graph: int, backward: bool, arguments: Iterable[Any] = ()) -> Any:
-        """A compiled graph is called; returns what `graph_ends` wants back."""
+        """Record the start of a compiled graph's call; returns a token for `graph_ends`."""
         return self._do(self._graph_begins, graph, backward, arguments) if self.active else None
 
     def graph_ends(self, token: Any) -> None:
@@ -98,12 +98,12 @@ class Monitor:
                 self._do(self.recorder.restart)
 
     def finish(self) -> None:
-        """The run ends: report on what there is, if nothing was said yet."""
+        """End of the run: report on the steps so far, if there was no report yet."""
         if self.active:
             self._do(self._finish)
 
     def last_report(self) -> Report | None:
-        """The last report; if none was due yet, one of the steps until now; None if there are too few."""
+        """The last report; before the first one is due, a report on the steps so far; None if there are too few."""
         if self.report is None and self.window.chosen():
             return self._make_report()
         return self.report
@@ -118,7 +118,7 @@ class Monitor:
                 self.profiling.give_up()
             return None
 
-    # -- what it does then ---------------------------------------------------------------------------------------------
+    # -- handlers of events --------------------------------------------------------------------------------------------
 
     def _disturb(self) -> None:
         self.recorder.disturb()
@@ -126,7 +126,7 @@ class Monitor:
 
     def _graph_begins(self, graph: int, backward: bool, arguments: Iterable[Any]) -> Any:
         begun = self.recorder.graph_begins(graph, backward)
-        if not self.active:  # with the step before, the window ended
+        if not self.active:  # the window ended with the previous step
             return None
         if self._look_at_held and not backward and graph not in self.inputs:
             self.inputs[graph] = [each for each in arguments if isinstance(each, torch.nn.Parameter)]
@@ -178,12 +178,13 @@ class Monitor:
         if enough and self._may_say(self._make_report()):
             self._steps_to_wait = self.window.close() * step.optimizer_steps
             self.active = False
-        elif self._disturbs_next:  # what was done after the step had ended took time in this one
+        elif self._disturbs_next:  # the work after the end of the step took time in this one
             self.recorder.disturb()
         self._disturbs_next = False
 
     def _may_say(self, report: Report) -> bool:
-        """Report now, unless it is to name the class of work that is off, and a step has to be profiled for that."""
+        """Report now, or delay the report until a step is profiled, if it has to name the class of work that is off. Returns
+        True if it reported."""
         self._waited += 1
         if report.step_time.is_off and not report.classes and self.profiling.is_possible and self._waited <= LONGEST_WAIT:
             self.profiling.want(self.window.chosen()[-1])
@@ -219,7 +220,7 @@ class Monitor:
         )
 
     def _peak(self, profiled: int | None) -> tuple[int | None, str]:
-        if profiled is None and self.device_type == "cuda":  # the whole model, before it was split, may be in it
+        if profiled is None and self.device_type == "cuda":  # may include the whole model before it was split
             return torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated, since the start"
         return profiled, "" if profiled is None else "tensors allocated in one profiled step"
 
@@ -247,6 +248,6 @@ class Monitor:
 
 
 def _median(times: list[StepTimes]) -> StepTimes:
-    """Of each part by itself."""
+    """Median of each part of the step, separately."""
     return StepTimes(*(statistics.median(getattr(each, name) for each in times)
                        for name in ("step_us", "graphs_us", "optimizer_us")))

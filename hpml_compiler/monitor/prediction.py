@@ -1,4 +1,4 @@
-"""What the plans predict for the graphs that one step ran, each so many times forward and backward."""
+"""Predicted time, memory and energy of one step, from the plans of the graphs that it ran."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")
 
 @dataclass(frozen=True)
 class GraphRuns:
-    """How often a graph, by its number in the run, ran in a step."""
+    """Number of forward and backward calls of a graph, given by its number in the run, in one step."""
 
     graph: int
     forward: int
@@ -22,10 +22,10 @@ class GraphRuns:
 
 @dataclass(frozen=True)
 class GraphCost:
-    """The predicted µs of one graph: of a forward and a backward call by class, as they are when nothing overlaps.
+    """Predicted costs of one graph: µs of a forward and of a backward call by class of work, without overlap.
 
-    graph_us: both calls together, with overlap. optimizer_us: by parameter, since graphs may share parameters. energy_j: of
-    a step of this graph alone on all devices; None if not known.
+    graph_us: both calls together, with overlap. optimizer_us: by parameter, since graphs may share parameters. energy_j: energy
+    of a step of this graph alone on all devices; None if not known.
     """
 
     name: str
@@ -37,7 +37,7 @@ class GraphCost:
     energy_j: float | None
 
     def calls_us(self, runs: GraphRuns) -> float:
-        """Predicted time of so many calls."""
+        """Predicted time of these calls, in µs."""
         forward, backward = sum(self.forward_us.values()), sum(self.backward_us.values())
         if not forward + backward:
             return 0.0
@@ -46,8 +46,8 @@ class GraphCost:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Predicted for one step: its time, its time by class (every class is there), bytes by part and at the peak, and the
-    joules of all devices (None if a graph's are not known; in proportion to the calls' time)."""
+    """Prediction for one step: its time in µs, in total and by class (with every class as a key), bytes by part and at the
+    peak, and the energy of all devices in J (in proportion to the calls' time; None if that of a graph is not known)."""
 
     step_us: float
     classes_us: Mapping[str, float]
@@ -85,7 +85,7 @@ def graph_cost(plan: GraphPlan) -> GraphCost:
 
 
 def _is_backward(plan: GraphPlan, move: Redistribution) -> bool:
-    """By who reads the value; at the graph's end, an output is made in forward, a gradient is not."""
+    """True if a redistribution is part of backward: its reader is or, at the graph's end, its value is no result of forward."""
     reader = plan.operations.get(move.consumer)
     if reader is not None:
         return reader.backward
@@ -94,8 +94,8 @@ def _is_backward(plan: GraphPlan, move: Redistribution) -> bool:
 
 
 def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Sequence[GraphRuns]) -> PredictedStep:
-    """What is predicted for a step that ran these graphs: their calls, and the optimizer once, over all parameters whose
-    gradients were computed."""
+    """Predict a step that ran these graphs: their calls, and one optimizer step over all parameters whose gradients were
+    computed."""
     classes: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     optimizer: dict[str, float] = {}
     step_us = 0.0
@@ -111,7 +111,7 @@ def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Seque
     trained = [run for run in runs if run.backward] or list(runs)
     parts = expected_parts([plans[run.graph] for run in trained])
     if len(trained) == 1 and trained[0].forward > 1:
-        # From the second call on, all gradients are there.
+        # From the second call on, all gradients are in memory.
         plan = plans[trained[0].graph]
         parts["activations"] += plan.memory.gradients - (plan.at_peak.parts.get("gradients", 0) if plan.at_peak else 0)
     joules = [_joules(costs[run.graph], run) for run in runs]
@@ -125,10 +125,10 @@ def _joules(cost: GraphCost, runs: GraphRuns) -> float | None:
 
 
 def expected_parts(plans: Sequence[GraphPlan]) -> dict[str, int]:
-    """Predicted bytes by part of graphs that run in one step; a parameter that several of them use counts once.
+    """Predicted bytes by part of the graphs of one step; a parameter that several of them use counts once.
 
-    `activations`: of all graphs, held at the same time as where a model is broken into several graphs, and what comes and goes.
-    The parts of one graph add up to its predicted peak.
+    `activations`: saved activations and temporary values, summed over all graphs, since those of a model with graph breaks are
+    in memory at the same time. The parts of one graph add up to its predicted peak.
     """
     parts: dict[str, float] = dict.fromkeys(MEMORY_PARTS, 0.0)
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""When one step is profiled: once, if it is wanted, and while nobody else profiles."""
+"""Profile one step of a run: once, on request, and while no other profiler runs."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ TRIES = 5
 
 
 class ProfileTrigger:
-    """Profiles from the first call of a graph in a step to the optimizer step that ends it.
+    """Profiles one step, from its first call of a training graph to the optimizer step that ends it.
 
-    make: starts a profile. result: what was seen, and `step` what ran meanwhile; None until then. A step that turns out
-    otherwise than the one that it was to be like is given up, and the next one tried.
+    make: starts a profile. result: kernel times of the profiled step, and `step` its record; None until then. If a step turns
+    out different from the requested one, its profile is dropped and the next step is tried.
     """
 
     def __init__(self, make: Callable[[], StepProfile]) -> None:
@@ -33,7 +33,7 @@ class ProfileTrigger:
 
     @property
     def is_possible(self) -> bool:
-        """Whether nothing was seen yet, and it may still be tried."""
+        """True if there is no result yet and tries are left."""
         return self.result is None and self._tries_left > 0
 
     @property
@@ -41,15 +41,16 @@ class ProfileTrigger:
         return self._running is not None
 
     def want(self, like: RecordedStep) -> None:
-        """Profile a step that does the same as this one."""
+        """Request a profile of a step that does the same work as `like`."""
         self._like = like
 
     def result_for(self, runs: tuple[GraphRuns, ...]) -> KernelTimes | None:
-        """What was seen, if it was in a step that ran this."""
+        """The result, if the profiled step had these calls; else None."""
         return self.result if self.step is not None and self.step.runs == runs else None
 
     def call_begins(self, step: RecordedStep, first: bool) -> Any:
-        """A graph is called. first: whether it is the first training graph in the step. Returns what `call_ends` wants."""
+        """Record the start of a graph call. first: it is the step's first call of a training graph. Returns a token for
+        `call_ends`."""
         if self._running is None:
             if not first or step.disturbed or not self.is_wanted:
                 return None
@@ -59,7 +60,7 @@ class ProfileTrigger:
             self._running = self.make()
             step.disturbed = True
         assert self._like is not None
-        if step.calls > 2 * self._like.calls:  # something long goes on, such as an evaluation
+        if step.calls > 2 * self._like.calls:  # the step is much longer, as with an evaluation
             self.give_up()
             return None
         return self._running, self._running.begin_graph()
@@ -78,13 +79,13 @@ class ProfileTrigger:
             return
         running, self._running = self._running, None
         result = running.stop(steady_bytes)
-        if result is None:  # the script has profiled inside
+        if result is None:  # the script used a profiler inside the step
             self._tries_left -= 1
         else:
             self.result, self.step = result, step
 
     def give_up(self) -> None:
-        """Stop a profile that is running."""
+        """Stop a running profile and drop it."""
         if self._running is not None:
             running, self._running = self._running, None
             self._tries_left -= 1

@@ -25,8 +25,8 @@ _STICKY = frozenset(("optimizer", "collective", "attention", "convolution", "mat
 
 @dataclass(frozen=True)
 class ProfilerEvent:
-    """What the profiler saw: an operation or range of a thread or, on a device, a kernel. `operation`: of a kernel, the
-    `id` of the operation that launched it."""
+    """A profiler event: an operation or range of a thread or, on a device, a kernel. `operation`: for a kernel, the `id` of the
+    operation that launched it."""
 
     name: str
     start_ns: int
@@ -39,17 +39,17 @@ class ProfilerEvent:
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """µs by class. kernels: whether they are those of kernels on a device, which may overlap; otherwise those of the
-    calling thread inside compiled graphs alone. peak_bytes: of tensors, None if it was not looked at."""
+    """Time in µs by class of work. kernels: True for times of device kernels, which may overlap; False for times of the calling
+    thread inside compiled graphs. peak_bytes: peak of tensor memory; None if it was not measured."""
 
     classes_us: Mapping[str, float]
     kernels: bool
     peak_bytes: int | None
 
     def of_step(self, times: StepTimes) -> dict[str, float]:
-        """µs by class of steps that took so long without a profiler, which makes short operations longer.
+        """Time in µs by class, scaled to a step that took `times` without a profiler, which slows down short operations.
 
-        Of what the calling thread did in graphs, only the shares count; kernels took as long as they took.
+        Thread times in graphs are scaled to the time measured without a profiler; kernel times are used as they are.
         """
         found = dict(self.classes_us)
         if self.kernels:
@@ -63,21 +63,21 @@ class KernelTimes:
 
 
 class StepProfile:
-    """A profile that is running. varying_bytes: asked now and then for what is held from before and may be dropped
-    meanwhile, since the profiler does not see that go."""
+    """A running profile of one step. varying_bytes: sampled during the step; bytes that were allocated before the profile and
+    may be freed during it, which the profiler does not see."""
 
     def __init__(self, device_type: str, varying_bytes: Callable[[], int] = lambda: 0) -> None:
         self.on_device, self.varying_bytes = device_type == "cuda", varying_bytes
         self._notes: list[tuple[int, int]] = []
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
         self._profile = profile(activities=activities, profile_memory=True)
-        self._log_level = compat.set_cpp_log_level(2)  # it warns of each such thing that goes
+        self._log_level = compat.set_cpp_log_level(2)  # it warns of each such free
         with _quiet_kineto(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11, even where there were none
             self._profile.start()
 
     def begin_graph(self) -> Any:
-        """Returns what `end_graph` wants back."""
+        """Start the range of a compiled graph; returns a token for `end_graph`."""
         self.note()
         entered = record_function(GRAPH_RANGE)
         entered.__enter__()
@@ -88,12 +88,12 @@ class StepProfile:
         self.note()
 
     def note(self) -> None:
-        """Look at the varying bytes."""
+        """Sample the varying bytes."""
         self._notes.append((time.time_ns(), self.varying_bytes()))
 
     def stop(self, steady_bytes: int = 0) -> KernelTimes | None:
-        """What was seen; None if the script profiled something meanwhile. steady_bytes: held from before the profile until
-        after it."""
+        """Stop the profile; returns its result, or None if the script used a profiler meanwhile. steady_bytes: bytes that are
+        allocated before the profile and until after it."""
         self.note()
         if not self.cancel():
             return None
@@ -107,8 +107,8 @@ class StepProfile:
         return KernelTimes(by_class, self.on_device, steady_bytes + peak(changes, self._notes))
 
     def cancel(self) -> bool:
-        """Stop, and look at nothing. Returns whether there is anything to look at: the end of a profile that was begun
-        inside this one has ended both, and what was seen is in the other."""
+        """Stop the profile without reading it. Returns False if it was over already: the end of another profile that started
+        inside this one ended both, and the events are in the other one."""
         running = compat.profiler_is_on()
         try:
             if running:
@@ -120,7 +120,7 @@ class StepProfile:
 
 
 def graph_us(events: Iterable[ProfilerEvent]) -> dict[str, float]:
-    """Own time by class, inside the ranges of compiled graphs, of the threads that run them."""
+    """Self time in µs by class, inside the ranges of compiled graphs, of the threads that run them."""
     found: defaultdict[str, float] = defaultdict(float)
     for _, own_ns, chain in _with_parents(events):
         inside = _inside_graph(chain)
@@ -130,7 +130,7 @@ def graph_us(events: Iterable[ProfilerEvent]) -> dict[str, float]:
 
 
 def kernel_us(events: Iterable[ProfilerEvent]) -> dict[str, float]:
-    """Time of kernels by class: of those that an optimizer or a compiled graph launched."""
+    """Time in µs by class of the kernels that an optimizer or a compiled graph launched."""
     events = list(events)
     chains = {event.id: chain for event, _, chain in _with_parents(events) if event.id}
     found: defaultdict[str, float] = defaultdict(float)
@@ -144,18 +144,18 @@ def kernel_us(events: Iterable[ProfilerEvent]) -> dict[str, float]:
 
 
 def _inside_graph(chain: Sequence[ProfilerEvent]) -> Sequence[ProfilerEvent]:
-    """Of nested events, those from the range of a compiled graph on; none where there is no such range."""
+    """The nested events from the range of a compiled graph on; empty if there is no such range."""
     return next((chain[i:] for i in reversed(range(len(chain))) if chain[i].name == GRAPH_RANGE), ())
 
 
 def _class_in(chain: Sequence[ProfilerEvent]) -> str | None:
-    """The class of the last of nested events: that of the outermost one which is more than pointwise, else its own."""
+    """The class of the innermost of nested events: that of the outermost event with a class in `_STICKY`, else its own."""
     classes = [class_of_event(event.name) for event in chain]
     return next((found for found in classes if found in _STICKY), classes[-1] if classes else None)
 
 
 def _with_parents(events: Iterable[ProfilerEvent]) -> Iterable[tuple[ProfilerEvent, int, tuple[ProfilerEvent, ...]]]:
-    """Each event of a thread with its time that none of its children takes, in ns, and the events around it and itself,
+    """Each event of a thread with its self time in ns (without its children), and the chain of the events around it and itself,
     outermost first."""
     by_thread: dict[int, list[ProfilerEvent]] = {}
     for event in events:
@@ -180,8 +180,8 @@ def _closed(entry: list[Any]) -> tuple[ProfilerEvent, int, tuple[ProfilerEvent, 
 
 
 def peak(changes: Iterable[tuple[int, int]], notes: Sequence[tuple[int, int]] = ()) -> int:
-    """The highest running sum of allocations and frees, `(ns, bytes)`, plus what the next of the notes, `(ns, bytes
-    held)` in order of time, says is held besides."""
+    """Peak memory in bytes: the highest running sum of allocations and frees, `(ns, bytes)`, plus the other bytes in memory by
+    the next of the notes, `(ns, bytes)` in order of time."""
     changes = sorted(changes, key=lambda change: change[0])
     times = [at for at, _ in notes]
     running = itertools.accumulate((size for _, size in changes), initial=0)
@@ -201,12 +201,12 @@ def _event(raw: Any) -> ProfilerEvent:
 
 
 def _is_mirrored(raw: Any) -> bool:
-    """Ranges appear on the device again, around the kernels that were launched in them; async ones overlap others."""
+    """True for events to leave out: copies of ranges on the device, and async ranges, which overlap others."""
     return raw.is_async() or raw.is_user_annotation() and raw.device_type() != torch.profiler.DeviceType.CPU
 
 
 class _quiet_kineto:
-    """The profiler's library prints its starts and stops, unless told otherwise when it is first used."""
+    """Silences Kineto, which prints the start and stop of each profile unless its log level is set at its first use."""
 
     def __enter__(self) -> None:
         self.ours = "KINETO_LOG_LEVEL" not in os.environ

@@ -1,4 +1,4 @@
-"""Predicted beside measured: the record of it, and what is said of it."""
+"""Report of predicted and measured figures, as a record and as text."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 
 TOLERANCE = 0.25
-"""Above this relative error of a prediction, a run warns."""
+"""Relative error of a prediction above which a run warns."""
 
 SHORT_US = 10_000.0
-"""A measured step shorter than this is for the most part what Python takes to call it: of that, prices of kernels say nothing,
-and another plan would gain nothing."""
+"""A measured step shorter than this is mostly Python overhead, which kernel prices do not predict and another plan does not
+reduce."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class PredictedFigure:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank measured, and what its plans predicted for the same work.
+    """Measured figures of one rank, and the predictions of its plans for the same work.
 
-    step: optimizer steps until then, or groups of them (`monitor.step_recorder`). steps_measured: how many the medians are of.
-    runs: calls of graphs in one such step, as text. step_time: µs. graphs_us, optimizer_us, between_us: of the measured
-    step time, what passed in compiled graphs, in optimizers and between them. peak_memory: bytes, None if it was not
-    measured; memory_source says how. energy_j: predicted joules of the step on all devices, an estimate from data sheets,
-    None if not known; measured_energy_j: where there is a meter, and energy_source says which. classes, memory_parts: µs by
-    class of work and bytes by part; empty if not looked at.
+    step: number of optimizer steps so far, or of groups of them (`monitor.step_recorder`). steps_measured: number of steps that
+    the medians are over. runs: calls of graphs in one such step, as text. step_time: in µs. graphs_us, optimizer_us,
+    between_us: the parts of the measured step time in compiled graphs, in optimizers and between them. peak_memory: in bytes,
+    None if it was not measured; memory_source: how it was measured. energy_j: predicted energy of the step on all devices in J,
+    an estimate from data sheets, None if not known; measured_energy_j: measured by the power meter energy_source, None without
+    one. classes, memory_parts: µs by class of work and bytes by part; empty if not measured.
     """
 
     step: int
@@ -59,13 +59,13 @@ class Report:
     measured_energy_j: float | None = None
     energy_source: str = ""
     rival_us: float | None = None
-    """By how much the best plan on another mesh was predicted to be slower; None where there was none to choose from."""
+    """Predicted µs by which the best plan on another mesh is slower; None if there was no other."""
 
     @property
     def could_be_another_plan(self) -> bool:
-        """True if correct prices could have led to another plan: they would move the two plans that were compared by more than
-        lies between them. A factor that all prices have in common, as on a busy machine, moves them alike; where the classes of
-        work are not known, it cannot be told apart."""
+        """True if correct prices could have led to another plan, because they change step times by more than the predicted
+        difference to the best plan on another mesh. A factor common to all prices, as on a busy machine, is left out, since it
+        changes both plans alike; without times by class of work it cannot be separated."""
         if self.rival_us is None:
             return False
         predicted, measured = (sum(getattr(each, name) for each in self.classes) for name in ("predicted", "measured"))
@@ -75,7 +75,7 @@ class Report:
         return sum(shift for shift in shifts if shift > 0) > self.rival_us
 
     def text(self) -> str:
-        """One line."""
+        """The report as one line."""
         return f"{self._time_and_memory()}{self._energy()}"
 
     def _energy(self) -> str:
@@ -96,8 +96,8 @@ class Report:
                 f"(ratio {memory.ratio:.2f}; {self.memory_source})")
 
     def time_warning(self) -> str | None:
-        """Warning that the step time is off and another plan may be better: names the class of work that is most so, then all
-        of them. Else the figures are in the line of `text` and in `last_report()` alone."""
+        """Warning that the predicted step time is off and another plan may be better; it names the worst class of work, then
+        all classes. None otherwise: the figures are still in `text` and in `last_report()`."""
         time = self.step_time
         if not time.is_off or time.measured < SHORT_US or not self.could_be_another_plan:
             return None
@@ -114,7 +114,7 @@ class Report:
                 "than that: it may be better than the one in use; `hpml profile` measures prices here, see docs/monitoring.md")
 
     def memory_warning(self) -> str | None:
-        """What to warn of, if the peak of memory is off: the part that is most so."""
+        """Warning that the predicted peak memory is off, with the worst part; None otherwise."""
         memory = self.peak_memory
         if memory is None or not memory.is_off or self.step_time.measured < SHORT_US:
             return None
@@ -128,7 +128,7 @@ class Report:
 
 
 def worst_of(figures: tuple[PredictedFigure, ...]) -> PredictedFigure:
-    """The one whose prediction is farthest from what was measured."""
+    """The figure with the largest difference between prediction and measurement."""
     return max(figures, key=lambda each: abs(each.predicted - each.measured))
 
 

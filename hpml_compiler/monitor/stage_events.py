@@ -1,4 +1,4 @@
-"""A step of a pipeline as it was measured, of all ranks: to be drawn below the schedule that was simulated."""
+"""Measured timeline of one pipeline step on all ranks, to be drawn below the simulated schedule."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ from passes.simulation.step_timeline import TimelineEvent
 
 
 def measured_schedule(loops: Sequence[LoopTimes]) -> list[TimelineEvent]:
-    """What the stages of each rank computed in one step, without waiting for messages; lane d is rank d, where `pp` is the
-    only axis of the mesh. loops: what `recording` has found on this rank of that step. All ranks call it together and get the
-    same. Times are since each rank began; where backward is a loop of its own, it follows the forward of the slowest rank."""
+    """Compute events of the stages of each rank in one step, without the time spent waiting for messages; lane d is rank d, and
+    `pp` must be the only axis of the mesh. loops: this rank's loops of that step, from `recording`. It is collective over all
+    ranks, which get the same result. Times count from the start of each rank's loop; a separate backward loop starts after the
+    slowest rank's forward."""
     own = [[(each.action.kind, name_of(each.action), each.start_us + each.waited_us, each.end_us) for each in loop.done()]
            for loop in loops]
     ranks: list[list[list[tuple[str, str, float, float]]]] = [[] for _ in range(dist.get_world_size())]

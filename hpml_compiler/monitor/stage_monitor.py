@@ -1,7 +1,7 @@
-"""What the stages of a pipeline take, on all ranks, beside the times that the graph was cut by.
+"""Measured times of pipeline stages on all ranks, compared with the times by which the graph was split into stages.
 
-A few training steps are measured on every rank, then all of them tell each other once. Waiting for messages is no work: what a
-rank waited in its loop, and what it idled before its first and after its last action there, is the measured bubble.
+Every rank measures a few training steps, then the ranks exchange their times once. Waiting for messages is no work: the
+measured bubble is the time that a rank waits in its loop, plus its idle time there before its first and after its last action.
 """
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ log = logging.getLogger("hpml")
 
 WARM_UP = 2
 STEPS = 5
-"""Steps that are measured after the warm-up."""
+"""Measured steps after the warm-up."""
 STAGES_ARE_MEASURED = WARM_UP + STEPS + 1
-"""The call of a graph at which all ranks know the report."""
+"""Number of the graph call at which all ranks have the report."""
 
 
 @dataclass(frozen=True)
 class StageFigures:
-    """One stage, in µs for one microbatch, of its slowest rank where several share it. rank: along `pp`."""
+    """Times of one stage, in µs for one microbatch, on its slowest rank if several share it. rank: coordinate on `pp`."""
 
     stage: int
     rank: int
@@ -48,10 +48,10 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class StagesReport:
-    """Medians over the measured steps. loop: µs from a step's first action to the arrival of its last message, of the slowest
-    rank. bubble: the share of it in which a rank has nothing to do, on average. sent_bytes: by all ranks in a step. What is
-    `predicted` are the times that the graph was cut by, and their schedule as it is simulated; a plan has times at measured
-    prices, and with what is sent."""
+    """Measured and predicted times of a pipeline, as medians over the measured steps. loop: µs from a step's first action to
+    the arrival of its last message, on the slowest rank. bubble: average share of it in which a rank is idle. sent_bytes: sent
+    by all ranks in a step. `predicted` figures are the times by which the graph was split, and the simulation of their
+    schedule; the plan's own times are at measured prices and include sends."""
 
     graph: str
     steps_measured: int
@@ -61,7 +61,7 @@ class StagesReport:
     sent_bytes: int
 
     def text(self) -> str:
-        """One line."""
+        """The report as one line."""
         stages = ", ".join(f"{each.stage} (rank {each.rank}) {format_us(each.forward.measured)} + "
                            f"{format_us(each.backward.measured)}, cut by {format_us(each.forward.predicted)} + "
                            f"{format_us(each.backward.predicted)}" for each in self.stages)
@@ -71,8 +71,8 @@ class StagesReport:
                 f"(medians of {self.steps_measured} steps)")
 
     def warning(self) -> str | None:
-        """Where a rank has much more of the work than the cut gave it: the others wait for that rank, whatever the schedule.
-        Steps that are mostly Python's calls say nothing of this."""
+        """Warning that a rank has a much larger share of the work than predicted, so that the others wait for it under any
+        schedule; None otherwise. Short steps, which are mostly Python overhead, do not count."""
         worst = max(self._shares(), key=lambda each: each.measured / each.predicted if each.predicted else 1.0, default=None)
         if worst is None or self.loop.measured < SHORT_US or worst.measured <= (1 + TOLERANCE) * worst.predicted:
             return None
@@ -81,7 +81,7 @@ class StagesReport:
                 "which the cut goes by; see docs/monitoring.md")
 
     def _shares(self) -> list[PredictedFigure]:
-        """Of each rank, in the work of all."""
+        """Share of each rank in the work of all stages."""
         work: dict[int, list[PredictedFigure]] = {}
         for each in self.stages:
             work.setdefault(each.rank, []).append(each.work)
@@ -92,7 +92,7 @@ class StagesReport:
                 for rank, own in sorted(work.items()) if predicted and measured]
 
     def scalars(self) -> dict[str, float]:
-        """TensorBoard's: ms and shares."""
+        """TensorBoard scalars: ms and shares."""
         found = {"hpml/pipeline/loop_ms/predicted": self.loop.predicted / 1e3,
                  "hpml/pipeline/loop_ms/measured": self.loop.measured / 1e3,
                  "hpml/pipeline/bubble/predicted": self.bubble.predicted, "hpml/pipeline/bubble/measured": self.bubble.measured}
@@ -105,8 +105,8 @@ class StagesReport:
 
 @dataclass(frozen=True)
 class OwnSteps:
-    """What a rank tells the others. place: along `pp`. work_us: by stage and half ("forward", "backward"), of one microbatch,
-    a median. busy_us, loop_us: by step; what it computed, and its loop as a whole."""
+    """Measurements of one rank, sent to the others. place: coordinate on `pp`. work_us: median per microbatch, by stage and
+    half ("forward", "backward"). busy_us, loop_us: compute time and duration of the loop, by step. sent_bytes: per step."""
 
     place: int
     work_us: Mapping[tuple[int, str], float]
@@ -117,8 +117,9 @@ class OwnSteps:
 
 @dataclass
 class StageMonitor:
-    """Around the calls of one graph that trains through stages. stages: what it was cut by, in µs of one microbatch. tell:
-    gives all ranks what each has, in the order of ranks, and is called once, by all of them at the same call."""
+    """Wraps the calls of one pipelined training graph. stages: the split into stages, with the predicted µs of one microbatch.
+    tell: gathers the measurements of all ranks, in rank order; all ranks call it once, at the same call of the graph. done:
+    receives the report."""
 
     name: str
     table: PipelineSchedule
@@ -146,7 +147,7 @@ class StageMonitor:
         def watched(arguments: list[Any]) -> Any:
             return call(arguments) if self.over or not self.steps else self._recorded(call, arguments)
 
-        watched._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+        watched._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark of a boxed call
         return watched
 
     def _recorded(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -158,7 +159,7 @@ class StageMonitor:
     def _end(self) -> None:
         self.over = True
         steps, self.steps = self.steps[WARM_UP:], []
-        ranks = self.tell(own_steps(self.place, [step for step in steps if step]))  # without those that failed
+        ranks = self.tell(own_steps(self.place, [step for step in steps if step]))  # without failed steps
         if all(each.loop_us for each in ranks):
             self.done(report_of(self.name, self.table, self.stages, ranks))
 
@@ -170,7 +171,7 @@ def own_steps(place: int, steps: Sequence[Sequence[LoopTimes]]) -> OwnSteps:
         times.setdefault((each.action.stage, each.action.kind, "forward" if each.action.kind == "forward" else "backward"),
                          []).append(each.work_us)
     work: dict[tuple[int, str], float] = {}
-    for (stage, _, half), found in times.items():  # a backward that is cut in two is both of its parts
+    for (stage, _, half), found in times.items():  # a split backward counts with both of its parts
         work[stage, half] = work.get((stage, half), 0.0) + statistics.median(found)
     return OwnSteps(place, work, [sum(each.work_us for each in step) for step in done],
                     [sum(loop.took_us for loop in step) for step in steps],
@@ -178,7 +179,7 @@ def own_steps(place: int, steps: Sequence[Sequence[LoopTimes]]) -> OwnSteps:
 
 
 def report_of(name: str, table: PipelineSchedule, stages: StageAssignment, ranks: Sequence[OwnSteps]) -> StagesReport:
-    """ranks: of all, in the order of ranks."""
+    """Build the report; ranks: measurements of all ranks, in rank order."""
     def measured(stage: int, half: str) -> float:
         return max((each.work_us.get((stage, half), 0.0) for each in ranks if each.place == table.ranks[stage]), default=0.0)
 
@@ -203,7 +204,7 @@ def gathered(own: OwnSteps, group: dist.ProcessGroup) -> list[OwnSteps]:
 
 
 def say(report: StagesReport, folder: str | None, step: int = WARM_UP + STEPS) -> None:
-    """Rank 0's. The run goes on where scalars cannot be written, as on a full disk."""
+    """Log the report and write its scalars, on rank 0. If they cannot be written, as on a full disk, the run continues."""
     log.info("%s", report.text())
     if (text := report.warning()) is not None:
         log.warning("%s", text)

@@ -1,7 +1,7 @@
-"""What lies between two optimizer steps: which graphs ran how often, and how long each part took.
+"""Record steps between optimizer steps: calls of each graph, and the time of each part.
 
 A step ends with an optimizer step after which a compiled graph runs again: several optimizers, one after the other, end
-one step together. It starts where the step before it ended, so the script's own work in between belongs to it.
+one step together. It starts where the previous step ended, so the script's own work in between belongs to it.
 """
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpml_compiler.monitor.prediction import GraphRuns
 from hpml_compiler.runtime.process.device_clock import Clock
 
 MOST_SPANS = 2000
-"""Calls of graphs in one step of which the times are kept; a step with more is not counted."""
+"""Most graph calls with recorded times in one step; a step with more is not counted."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """µs of one step: from end to end, in calls of compiled graphs, in optimizers."""
+    """Times of one step in µs: end to end, in calls of compiled graphs, and in optimizers."""
 
     step_us: float
     graphs_us: float
@@ -27,15 +27,15 @@ class StepTimes:
 
     @property
     def between_us(self) -> float:
-        """Neither in graphs nor in optimizers."""
+        """Time outside of graphs and optimizers."""
         return max(self.step_us - self.graphs_us - self.optimizer_us, 0.0)
 
 
 @dataclass
 class RecordedStep:
-    """One step while it is recorded. start: a mark, None if nothing ended before it. counts: graph -> calls forward and
-    backward. spans: marks of their beginnings and ends. optimizer_spans: the same, with the spans of graphs that ran
-    inside. disturbed: something ran in it that is no part of training."""
+    """Record of one step. start: clock mark of the previous step's end, None if there is none. counts: forward and backward
+    calls by graph. spans: start and end marks of these calls. optimizer_spans: the same of optimizer steps, with the slice of
+    `spans` of graphs that ran inside. disturbed: something that is not part of training ran in it."""
 
     start: Any = None
     end: Any = None
@@ -51,7 +51,7 @@ class RecordedStep:
 
     @functools.cached_property
     def signature(self) -> tuple:
-        """Steps with equal signatures did the same work. To be asked for when the step has ended."""
+        """Signature of the work: steps that did the same have equal ones. It is cached, so read it after the step's end."""
         return (*self.runs, self.optimizer_steps)
 
     @property
@@ -60,7 +60,7 @@ class RecordedStep:
 
     @property
     def counts_as_training(self) -> bool:
-        """Whether it is whole and undisturbed, and a gradient was computed in it."""
+        """True if the step is complete and undisturbed, and a gradient was computed in it."""
         return (self.start is not None and not self.disturbed and len(self.spans) == self.calls
                 and any(backward for _, backward in self.counts.values()))
 
@@ -73,7 +73,7 @@ class RecordedStep:
 
 
 class StepRecorder:
-    """Told of graph calls and optimizer steps as they happen; hands over each step when the next one begins."""
+    """Records graph calls and optimizer steps; passes each step to `on_step` when the next one begins."""
 
     def __init__(self, clock: Clock, on_step: Callable[[RecordedStep], None]) -> None:
         self.clock, self.on_step = clock, on_step
@@ -81,10 +81,10 @@ class StepRecorder:
         self._optimizer_start: tuple[Any, int] | None = None
 
     def graph_begins(self, graph: int, backward: bool) -> Any:
-        """Returns what `graph_ends` wants back."""
+        """Record the start of a graph call; returns a token for `graph_ends`."""
         if self.step.end is not None:
             self.finish()
-            if self._optimizer_start is not None:  # one with a closure, which has just begun
+            if self._optimizer_start is not None:  # a step with a closure has just begun
                 self._optimizer_start = (self._optimizer_start[0], 0)
         step = self.step
         counts = step.counts.get(graph)
@@ -110,13 +110,13 @@ class StepRecorder:
         self._optimizer_start = None
 
     def disturb(self) -> None:
-        """Something else runs now, such as a compilation: the step that it falls in is not like others."""
+        """Mark the current step as disturbed: something else runs in it, such as a compilation."""
         if self.step.end is not None:
             self.finish()
         self.step.disturbed = True
 
     def finish(self) -> None:
-        """End the step at its last optimizer step; does nothing if there was none."""
+        """End the step at its last optimizer step; does nothing without one."""
         ended = self.step
         if ended.end is None:
             return
@@ -124,12 +124,12 @@ class StepRecorder:
         self.on_step(ended)
 
     def restart(self) -> None:
-        """Begin anew, after it was told of nothing for a while: the step that begins now has no known start."""
+        """Restart after a pause in recording: the step that begins now has no known start."""
         self.step, self._optimizer_start = RecordedStep(), None
 
 
 def most_common(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The steps of the signature that most of them have, the first of several."""
+    """The steps with the most common signature, the first one on a tie."""
     groups: dict[tuple, list[RecordedStep]] = {}
     for step in steps:
         groups.setdefault(step.signature, []).append(step)

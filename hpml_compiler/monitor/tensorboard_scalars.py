@@ -1,4 +1,4 @@
-"""Reports as TensorBoard scalars."""
+"""Write reports as TensorBoard scalars."""
 from __future__ import annotations
 
 import importlib.util
@@ -9,14 +9,14 @@ from passes.errors import MissingDependency
 
 
 def check_installed() -> None:
-    """Raises MissingDependency where the `tensorboard` package is not there."""
+    """Raise MissingDependency if the `tensorboard` package is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise MissingDependency(what="TensorBoard scalars are asked for, and the package tensorboard is not installed",
                                 where="options['tensorboard']", next_step="pip install tensorboard, or leave the option out")
 
 
 def open_writer(folder: str) -> Any:
-    """A `SummaryWriter` for a log folder. Raises MissingDependency."""
+    """Open a `SummaryWriter` for a log folder. Raises MissingDependency."""
     check_installed()
     from torch.utils.tensorboard import SummaryWriter
 
@@ -24,7 +24,7 @@ def open_writer(folder: str) -> Any:
 
 
 def scalars(report: Report) -> dict[str, float]:
-    """Tag -> value: ms, MiB, J and ratios."""
+    """Scalars of a report by tag: ms, MiB, J and ratios."""
     time, found = report.step_time, {}
     found["hpml/step_time_ms/predicted"], found["hpml/step_time_ms/measured"] = time.predicted / 1e3, time.measured / 1e3
     found["hpml/step_time_ratio"] = time.ratio
