@@ -1,1 +1,1 @@
-"""State of one process: the mesh in use, the plans made on it, the optimizer found, the monitor."""
+"""State of one process: device mesh, plans, optimizer lookup and monitor."""

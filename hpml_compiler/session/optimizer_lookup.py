@@ -1,4 +1,4 @@
-"""The optimizer that holds a graph's parameters, found among what is there."""
+"""Find the optimizer of a graph's parameters among the live objects of the process."""
 from __future__ import annotations
 
 import gc
@@ -15,13 +15,13 @@ NAMES: dict[type, OptimizerName] = {
 
 
 def optimizer_of(parameters: Collection[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """The optimizers that are there and hold any of these, those of a known name first. A look at every object of the process:
-    for compiling, where that is done anyway, and not for a step."""
+    """Live optimizers that have any of these parameters, those with a known name first. This scans every object of the process:
+    call it while compiling, never in a step."""
     wanted = {id(parameter) for parameter in parameters}
     found = _holding(wanted)
     if len(found) > 1:
         del found
-        gc.collect()  # one that the script has dropped for another steps no more, however long it waits to be collected
+        gc.collect()  # an optimizer that the script has replaced is garbage, but may not be collected yet
         found = _holding(wanted)
     return sorted(found, key=lambda each: optimizer_name(each) is None)
 
@@ -32,13 +32,13 @@ def _holding(wanted: Set[int]) -> list[torch.optim.Optimizer]:
 
 
 def held_by(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Each once: a library's wrapper holds what the optimizer inside does."""
+    """Parameters of these optimizers, each once: a library's wrapper has the same ones as the optimizer that it wraps."""
     groups = (group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ()))
     return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
-    """What the option `optimizer` calls it; None for one that it does not know."""
+    """Value of the option `optimizer` for this optimizer; None if there is none."""
     found: OptimizerName | None = next((NAMES[kind] for kind in type(optimizer).__mro__ if kind in NAMES), None)
     if found == "sgd" and any(group["momentum"] for group in optimizer.param_groups):
         return "sgd_momentum"

@@ -1,4 +1,4 @@
-"""The devices that this process and its peers run on."""
+"""The cluster that this process and its peers run on."""
 from __future__ import annotations
 
 import torch
@@ -9,7 +9,7 @@ from passes.hardware.cluster import Cluster
 
 
 def local_cluster(options: Options, world: int) -> Cluster:
-    """The cluster that the options name, else this machine's devices."""
+    """The cluster named by the options, else one of this machine's devices."""
     if options.cluster is not None:
         return Cluster.parse(options.cluster)
     kind = device_type()

@@ -1,4 +1,4 @@
-"""The monitor of this process: one for all graphs that it compiles, and one for each graph that trains through stages."""
+"""Monitors of this process: one for all compiled graphs, and one for each pipelined training graph."""
 from __future__ import annotations
 
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from passes.pipeline.stage_assignment import StageAssignment
 
 
 def monitor_of(options: Options) -> Monitor:
-    """This process's monitor, made with the options of the graph that is compiled first."""
+    """The monitor of this process, created with the options of the first compiled graph."""
     current = session.current()
     if current.monitor is None:
         speaks, kind = dist.get_rank() == 0, device_type()
@@ -28,8 +28,8 @@ def monitor_of(options: Options) -> Monitor:
 
 
 def rival_us(made: session.Session) -> float | None:
-    """By how much the best plan on a mesh that was not taken was predicted to be slower, for the graph that chose the mesh. Of
-    a mesh that was left early, what is known is a bound."""
+    """Predicted µs by which the best plan on another mesh is slower, for the graph that chose the mesh; None if unknown. For a
+    mesh whose search was cut off early, only a bound is known."""
     taken = next((graph.solver for graph in made.graphs if graph.training), None)
     others = [each.bound if each.cost is None else each.cost for each in made.rejected if each.objective == "time"]
     known = [each for each in others if each is not None]
@@ -43,7 +43,7 @@ def current_monitor() -> Monitor | None:
 
 
 def watch_of(name: str, table: PipelineSchedule, place: int, stages: StageAssignment, options: Options) -> StageMonitor:
-    """A watch over the calls of a graph that was cut into these stages; place: this rank's, along `pp`."""
+    """A monitor of the calls of a graph that was split into these stages; place: this rank's coordinate on `pp`."""
 
     def done(report: StagesReport) -> None:
         session.current().stages_report = report

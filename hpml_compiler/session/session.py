@@ -1,4 +1,4 @@
-"""What one process has decided so far: the mesh in use, and the plans made on it."""
+"""Session of one process: the device mesh in use and the plans of the graphs compiled so far."""
 from __future__ import annotations
 
 import logging
@@ -36,34 +36,33 @@ log = logging.getLogger("hpml")
 
 @dataclass
 class Session:
-    """`mesh` is set by the first graph whose parameters are placed: all graphs of a model share one mesh."""
+    """State of one process. `mesh` is set by the first graph whose parameters are placed: all graphs of a model share it."""
 
     mesh: dict[str, int] | None = None
     graphs: list[GraphPlan] = field(default_factory=list)
     decided: dict[str, GraphPlan] = field(default_factory=dict)
-    """On rank 0, which plans: by structure (`hpml_compiler.planner.graph.same_structure`), the first plan of a graph of that
-    structure."""
+    """On rank 0, which runs the planner: the first plan by graph structure (`hpml_compiler.planner.graph.same_structure`)."""
     trail: list[str] = field(default_factory=list)
-    """What the graphs so far are called in the cache of graphs, since a plan may follow from those before it."""
+    """Graph cache keys of the graphs so far, since a plan may depend on the graphs before it."""
     rejected: list[MeshAttempt] = field(default_factory=list)
     options: Options = field(default_factory=lambda: Options.parse(None))
     cluster: str = ""
     looked: bool = False
     quick: CachedMeasurements | None = None
-    """What a quick look at these devices found (`hpml_compiler.profile.quick_profile`), where there is no profile."""
+    """Quick profile of these devices (`hpml_compiler.profile.quick_profile`), if there is no full profile."""
     device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
     stage_starts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By frame, the block that each stage but the first begins with: evaluations are cut as trainings are."""
+    """By frame, the first block of each stage but the first, so that evaluation is split into the same stages as training."""
     monitor: Monitor | None = None
     stages_report: StagesReport | None = None
     step: StepGraphs = field(default_factory=StepGraphs)
-    """Under a memory budget, what the graphs of a step hold."""
+    """Memory of the graphs of a step, under a memory budget."""
     unplanned: list[Callable[[str], GraphPlan]] = field(default_factory=list)
-    """Of graphs whose plan is made when it is asked for: what makes each plan, given a name for it."""
+    """Factories of plans that are built on demand; each takes the graph's name."""
 
     def enter(self, record: GraphPlan | Callable[[str], GraphPlan], options: Options, cluster: str,
               rejected: Iterable[MeshAttempt] = ()) -> None:
-        """Note the plan of a graph, or what makes it when somebody asks for it."""
+        """Record the plan of a graph, or a factory that builds it on demand."""
         if isinstance(record, GraphPlan):
             self.graphs.append(record)
         else:
@@ -72,7 +71,7 @@ class Session:
         self.rejected.extend(rejected)
 
     def device_mesh(self, axes: Mapping[str, int]) -> DeviceMesh:
-        """The DeviceMesh of these axes; made once, by all ranks together."""
+        """The DeviceMesh of these axes, created on first use; collective over all ranks."""
         key = _key(axes)
         if key not in self.device_meshes:
             with compat.outside_tracing():
@@ -80,7 +79,7 @@ class Session:
         return self.device_meshes[key]
 
     def adopt(self, mesh: DeviceMesh, name: str) -> dict[str, int]:
-        """The axes of the mesh that parameter `name` is placed on; from now on, graphs on these axes use this mesh.
+        """Axes of the mesh that parameter `name` is placed on; from now on, graphs on these axes use this mesh.
 
         Raises BadInput if its process group is gone, as after `destroy_process_group`.
         """
@@ -96,7 +95,7 @@ class Session:
         return axes
 
     def groups(self, axes: Mapping[str, int]) -> MeshGroups:
-        """This rank's place in the mesh of these axes; one rank alone has a mesh without axes."""
+        """This rank's coordinate and process groups in the mesh of these axes; a single rank has a mesh without axes."""
         if not axes:
             return MeshGroups((), (), ())
         mesh = self.device_mesh(axes)
@@ -106,19 +105,19 @@ class Session:
 
 
 def names_of_groups(mesh: DeviceMesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """What this rank's groups along these axes are called in its graph: the same on all ranks."""
+    """Names of this rank's process groups along these axes in its graph; they are the same on all ranks."""
     shape = "x".join(map(str, mesh.shape))
     return tuple(compat.registered_as(f"hpml {shape} {axis}", mesh.get_group(axis)) for axis in axes)
 
 
 def _key(axes: Mapping[str, int]) -> tuple:
-    """What a mesh is kept under: another group of all ranks (`init_process_group` once more) has meshes of its own."""
+    """Key of a mesh. It includes the world group, since a new one (`init_process_group` once more) needs its own meshes."""
     return tuple(axes.items()), device_type(), dist.group.WORLD
 
 
 def _new_mesh(axes: Mapping[str, int]) -> DeviceMesh:
-    """A mesh on process groups of its own, with the time limit of the group of all ranks. For one axis, torch would take that
-    group, on which a script's other threads may communicate on CPUs meanwhile: `torch.distributed.checkpoint.async_save` does.
+    """Create a mesh with its own process groups and the timeout of the world group. For one axis, torch would use the world
+    group itself, on which other threads of a script may communicate on CPUs, as `torch.distributed.checkpoint.async_save` does.
     """
     if device_type() == "cpu" and len(axes) == 1:
         group: Any = dist.new_group(timeout=group_timeout())
@@ -136,21 +135,21 @@ def current() -> Session:
 
 
 def reset() -> None:
-    """Forget the mesh and the plans: the next compilation starts afresh (a new process group, another model)."""
+    """Reset the session: the next compilation starts without mesh and plans, as for a new process group or another model."""
     global _session
-    # Meshes stay, since each holds process groups, with threads and connections of their own: a sweep over many models
-    # would pile them up.
+    # Meshes are reused, since each has process groups with threads and connections: a sweep over many models would
+    # accumulate them.
     world = dist.group.WORLD if dist.is_initialized() else None
     _session = Session(device_meshes={key: mesh for key, mesh in _session.device_meshes.items() if key[-1] is world})
     forget_device()
 
 
 def reset_process() -> None:
-    """`hpml_compiler.reset`: forget what was compiled and decided, as if the process had just begun; all ranks call it.
+    """Reset all compiler state, as if the process had just started (`hpml_compiler.reset`); all ranks call it.
 
-    For one model after another in a process. Dynamo's graphs go (as by `torch.compiler.reset`), the mesh, the plans, and the
-    monitor, which reports first if it has not yet. What was measured of the devices stays. A model from before may be used
-    on: it is compiled anew, on the mesh that its parameters are placed on.
+    Use it between models in one process. It clears Dynamo's graphs (as `torch.compiler.reset` does), the mesh, the plans and
+    the monitor, which first reports if it has not yet. Measurements of the devices stay. An earlier model can still be used: it
+    is recompiled, on the mesh that its parameters are placed on.
     """
     before = current()
     if before.monitor is not None:
@@ -162,19 +161,19 @@ def reset_process() -> None:
 
 
 def to_dtensor(stored: StoredLayout) -> tuple[Placement, ...]:
-    """Placements of a stored parameter."""
+    """DTensor placements of a stored parameter."""
     return tuple(Replicate() if p == REPLICATE else Shard(p[0]) if p[1] == 1 else InnerShard(*p)  # type: ignore[arg-type]
                  for p in stored)
 
 
 def from_dtensor(placements: tuple[Placement, ...]) -> StoredLayout:
-    """Inverse of `to_dtensor`; what one rank of an axis owns counts as replicated there."""
+    """Inverse of `to_dtensor`; a parameter that a single rank of an axis owns counts as replicated on that axis."""
     return tuple((p.dim, p.outer) if isinstance(p, InnerShard) else (p.dim, 1) if isinstance(p, Shard) else REPLICATE
                  for p in placements)
 
 
 def last_plan() -> Plan:
-    """The plan of what this process compiled so far; raises BadInput if nothing was."""
+    """The plan of all graphs that this process has compiled so far; raises BadInput if there is none."""
     made = current()
     while made.unplanned:
         made.graphs.append(made.unplanned[0](f"graph_{len(made.graphs)}"))
@@ -190,10 +189,10 @@ def last_plan() -> Plan:
 
 
 def save_plan() -> None:
-    """HPML_SAVE_PLAN=path: rank 0 leaves the plan there, so that a script need not ask for it."""
+    """Save the plan on rank 0 to the path in the environment variable HPML_SAVE_PLAN, if it is set."""
     path = os.environ.get("HPML_SAVE_PLAN")
     if path and not (dist.is_initialized() and dist.get_rank()):
         try:
             last_plan().save(path)
-        except BadInput as error:  # a training goes on without the file, and the other ranks know nothing of it
+        except BadInput as error:  # training continues without the file; the other ranks do not depend on it
             log.error("HPML_SAVE_PLAN: %s", error)

@@ -1,5 +1,5 @@
-"""What a graph that is being compiled shares with the others of its step: found from the parameters and the optimizer that
-are there, and from what was compiled before (`hpml_compiler.planner.graph.memory_budget` says what follows)."""
+"""Memory that a graph being compiled shares with the other graphs of its step, found from the live parameters and optimizers
+and from the graphs compiled before (input of `hpml_compiler.planner.graph.memory_budget`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -21,21 +21,21 @@ from passes.checkpointing.checkpoint_keys import CheckpointDecision
 
 @dataclass
 class StepGraphs:
-    """What is known of a step: its graphs, in the order in which they were compiled first, by piece of the script; and the
-    piece that each of their parameters was met in first."""
+    """Graphs of a step under a memory budget. graphs: memory of each by frame, in the order of first compilation. met: the
+    frame in which each parameter was first seen."""
 
     graphs: dict[str, GraphMemory] = field(default_factory=dict)
     met: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, sharing: StepContext, mine: GraphMemory, kept: CheckpointDecision) -> GraphMemory:
-        """What a graph holds and keeps, which is returned, counts for those that are compiled after it."""
+        """Record the memory and saved activations of a graph for the graphs compiled after it; returns the record."""
         self.graphs[sharing.frame] = entered = replace(mine, saved=kept.saved_bytes)
         return entered
 
 
 def step_context(step: StepGraphs, gm: GraphModule, inputs: Iterable[object], options: Options,
                  memory_bytes: int) -> StepContext:
-    """For an optimizer that is there already or will be."""
+    """The `StepContext` of a graph, with the optimizer of its parameters or, before it exists, the one in the options."""
     frame = compat.frame_being_compiled()
     name = compat.function_being_compiled() if frame else "the graph"
     parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
@@ -53,5 +53,5 @@ def step_context(step: StepGraphs, gm: GraphModule, inputs: Iterable[object], op
 
 
 def _trained_bytes(parameters: Iterable[torch.Tensor]) -> list[float]:
-    with compat.plain_torch_functions():  # of a placed one, which looks whole, without making it so
+    with compat.plain_torch_functions():  # reads a placed parameter without gathering it
         return [float(p.numel() * p.element_size()) for p in parameters if p.requires_grad]
