@@ -1,4 +1,4 @@
-"""Simulate one step of a plan: what it takes, where the time goes, which bytes are held when, how much energy."""
+"""Simulate one step of a plan: step time and its parts, memory over time, energy."""
 from hpml_compiler.simulate.simulation import Simulation
 from hpml_compiler.simulate.simulator import simulate
 from passes.pipeline.pipeline_timeline import TimedStage, pipeline_tasks

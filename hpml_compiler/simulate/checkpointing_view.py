@@ -1,8 +1,8 @@
-"""What a plan says is kept for backward, by the operations that it lists.
+"""Map a plan's saved and recomputed values (activation checkpointing) to the operations that it lists.
 
-A rank runs the rewritten graph, whose nodes the plan's `kept` names. Most of them are operations that the plan lists. Others
-are not: collectives, results of calls that have several, and what is one call there and two here, as a product with a bias.
-Those are told by the block that they are made in and by their bytes.
+A rank runs the rewritten graph, and the plan's `kept` names nodes of that graph. Most of them are operations that the plan
+lists. Others are not: collectives, results of calls with several outputs, and calls that are one node there and two here,
+such as a matmul with a bias. Those are matched by block and bytes.
 """
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hpml_compiler.plans.schema import GraphPlan
 
 
 class CheckpointingView:
-    """Look-ups in the plan of one graph of which a byte budget decided what is kept."""
+    """Look-ups in the plan of one graph whose activation checkpointing was decided under a memory budget."""
 
     def __init__(self, graph: GraphPlan, kept: CheckpointingPlan):
         self.graph, self.kept = graph, kept
 
     @cached_property
     def again_us(self) -> dict[str, float]:
-        """What running it once more takes, of operations for which that is done. The time of calls that are not listed is that
-        of the first operation of their block that may be meant."""
+        """Recompute time in µs by recomputed operation. The time of calls that are not listed is added to the first operation
+        of their block that may be recomputed."""
         found = {name: call.predicted_us for name, call in self.kept.again.items() if name in self.graph.operations}
         rest: dict[str, float] = defaultdict(float)
         for name, call in self.kept.again.items():
@@ -39,11 +39,11 @@ class CheckpointingView:
 
     @cached_property
     def saved(self) -> dict[str, tuple[bool, ...]]:
-        """Of each result of an operation, whether it is in the device's memory from forward to backward."""
+        """For each operation, one flag per result: True if it is in the device's memory from forward to backward."""
         left = Counter((value.block, value.bytes) for name, value in self.kept.saved.items()
                        if name not in self.graph.operations)
         found = {}
-        for likely in (True, False):  # what torch's partitioner would save first: of two that look alike, it is that
+        for likely in (True, False):  # of values of equal size, first those that torch's partitioner would save
             for name, operation in self.graph.operations.items():
                 results = found.setdefault(name, [name in self._by_name] * len(operation.result_bytes))
                 for k, nbytes in enumerate(operation.result_bytes):
@@ -54,8 +54,8 @@ class CheckpointingView:
 
     @cached_property
     def _by_name(self) -> set[str]:
-        """Operations with one result that is saved. What backward computes as forward does is computed once, in forward, and
-        it is backward's that is read there."""
+        """Operations whose single result is saved. If backward repeats an operation of forward, it is computed once, in
+        forward, and the listed operation in backward counts as saved."""
         names = set()
         for name, operation in self.graph.operations.items():
             if len(operation.result_bytes) == 1:
@@ -66,7 +66,7 @@ class CheckpointingView:
 
     @cached_property
     def _equal(self) -> dict[str, str]:
-        """Operation -> the first one that does the same to the same, where that is another."""
+        """Map duplicate operations to the first one of the same kind with the same inputs."""
         first: dict[tuple, str] = {}
         same: dict[str, str] = {}
         for name, operation in self.graph.operations.items():
@@ -78,7 +78,7 @@ class CheckpointingView:
 
 
 def _take(left: Counter[tuple[str, int]], block: str, nbytes: int) -> bool:
-    """One of those that are left; what is in no block may be called after its module here."""
+    """Take one of the values that are left with these bytes; values without a block there may have a module as block here."""
     for key in ((block, nbytes), ("", nbytes)):
         if left[key] > 0:
             left[key] -= 1

@@ -1,6 +1,6 @@
-"""A simulation as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: the JSON trace event format.
+"""Export a simulation in the JSON trace event format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A process per lane, a thread per stream, a complete event ("X", in µs) per task, and a counter ("C") of the bytes held.
+A process per lane, a thread per stream, a complete event ("X", in µs) per task, and a counter ("C") of the bytes in memory.
 Format: "Trace Event Format", Google, 2016.
 """
 from __future__ import annotations
@@ -14,7 +14,7 @@ THREADS = ("compute", "communication")
 
 
 def trace(simulation: Simulation) -> dict[str, Any]:
-    """The object to be written: `traceEvents`, and how times are shown."""
+    """The trace as a JSON object: `traceEvents`, the time unit for display, and the simulation's summary."""
     found: list[dict[str, Any]] = []
     for lane, ranks in enumerate(simulation.ranks_of_lane):
         found.append({"ph": "M", "pid": lane, "tid": 0, "name": "process_name", "args": {"name": format_ranks(ranks)}})

@@ -1,4 +1,4 @@
-"""What a plan says about one rank's part of things: bytes of operands, what they come from, which are views."""
+"""One rank's view of a plan: bytes, sources and views of its operations."""
 from __future__ import annotations
 
 import math
@@ -16,23 +16,23 @@ from passes.simulation.step_graph import StepCall, When, returned_gradients, wit
 
 
 def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], axes: Axes) -> float:
-    """Bytes on one rank of a value of that whole shape."""
+    """Bytes on one rank of a value with the unsharded shape `shape`."""
     shards = math.prod(axis.size for axis, place in zip(axes, placements) if place.startswith("S"))
     return math.prod(shape) * item_bytes(dtype) / shards
 
 
 class LocalView:
-    """Look-ups in the plan of one graph. obeys_kept: whether what is saved is what the plan says, if it does; else it is what
-    torch's partitioner would save."""
+    """Look-ups in the plan of one graph. obeys_kept: take saved values from the plan's activation checkpointing, if it has one;
+    otherwise they are those that torch's partitioner would save."""
 
     def __init__(self, graph: GraphPlan, obeys_kept: bool = True):
         self.graph, self.axes = graph, device_axes(graph.mesh)
-        listed_whole = not graph.multiplicity  # else what is kept in one layer is not what is kept in the one that is listed
+        listed_whole = not graph.multiplicity  # else layers may differ in saved values from the listed one
         self.kept = CheckpointingView(graph, graph.kept) if graph.kept is not None and obeys_kept and listed_whole else None
 
     @cached_property
     def calls(self) -> tuple[StepCall, ...]:
-        """What is called, yet without times and bytes."""
+        """The calls of the graph, without times and bytes."""
         found = tuple(
             StepCall(
                 name=name,
@@ -52,7 +52,7 @@ class LocalView:
 
     @cached_property
     def fixed(self) -> frozenset[str]:
-        """Values that are as large for fewer rows: parameters and what forward makes of nothing else."""
+        """Values whose size does not depend on the rows: parameters, and results of forward that depend on parameters only."""
         found = set(self.graph.parameters)
         for name, operation in self.graph.operations.items():
             if not operation.backward and all(source in found for source in operation.sources):
@@ -61,23 +61,23 @@ class LocalView:
 
     @cached_property
     def when(self) -> Mapping[str, When]:
-        """Of what a plan in microbatches does outside of their loop."""
+        """"before" or "after" for the operations outside of the microbatch loop."""
         said = self.graph.microbatches
         before, after = ((), ()) if said is None else (said.before, said.after)
         return {**dict.fromkeys(before, "before"), **dict.fromkeys(after, "after")}
 
     def is_whole(self, name: str) -> bool:
-        """Whether a value is as large for fewer rows, or an operation does as much."""
+        """True if a value's size, or an operation's work, does not shrink with the rows."""
         return name in self.fixed or name in self.when
 
     @cached_property
     def gradients(self) -> frozenset[str]:
-        """Sums over rows: they are as large for fewer of them."""
+        """Sums over rows, such as gradients, whose size does not depend on the rows."""
         sums = self.graph.microbatches.sums if self.graph.microbatches is not None else ()
         return (returned_gradients(self.calls) if self.graph.training else frozenset()).union(sums)
 
     def is_gradient(self, move: Redistribution) -> bool:
-        """Whether a redistribution reduces a gradient for the optimizer."""
+        """True if a redistribution reduces a gradient for the optimizer."""
         made = self.graph.operations.get(move.value)
         return self.graph.training and move.consumer == "" and made is not None and made.backward
 
@@ -90,7 +90,7 @@ class LocalView:
         return float(sum(operation.result_bytes)) if operation else 0.0
 
     def fixed_bytes(self, name: str) -> float:
-        """The part of an operation's traffic that does not shrink with the rows: weights read, gradients made."""
+        """Bytes of an operation's memory traffic that do not shrink with the rows: weights read, gradients written."""
         operation = self.graph.operations[name]
         pairs = dict(zip(operation.sources, operation.inputs))
         read = sum(self.bytes_of(source, placements) for source, placements in pairs.items() if source in self.fixed)

@@ -1,4 +1,4 @@
-"""What an optimizer makes during its step, by its name and how it is set."""
+"""Temporary memory of an optimizer step, by optimizer and its settings."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,17 @@ from hpml_compiler.options import OptimizerName, Options
 
 AT_ONCE: dict[OptimizerName, int] = {"adamw": 1, "adam": 1, "sgd": 0, "sgd_momentum": 0, "rmsprop": 1, "adagrad": 2}
 ONE_BY_ONE: dict[OptimizerName, int] = {"adamw": 3, "adam": 3, "sgd": 0, "sgd_momentum": 0, "rmsprop": 2, "adagrad": 2}
-"""Tensors of a parameter's size that a step makes and drops: of all parameters together, or of one after another, with what
-is still there of the one before."""
+"""Temporary tensors of a parameter's size in an optimizer step: for all parameters at once, or for one parameter after another,
+including those left from the previous parameter."""
 COPY_IN_PLACE_OF_ANOTHER: frozenset[OptimizerName] = frozenset({"adam", "adamw", "adagrad"})
-"""Where a copy of all gradients takes the place of something else: it goes before that is made, or serves for it."""
+"""Optimizers in which a copy of all gradients needs no extra memory: it is freed before another temporary is allocated, or is
+used as that temporary."""
 
 
 @dataclass(frozen=True)
 class OptimizerTransient:
-    """Tensors of a parameter's size that an optimizer makes during its step: at_once for all parameters, one_by_one for one
-    after another, of which the largest counts. remedy: what makes it need less."""
+    """Temporary tensors of an optimizer step, each of a parameter's size: at_once for all parameters, one_by_one for one
+    parameter after another, of which the largest counts. remedy: advice to reduce it."""
 
     at_once: int
     one_by_one: int
@@ -29,13 +30,13 @@ class OptimizerTransient:
 
 
 def transient_of(options: Options, device_type: str, groups: Sequence[Mapping[str, Any]] = ({},)) -> OptimizerTransient:
-    """Of the optimizer that the options name. groups: its parameter groups, with their settings, where they are known; else as
-    torch sets one of that name."""
+    """Temporary tensors of the optimizer that the options name. groups: its parameter groups with their settings, if known;
+    otherwise torch's defaults hold."""
     found = max((_of_group(options.optimizer_name, device_type, group) for group in groups),
                 key=lambda each: (each.at_once, each.one_by_one))
     if not options.offloads("optimizer"):
         return found
-    # A part at a time, of the size of the largest, with its state.
+    # An offloaded optimizer steps over one part at a time, of the size of the largest parameter, with its state.
     return OptimizerTransient(0, max(found.at_once, found.one_by_one) + options.optimizer_states, found.remedy)
 
 

@@ -1,4 +1,4 @@
-"""What a device holds when it holds most in a simulated step, by part, and what runs then."""
+"""Memory peak of a simulated step: bytes by part, and the node that runs then."""
 from __future__ import annotations
 
 from hpml_compiler.plans.content import PlanContent
@@ -7,10 +7,10 @@ from hpml_compiler.simulate.simulation import Simulation
 
 
 def simulated_peak(plan: PlanContent, found: Simulation) -> Peak:
-    """Of a simulation of that plan."""
+    """The memory peak of a simulation of the plan, on the fullest lane."""
     us = next(us for us, nbytes in found.memory if nbytes == found.peak_bytes)
     parts = {part: [nbytes for start, nbytes in curve if start <= us][-1] for part, curve in found.parts.items()}
-    if parts:  # each is rounded by itself
+    if parts:  # each part is rounded separately
         parts[max(parts, key=parts.__getitem__)] += found.peak_bytes - sum(parts.values())
     running = [event for event in found.events if event.lane == found.fullest_lane and event.stream == "compute"]
     event = max((each for each in running if each.start_us <= us), key=lambda each: each.start_us,
@@ -20,6 +20,6 @@ def simulated_peak(plan: PlanContent, found: Simulation) -> Peak:
     node = event.name.split()[0]
     graph = next((each for each in plan.step_graphs if node in each.operations), None)
     block = graph.operations[node].block if graph else ""
-    shown = [*PARTS, *(part for part in parts if part not in PARTS)]  # such as what stages that were given hold
+    shown = [*PARTS, *(part for part in parts if part not in PARTS)]  # such as "held" of given stages
     return Peak(parts={part: parts[part] for part in shown if parts.get(part)}, graph=graph.name if graph else "", node=node,
                 block=block, phase=event.kind, counted=False)

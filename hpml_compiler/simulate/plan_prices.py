@@ -1,4 +1,4 @@
-"""Times of what a plan lists: as it predicts them, or priced anew by a cost model, whole or for a part of the rows."""
+"""Times of a plan's operations and collectives, predicted by the plan or by a cost model, for all or part of the rows."""
 from __future__ import annotations
 
 import math
@@ -23,26 +23,26 @@ class PlanPrices(Protocol):
     def optimizer_us(self) -> float: ...
 
     def accumulate_us(self) -> float:
-        """Adding the gradients of one more microbatch to those there are."""
+        """Time to accumulate the gradients of one more microbatch."""
         ...
 
     def link_j(self, move: Redistribution, hop: HopPlan, part: float = 1.0) -> float:
-        """Joules that the links take of one rank."""
+        """Energy of the links for one rank, in J."""
         ...
 
     def call_us(self) -> float:
-        """What calling the compiled forward, or backward, takes besides its kernels."""
+        """Overhead of calling the compiled forward, or backward, besides its kernels."""
         ...
 
 
 class RepricedPlan:
-    """The terms of the plan (`hpml_compiler.plans.plan_terms`) at the prices of a mesh, whatever the plan itself predicts."""
+    """The plan's cost terms (`hpml_compiler.plans.plan_terms`) at the prices of a mesh, ignoring the plan's own predictions."""
 
     def __init__(self, graph: GraphPlan, prices: MeshPrices):
         self.graph, self.prices, self.view = graph, prices, LocalView(graph)
 
     def operation_us(self, name: str, part: float = 1.0) -> float:
-        """The operations of a fused kernel are priced with the one that carries its bytes."""
+        """Time of one run of an operation; a fused kernel counts for the operation that carries its bytes."""
         kernel = kernel_of(self.graph.operations[name])
         if kernel is None:
             return 0.0
@@ -59,7 +59,7 @@ class RepricedPlan:
         return 0.0 if isinstance(term, Slice) else link_j(term.collective, self.prices.mesh.axes[term.axis], term.bytes)
 
     def _message(self, move: Redistribution, hop: HopPlan, part: float) -> Message[float] | Slice:
-        """Of gradients and of what comes of parameters alone, always all bytes."""
+        """Cost term of a collective; gradients, and values that depend on parameters only, keep all bytes for any part."""
         term = message_of(hop, self.view.axes)
         if part == 1.0 or isinstance(term, Slice) or self.view.is_gradient(move) or self.view.is_whole(move.value):
             return term
@@ -79,7 +79,7 @@ class RepricedPlan:
 
 
 class PlannedPrices:
-    """The plan's own predictions; for a part of the rows they scale as `reference` says, else with the rows."""
+    """The plan's own predictions; for a part of the rows they scale like `reference`, or with the rows without one."""
 
     def __init__(self, graph: GraphPlan, reference: RepricedPlan | None = None):
         self.graph, self.reference, self.view = graph, reference, LocalView(graph)

@@ -1,4 +1,4 @@
-"""From a plan's records to the step graph that is played: what one rank does of a part of the rows, in plain numbers."""
+"""Build the simulator's step graph from a plan's records: one rank's work on a part of the rows, in plain numbers."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -10,7 +10,8 @@ from passes.simulation.step_graph import StepCall, StepGraph, Transfer, Transfer
 
 
 def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_kept: bool = True) -> StepGraph:
-    """part: the share of the rows that a microbatch has, where the plan does not say it. obeys_kept: as in `LocalView`."""
+    """Build the step graph of one graph's plan. part: share of the rows in a microbatch, if the plan has no microbatches of its
+    own. obeys_kept: as in `LocalView`."""
     view = LocalView(graph, obeys_kept)
     said = graph.microbatches
     part = part if said is None else 1.0 / said.count
@@ -35,7 +36,7 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_ke
 def _call(view: LocalView, call: StepCall, prices: PlanPrices, part: float) -> StepCall:
     share = 1.0 if view.is_whole(call.name) or call.gradient or call.name in view.gradients else part
     operation, us = view.graph.operations[call.name], prices.operation_us(call.name, part)
-    again_us = call.again_us  # as the plan says; for other prices in proportion
+    again_us = call.again_us  # from the plan, scaled with the price of the operation
     if again_us is not None:
         again_us *= us / operation.predicted_us if operation.predicted_us else part
     return replace(call, us=us, result_bytes=tuple(nbytes * share for nbytes in operation.result_bytes), again_us=again_us)

@@ -1,7 +1,7 @@
-"""What a plan says of its stages, as what a schedule is played with.
+"""Stage times of a plan's pipeline, as input of the schedule simulation.
 
-A stage is the part of a plan's calls that it runs, as often as it runs them, with what moves between its devices. So its times
-follow from the prices of these, whatever the cluster.
+A stage is a subset of the plan's calls, with the number of times that it runs each, and the communication between its devices.
+So its times follow from the prices of these on any cluster.
 """
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ PP_AXIS = "pp"
 
 @dataclass(frozen=True)
 class StageTimes:
-    """µs of one stage: forward and backward of one microbatch, without what adds its gradients up, and the communication inside
-    these. around_us, reduce_us: computed and moved once in a step, before the loop over microbatches or after it."""
+    """Times of one stage in µs: forward and backward of one microbatch, without gradient accumulation, and the communication
+    inside them. around_us, reduce_us: computation and communication done once in a step, before or after the loop over
+    microbatches."""
 
     forward_us: float
     backward_us: float
@@ -39,9 +40,9 @@ class StageTimes:
 
 def times_of_stages(graph: GraphPlan, operations: Sequence[Mapping[str, int]], prices: PlanPrices, *, recompute: bool = False,
                     overlap: bool = False, contention: float = 1.0) -> list[StageTimes]:
-    """operations: of each stage, how often it runs each call that is listed, for one microbatch. recompute: forward runs once
-    more for backward. overlap: whether the devices of a stage compute while something moves between them, both `contention`
-    times slower."""
+    """Times of each stage. operations: for each stage, the number of times that it runs each listed call for one microbatch.
+    recompute: backward recomputes forward. overlap: the devices of a stage compute and communicate at the same time, both
+    `contention` times slower."""
     step = step_graph(graph, prices)
     return [_times(step, own, len(operations), recompute, overlap, contention) for own in operations]
 
@@ -69,13 +70,14 @@ def _times(step: StepGraph, own: Mapping[str, int], stages: int, recompute: bool
 
 
 def _inside(us: float, entries: Sequence[ProgramEntry]) -> EmbeddedCommunication:
-    """Of a turn that takes so long."""
+    """Communication inside a forward or backward that takes `us`: its total, and the exposed part."""
     work_us = sum(each.us for each in entries if each.is_work)
     return EmbeddedCommunication(sum(each.us for each in entries if not each.is_work), max(0.0, us - work_us))
 
 
 def sends_us(pipe: PipelinePlan, prices: MeshPrices) -> list[tuple[float, float]]:
-    """Of each stage, what sending on takes, and sending back, for one microbatch. prices: of a mesh with the axis of stages."""
+    """For each stage, the µs to send to the next and to the previous stage for one microbatch. prices: of a mesh with the axis
+    `pp`."""
     axis = prices.mesh.names.index(PP_AXIS)
 
     def us(stage: StagePlan, backward: bool) -> float:
@@ -86,8 +88,9 @@ def sends_us(pipe: PipelinePlan, prices: MeshPrices) -> list[tuple[float, float]
 
 def stages_of(pipe: PipelinePlan, times: Sequence[StageTimes], sends: Sequence[tuple[float, float]] | None = None,
               optimizer_us: float = 0.0, accumulate_us: float = 0.0) -> list[TimedStage]:
-    """sends: other than the plan's. optimizer_us: on the rank that holds most, and accumulate_us for adding its gradients of
-    one microbatch to those there are; on others they take as much less as they hold less."""
+    """Stages as the schedule simulation takes them. sends: send times to use instead of the plan's. optimizer_us,
+    accumulate_us: time of the optimizer step, and of accumulating the gradients of one microbatch, on the rank with the most
+    resident memory; other ranks take proportionally less."""
     held = [stage.memory_bytes - stage.saved_bytes * stage.in_flight for stage in pipe.stages]
     most = max(sum(nbytes for stage, nbytes in zip(pipe.stages, held) if stage.rank == rank) for rank in range(pipe.ranks))
     found = []
@@ -108,8 +111,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def held_by_part(held_bytes: float, memory: MemoryBytes) -> Mapping[str, float]:
-    """What a rank holds all the time, as parameters, state of the optimizer and gradients: in proportion to those of the rank
-    that holds most."""
+    """Split a rank's resident memory into parameters, optimizer state and gradients, in the proportions of the fullest rank."""
     total = memory.parameters + memory.optimizer + memory.gradients
     parts = {"parameters": memory.parameters, "optimizer": memory.optimizer, "gradients": memory.gradients}
     return {part: held_bytes * nbytes / total for part, nbytes in parts.items()} if total else {}

@@ -1,4 +1,4 @@
-"""What a simulation found: events, where the time of a step went, bytes over time, energy."""
+"""Result of a simulation: events, parts of the step time, memory over time, energy."""
 from __future__ import annotations
 
 import json
@@ -9,22 +9,22 @@ from typing import Any
 from passes.simulation.step_timeline import TimelineEvent
 
 ESTIMATED = "estimated"
-"""Label of an energy that follows from a device's data sheet and no meter."""
+"""Label of an energy that is computed from data sheets, not measured."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step. Times are means over the ranks, and
+    """One simulated step. Times are means over the ranks, and
 
         step_us = compute_us + exposed_communication_us + bubble_us + optimizer_us.
 
-    compute_us, optimizer_us: what the work takes when nothing else runs. exposed_communication_us: what communication
-    adds to the step: while no work can be done for want of what is on its way, and by slowing work that overlaps it.
-    bubble_us: neither stream has anything to do. communication_us: all communication, hidden or not, when nothing else
-    runs. peak_bytes, memory: of the rank that needs most; memory is (µs, bytes held from then on). energy_j: of all
-    ranks together; `energy_label` says where it is from, None where the power of the device is not known. A lane is a
-    class of ranks that do the same; fullest_lane: the one that memory is of. parts: the same as memory, by part ("parameters",
-    "optimizer", "gradients", "saved", "recomputed", "gathered", "transient"; of stages that were given, "held").
+    compute_us, optimizer_us: time of the work when nothing else runs. exposed_communication_us: time that communication
+    adds to the step, where work waits for it and where it slows down overlapping work. bubble_us: time in which both streams
+    are idle. communication_us: time of all communication, hidden or not, when nothing else runs. peak_bytes, memory: of the
+    rank that needs the most; memory is a list of (µs, bytes from then on). energy_j: energy of all ranks together, None if the
+    power of a device is not known; `energy_label`: its source. A lane is a class of ranks that do the same work; fullest_lane:
+    the lane of `memory`. parts: memory over time by part ("parameters", "optimizer", "gradients", "saved", "recomputed",
+    "gathered", "transient"; "held" for given stages).
     """
 
     step_us: float
@@ -43,12 +43,12 @@ class Simulation:
     parts: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
-        """All but events and memory over time, as plain JSON values; ranks as counts."""
+        """All fields but events and memory over time, as plain JSON values; events and ranks as counts."""
         found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _LONG}
         return {**found, "ranks_of_lane": [len(ranks) for ranks in self.ranks_of_lane], "events": len(self.events)}
 
     def to_json(self) -> str:
-        """Everything, as strict JSON text."""
+        """All fields as strict JSON text."""
         found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "events"}
         return json.dumps({**found, "events": [asdict(event) for event in self.events]}, allow_nan=False) + "\n"
 
@@ -57,7 +57,7 @@ _LONG = ("events", "memory", "parts", "ranks_of_lane")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-63` where they follow each other, else how many there are."""
+    """Ranks as text: `rank 3`, `ranks 0-63` if they are consecutive, else their number."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):

@@ -1,4 +1,4 @@
-"""A simulation as a table for a rich console: where the time goes, then memory and energy."""
+"""A simulation as a table for a rich console: parts of the step time, then memory and energy."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from hpml_compiler.visualize.terminal import labelled
 
 
 def renderable(plan: Plan | MixedPlan, simulation: Simulation, cluster: str | None = None) -> RenderableType:
-    """cluster: for which the plan was priced anew."""
+    """The table for a rich console. cluster: the one that the plan was simulated on, if it is not the plan's own."""
     s, lanes = simulation, len(simulation.ranks_of_lane)
     where = cluster or plan.cluster or "the cluster it was made on"
     ranks = f"{sum(map(len, s.ranks_of_lane))} ranks in {lanes} lane{'s' * (lanes > 1)}"
@@ -42,7 +42,7 @@ def _parts(s: Simulation) -> Table:
 
 
 def _events(s: Simulation) -> Table:
-    """Sums over the events of a rank, by kind, as long as they took."""
+    """Number and total duration of a rank's events by kind."""
     counts: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     total = sum(map(len, s.ranks_of_lane))
     for event in s.events:

@@ -1,4 +1,4 @@
-"""`simulate`: one step of a plan, event by event. What is modeled, and what not: docs/simulator.md."""
+"""Discrete-event simulation of one step of a plan (`simulate`). For the model and its limits see docs/simulator.md."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from passes.simulation.step_timeline import breakdown, events
 
 MOST_MICROBATCHES = 4096
 STEADY = 3
-"""Microbatches of which forward and backward follow each other, after which nothing new is held."""
+"""Microbatches after which memory no longer grows, if backward of each follows its forward."""
 
 
 def simulate(
@@ -44,18 +44,18 @@ def simulate(
     schedule: Literal["gpipe", "1f1b"] = "1f1b",
     virtual_stages: int = 1,
 ) -> Simulation:
-    """One step of `plan`; of a mixed one, a lane for each group of devices, those that idle included.
+    """Simulate one step of `plan`. A mixed plan has a lane for each group of devices, idle groups included.
 
-    cluster: None takes the plan's own predicted times; else every operation and collective is priced anew for it (a
-    cluster, or its text as for `hpml plan --cluster`). cost: asked for prices instead of the roofline of that cluster.
-    recompute: "full" runs the repeated blocks' forward (all of forward where there are none) once more for backward; "none"
-    what the plan says, where a byte budget decided what is kept.
-    microbatches: forward and backward run that often, each on that part of the rows; gradients are reduced after the last.
-    1: as the plan says.
-    overlap: False runs everything one after another, which is what a plan's `predicted` adds up. contention: how much both
-    streams slow down while both run, 1 to 2; None: `CONTENTION` by the device's kind. stages: what each pipeline stage
-    takes; the step is then `schedule`'s, and the plan gives ranks (shared out among the devices of the pipeline, in order)
-    and their power only. virtual_stages: stages per device, above 1 for interleaved 1F1B.
+    cluster: None takes the plan's own predicted times; otherwise every operation and collective is priced for this cluster
+    (a `Cluster`, or its text as for `hpml plan --cluster`). cost: cost model to use instead of that cluster's roofline.
+    recompute: "full" recomputes forward of the repeated blocks (all of forward if there are none) in backward; "none"
+    recomputes only as in the plan's activation checkpointing, if it has one.
+    microbatches: number of times that forward and backward run, each on that part of the rows; gradients are reduced after the
+    last. 1: as in the plan.
+    overlap: False runs everything one after another, as a plan's `predicted` adds it up. contention: factor by which both
+    streams slow down while both run, 1 to 2; None: `CONTENTION` by the device's kind. stages: times of each pipeline stage;
+    the step then follows `schedule`, and the plan only gives the ranks (divided among the devices of the pipeline, in order)
+    and their power. virtual_stages: stages per device, above 1 for interleaved 1F1B.
 
     Raises BadInput for a cluster of another size than the plan's, or options out of range.
     """
@@ -86,7 +86,7 @@ def simulate(
 
 
 def steady(plan: Plan) -> Simulation:
-    """As `simulate` of the plan as it is, with no more microbatches than it takes until nothing new is held."""
+    """`simulate` with the plan's own settings; without stages, with at most `STEADY` microbatches, which reach the peak."""
     mesh = _mesh(plan, None)
     if any(graph.pipeline for graph in plan.step_graphs):
         built = _planned_pipeline(plan, mesh, None, False, False, True, None)
@@ -96,7 +96,7 @@ def steady(plan: Plan) -> Simulation:
 
 
 def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
-    """Every part of a plan that knows its rows has to be divided; of one that does not, there is a most."""
+    """Check that `count` microbatches divide the known rows of every graph or group, and that there are not too many."""
     parts = [(f"the group {group.cluster}", group.rows) for group in plan.groups if group.plan] if isinstance(
         plan, MixedPlan) else [(f"graph {graph.name}", graph.rows) for graph in plan.step_graphs]
     own = {each.count for graph in plan.graphs if (each := graph.microbatches)} if isinstance(plan, Plan) else set()
@@ -117,7 +117,7 @@ def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
 
 
 def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, microbatches: int, overlap: bool) -> RankLanes:
-    """Groups in order; before their optimizers run, gradients are added up over those that take part."""
+    """Lanes of the groups in order; gradients are reduced over the groups that take part before their optimizers run."""
     whole = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if whole is not None and [group.size for group in whole.groups] != [group.devices for group in plan.groups]:
         raise BadInput(f"the plan's groups have {[group.devices for group in plan.groups]} devices, those of {whole} "
@@ -137,7 +137,7 @@ def _mixed(plan: MixedPlan, cluster: Cluster | str | None, recompute: bool, micr
 
 
 def _mesh(plan: Plan, cluster: Cluster | str | None) -> Mesh | None:
-    """The plan's mesh on a cluster. With None, on the plan's own, if its text still says enough; else None."""
+    """The plan's mesh on a cluster. With None, on the plan's own cluster, or None if that cannot be parsed here."""
     if cluster is None:
         known = _parsed(plan.cluster)
         return mesh_from_pin(plan.mesh, known) if known else None
@@ -145,7 +145,7 @@ def _mesh(plan: Plan, cluster: Cluster | str | None) -> Mesh | None:
 
 
 def _parsed(cluster: str | None) -> Cluster | None:
-    """None for a device file that is not here, or the machine that a plan was made on: its times are in the plan."""
+    """Parse a plan's cluster; None if it names a missing device file or a local machine. The plan has the times anyway."""
     try:
         return Cluster.parse(cluster) if cluster else None
     except BadInput:
@@ -154,7 +154,7 @@ def _parsed(cluster: str | None) -> Cluster | None:
 
 def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, microbatches: int,
           overlap: bool, most: int = MOST_MICROBATCHES) -> RankLanes:
-    """most: microbatches of a graph that has its own."""
+    """The lane of a plan without stages. most: limit on the number of a graph's own microbatches."""
     graphs = plan.step_graphs
     if cost is not None and mesh is None:
         raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
@@ -170,13 +170,13 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
 
 
 def _options(plan: Plan) -> Options:
-    """Those that say which optimizer steps, and where its state is."""
+    """The plan's options that determine the optimizer and the device of its state."""
     known = {name: plan.options[name] for name in ("optimizer", "offload") if name in plan.options}
-    return Options.parse({name: value for name, value in known.items() if value != "saved"})  # which needs a budget
+    return Options.parse({name: value for name, value in known.items() if value != "saved"})  # "saved" needs a budget
 
 
 def _update_bytes(plan: Plan, mesh: Mesh | None) -> float:
-    """What the optimizer makes while it steps."""
+    """Bytes of temporary tensors in the optimizer step."""
     trained = {name: each.bytes_per_device for graph in plan.step_graphs if graph.training
                for name, each in graph.parameters.items() if each.trainable}
     made = transient_of(_options(plan), mesh.device.kind if mesh else "cpu")
@@ -185,7 +185,7 @@ def _update_bytes(plan: Plan, mesh: Mesh | None) -> float:
 
 def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, overlap: bool,
                       contention: float | None) -> RankLanes:
-    """The stages that a plan says."""
+    """Lanes of the pipeline stages in the plan."""
     graph, *others = plan.step_graphs
     if others:
         raise BadInput(f"stages of one graph are played, and the plan has {len(others)} more", "simulate",
@@ -200,7 +200,7 @@ def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, ane
     slower = contention if contention is not None else CONTENTION[mesh.device.kind if mesh else "cpu"]
     times = times_of_stages(graph, [stage.operations for stage in pipe.stages], prices, recompute=recompute, overlap=overlap,
                             contention=slower)
-    # All parameters are listed, and the rank that holds most steps with its own.
+    # The plan lists all parameters; the optimizer of the fullest rank steps over its own share of them.
     trained = sum(each.bytes_per_device for each in graph.parameters.values())
     optimizer_us = graph.predicted.optimizer_us if prices is not model else (
         prices.optimizer_us() * memory.parameters / trained if trained else 0.0)
@@ -251,8 +251,8 @@ def _simulation(built: RankLanes, spans: TaskSpans) -> Simulation:
 
 
 def _energy_j(built: RankLanes, spans: TaskSpans) -> float | None:
-    """Idle power through the step, the power above it of each kernel and collective for its time, and the links'; None
-    where a device is not known."""
+    """Energy of the step in J: idle power for the whole step, power above idle of each kernel and collective for its time, and
+    the links' energy; None if a device is not known."""
     powers = [Power.of(device) for device in built.devices if device is not None]
     if len(powers) < len(built.devices):
         return None

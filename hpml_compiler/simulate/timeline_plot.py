@@ -1,4 +1,4 @@
-"""The timeline of a simulated step: two rows per lane of ranks (compute, communication), and bytes held below."""
+"""Plot the timeline of a simulated step: two rows per lane of ranks (compute, communication), with memory below."""
 from __future__ import annotations
 
 import bisect
@@ -23,13 +23,13 @@ MEMORY_COLORS = {"parameters": "#d8dcd6", "optimizer": "#bab0ac", "gradients": "
 OTHER = "#bab0ac"
 MOST_LANES = 16
 CHARACTER = 0.0085
-"""Width of a character of a label, as a part of the picture's."""
+"""Width of a label's character, as a share of the picture's width."""
 
 
 def draw(simulation: Simulation, path: str | os.PathLike[str], title: str = "", measured: Sequence[TimelineEvent] = ()) -> Path:
-    """Draw into `path` (.png, .svg, .pdf). Of more than MOST_LANES lanes, evenly spaced ones. measured: what ranks really
-    computed (`hpml_compiler.monitor.stage_events`), drawn below what they do in the simulation, on the same axis of time.
-    Raises BadInput where the file cannot be written."""
+    """Draw into `path` (.png, .svg, .pdf). With more than MOST_LANES lanes, evenly spaced ones are drawn. measured: measured
+    compute events of the ranks (`hpml_compiler.monitor.stage_events`), drawn below the simulated ones on the same time axis.
+    Raises BadInput if the file cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -108,7 +108,7 @@ def _memory(axes: Any, simulation: Simulation, scale: float) -> None:
 
 
 def _at(curve: Sequence[tuple[float, int]], times: Sequence[float]) -> list[int]:
-    """Bytes of a curve at each of these times."""
+    """Bytes of a memory curve at each of these times."""
     starts = [us for us, _ in curve]
     return [curve[max(bisect.bisect_right(starts, us) - 1, 0)][1] for us in times]
 
