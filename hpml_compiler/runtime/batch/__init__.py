@@ -1,1 +1,1 @@
-"""Batches of which each rank holds some rows."""
+"""Batches that are sharded by rows over the ranks."""

@@ -1,4 +1,4 @@
-"""Batches are nests of tensors in lists, tuples, mappings and dataclasses."""
+"""Map over the tensors of a batch: nested lists, tuples, mappings and dataclasses."""
 from __future__ import annotations
 
 import copy
@@ -10,9 +10,9 @@ import torch
 
 
 def map_named_tensors(function: Callable[[str, torch.Tensor], torch.Tensor], nest: Any, name: str = "") -> Any:
-    """A nest of the same structure and types with `function(name, tensor)` in the place of its tensors.
+    """Replace each tensor of a nest by `function(name, tensor)`; structure and types stay the same.
 
-    Names are those that a user would write: `labels`, `0`, `image.2.mask`. What is no tensor stays as it is.
+    Names are paths as a user would write them: `labels`, `0`, `image.2.mask`. Leaves that are not tensors stay as they are.
     """
     if isinstance(nest, torch.Tensor):
         return function(name, nest)
@@ -36,7 +36,7 @@ def map_named_tensors(function: Callable[[str, torch.Tensor], torch.Tensor], nes
 
 
 def named_tensors(nest: Any) -> dict[str, torch.Tensor]:
-    """Name -> tensor of all that a nest holds, in order."""
+    """Name -> tensor for all tensors of a nest, in order."""
     found: dict[str, torch.Tensor] = {}
 
     def note(name: str, tensor: torch.Tensor) -> torch.Tensor:

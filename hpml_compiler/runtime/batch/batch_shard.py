@@ -1,4 +1,4 @@
-"""Rows of a batch: each rank holds some, and the script sees them all."""
+"""Batch tensors that are sharded by rows: each rank stores its own rows, and the script sees the whole tensor."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ from passes import compat
 
 
 class BatchShard(PlacedTensor):
-    """A tensor of a batch, `Shard(0)` over all ranks, that acts as the whole tensor at its first use.
+    """A batch tensor with placement `Shard(0)` over all ranks that behaves as the whole tensor.
 
-    Moves and casts (`.to(device)`, `.float()`) and pointwise ops on rows alone stay rows. In a compiled graph it is the
-    whole tensor, of which the plan takes what each rank needs. Any other op gathers it, and makes a plain tensor.
+    Moves, casts (`.to(device)`, `.float()`) and pointwise ops on batch shards alone stay sharded. In a compiled graph it is
+    the whole tensor, and the plan decides which part each rank reads. Other ops gather it and return a plain tensor.
     """
 
     __slots__ = ()
@@ -43,7 +43,7 @@ class BatchShard(PlacedTensor):
                            kwargs: dict[str, Any] | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__" and getattr(func.__self__, "__name__", "") == "data":
-            func, name = torch.Tensor.detach, "detach"  # which counts what is written to it
+            func, name = torch.Tensor.detach, "detach"  # unlike `.data`, writes to it count as changes
         elif name == "__get__" or name in METADATA | MEMORY:
             return super().__torch_function__(func, types, args, kwargs)
         if any(issubclass(kind, LazyOutput) for kind in types):
@@ -68,7 +68,7 @@ class BatchShard(PlacedTensor):
             return on_replicas(func, args, kwargs, _whole_of)
         changed = changed_tensors(name, args, kwargs)
         if changed and isinstance(changed[0], DTensor) and not isinstance(changed[0], BatchShard):
-            # a parameter, changed by a value that happens to be rows
+            # a parameter, changed in place by a value that is a batch shard
             return PlacedTensor._route(func, name, map_tensors(_gathered, args), map_tensors(_gathered, kwargs))
         if name in KEEPS_ROWS and isinstance(first, BatchShard) and not any(isinstance(a, DTensor) for a in args[1:]):
             local = func(first._local_tensor, *args[1:], **kwargs)
@@ -86,11 +86,11 @@ class BatchShard(PlacedTensor):
 
 name_slots(BatchShard)
 VIEWED = "viewed"
-"""Attribute of rows of which the script may hold a view, or other rows in the same memory: a `_Viewed` that these share."""
+"""Attribute with the `_Viewed` of a batch shard that the script has views of; shards in the same memory share it."""
 
 
 class _Viewed:
-    """The whole tensor of which views were given to the script, and its version when the rows were last equal to it."""
+    """The whole tensor that the script's views belong to, and its version when the shard was last equal to it."""
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
@@ -98,10 +98,10 @@ class _Viewed:
 
 
 def write_back_views(rows: Any) -> None:
-    """Give rows what the script has written to views of them (`x[:, 0].sub_(mean)`): each rank its part.
+    """Copy the script's writes to views (`x[:, 0].sub_(mean)`) back into this rank's rows.
 
-    Collectives, `.data` and numpy write without counting it as a change. Such writes do not invalidate what autograd has
-    saved of the rows either.
+    Writes by collectives, `.data` and NumPy do not increase the version counter; for these, tensors that autograd saved of
+    the rows stay valid too.
     """
     viewed = vars(rows).get(VIEWED)
     if viewed is None or viewed.value is None:
@@ -113,7 +113,7 @@ def write_back_views(rows: Any) -> None:
 
 
 def _share_views(made: BatchShard, source: BatchShard) -> None:
-    """Of rows in the same memory (`x.detach()`), views of one are views of the other."""
+    """Let shards in the same memory (`x.detach()`) share their record of views."""
     if not compat.is_fake(source._local_tensor) and shares_memory(made._local_tensor, source._local_tensor):
         vars(made)[VIEWED] = vars(source).setdefault(VIEWED, _Viewed())
 
@@ -124,7 +124,7 @@ def _whole_of(tensor: DTensor) -> torch.Tensor:
 
 
 def _on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The op on whole tensors; those of which a view is returned are remembered, so that all views are of one tensor."""
+    """Run the op on whole tensors. A whole tensor whose view is returned is saved, so that later views are of the same one."""
     wholes = GatheredArguments(_whole_of)
     result = run_gathered(func, args, kwargs, wholes=wholes)
     for tensor, value in wholes:
@@ -140,20 +140,20 @@ def _on_whole(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> 
 
 
 def shard_batch(tensor: torch.Tensor, mesh: DeviceMesh) -> BatchShard:
-    """This rank's rows of a whole tensor that is equal on all ranks, copied. The ranks must divide the rows."""
+    """Copy this rank's rows out of a whole tensor that is equal on all ranks. The number of ranks must divide the rows."""
     count, rows = mesh.size(), tensor.shape[0]
     if rows % count:
         raise ValueError(f"{rows} rows cannot be divided among {count} ranks")
     each = rows // count
     part = tensor.detach().narrow(0, mesh.get_local_rank() * each, each)
-    # Copied, since a view's storage offset differs from rank to rank, and Dynamo would trace other graphs for it.
+    # Copied, since a view's storage offset differs between ranks, and Dynamo would trace different graphs.
     local = torch.empty_like(part, pin_memory=part.is_pinned()).copy_(part)
     return compat.make_dtensor(BatchShard, local, compat.dtensor_spec(mesh, (Shard(0),), tensor))
 
 
 def batch_of_all_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> BatchShard:
-    """Rows of a global tensor, made of each rank's own: all ranks have as many, of one shape and dtype. Without a copy where
-    they lie one after the other at the start of their storage."""
+    """Global tensor whose shards are the ranks' own rows: the same shape and dtype on all ranks. Not copied where `tensor` is
+    contiguous with storage offset 0."""
     local = tensor.detach()
     if not local.is_contiguous() or local.storage_offset():
         local = local.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""`distribute(loader)`: each rank holds, moves and computes only its rows of every batch."""
+"""`distribute(loader)`: data loader wrapper that shards each batch by rows over the ranks."""
 from __future__ import annotations
 
 import logging
@@ -23,32 +23,33 @@ WhoseRows = Literal["same", "own"]
 
 
 def distribute(loader: Iterable[Any], rows: WhoseRows | None = None, pad: Padding = None) -> Iterable[Any]:
-    """Wrap an iterable of batches so that each rank holds only its rows of the global batch.
+    """Wrap an iterable of batches so that each rank stores only its rows of the global batch.
 
     rows="same": every rank iterates the same batches in the same order, as a script written for one device does (a seed
-    before a shuffling loader), and each takes its share of the rows. Compared on the first batches of each iteration, and
-    now and then later. A tensor whose first dim the ranks do not divide stays whole on every rank, with a warning.
-    rows="own": every rank iterates rows of its own, as a script written for DDP does. The global batch is all of them
-    together, in order of ranks, so losses and gradients are those of all rows, also where the last batches or the numbers
-    of batches differ. All tensors of a batch have one row per sample.
-    None: "own" where the loader has a sampler that shares out rows (`DistributedSampler` and its like), else "same".
-    pad: for rows="own", name of a tensor -> what to fill it up with, where ranks padded to other lengths:
-    `{"input_ids": 0, "attention_mask": 0, "labels": -100}`; in a tuple, the name is its place: "0".
+    before a shuffling loader), and each takes its share of the rows. Checked by checksum on the first batches of each
+    iteration and occasionally later. A tensor whose first dim is not divisible by the number of ranks stays whole on every
+    rank, with a warning.
+    rows="own": every rank iterates rows of its own, as a script written for DDP does. The global batch is the concatenation
+    of all of them in order of ranks, so losses and gradients are those of all rows, also where the last batches or the
+    numbers of batches differ. All tensors of a batch have one row per sample.
+    None: "own" where the loader has a sampler that splits rows by rank (`DistributedSampler` and similar), else "same".
+    pad: for rows="own", name of a tensor -> fill value where ranks padded to different lengths:
+    `{"input_ids": 0, "attention_mask": 0, "labels": -100}`; in a tuple, the name is the index: "0".
 
-    A batch is a tensor or any nest of tensors in lists, tuples, dicts and dataclasses; what is no tensor, or has no dims,
-    stays as it is. Its tensors become DTensors, `Shard(0)` over all ranks, that the script may use as the whole tensor.
+    A batch is a tensor or any nest of tensors in lists, tuples, dicts and dataclasses; other leaves and 0-dim tensors stay
+    as they are. Its tensors become DTensors, `Shard(0)` over all ranks, that the script can use as the whole tensor.
     Length and attributes (`loader.sampler.set_epoch`) are those of `loader`. With one rank, batches are left as they are.
-    Raises BadInput where `rows` and the loader's sampler do not fit.
+    Raises BadInput where `rows` contradicts the loader's sampler.
     """
     return _DistributedLoader(loader, rows, pad)
 
 
 def distribute_batch(batch: Any, *, rows: WhoseRows, pad: Padding = None) -> Any:
-    """One batch of tensors, as `distribute` gives it; all ranks must call this together, each with its batch.
+    """Shard one batch over the ranks, as `distribute` does; all ranks must call this together, each with its batch.
 
-    For a batch that comes from no loader, or that somebody else's loader has given: rows="own" makes the global batch of
-    what each rank has, rows="same" takes this rank's rows of a batch that all have. Tensors that are distributed already
-    stay as they are.
+    For batches that do not come from a wrapped loader: rows="own" concatenates the ranks' batches to the global batch,
+    rows="same" takes this rank's rows of a batch that is equal on all ranks. Tensors that are distributed already stay as
+    they are.
     """
     _check_rows(rows)
     if ensure_process_group() == 1:
@@ -73,7 +74,7 @@ class _DistributedLoader:
         return len(self._loader)  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not yet there, while being unpickled
+        if name == "_loader":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -120,7 +121,7 @@ class _DistributedLoader:
 
 
 def _noted(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches; a rank that waits for one says so."""
+    """Iterate the batches; while a rank waits for one, its status is "loading a batch"."""
     while True:
         with activity("loading a batch"):
             batch = next(batches, Ended)
@@ -130,9 +131,10 @@ def _noted(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class _PerRankRng:
-    """A context for what a rank does with rows of its own: it draws from the generator's state as it was there before, and
-    leaves the script's state alone. For ranks may draw unlike many numbers for their rows (in shuffling, augmentation), and
-    must draw the same ones in the model (masks of dropout)."""
+    """Context manager with an RNG state for this rank's data loading, separate from the script's RNG state.
+
+    Ranks may draw different amounts of random numbers for their rows (shuffling, augmentation), but must draw the same ones
+    in the model (dropout masks)."""
 
     def __init__(self) -> None:
         self.state = torch.get_rng_state()
@@ -147,10 +149,10 @@ class _PerRankRng:
 
 
 def sharing_sampler(loader: Any) -> int | None:
-    """Among how many ranks a loader's sampler shares the rows out; None if it does not.
+    """Number of ranks that a loader's sampler splits the rows over; None if it does not split them.
 
-    That is what torch's DistributedSampler calls `num_replicas` and accelerate's shards `num_processes`; it may be the
-    sampler, the batch sampler, or inside these or a loader around a loader.
+    Reads `num_replicas` (torch's DistributedSampler) or `num_processes` (accelerate's shards) of the loader, its sampler,
+    batch sampler or dataset, or of a wrapped loader.
     """
     seen: list[Any] = []
     queue = [loader]
@@ -169,7 +171,7 @@ def sharing_sampler(loader: Any) -> int | None:
 
 
 class _BatchSlicer:
-    """Takes this rank's rows of batches that are equal on all ranks."""
+    """Slices this rank's rows out of batches that are equal on all ranks."""
 
     def __init__(self) -> None:
         self.warned = False
@@ -191,7 +193,7 @@ class _BatchSlicer:
 
 
 def _different(batch: Any) -> list[int]:
-    """Ranks whose batch is another than rank 0's; `Ended` counts as an empty one."""
+    """Ranks whose batch differs from rank 0's, by checksum; `Ended` counts as an empty batch."""
     found = list(named_tensors(batch).values())
     checksum = zlib.crc32(repr([tuple(tensor.shape) for tensor in found]).encode())
     for tensor in found:

@@ -1,4 +1,4 @@
-"""Batches of which every rank has rows of its own, as under DDP: the global batch is all of them, in order of ranks."""
+"""Global batches from per-rank rows, as under DDP: the concatenation in order of ranks."""
 from __future__ import annotations
 
 import logging
@@ -22,17 +22,17 @@ Padding = Mapping[str, float] | None
 
 
 class Ended:
-    """What a rank gives in place of a batch when it has no more."""
+    """Sentinel that a rank passes in place of a batch when its loader is exhausted."""
 
 
 @dataclass(frozen=True)
 class _Described:
-    """What the other ranks must know of one tensor of a rank's batch."""
+    """Metadata of one tensor of a rank's batch, exchanged between ranks."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    plain: bool  # rows one after the other, without gaps
+    plain: bool  # contiguous
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> _Described:
@@ -40,9 +40,9 @@ class _Described:
 
 
 class PerRankBatches:
-    """Joins what each rank has into the global batch, batch after batch; all ranks must call `join` equally often.
+    """Joins the ranks' batches to global batches; all ranks must call `join` equally often.
 
-    pad: name of a tensor -> the value to fill it up with at the end of its dims, where ranks padded to other lengths.
+    pad: name of a tensor -> fill value at the end of its dims, where ranks padded to different lengths.
     """
 
     def __init__(self, pad: Padding = None) -> None:
@@ -54,9 +54,9 @@ class PerRankBatches:
     def join(self, batch: Any) -> Any:
         """The global batch, or `Ended` once no rank has rows any more.
 
-        Its tensors are `BatchShard`s, of which this rank holds its own: nothing is copied between ranks. Where ranks have other
-        numbers of rows, or some have ended, the rows are exchanged and shared out anew. Raises BadInput on all ranks
-        where batches do not fit together.
+        Its tensors are `BatchShard`s of this rank's own rows: nothing is copied between ranks. Where the ranks have different
+        numbers of rows, or some have ended, rows are exchanged and split evenly, if the ranks divide their total. Raises
+        BadInput on all ranks where the batches' names, dtypes or shapes are incompatible.
         """
         ended = batch is Ended
         tensors = {} if ended else {name: _bare(name, t) for name, t in named_tensors(batch).items() if _has_rows(t)}
@@ -80,7 +80,7 @@ class PerRankBatches:
         return map_named_tensors(lambda name, tensor: new.get(name, tensor), self.last)
 
     def _fitted(self, tensors: dict[str, torch.Tensor], found: list[list[_Described] | None]) -> dict[str, torch.Tensor]:
-        """The tensors of this rank, padded where asked to; raises BadInput if the ranks' batches do not fit."""
+        """The tensors of this rank, padded where `pad` says so; raises BadInput if the ranks' batches are incompatible."""
         first = next(rank for rank, other in enumerate(found) if other is not None)
         reference = found[first] or []
         for rank, other in enumerate(found):
@@ -109,10 +109,10 @@ class PerRankBatches:
         return tensors
 
     def _shared_out(self, tensors: dict[str, torch.Tensor]) -> Any:
-        """All ranks' rows whole on every rank, then those of this rank, if the ranks divide them."""
+        """Gather all ranks' rows on every rank, and take this rank's share if their number is divisible by the ranks."""
         mine = None if self.last is None else {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         parts = _exchanged(mine)
-        if None in parts:  # it does not know what a batch looks like
+        if None in parts:  # that rank has seen no batch, so it does not know the structure
             raise BadInput(f"rank {parts.index(None)} has no batch at all, others have", "hpml_compiler.distribute",
                            "give every rank some of the data")
         parts = [part for part in parts if part]
@@ -164,7 +164,7 @@ def _padded(tensor: torch.Tensor, sizes: list[int], value: float) -> torch.Tenso
 
 
 def _all_alike(ended: bool, mine: list[_Described]) -> bool:
-    """Whether every rank has a batch of this description, or all have ended: one small collective, on the host."""
+    """True if all ranks' batches have the same metadata, or all have ended: one small collective on the host."""
     checksum = zlib.crc32(repr((ended, mine)).encode())
     own = torch.tensor([checksum, -checksum])
     with activity("waiting for the other ranks' rows"):
