@@ -1,1 +1,1 @@
-"""Sharded parameters put in the place of a model's own while Dynamo compiles it."""
+"""Replace a model's parameters by sharded ones while Dynamo compiles it."""

@@ -1,4 +1,4 @@
-"""`torch.func` on a model with placed parameters: per-sample gradients, Jacobians, products with Hessians."""
+"""`torch.func` on models with placed parameters: per-sample gradients, Jacobians, Hessian-vector products."""
 from __future__ import annotations
 
 import functools
@@ -14,7 +14,7 @@ from passes import compat
 
 @functools.cache
 def watch_transforms() -> None:
-    """From now on, placed tensors that are differentiated by are whole inside of a transform, and so are their results."""
+    """Gather placed tensors before `torch.func` differentiates with respect to them, and lazy outputs before vmap."""
     compat.convert_before_differentiating(_plain)
     compat.convert_before_vmap(_plain_output)
 

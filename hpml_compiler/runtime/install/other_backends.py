@@ -1,4 +1,4 @@
-"""Functions that other backends of torch.compile compile, given placed tensors: traced on whole tensors, and run on them."""
+"""Placed tensors in functions compiled by other backends of torch.compile: traced and run on whole tensors."""
 from __future__ import annotations
 
 import functools
@@ -15,12 +15,12 @@ from passes.graph.fx_nodes import memory_of
 
 @functools.cache
 def watch_backends() -> None:
-    """From now on, backends other than hpml get plain tensors in the place of placed ones."""
+    """Pass plain tensors in place of placed ones to backends other than hpml."""
     compat.unwrap_backend_inputs(PlacedTensor, _on_wholes)
 
 
 def _on_wholes(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph that takes placed tensors. They keep what it writes to their whole values, and gradients flow back."""
+    """Wrap a compiled graph so that it takes placed tensors: in-place changes are written back, and gradients flow back."""
 
     def run(*args: Any) -> Any:
         for value in args:
@@ -36,10 +36,10 @@ def _on_wholes(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_apart(wholes: GatheredArguments) -> None:
-    """Raises BadInput if the graph has changed an argument with which another shares memory: it worked on copies."""
+    """Raises BadInput if the graph changed an argument that shares memory with another: it ran on separate copies."""
     for changed, value in wholes.changed:
         for other, its in wholes:
-            # Parts without rows have no address, so it is the storage that tells, on all ranks alike.
+            # Parts without rows have no data pointer, so storages are compared; the result is the same on all ranks.
             same = other is not changed and memory_of(changed._local_tensor) == memory_of(other._local_tensor)
             if same and memory_of(value) != memory_of(its):
                 raise BadInput("a function compiled by another backend than hpml changes one of its arguments in place, and "

@@ -1,4 +1,4 @@
-"""Parameters become placed tensors under the script's feet, while Dynamo compiles the first graph that uses them."""
+"""Replace a module's parameters by placed tensors while Dynamo compiles the first graph that uses them."""
 from __future__ import annotations
 
 import gc
@@ -38,12 +38,12 @@ log, told = logging.getLogger(__name__), logging.getLogger("hpml")
 
 
 class BoundParameters:
-    """How one compiled graph gets this rank's parts of its arguments.
+    """Converts the arguments of one compiled graph to this rank's local tensors.
 
     gathered: placed arguments that the graph takes whole. written: arguments that it changes in place. rows: arguments that
-    are rows of a batch. outputs: arguments that other graphs returned. holding: what it takes gathered of parameters that
-    are stored in parts. borrowed: parameters that one rank of an axis owns, of which the graph needs its part on all.
-    aliases: tensors that the script has of all of an old one, with its index.
+    are batch shards. outputs: arguments that other graphs returned. holding: sharded parameters that the graph takes
+    unsharded. borrowed: parameters owned by one rank of an axis whose part the graph needs on all ranks. aliases: the
+    script's tensors in the memory of a replaced parameter, each with that parameter's index.
     """
 
     def __init__(self, placed: Sequence[int], trainable: Sequence[int], names: Sequence[str],
@@ -61,8 +61,8 @@ class BoundParameters:
     def locals(self, args: Sequence[Any]) -> list[Any]:
         """The arguments of a call with plain local tensors for DTensors, connected to them by autograd.
 
-        At the first call, the parameters that were replaced are replaced in the rest of the script too. (Not earlier:
-        while Dynamo compiles, it still needs the old ones.)
+        The first call also replaces the old parameters in the rest of the script. (Not earlier: Dynamo still needs them
+        while it compiles.)
         """
         if self._olds:
             self._replace_elsewhere()
@@ -94,19 +94,19 @@ class BoundParameters:
         return result
 
     def write_back(self, args: Sequence[Any], results: Sequence[Any]) -> None:
-        """After a call with `results` of `locals(args)`: what the graph changed in place is kept by the placed ones."""
+        """Store in-place changes in the placed arguments, after a call. results: its list from `locals(args)`."""
         for index in self._written:
             store_value(args[index], results[index].detach())
 
     @property
     def writes(self) -> bool:
-        """Whether `write_back` has anything to do."""
+        """True if `write_back` has anything to do."""
         return bool(self._written)
 
     def _replace_elsewhere(self) -> None:
         for ref, at in self._aliases:
             alias = ref()
-            if alias is not None:  # `p.detach()`, `p.data`: it goes on to share the parameter's memory
+            if alias is not None:  # `p.detach()`, `p.data`: continues to share the parameter's memory
                 self._names.append(self._names[at])
                 self._olds.append(alias)  # type: ignore[arg-type]
                 self._news.append(self._news[at].detach())  # type: ignore[arg-type]
@@ -119,9 +119,9 @@ class BoundParameters:
 
 
 def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
-    """Positions of the graph inputs that `shard_module` can place: plain parameters of modules, which can be replaced wherever
-    Dynamo found them. It looks there again at the end of the compilation, and a variable of a running function, such as the
-    argument of a compiled function, or a tuple in one, cannot be changed before."""
+    """Positions of the graph inputs that `shard_module` can place: plain module parameters that can be replaced at every
+    source where Dynamo found them. Dynamo checks its guards on these sources at the end of the compilation; local variables
+    of a running function (arguments of a compiled function, tuples in them) cannot be replaced before that."""
     ways = _ways_to(gm)
     found = {i: ways[source] for i, (value, source) in enumerate(zip(example_inputs, compat.input_sources(gm), strict=True))
              if type(value) is nn.Parameter and source is not None}
@@ -134,7 +134,7 @@ def placeable(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> list[i
 
 
 def _leave_out_inseparable(found: dict[int, list[Any]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Take out parameters that share memory with what would not follow them."""
+    """Remove parameters that share memory with a tensor or array that could not follow their sharding."""
     parameters = [example_inputs[i] for i in found]
     others: dict[int, Any] = inseparable(
         parameters, {id(value) for value in example_inputs if isinstance(value, torch.Tensor)}) | numpy_views(parameters)
@@ -153,25 +153,24 @@ def _leave_out_inseparable(found: dict[int, list[Any]], gm: torch.fx.GraphModule
 
 
 def _ways_to(gm: torch.fx.GraphModule) -> dict[Any, list[Any]]:
-    """Source of a graph input -> all sources at which Dynamo found the same tensor, the input's own first."""
+    """Source of a graph input -> all sources where Dynamo found the same tensor, the input's own first."""
     return {source: [source, *others] for source, others in compat.duplicated_inputs(gm).items()}
 
 
 def _is_of_module(source: Any) -> bool:
-    """Whether a module's table of parameters is where Dynamo found something."""
+    """True if a source is an entry of a module's `_parameters`."""
     return "._parameters[" in compat.source_name(source)
 
 
 def shard_module(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.GraphModule, example_inputs: Sequence[Any],
                  mesh: DeviceMesh, gathered: Collection[int] = (), written: Collection[int] = (),
                  holding: UnshardedInputs | None = None, borrowed: Collection[int] = ()) -> BoundParameters:
-    """Place parameters of a graph, inside a Dynamo backend and before it returns.
+    """Replace parameters of a graph by placed ones, inside a Dynamo backend and before it returns.
 
-    placements: position of a graph input -> its placement, one per axis of `mesh`; sizes must divide. `gm` and
-    `example_inputs` as Dynamo gave them. Modules hold the placed parameters when this returns; names, order, ties,
-    `requires_grad`, gradients and hooks stay. Inputs placed before (parameters in a recompile, rows of a batch) need
-    no entry. `gathered`, `written`, `holding` and `borrowed`: see `BoundParameters`. Raises BadInput for an input that cannot
-    be placed.
+    placements: position of a graph input -> its placement, one per axis of `mesh`; sizes must be divisible. `gm` and
+    `example_inputs` as Dynamo passed them. Modules have the placed parameters when this returns; names, order, ties,
+    `requires_grad`, gradients and hooks stay. Inputs placed before (parameters in a recompile, batch shards) need no entry.
+    `gathered`, `written`, `holding` and `borrowed`: see `BoundParameters`. Raises BadInput for an input that cannot be placed.
     """
     olds = [example_inputs[i] for i in placements]
     sites = find_sites(olds) if olds else {}
@@ -192,7 +191,7 @@ def shard_module(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.G
         for module, name in sites[id(old)]:
             module._parameters[name] = new
     rebind_in([holder for holder in holders if holder is not None], olds, news)
-    # Other attributes of these modules, too, which Dynamo may have guarded on: recurrent layers have lists of their own.
+    # Also other attributes of these modules, which Dynamo may guard on: recurrent layers have lists of their parameters.
     rebind_attributes(dict.fromkeys(module for found in sites.values() for module, _ in found), olds, news)
     before = [i for i, value in enumerate(example_inputs) if isinstance(value, DTensor)]
     placed = sorted([*placements, *(i for i in before if i not in gathered)])
@@ -215,7 +214,7 @@ def shard_module(placements: Mapping[int, tuple[Placement, ...]], gm: torch.fx.G
 
 
 def lent_part(tensor: DTensor) -> DTensor:
-    """The same on every rank of its stages, with the owner's part."""
+    """A copy of the owner's part as a DTensor on every rank of the pipeline axis."""
     with compat.plain_torch_functions():
         return compat.make_dtensor(PlacedTensor, *at_owner(tensor._local_tensor, tensor._spec))
 
@@ -229,22 +228,22 @@ def _check_divides(name: str, parameter: nn.Parameter, mesh: DeviceMesh, placeme
 
 
 def place_parameter(old: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement], held: bool = False) -> nn.Parameter:
-    """A parameter with a placement, in all else like the old one: values, attributes, hooks, accumulated gradient. held: the
-    script has something else in the gradient's memory, too."""
+    """Placed version of a parameter with the same values, attributes, hooks and accumulated gradient. held: another tensor of
+    the script shares the gradient's memory."""
     new: Any = place(old, mesh, placements).requires_grad_(old.requires_grad)
     new.__dict__.update(old.__dict__)
-    new._is_param = True  # what nn.Parameter's isinstance asks for; calling it would make another object
+    new._is_param = True  # isinstance(new, nn.Parameter) checks this; calling nn.Parameter would make another object
     if old.grad is not None:
         gradient = old.grad if old.grad.layout is torch.strided else old.grad.to_dense()
         new.grad = in_place_of(gradient, new) if held else place_like(gradient, new)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(old, hooks) is not None:  # the dict itself, so that the handles that the script holds remove from it
+        if getattr(old, hooks) is not None:  # the same dict, so that the script's handles can remove their hooks
             setattr(new, hooks, getattr(old, hooks))
     return new
 
 
 def find_sites(parameters: Sequence[nn.Parameter]) -> dict[int, list[tuple[nn.Module, str]]]:
-    """id of a parameter -> the modules that hold it, with the name it has there; tied ones have several."""
+    """id of a parameter -> (module, name) of all its uses; tied parameters have several."""
     wanted = {id(parameter) for parameter in parameters}
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
     objects = gc.get_objects()

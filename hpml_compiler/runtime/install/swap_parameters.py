@@ -1,4 +1,4 @@
-"""Put the new parameters wherever the script still holds the old ones."""
+"""Replace old parameters by placed ones in all objects of the script that refer to them."""
 from __future__ import annotations
 
 import gc
@@ -18,7 +18,7 @@ from hpml_compiler.runtime.placements.accumulate_grad import note_eager_use
 from passes import compat
 from passes.errors import HpmlError
 
-SINGLE_SCANS = 6  # scans of all objects for the referrers of one parameter; the next one is for all that are left
+SINGLE_SCANS = 6  # scans for the referrers of one parameter; one further scan looks for those of all that are left
 _FRAMES = (types.FrameType, types.GeneratorType, types.CoroutineType)
 
 
@@ -27,14 +27,14 @@ def _references(items: list[Any], index: int) -> int:
 
 
 _NOBODY = _references([object()], 0)
-"""The count for an object that only its list holds; releases of Python differ."""
+"""Reference count of an object that only its list refers to; differs between Python releases."""
 
 
 class ReplacedParameter(nn.Parameter):
-    """What is left of a parameter that was replaced, where the script holds it out of reach.
+    """Class of a replaced parameter that the script still refers to from a place that cannot be changed.
 
-    Local variables of running functions are out of reach. Any use raises an error that says which parameter it was, except in
-    the backward of a graph that saved it, for as long as the placed parameter has not changed.
+    Such places are local variables of running functions. Any use raises an error with the parameter's name, except in the
+    backward of a graph that saved it, as long as the placed parameter has not changed.
     """
 
     @classmethod
@@ -53,7 +53,7 @@ class ReplacedParameter(nn.Parameter):
 
     @property
     def is_current(self) -> bool:
-        """Whether it still has its values, and they are those of the parameter in its place."""
+        """True if it still has its values, and the placed parameter has not changed since."""
         new, version = self.__dict__.get("replaced_by", (None, 0))
         current = new and new()
         return current is not None and current._local_tensor._version == version
@@ -63,11 +63,11 @@ class ReplacedParameter(nn.Parameter):
 
 
 def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> list[str]:
-    """Replace old parameters by new ones in everything that holds them; empties `olds`, and frees their storage.
+    """Replace old parameters by new ones in all objects that refer to them; empties `olds` and frees their storage.
 
     Lists, dicts (keys and values), sets, deques, closures, attributes, and tuples inside of these are changed in place:
-    so optimizers' parameter groups and state, and a script's own lists. Whatever stays out of reach becomes a
-    `ReplacedParameter`; the names of those are returned.
+    for example optimizers' parameter groups and state, and the script's own lists. Parameters with other referrers become
+    `ReplacedParameter`s; the names of those are returned.
     """
     work = _Rebinding(olds, news)
     work.run()
@@ -94,8 +94,8 @@ def rebind(names: Sequence[str], olds: list[nn.Parameter], news: Sequence[nn.Par
 
 
 def _replace_nodes(olds: Sequence[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
-    """Put the nodes that accumulate the gradients of new parameters wherever the script holds those of old ones
-    (`register_multi_grad_hook` does), and let them call the hooks of those."""
+    """Replace the AccumulateGrad nodes of old parameters that the script refers to (`register_multi_grad_hook` does) by those
+    of the new ones, which then call the old nodes' hooks."""
     live = [i for i, old in enumerate(olds) if _is_in_graph(old)]
     nodes, placed_nodes = ([torch.autograd.graph.get_gradient_edge(each[i]).node for i in live] for each in (olds, news))
     for node, placed_node, i in zip(nodes, placed_nodes, live, strict=True):
@@ -104,13 +104,13 @@ def _replace_nodes(olds: Sequence[nn.Parameter], news: Sequence[nn.Parameter]) -
 
 
 def _is_in_graph(old: nn.Parameter) -> bool:
-    """Whether there is a node that accumulates its gradient."""
+    """True if the parameter has an AccumulateGrad node."""
     return old.requires_grad and compat.use_count(old) > 1
 
 
 def _hand_hooks_on(node: Any, placed_node: Any, new: Any) -> None:
-    """Let a placed parameter's node call the hooks of the node before, for as long as those are registered and the script holds
-    it (as with a plain parameter)."""
+    """Let a placed parameter's AccumulateGrad node call the old node's hooks, as long as they are registered and the script
+    refers to the node (as with a plain parameter)."""
     before, after = _hooks_with(node.register_prehook), _hooks_with(node.register_hook)
     if not before and not after:
         return
@@ -134,7 +134,7 @@ _PLACED_NODE = "hpml: the node of the placed parameter"
 
 
 def _hooks_with(register: Any) -> Any:
-    """The table of hooks that this method adds to."""
+    """The dict of hooks that a `register_*hook` method adds to."""
     handle = register(print)
     table = handle.hooks_dict_ref()
     handle.remove()
@@ -142,8 +142,8 @@ def _hooks_with(register: Any) -> Any:
 
 
 def _hand_gradients_on(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Add to the gradient of the new parameter what backward adds to that of the old one."""
-    old.grad = None  # the new one has what was there
+    """Move gradients that backward accumulates for the old parameter to the new one."""
+    old.grad = None  # the new parameter has it already
 
     def hand_on(*_: object) -> None:
         with compat.plain_torch_functions():
@@ -158,15 +158,15 @@ def _hand_gradients_on(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def rebind_attributes(modules: Iterable[nn.Module], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
-    """Replace old parameters in the attributes of modules, and in lists and dicts that are such attributes."""
+    """Replace old parameters in the attributes of modules, and in attributes that are lists or dicts."""
     work = _Rebinding(olds, news)
     for module in modules:
         work.replace_in([module.__dict__, *(x for x in module.__dict__.values() if isinstance(x, (list, dict)))])
 
 
 def holder_on_the_way(value: Any, way: Iterable[Any]) -> Any:
-    """The object that has to be changed so that another value is found on this way (`compat.objects_to`): the nearest one, or
-    what holds the tuples around the value. None if there is none that can be changed."""
+    """The object to change so that `way` (see `compat.objects_to`) leads to another value: the innermost one, or the container
+    of the tuples around the value. None if no such object can be changed."""
     for holder in way:
         if isinstance(holder, tuple):
             if any(item is value for item in holder):
@@ -177,7 +177,7 @@ def holder_on_the_way(value: Any, way: Iterable[Any]) -> Any:
 
 
 def _changeable(holder: Any) -> Iterable[Any]:
-    """What `_Rebinding.replace_in` can replace in a holder that is no tuple."""
+    """Values that `_Rebinding.replace_in` can replace in a holder that is not a tuple."""
     if isinstance(holder, dict):
         return list(holder.values())
     if isinstance(holder, (list, deque)):
@@ -192,19 +192,20 @@ def _changeable(holder: Any) -> Iterable[Any]:
 
 
 def rebind_in(holders: list[Any], olds: list[nn.Parameter], news: Sequence[nn.Parameter]) -> None:
-    """Replace old parameters in these holders."""
+    """Replace old parameters by new ones in these objects."""
     _Rebinding(olds, news).replace_in(holders)
 
 
 class _Rebinding:
-    """Of parameters, or of other objects."""
+    """Replaces old objects (parameters, autograd nodes) by new ones in the objects that refer to them."""
 
     def __init__(self, olds: list[Any], news: Sequence[Any]) -> None:
         self.olds, self.news = olds, news
         self.index = {id(old): i for i, old in enumerate(olds)}
 
     def run(self) -> None:
-        """Most holders hold many parameters, so look for those of one, replace all in them, and go on with the next."""
+        """Replace all. Most holders have many parameters: find the referrers of one parameter, replace all parameters in
+        them, and continue with the next one that still has referrers."""
         tried: set[int] = set()
         for _ in range(SINGLE_SCANS):
             held = next((i for i in self._held() if i not in tried), None)
@@ -217,12 +218,11 @@ class _Rebinding:
             self.replace_in([holder for holder in gc.get_referrers(*left) if holder is not left])
 
     def _held(self) -> list[int]:
-        """Indices of the parameters that somebody else holds."""
+        """Indices of the parameters with other referrers."""
         return [i for i in range(len(self.olds)) if _references(self.olds, i) > _NOBODY]
 
     def new(self, value: Any) -> Any:
-        """What to put in the place of a value: a new parameter, a weak reference to it, a new tuple around one, or the
-        value itself."""
+        """Replacement of a value: a new parameter, a weak reference to one, a tuple with one, or the value itself."""
         index = self.index.get(id(value))
         if index is not None:
             return self.news[index]
@@ -270,7 +270,7 @@ class _Rebinding:
             holder.update(items)
 
     def _in_object(self, holder: Any) -> None:
-        """Attributes in the instance itself, or in slots."""
+        """Replace in the attributes of an object: in its `__dict__` and in slots."""
         attributes = getattr(holder, "__dict__", None)
         if isinstance(attributes, dict):
             self._in_dict(attributes)

@@ -1,4 +1,4 @@
-"""Reports models of which Dynamo made no graph: every rank runs all of such a model. Importing this is cheap."""
+"""Report models without any Dynamo graph: every rank runs such a model in full. Importing this is cheap."""
 from __future__ import annotations
 
 import atexit
@@ -18,7 +18,7 @@ log = logging.getLogger("hpml")
 
 
 class _GraphCount:
-    """graphs: how many came to the backend. why: of the last model that is not compiled."""
+    """graphs: number of graphs that reached the backend. why: the reason for the last model that is not compiled."""
 
     graphs = 0
     why = ""
@@ -26,28 +26,28 @@ class _GraphCount:
 
 
 def report_at_first_step() -> None:
-    """From now on until an optimizer steps after Dynamo gave up: for functions and `module.compile()`, of which nobody sees the
-    end of the first call."""
+    """Report at an optimizer step if Dynamo made no graph. For functions and `module.compile()`, where the end of the first
+    call is not observed."""
     if not _GraphCount.listens and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _GraphCount.listens = True
-        register_optimizer_step_pre_hook(lambda *_: _report_once())  # which stays: none can be removed while they are called
+        register_optimizer_step_pre_hook(lambda *_: _report_once())  # stays: hooks cannot be removed while they run
 
 
 def graph_came() -> None:
-    """To be called by the backend."""
+    """Count a graph; called by the backend."""
     _GraphCount.graphs += 1
     atexit.unregister(_at_exit)
 
 
 def why_nothing_is_compiled() -> str:
-    """Empty where graphs came to the backend, or nothing was called yet."""
+    """The reason why Dynamo made no graph; empty where graphs reached the backend, or nothing was called yet."""
     if _GraphCount.graphs:
         return ""
     return _GraphCount.why or (_said("the model", compat.graph_break_reasons()) if compat.dynamo_made_no_graph() else "")
 
 
 def report_after_first_call(module: Any) -> None:
-    """From now on until its first call. module: what `torch.compile(module)` returned."""
+    """Report after a module's first call if Dynamo made no graph of it. module: the result of `torch.compile(module)`."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -83,6 +83,6 @@ def _report_once() -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    """Of scripts without an optimizer."""
+    """Report at exit, for scripts without an optimizer."""
     if not hasattr(sys, "last_value") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         _report_once()

@@ -1,4 +1,4 @@
-"""Graph inputs that are placed already look to the compiler like any other: whole plain tensors."""
+"""Present placed graph inputs to the compiler as whole plain tensors."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from passes.graph.graph_signature import parameter_name
 
 @dataclass(frozen=True)
 class InputPlacement:
-    """Where a graph input lives already: one placement per axis of the mesh. `rows`: it is rows of a batch; `output`: what
-    another graph has returned."""
+    """Current placement of a graph input, one per axis of the mesh. rows: it is a batch shard. output: it is an output of
+    another graph."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -31,9 +31,9 @@ class InputPlacement:
     output: bool = False
 
     def can_be_planned(self, shape: Sequence[int], mesh: DeviceMesh | None) -> bool:
-        """Whether a plan on this mesh can start from the parts as they are: even ones, of which nothing is to be reduced.
+        """True if a plan on this mesh can start from the parts as they are: even shards, no Partial.
 
-        All else is gathered when the graph is called.
+        Other inputs are gathered when the graph is called.
         """
         if mesh is None or self.mesh is not mesh or any(p.is_partial() for p in self.placements):
             return False
@@ -44,13 +44,13 @@ class InputPlacement:
 
 def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fake_mode: Any = None,
                      ) -> tuple[torch.fx.GraphModule, list[Any], dict[int, InputPlacement]]:
-    """Make the placed inputs of a Dynamo graph whole and plain.
+    """Replace the placed example inputs of a Dynamo graph by whole plain fakes, and return their placements.
 
-    Parameters in a recompile, rows of a batch (`hpml_compiler.distribute`), and what a script computed from parameters
-    (a mask, the weights of another model) arrive as placed tensors. Dynamo traced them as whole tensors, so the nodes of
-    the graph need no change: the class is the marker. Returned are the graph, the example inputs with a fake plain
-    tensor of the whole shape for each (sizes stay symbolic where Dynamo made them so), and position -> placement. At run
-    time `BoundParameters.arguments` takes their local parts, or gathers them.
+    Parameters in a recompile, batch shards (`hpml_compiler.distribute`), and values computed from parameters (a mask, the
+    weights of another model) arrive as placed tensors. Dynamo traced them as whole tensors, so the graph's nodes need no
+    change. Returns the graph, the example inputs with a fake plain tensor of the whole shape for each of these (sizes stay
+    symbolic where Dynamo made them so), and position -> placement. At run time `BoundParameters.locals` takes their local
+    parts, or gathers them.
     Raises BadInput for a DTensor that was made by the script itself.
     """
     fake_mode = fake_mode or compat.fake_mode()
@@ -73,9 +73,9 @@ def take_out_markers(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], fa
 
 
 def copy_for_set_data(gm: torch.fx.GraphModule) -> None:
-    """Let `p.data = value` copy the value into `p`, where shapes are equal: what a plan can do to a placed parameter.
+    """Rewrite `p.data = value` to copy the value into `p` where shapes are equal, which works for placed parameters.
 
-    Dynamo writes it as `set_`, since torch 2.15 as `shallow_copy_data_`, which AOTAutograd refuses.
+    Dynamo traces it as `set_`, since torch 2.15 as `shallow_copy_data_`, which AOTAutograd rejects.
     """
     for node in gm.graph.nodes:
         if node.op == "call_function" and compat.sets_data(node.target) and len(node.args) == 2 and len(
