@@ -1,1 +1,1 @@
-"""Optimizer steps on sharded parameters, state that is offloaded, and the bytes that live from step to step."""
+"""Optimizer steps on sharded parameters, offloaded optimizer state, and memory of parameters, gradients and state."""

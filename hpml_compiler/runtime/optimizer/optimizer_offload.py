@@ -1,11 +1,11 @@
-"""Optimizer state out of the device's memory: between steps it lies elsewhere, and a step is made a part at a time.
+"""Optimizer state offload: state is stored outside device memory between steps, and a step updates a part at a time.
 
-On a CPU it lies in maps of files, where the optimizer's own code reads and writes it; a state dict holds tensors as before.
-On a GPU it lies in pinned memory of the host, and each part of it is on the GPU while it is stepped, by the same kernels as
-ever, so that losses stay what they are.
+On a CPU the state is in memory-mapped files, where the optimizer's own code reads and writes it; state dicts contain
+tensors as before. On a GPU it is in pinned host memory and is copied to the GPU part by part during the step; the
+kernels are the same, so losses do not change.
 
-A part is some parameters, of no more bytes than the largest has. What a step makes of new state, before it is moved, and of
-tensors of its own, is that of one part.
+A part is a run of parameters with no more bytes than the largest parameter. New state that a step creates (before it is
+moved) and the step's temporaries take the memory of one part.
 """
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _without_gradients: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Any
 
 
 def offload_state(parameters: Iterable[torch.Tensor], folder: str) -> None:
-    """Optimizers keep the state of these elsewhere, once `watch_steps` was called. Raises BadInput where that cannot be."""
+    """Mark parameters whose optimizer state is offloaded to `folder`; needs `watch_steps`. Raises BadInput on several GPUs."""
     for parameter in parameters:
         if _moves(parameter) and dist.is_initialized() and dist.get_world_size() > 1:
             raise BadInput("optimizer state of several GPUs cannot be offloaded yet", WHERE, "leave the optimizer out")
-        setattr(parameter, _MARK, folder)  # a parameter that takes its place has the same attributes
+        setattr(parameter, _MARK, folder)  # a placed parameter that replaces it copies its attributes
 
 
 @functools.cache
 def watch_steps() -> None:
-    """From now on; after all others that watch optimizers, since it makes the step before torch does."""
+    """Register the optimizer hooks. To be called after all other hooks are registered, since the pre-hook runs the step."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -67,7 +67,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _folders(optimizer: torch.optim.Optimizer) -> dict[Any, str]:
-    """By what is stepped, which may be the local part of a parameter."""
+    """Parameter as the optimizer has it (possibly the local part) -> folder, for parameters with offloaded state."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     placed = placed_groups(optimizer)
     marked = stepped if placed is None else [p for params in placed for p in params]
@@ -93,12 +93,12 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _step(optimizer: torch.optim.Optimizer, folders: dict[Any, str]) -> list[tuple[Any, Any]]:
-    """Step all parameters. Returns those that had gradients with them: they are without, so that torch's own step does
-    nothing."""
+    """Step all parameters. Returns (parameter, gradient) for those with gradients, and sets their `.grad` to None so that
+    torch's own step does nothing."""
     raw_step = compat.step_without_hooks(type(optimizer))
     groups = [group["params"] for group in optimizer.param_groups]
     for parameter, folder in folders.items():
-        _put_away(optimizer.state.get(parameter, {}), parameter, folder)  # what is from before, or from a state dict
+        _put_away(optimizer.state.get(parameter, {}), parameter, folder)  # state from before offloading, or from a state dict
     stepped: list[tuple[Any, Any]] = []
     try:
         for part in _parts(groups):
@@ -122,7 +122,7 @@ def _step(optimizer: torch.optim.Optimizer, folders: dict[Any, str]) -> list[tup
 
 
 def _parts(groups: list[list[Any]]) -> Iterator[list[tuple[int, Any]]]:
-    """Parameters with gradients, each with the number of its group."""
+    """Parameters with gradients in parts of bounded size, each with the index of its param group."""
     todo = [(k, parameter) for k, params in enumerate(groups) for parameter in params if parameter.grad is not None]
     most = max((_nbytes(parameter) for _, parameter in todo), default=0)
     part: list[tuple[int, Any]] = []
@@ -142,7 +142,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _moves(parameter: torch.Tensor) -> bool:
-    """Whether what is elsewhere must be copied to be stepped."""
+    """True if offloaded state must be copied to the device for the step."""
     return local(parameter).is_cuda
 
 
@@ -152,12 +152,12 @@ def _put_away(state: dict[str, Any], parameter: Any, folder: str) -> None:
             there = moved(local(value), folder)
             if _moves(parameter):
                 state[key] = there
-            else:  # whoever holds the tensor sees the same numbers, from another memory
+            else:  # the same tensor object, now in another storage
                 local(value).set_(there.untyped_storage(), 0, there.shape, there.stride())
 
 
 def _bring(state: dict[str, Any], parameter: Any) -> dict[str, torch.Tensor]:
-    """Puts copies on the parameter's device into its state. Returns what was there, by name."""
+    """Replace offloaded state by copies on the parameter's device. Returns the offloaded tensors by name."""
     away = {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and is_offload_storage(value)
             } if _moves(parameter) else {}
     state.update((key, value.to(parameter.device, non_blocking=True, copy=True)) for key, value in away.items())

@@ -1,4 +1,4 @@
-"""Optimizer steps on placed parameters: state is placed first, and elementwise optimizers get local tensors."""
+"""Optimizer steps on placed parameters: shard the state like the parameters, run elementwise optimizers on local tensors."""
 from __future__ import annotations
 
 import functools
@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 )
-"""Optimizers that treat every element by itself. (A class derived from one of these may do anything.)"""
+"""Optimizers that update every element independently. (Derived classes are not included: they may do anything.)"""
 
 STEP = Location("optimizer.step")
 
@@ -31,12 +31,12 @@ _on_locals: WeakKeyDictionary[torch.optim.Optimizer, _LocalStep] = WeakKeyDictio
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on, every optimizer's state is placed like its parameters before it makes a step.
+    """Register hooks that give every optimizer's state its parameters' placement before a step.
 
-    And elementwise optimizers make it on local tensors: for 200 parameters, AdamW then takes 6 ms instead of 24 ms.
+    Elementwise optimizers then step on local tensors: for 200 parameters, AdamW takes 6 ms instead of 24 ms.
 
-    Nothing of it is for Dynamo, which would trace through the whole tensors that parameters look like: where a step is
-    compiled, by itself or in a function that it is part of, it runs as it does elsewhere.
+    Dynamo does not trace optimizer steps, since it would trace through whole tensors: where a step is compiled, alone or as
+    part of a function, it runs eagerly.
     """
     compat.untraced(torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step))  # one code for every class
     register_optimizer_step_pre_hook(_before_step)
@@ -66,15 +66,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def placed_groups(optimizer: torch.optim.Optimizer) -> list[list[Any]] | None:
-    """While an optimizer makes its step on local tensors: the parameters that these stand for, by group; else None."""
+    """The placed parameters by group while an optimizer's groups contain their local tensors; else None."""
     step = _on_locals.get(optimizer)
     return None if step is None else step.groups
 
 
 def place_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give state tensors of a placed parameter's shape its placement; others, such as step counts, stay as they are.
+    """Shard state tensors that have a placed parameter's shape like the parameter; others, such as step counts, stay.
 
-    It is whole where it is from before the model was split, from a checkpoint, or a tensor that the script has put there.
+    State is whole where it was created before the model was sharded, loaded from a checkpoint, or set by the script.
     """
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, PlacedTensor):
@@ -88,14 +88,14 @@ def _place(state: dict[str, Any], parameter: DTensor) -> None:
 
 
 def has_closure(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether `optimizer.step` was given a closure: it runs the model, so parameters must be what they are."""
+    """True if `optimizer.step` has a closure: it runs the model, so the parameters must stay in the groups."""
     return len(args) > 1 and args[1] is not None or kwargs.get("closure") is not None
 
 
 def works_on_locals(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the step is the same, seen from local parts: elementwise, and gradients placed like their parameters.
+    """True if a step on local tensors gives the same result: elementwise, and gradients placed like their parameters.
 
-    Hooks of the optimizer's own see the parameters, so with any there must be no local ones in their place.
+    False with hooks on the optimizer itself, since these read the parameters.
     """
     hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
     if hooks or type(optimizer) not in ELEMENTWISE:
@@ -120,7 +120,7 @@ def _grad_fits(parameter: DTensor) -> bool:
 
 
 class _LocalStep:
-    """An optimizer whose groups and state hold local tensors, until `undo`."""
+    """Replaces the parameters and state of an optimizer by local tensors, until `undo`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.state = optimizer.state
@@ -140,7 +140,7 @@ class _LocalStep:
         optimizer.state = state
 
     def undo(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the parameters back, and place what is new in the state."""
+        """Restore the parameters, and give new state tensors their placement."""
         locals_state, optimizer.state = optimizer.state, self.state
         with compat.plain_torch_functions():
             for group, params in zip(optimizer.param_groups, self.groups, strict=True):

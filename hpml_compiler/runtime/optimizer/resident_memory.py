@@ -1,4 +1,4 @@
-"""Bytes of the tensors that live from step to step: parameters, gradients and optimizer state, this rank's parts."""
+"""Resident memory of this rank: bytes of parameters, gradients and optimizer state."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ from passes import compat
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or this rank's part of a placed one."""
+    """This rank's part of a placed tensor; a plain tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind them, each counted once."""
+    """Bytes of the tensors' storages, each counted once."""
     storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def held_bytes(optimizers: Iterable[torch.optim.Optimizer], others: Iterable[torch.Tensor] = ()) -> dict[str, int]:
-    """Bytes by part ("parameters", "gradients", "optimizer") of what these optimizers update and keep. others: more
-    parameters, such as frozen ones."""
+    """Bytes of these optimizers' "parameters", "gradients" and "optimizer" state. others: further parameters, such as frozen
+    ones."""
     optimizers = list(optimizers)
     with compat.plain_torch_functions():
         parameters = [*trained_parameters(optimizers), *others]
@@ -37,9 +37,10 @@ def trained_parameters(optimizers: Iterable[torch.optim.Optimizer]) -> list[torc
 
 
 class OldGradients:
-    """The gradients that are there now, watched until they are replaced or dropped.
+    """The current gradients of parameters, tracked until they are replaced or freed.
 
-    They are marked. (A weak reference would keep `model.to(...)` from swapping them, and addresses are used again.)
+    They are tracked by an attribute. (A weak reference would prevent `model.to(...)` from swapping them, and addresses are
+    reused.)
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -50,7 +51,7 @@ class OldGradients:
                 setattr(parameter.grad, _MARK, self._mark)
 
     def bytes_left(self) -> int:
-        """Bytes of those that are still gradients."""
+        """Bytes of the tracked tensors that are still the parameters' gradients."""
         with compat.plain_torch_functions():
             gradients = (p.grad for p in self._found)
             return storage_bytes(g for g in gradients if g is not None and getattr(g, _MARK, None) is self._mark)
