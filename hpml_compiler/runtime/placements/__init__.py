@@ -1,1 +1,1 @@
-"""Placements that DTensor lacks, and the way between a whole tensor and the parts that ranks have."""
+"""Placements that DTensor lacks, and conversion between whole tensors and the ranks' parts."""

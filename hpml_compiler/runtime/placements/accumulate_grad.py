@@ -1,4 +1,4 @@
-"""Add gradients to `.grad` of placed leaves in their own nodes' backward, where the engine would do nothing else with them."""
+"""Accumulate gradients into `.grad` of placed leaves without autograd's engine, where it would do nothing else with them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from hpml_compiler.runtime.placements.sharded_gradients import gradient_kind
 from passes import compat
 
 IN_EAGER_GRAPH = "in_eager_graph"
-"""Attribute of a leaf that an eager operation has put into an autograd graph: scripts reach the node that accumulates its
-gradient so (`p.expand_as(p).grad_fn.next_functions`, `get_gradient_edge`), and torch does not tell whether it has hooks."""
+"""Attribute of a leaf that an eager op has put into an autograd graph: scripts can then reach its AccumulateGrad node
+(`p.expand_as(p).grad_fn.next_functions`, `get_gradient_edge`), and torch does not report whether that node has hooks."""
 
 
 def note_eager_use(leaf: DTensor) -> None:
@@ -21,7 +21,7 @@ def note_eager_use(leaf: DTensor) -> None:
 
 
 def may_accumulate(ctx: Any, leaves: Sequence[DTensor]) -> bool:
-    """True if the engine would only add dense gradients to `.grad`: no hooks, and nobody else asked for them."""
+    """True if the engine would only add dense gradients to `.grad`: no hooks, and not `autograd.grad` of these leaves."""
     if any(t._backward_hooks or t._post_accumulate_grad_hooks or not t.is_leaf or getattr(t, IN_EAGER_GRAPH, False) or (
             t.grad is not None and not is_plain(t)) for t in leaves):
         return False
@@ -29,14 +29,14 @@ def may_accumulate(ctx: Any, leaves: Sequence[DTensor]) -> bool:
 
 
 def is_plain(leaf: DTensor) -> bool:
-    """True if adding to its gradient in place is what the engine does: dense, without a graph, of the leaf's own dtype."""
+    """True if the engine would add to the gradient in place: it is dense, has no graph, and has the leaf's dtype."""
     grad: Any = leaf.grad
     return grad.layout is torch.strided and not grad.requires_grad and grad.dtype == leaf.dtype
 
 
 def accumulate(leaves: Sequence[DTensor], gradients: Sequence[torch.Tensor | None], kind: type) -> None:
-    """As autograd's own node: a gradient that nobody else holds is taken as it is, any other is copied. (Gradients that
-    are other tensors share no memory: `passes.transforms.cleanup.unalias_gradients`.) gradients: this rank's parts."""
+    """Accumulate as autograd's AccumulateGrad node does: a gradient without other references is taken, any other is copied.
+    (Different gradients share no memory: `passes.transforms.cleanup.unalias_gradients`.) gradients: this rank's parts."""
     seen: set[int] = set()
     for tensor, gradient in zip(leaves, gradients, strict=True):
         if gradient is None or not tensor.requires_grad:  # frozen since forward

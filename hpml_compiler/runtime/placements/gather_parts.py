@@ -1,4 +1,4 @@
-"""A whole tensor from the parts that ranks have."""
+"""Gather whole tensors from the ranks' parts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from passes.graph.layouts import overlaps
 
 
 def gathered_from_parts(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """The whole tensor of which each rank has a part; all ranks call this together."""
+    """Gather the whole tensor from the ranks' parts; all ranks must call this together."""
     with compat.with_dispatch(), compat.plain_torch_functions():
         result = compat.make_dtensor(DTensor, *as_dtensor_knows(local, spec)).full_tensor()
     shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
@@ -23,7 +23,7 @@ def gathered_from_parts(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def in_memory_as(packed: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> torch.Tensor:
-    """A copy with these strides, also where one element stands in several places, as in an expanded tensor."""
+    """Copy a tensor to memory with the given strides, which may overlap, as in an expanded tensor."""
     for dim in (dim for dim, step in enumerate(stride) if step == 0 and shape[dim] > 1):
         packed = packed.narrow(dim, 0, 1)
     length = offset + 1 + sum((size - 1) * step for size, step in zip(packed.shape, stride, strict=True))

@@ -1,8 +1,8 @@
-"""Placement of a dim whose inner factor is split: fused query, key and value weights, of 3 x heads x width rows, by heads.
+"""Placement that shards an inner factor of a dim, such as the heads of fused QKV weights (3 x heads x width rows).
 
-Rank k has the k-th chunk of each of the outer blocks of rows. torch's private `_StridedShard` can say that on a mesh of one
-axis, but means the order of two axes, and changes with releases. DTensor does not know this placement: where `own_placements`
-says that there is one, the runtime gathers first, or works on local parts.
+Rank k has the k-th chunk of each of the outer blocks of rows. torch's private `_StridedShard` can express this on a mesh of
+one axis, but is meant for the order of two axes, and changes between releases. DTensor has no rules for this placement: where
+`unknown_to_dtensor` is true, the runtime gathers first, or works on local parts.
 """
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ c10d = torch.ops._c10d_functional
 
 
 class InnerShard(Placement):
-    """`dim`, seen as (outer, inner), is split along inner. Axes that split one dim so have the same `outer`; earlier axes are
-    the outer ones. No axis has `Shard(dim)` beside it. Sizes divide."""
+    """Shards `dim`, unflattened to (outer, inner), along inner. Axes that shard one dim this way have the same `outer`; earlier
+    axes are the outer ones. It is never combined with `Shard(dim)`. Sizes are divisible."""
 
     dim: int
     outer: int
 
     def __init__(self, dim: int, outer: int) -> None:
-        super().__init__()  # Placement is an object of C++, which no dataclass makes
+        super().__init__()  # Placement is a C++ class, so this cannot be a dataclass
         self.dim, self.outer = dim, outer
 
     def __eq__(self, other: object) -> bool:
@@ -46,12 +46,12 @@ class InnerShard(Placement):
 
 
 def inner_axes(placements: Sequence[Placement]) -> Iterator[tuple[int, InnerShard]]:
-    """(axis, placement) of the axes that split an inner factor."""
+    """(axis, placement) of the axes with an `InnerShard`."""
     return ((axis, placement) for axis, placement in enumerate(placements) if isinstance(placement, InnerShard))
 
 
 def blocks_along(dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> int:
-    """Equal blocks of a dim that the axes split it into; its size must be a multiple."""
+    """Number of equal blocks that the axes split a dim into; its size must be a multiple of it."""
     inner = {axis: placement for axis, placement in inner_axes(placements) if placement.dim == dim}
     outer = next((placement.outer for placement in inner.values()), 1)
     return outer * math.prod(mesh.size(axis) for axis, placement in enumerate(placements)
@@ -59,12 +59,12 @@ def blocks_along(dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) ->
 
 
 def without_inner(placements: Sequence[Placement]) -> list[Placement]:
-    """The placements with those dims whole."""
+    """The placements with Replicate in place of InnerShard."""
     return [Replicate() if isinstance(placement, InnerShard) else placement for placement in placements]
 
 
 def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Shape of this rank's part along these axes alone."""
+    """Shape of this rank's part, counting only InnerShard placements."""
     result = list(shape)
     for axis, placement in inner_axes(placements):
         result[placement.dim] //= mesh.size(axis)
@@ -72,8 +72,8 @@ def local_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def inner_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's part along these axes alone, of a tensor that is whole along them: a copy, whose dims lie in memory in the
-    tensor's order, unless there are no such axes."""
+    """This rank's part of a tensor, counting only InnerShard placements: a copy with the tensor's dim order in memory, or a
+    view if there are none."""
     order = memory_order(tensor.stride())
     part = tensor.permute(order)
     for axis, placement in inner_axes(placements):
@@ -84,7 +84,7 @@ def inner_part(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
 
 
 def gathered_inner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
-    """A part and its spec with the dims whole of which inner factors are split; all ranks call this together."""
+    """Gather a part along its InnerShard axes; returns it with its new spec. All ranks must call this together."""
     found = list(inner_axes(spec.placements))
     if not found:
         return local, spec
@@ -95,20 +95,20 @@ def gathered_inner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
 
 
 def all_gathered(local: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """Parts of all ranks of an axis along a new first dim."""
+    """All-gather of the parts of an axis, stacked along a new first dim."""
     part = local.contiguous()
     begun = c10d.all_gather_into_tensor.default(compat.as_transferable(part), mesh.size(axis), mesh.get_group(axis).group_name)
     return c10d.wait_tensor.default(begun).view(part.dtype).view(mesh.size(axis), *part.shape)
 
 
 def put_together(parts: torch.Tensor, placement: InnerShard) -> torch.Tensor:
-    """Parts, along the first dim, as one tensor."""
+    """Merge parts that are stacked along the first dim to one tensor."""
     dim = placement.dim
     return parts.unflatten(dim + 1, (placement.outer, -1)).movedim(0, dim + 1).flatten(dim, dim + 2)
 
 
 def memory_order(strides: Sequence[int]) -> list[int]:
-    """Dims in the order in which they lie in memory."""
+    """Dims by descending stride."""
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
@@ -118,8 +118,8 @@ def inverse(order: Sequence[int]) -> list[int]:
 
 def chunk_offsets(placements: Sequence[Placement], mesh: DeviceMesh, shape: Sequence[int],
                   ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """(offset in the whole, offset in the part, sizes) of the blocks that this rank's part consists of, along the dims of which
-    inner factors are split; of other dims the offsets are 0 and the sizes those of `shape`, the part's."""
+    """(offset in the whole, offset in the part, sizes) of the blocks of this rank's part along dims with an InnerShard; in
+    other dims offsets are 0 and sizes those of `shape`, the part's shape."""
     blocks = [((0,) * len(shape), (0,) * len(shape), tuple(shape))]
     for dim in dict.fromkeys(placement.dim for _, placement in inner_axes(placements)):
         outer, ways, mine = 1, 1, 0

@@ -1,4 +1,4 @@
-"""Between a whole tensor and this rank's part of it."""
+"""Shard whole tensors and gather placed ones, differentiably."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from passes import compat
 
 @compat.untraced
 def to_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole value of a DTensor as a plain tensor, differentiable; any other tensor as it is.
+    """Gather a DTensor to a whole plain tensor, differentiably; other tensors are returned as they are.
 
-    Every rank gets the same value, so every rank must call this. The gradient that arrives is whole and equal on all
-    ranks too; each rank keeps its part, without communication. While Dynamo traces, there is no communication.
+    All ranks must call this, and get the same value. The incoming gradient is whole and equal on all ranks too; each rank
+    takes its part without communication. While Dynamo traces, there is no communication.
     """
     if not isinstance(tensor, DTensor):
         return tensor
     as_whole = getattr(tensor, "as_whole", None)
-    if as_whole is not None and not compat.is_fake(tensor._local_tensor):  # it knows what it is, whole
+    if as_whole is not None and not compat.is_fake(tensor._local_tensor):  # the class gathers itself
         return as_whole()
-    if compat.inside_transform():  # of torch.func: the parameter itself is none of its arguments
+    if compat.inside_transform():  # of torch.func, and the parameter is not one of its arguments
         with compat.outside_transforms():
             return _whole(tensor)
     return _whole(tensor)
@@ -42,18 +42,18 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 def _value(tensor: DTensor) -> torch.Tensor:
     local = tensor._local_tensor
-    if compat.is_fake(local):  # Dynamo only asks for shape and type
+    if compat.is_fake(local):  # Dynamo only needs shape and dtype
         return local.new_empty_strided(tensor.shape, tensor.stride())
     if all(placement.is_replicate() for placement in tensor.placements):
-        return local.detach()  # autograd marks what a Function returns, so not the same object
+        return local.detach()  # autograd marks the outputs of a Function, so a new object
     require_all_ranks("gathering a tensor of the model")
     return gathered_from_parts(local, tensor._spec)
 
 
 def local_shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's part of a whole plain tensor, equal on all ranks: no communication.
+    """This rank's part of a whole plain tensor that is equal on all ranks, without communication.
 
-    A part smaller than the whole gets storage of its own, so that the whole can be freed; strides keep their order.
+    A part smaller than the whole gets its own storage, so that the whole can be freed; strides keep their order.
     """
     shape, offset = compat.local_shape_and_offset(tensor.shape, mesh, as_at_owner(placements))
     if not is_owner(mesh, placements):
@@ -66,7 +66,7 @@ def local_shard(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def without_partial(spec: Any, like: torch.Tensor) -> Any:
-    """The DTensorSpec with Replicate for Partial; `like` is whole."""
+    """The DTensorSpec with Replicate in place of Partial. like: a whole tensor."""
     if not any(placement.is_partial() for placement in spec.placements):
         return spec
     placements = [Replicate() if placement.is_partial() else placement for placement in spec.placements]
@@ -103,7 +103,7 @@ class _GatherTensor(torch.autograd.Function):
 
 
 class _ShardGradient(torch.autograd.Function):
-    """What `_GatherTensor` does backward, differentiable in turn."""
+    """Backward of `_GatherTensor` as an autograd function, for second derivatives."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, kind: type, spec: Any) -> torch.Tensor:
@@ -117,5 +117,5 @@ class _ShardGradient(torch.autograd.Function):
 def _part(gradient: torch.Tensor, kind: type, spec: Any) -> Any:
     spec = without_partial(spec, gradient)
     part = local_shard(gradient, spec.mesh, spec.placements)
-    # What arrives may be expanded, or be held by somebody else, who would see it being clipped in place.
+    # The incoming gradient may be expanded, or referenced elsewhere, where in-place clipping would be visible.
     return compat.make_dtensor(gradient_kind(kind, spec), part.clone() if part is gradient else part, spec)

@@ -1,4 +1,4 @@
-"""Gradients with placements that DTensor does not know, as autograd's engine adds them up."""
+"""Gradients with placements unknown to DTensor, accumulated by autograd's engine."""
 from __future__ import annotations
 
 import functools
@@ -14,14 +14,14 @@ from passes import compat
 
 
 def gradient_kind(kind: type, spec: Any) -> type:
-    """The class of gradients with this spec, for leaves of this class, as autograd's engine gets them."""
+    """Class of the gradients that autograd's engine gets for leaves of class `kind` with this spec."""
     return _added_by_parts(kind) if unknown_to_dtensor(spec.placements) else kind
 
 
 @functools.cache
 def _added_by_parts(kind: type) -> type:
-    """A class whose tensors the engine adds part by part, since DTensor cannot add them. What is kept in `.grad` is of the
-    leaf's own class."""
+    """Subclass whose tensors the engine adds part by part, since DTensor cannot add them. `.grad` itself has the leaf's
+    class."""
 
     def dispatch(cls: type, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         spec = next(value._spec for value in args if isinstance(value, cls))
@@ -36,7 +36,7 @@ def _added_by_parts(kind: type) -> type:
             return args[0]  # changed in place
         if not isinstance(result, torch.Tensor):
             return result
-        if func is torch.ops.aten.detach.default:  # what `.grad` becomes
+        if func is torch.ops.aten.detach.default:  # becomes `.grad`
             return compat.make_dtensor(kind, result, spec)
         meta = spec.tensor_meta
         like = torch.empty_strided(meta.shape, meta.stride, dtype=result.dtype, device="meta")

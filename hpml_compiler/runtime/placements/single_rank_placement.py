@@ -1,7 +1,7 @@
-"""What one rank of an axis has alone: the parameters of a stage, along the axis of the stages.
+"""Placement of tensors that one rank of an axis owns: the parameters of a pipeline stage, along the pipeline axis.
 
-DTensor knows nothing of this placement: it is neither sharded, nor replicated, nor partial there, so whatever was not taught
-it fails. `Shard(0)` with all rows on one rank, which would fit in some places, is taken for even parts in others, silently.
+DTensor has no rules for this placement (it is neither shard, replicate nor partial), so ops that do not handle it fail.
+`Shard(0)` with all rows on one rank would work in some places, but is silently taken for even shards in others.
 """
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from passes import compat
 
 
 class SingleRank(Placement):
-    """Along an axis, the rank with this number has all that the other axes leave of a tensor, and the others have no rows."""
+    """The rank with this index along the axis has the tensor (as placed by the other axes); other ranks have no rows."""
 
     rank: int
 
     def __init__(self, rank: int) -> None:
-        super().__init__()  # Placement is an object of C++, which no dataclass makes
+        super().__init__()  # Placement is a C++ class, so this cannot be a dataclass
         self.rank = rank
 
     def __eq__(self, other: object) -> bool:
@@ -47,34 +47,34 @@ def is_owned(placements: Sequence[Placement]) -> bool:
 
 
 def unknown_to_dtensor(placements: Sequence[Placement]) -> bool:
-    """True if there is one that DTensor has no rules for: it may answer wrongly, and must not be asked."""
+    """True if DTensor has no rules for one of the placements: its results may be wrong, so it must not be used."""
     return any(type(placement) in (SingleRank, InnerShard) for placement in placements)
 
 
 def owner_of(tensor: object) -> int | None:
-    """The rank that has a tensor alone along some axis; None where it is no such tensor."""
+    """The rank that owns a tensor along its `SingleRank` axis; None for other tensors."""
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     return next((placement.rank for placement in placements if isinstance(placement, SingleRank)), None)
 
 
 def as_at_owner(placements: Sequence[Placement]) -> list[Placement]:
-    """As they are for whoever owns the tensor."""
+    """The placements with Replicate in place of SingleRank, as the owner sees them."""
     return [Replicate() if type(placement) is SingleRank else placement for placement in placements]
 
 
 def is_owner(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """Whether this rank has its part, as far as owners go."""
+    """True if this rank owns the tensor along all `SingleRank` axes."""
     return all(mesh.get_local_rank(axis) == placement.rank for axis, placement in enumerate(placements)
                if isinstance(placement, SingleRank))
 
 
 def no_rows(shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of what others have of an owned part."""
+    """Shape of an owned part on the ranks that do not own it."""
     return (0, *shape[1:])
 
 
 def from_owner(tensor: DTensor) -> torch.Tensor:
-    """The owner's part, on all ranks, which call this together."""
+    """Broadcast the owner's part to all ranks, which must call this together."""
     return _brought(tensor._local_tensor, tensor._spec)
 
 
@@ -82,10 +82,10 @@ def _brought(local: torch.Tensor, spec: Any) -> torch.Tensor:
     mesh, placements = spec.mesh, spec.placements
     shape, _ = compat.local_shape_and_offset(spec.tensor_meta.shape, mesh, as_at_owner(placements))
     shape = local_shape(shape, mesh, placements)
-    # Parts keep the order of dims in memory that the whole has, which all ranks know.
+    # Parts have the same dim order in memory as the whole, which all ranks know.
     order = memory_order(spec.tensor_meta.stride)
     owner = is_owner(mesh, placements)
-    # A copy at the owner, too: whoever writes to it writes to the same on every rank.
+    # The owner copies too, so that in-place writes have the same effect on every rank.
     part = local.new_empty([shape[dim] for dim in order])
     if owner:
         part.copy_(local.detach().permute(order))
@@ -96,7 +96,7 @@ def _brought(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def at_owner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
-    """A part and its spec without owners: brought to all ranks, where there are any."""
+    """A part and its spec without `SingleRank`: an owned part is broadcast to all ranks."""
     if not is_owned(spec.placements):
         return local, spec
     like = torch.empty_strided(spec.tensor_meta.shape, spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device="meta")
@@ -104,5 +104,5 @@ def at_owner(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
 
 
 def as_dtensor_knows(local: torch.Tensor, spec: Any) -> tuple[torch.Tensor, Any]:
-    """A part and its spec with placements of DTensor's own alone; all ranks call this together."""
+    """A part and its spec with only DTensor's own placements; all ranks must call this together."""
     return gathered_inner(*at_owner(local, spec))

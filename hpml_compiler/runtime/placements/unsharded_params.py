@@ -1,9 +1,9 @@
-"""Parameters that are stored in parts and held gathered: gathered at most once between two changes of them.
+"""Cache of unsharded parameters, valid until the sharded parameter changes (ZeRO-2).
 
-What is held is dropped as soon as the parameter changes: by an optimizer's step, and by whatever writes to its part or to
-another tensor in the same memory (a view, `.data`, `detach()`) through `PlacedTensor` (`invalidate`). What writes to a rank's
-part itself, as loading a checkpoint does, is seen by the count of changes that torch keeps, at the next use. Ranks that do the
-same see the same, so all gather together.
+An unsharded parameter is dropped as soon as the parameter changes: by an optimizer step, or by a write to its part or to
+another tensor in the same memory (a view, `.data`, `detach()`) through `PlacedTensor` (`invalidate`). Direct writes to a
+rank's part, as in loading a checkpoint, are detected by torch's version counters at the next use. Ranks that run the same
+ops see the same changes, so all gather together.
 """
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(slots=True)
 class _UnshardedEntry:
-    """One rank's part of a parameter, and what was gathered of it, by the axes that are gathered.
+    """One rank's part of a parameter and its unsharded tensors, by the gathered axes.
 
-    alias: another tensor in its memory, which is thus not given to anything else while this counts on it.
+    alias: another tensor in the part's memory, so that this memory is not reused while the entry refers to it.
     """
 
     ref: weakref.ref[torch.Tensor]
@@ -39,14 +39,14 @@ class _UnshardedEntry:
 
 
 _parts: dict[int, _UnshardedEntry] = {}
-"""By the id of the part."""
+"""id of the part -> its entry."""
 in_memory: dict[int, list[_UnshardedEntry]] = {}
-"""By the address of the memory that they lie in. Empty where nothing is held: `invalidate` has nothing to do then."""
+"""Address of the storage -> entries in it. Empty if nothing is cached: `invalidate` returns at once."""
 
 
 def invalidate(tensors: Iterable[torch.Tensor]) -> None:
-    """These are about to be changed, or have been: what was gathered of them, or of others in the same memory, is dropped. So
-    is everything where it cannot be told what memory a tensor has, as inside of `torch.func`."""
+    """Drop the unsharded tensors of parameters that change, or that share memory with changed tensors. Drops everything if a
+    tensor's memory is unknown, as inside of `torch.func`."""
     if not in_memory:
         return
     with compat.plain_torch_functions():
@@ -60,7 +60,7 @@ def invalidate(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def cached_unsharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What is held now of these parameters besides their parts."""
+    """Unsharded tensors of these parameters that are in memory now."""
     locals_of = (parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor))
     found = (_parts.get(id(part)) for part in locals_of)
     return [whole for part in found if part is not None for whole in part.wholes.values()]
@@ -72,24 +72,24 @@ def _address(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class GatheredInput:
-    """A parameter that a graph takes gathered. position: among the graph's arguments. axes: of the mesh, in their order."""
+    """A parameter that a graph takes unsharded. position: among the graph's arguments. axes: mesh axes, in gather order."""
 
     position: int
     axes: tuple[int, ...]
 
     @staticmethod
     def along(route: Route, position: int) -> GatheredInput:
-        """route: the layouts in which it is gathered, one after another."""
+        """Gather along the axis of each step of a route. route: the sequence of layouts from sharded to gathered."""
         return GatheredInput(position, tuple(
             next(a for a, (p, q) in enumerate(zip(route.layout(k), route.layout(k + 1), strict=True)) if p != q)
             for k in range(len(route.hops))))
 
 
 class UnshardedInputs:
-    """What one compiled graph takes gathered.
+    """Unsharded inputs of one compiled graph.
 
-    `take` is called before each call of the graph, with its arguments. The graph itself is given parts, to which gradients
-    belong; forward, which `around` wraps, gets what was gathered in their place.
+    `take` is called with the graph's arguments before each call. The graph itself takes the parts, which get the gradients;
+    the compiled forward, wrapped by `around`, gets the unsharded tensors in their place.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class UnshardedInputs:
         return bool(self._positions)
 
     def note(self, held: Mapping[str, GatheredInput]) -> None:
-        """held: by placeholder."""
+        """Set the unsharded inputs. held: name of the placeholder -> the input."""
         self._positions = {name: each.position for name, each in held.items()}
         self._axes = [each.axes for each in held.values()]
 
@@ -109,7 +109,7 @@ class UnshardedInputs:
         self._given = unsharded([arguments[position] for position in self._positions.values()], self._axes)
 
     def around(self, gm: GraphModule, call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """gm: forward, as it is compiled; `call` takes its arguments as one list."""
+        """Wrap the compiled forward so that it gets unsharded tensors. gm: forward as compiled. call: takes one list."""
         order = {node.name: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         places = [order[name] for name in self._positions]
         if not places:
@@ -121,13 +121,12 @@ class UnshardedInputs:
                 arguments[place] = whole
             return call(arguments)
 
-        with_gathered._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+        with_gathered._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's calling convention
         return with_gathered
 
 
 def unsharded(parameters: Sequence[DTensor], axes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """What is held of each parameter, gathered along so many axes of its mesh, in their order. What is missing, or was gathered
-    before the part changed, is gathered now."""
+    """Each parameter gathered along the given axes of its mesh, from the cache where valid, else gathered now."""
     with compat.plain_torch_functions(), torch.inference_mode(False), torch.no_grad():
         parts = list(map(_part_of, parameters))
         missing = [k for k, part in enumerate(parts) if axes[k] not in part.wholes]
@@ -140,9 +139,9 @@ def unsharded(parameters: Sequence[DTensor], axes: Sequence[tuple[int, ...]]) ->
 
 
 def _part_of(tensor: DTensor) -> _UnshardedEntry:
-    """The record of a parameter's part as it is now: where that was changed, or is another, there is nothing in it."""
+    """The cache entry of a parameter's current part; empty if the part was changed or replaced."""
     part = tensor._local_tensor
-    if part.is_inference() or tensor.is_inference():  # counts no changes, so nothing is held of it beyond this call
+    if part.is_inference() or tensor.is_inference():  # no version counter, so not cached beyond this call
         return _UnshardedEntry(weakref.ref(part), part, (0, 0))
     key, versions = id(part), (tensor._version, part._version)
     known = _parts.get(key)
@@ -160,7 +159,7 @@ def _part_of(tensor: DTensor) -> _UnshardedEntry:
 
 
 def _forget(key: int, ref: Any) -> None:
-    """A part is gone, and with it what was gathered of it."""
+    """Drop the entry of a part that was freed."""
     known = _parts.get(key)
     if known is not None and known.ref is ref:
         del _parts[key]
@@ -168,7 +167,7 @@ def _forget(key: int, ref: Any) -> None:
 
 
 def _enter_memory(part: _UnshardedEntry) -> None:
-    """In a new list: another may be forgotten at any moment, and the list that was there with it."""
+    """Add an entry. Makes a new list, since garbage collection may remove other entries at any moment."""
     address = _address(part.alias)
     in_memory[address] = [*in_memory.get(address, ()), part]
 
@@ -184,7 +183,7 @@ def _leave_memory(part: _UnshardedEntry) -> None:
 
 
 class _AsyncGather:
-    """A gather that has begun. Along several axes, one follows the other."""
+    """An all-gather in flight; several axes are gathered one after the other."""
 
     def __init__(self, tensor: DTensor, axes: Sequence[int]) -> None:
         self.tensor, self.left = tensor, list(axes)
@@ -192,7 +191,7 @@ class _AsyncGather:
         self.start()
 
     def start(self) -> None:
-        """Parts come one after another along the first dim, so a dim that is split in blocks goes there."""
+        """Start the next all-gather. It concatenates along the first dim, so the sharded dim is moved there."""
         axis = self.left.pop(0)
         mesh = self.tensor.device_mesh
         self.placement: Any = self.tensor.placements[axis]
@@ -202,7 +201,8 @@ class _AsyncGather:
         self.begun = c10d.all_gather_into_tensor.default(part, mesh.size(axis), mesh.get_group(axis).group_name)
 
     def result(self) -> torch.Tensor:
-        """In the order in memory that the graph was traced with: that of the whole parameter, packed if it is not whole yet."""
+        """Wait for the result, with the strides the graph was traced with: the whole parameter's, or contiguous if still
+        sharded along other axes."""
         while True:
             gathered = c10d.wait_tensor.default(self.begun)
             if isinstance(self.placement, InnerShard):
