@@ -1,1 +1,1 @@
-"""The device and the process group of this rank."""
+"""Device and process group of this rank."""

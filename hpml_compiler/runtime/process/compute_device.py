@@ -1,7 +1,7 @@
-"""Which device this rank computes on, and how the ranks' CUDA tensors can travel.
+"""Device type of this rank, and the backend for collectives of CUDA tensors.
 
-A script for one device says `.to("cuda")`, on a machine with GPUs it may as well compute on the CPU, and several ranks may
-share one GPU. So nothing is taken for granted: what the first compiled graph is given decides.
+A script for one device may call `.to("cuda")`, may compute on the CPU of a machine with GPUs, and several ranks may share
+one GPU. The device is therefore determined by the inputs of the first compiled graph.
 """
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from passes import compat
 from passes.errors import BadInput
 
 CUDA_BYTES = 2**30
-"""About what CUDA's context, the workspaces of cuBLAS and cuDNN and the buffers of nccl take of a GPU beside tensors."""
+"""Approximate GPU memory of CUDA's context, the workspaces of cuBLAS and cuDNN, and nccl's buffers."""
 OWN_GPU = "say torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before the model is moved, or start with `hpml run`"
 
 
 @dataclass(frozen=True)
 class RankDevice:
-    """kind: cpu or cuda. sharing: ranks that compute on this rank's device; on CPUs 1, since those share cores anyway."""
+    """Device of this rank. kind: cpu or cuda. sharing: number of ranks on this rank's GPU; 1 on CPUs."""
 
     kind: str
     sharing: int = 1
@@ -35,24 +35,24 @@ class RankDevice:
 
 _groups_made = itertools.count()
 _settled: tuple[Any, RankDevice] | None = None
-"""In which process group: kept, so that a later one, of which ranks have to agree anew, is never taken for it."""
+"""(process group, device). Keeps the group alive, so that a later group, where ranks must agree again, has another id."""
 
 
 def forget_device() -> None:
-    """The next graph decides anew."""
+    """Reset the device; the next graph determines it again."""
     global _settled
     _settled = None
 
 
 def device_type() -> str:
-    """What the ranks compute on, cpu or cuda: what the first graph did; before there is one, what the process group is for."""
+    """Device type of the ranks, cpu or cuda: that of the first graph, or before it, of the process group's backend."""
     if _settled is not None and _settled[0] is dist.group.WORLD:
         return _settled[1].kind
     if not torch.cuda.is_available():
         return "cpu"
     if not dist.is_initialized():
         return "cuda"
-    # A script's own "gloo" group stands for cuda too, but says nothing; one with a backend named for cuda does.
+    # A script's plain "gloo" group also supports cuda, so it is no evidence; a backend given explicitly for cuda is.
     return "cuda" if "nccl" in dist.get_backend_config() or "cuda:" in dist.get_backend() else "cpu"
 
 
@@ -62,15 +62,16 @@ def ranks_on_this_device() -> int:
 
 
 def memory_bytes() -> int:
-    """What a rank may use of the current GPU: its share of what torch may use of it, without CUDA's own."""
+    """GPU memory available to this rank: its share of torch's limit on the current GPU, minus `CUDA_BYTES`."""
     index = torch.cuda.current_device()
     allowed = torch.cuda.get_device_properties(index).total_memory * torch.cuda.get_per_process_memory_fraction(index)
     return int(allowed / ranks_on_this_device()) - CUDA_BYTES
 
 
 def init_device(tensors: Iterable[Any]) -> None:
-    """To be called by all ranks together with the inputs of a graph: the first time in a process group, all agree on what
-    they compute on. Raises BadInput on all ranks if that differs, or if ranks share a GPU and the group is nccl's.
+    """Determine the device type from the inputs of a graph, once per process group. All ranks must call this together.
+
+    Raises BadInput on all ranks if the ranks' device types differ, or if ranks share a GPU with the nccl backend.
     """
     global _settled
     if _settled is not None and _settled[0] is dist.group.WORLD:
@@ -92,7 +93,7 @@ def init_device(tensors: Iterable[Any]) -> None:
 
 
 def agreed(names: list[str], rank: int, backends: str) -> RankDevice:
-    """What the ranks compute on, from the name of each one's device: "cpu", or that of a GPU, which no other has."""
+    """This rank's device from the names of all ranks' devices ("cpu" or a unique name of a GPU). Raises BadInput."""
     kinds = ["cpu" if name == "cpu" else "cuda" for name in names]
     if len(set(kinds)) > 1:
         raise BadInput(f"rank {kinds.index('cpu')} computes on a CPU and rank {kinds.index('cuda')} on a GPU",
@@ -108,24 +109,24 @@ def agreed(names: list[str], rank: int, backends: str) -> RankDevice:
 
 
 def gpu_name() -> str:
-    """The current GPU, by a name that no other of any host has."""
+    """Name of the current GPU that is unique over all hosts."""
     return f"{socket.gethostname()}: GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def init_group_on_gpus(timeout: timedelta) -> None:
-    """The process group of a machine with GPUs, a rank's own being the current one from here on, unless the script has
-    chosen one. gloo for CPU tensors; for CUDA tensors nccl, or gloo where ranks share a GPU, which nccl refuses.
+    """Create the process group on a machine with GPUs: gloo for CPU tensors; for CUDA tensors nccl, or gloo if ranks share a
+    GPU, which nccl does not support. Makes the rank's own GPU the current one unless the script has chosen one.
 
-    Where a rank sees fewer GPUs than there are ranks beside it, each may see its own, or they share: they tell each other.
+    If a rank sees fewer GPUs than the node has ranks, each rank may see only its own, or ranks share: they exchange names.
     """
     count = torch.cuda.device_count()
-    if torch.cuda.current_device() == 0:  # the default, and what `.to("cuda")` took
+    if torch.cuda.current_device() == 0:  # the default, which `.to("cuda")` used
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)
     if int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) <= count:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
         return
     store, rank, world = next(rendezvous("env://", timeout=timeout))
-    number = next(_groups_made)  # a rank that is ahead makes its next group while another still reads the names for this one
+    number = next(_groups_made)  # a fast rank may create its next group while another still reads the names for this one
     store.set(f"hpml/gpu/{number}/{rank}", gpu_name())
     gpus = [store.get(f"hpml/gpu/{number}/{r}") for r in range(world)]
     shared = len(set(gpus)) < world
@@ -136,5 +137,5 @@ def init_group_on_gpus(timeout: timedelta) -> None:
 
 
 def moved(batch: Any, kind: str) -> Any:
-    """A batch with its tensors on a kind of device."""
+    """Move the tensors of a batch to a type of device."""
     return compat.pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(kind), batch)

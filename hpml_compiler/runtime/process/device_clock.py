@@ -1,4 +1,4 @@
-"""Clocks: marks that are cheap to take, and the time between them, which may be asked for much later."""
+"""Clocks with cheap marks, whose differences can be read later."""
 from __future__ import annotations
 
 import time
@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 class Clock(Protocol):
     def mark(self) -> Any:
-        """Now."""
+        """Mark the current time."""
         ...
 
     def elapsed_us(self, start: Any, end: Any) -> float:
-        """From one mark to another."""
+        """Time between two marks in µs."""
         ...
 
 
 class HostClock:
-    """Time of this process, for devices that have done their work when a call returns."""
+    """Host clock, for devices that run synchronously."""
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -26,8 +26,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Time on the current CUDA stream, whose work runs behind: an event is recorded, and nobody waits for it until the
-    time between two of them is asked for."""
+    """Clock of the current CUDA stream: marks are events, which are only synchronized when the time between two is read."""
 
     def mark(self) -> Any:
         import torch

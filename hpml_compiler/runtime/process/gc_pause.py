@@ -1,4 +1,4 @@
-"""Looking for garbage: how often Python does that while millions of small objects are made that live on."""
+"""Reduce garbage collection while millions of long-lived objects are created."""
 from __future__ import annotations
 
 import contextlib
@@ -6,13 +6,13 @@ import gc
 from collections.abc import Iterator
 
 SELDOM = (200_000, 50, 100)
-"""Thresholds of the generations, as `gc.set_threshold` takes them."""
+"""Thresholds of the generations, for `gc.set_threshold`."""
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """For traces and what is made of them: looking for garbage among them takes a sixth of the time of compiling. Who collects
-    still less often, or never, keeps to that."""
+    """Context manager that makes garbage collection rare, for tracing and planning: it takes a sixth of the compile time.
+    Higher thresholds of the script, or disabled collection, stay."""
     before = gc.get_threshold()
     if before[0] == 0:
         yield

@@ -1,4 +1,4 @@
-"""The process group of all ranks, made if the script made none."""
+"""Process group of all ranks, created if the script has not, and helper groups for small messages."""
 from __future__ import annotations
 
 import atexit
@@ -18,13 +18,14 @@ from hpml_compiler.runtime.process.compute_device import device_type, init_group
 from passes import compat
 
 T = TypeVar("T")
-DEFAULT_TIMEOUT_S = 60  # torch's own is 30 minutes for gloo: too long to learn that a rank has died
+DEFAULT_TIMEOUT_S = 60  # torch's default for gloo is 30 minutes: too long to detect that a rank has died
 
 
 def ensure_process_group() -> int:
-    """Number of ranks. Under torchrun, makes the process group if there is none: for GPUs see `devices`, else gloo.
+    """Create the process group under torchrun if there is none, and return the number of ranks.
 
-    Its timeout is HPML_PG_TIMEOUT_S seconds, by default 60. Outside torchrun there is one rank and no group.
+    The backend is gloo without GPUs, else see `init_group_on_gpus`. The timeout is HPML_PG_TIMEOUT_S seconds, by default 60.
+    Outside torchrun there is one rank and no group.
     """
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -41,15 +42,15 @@ def ensure_process_group() -> int:
 
 
 def _end_with_the_script() -> None:
-    """Ends the group that nobody but hpml knows of. Left to the end of the interpreter, a thread of gloo's may still hold a
-    tensor then, and letting go of it aborts a process whose work is done (pytorch/pytorch#179291)."""
+    """Destroy the group that hpml created. At interpreter shutdown, a thread of gloo may still refer to a tensor, and releasing
+    it would abort a process that has finished its work (pytorch/pytorch#179291)."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):  # after an error, others may still wait for this rank
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """The process group of the ranks that torchrun started, if any; ended here unless it was there before."""
+    """Context manager with the process group of torchrun's ranks, if any; destroyed on exit unless it existed before."""
     had_group = dist.is_initialized()
     ensure_process_group()
     try:
@@ -60,7 +61,7 @@ def process_group() -> Iterator[None]:
 
 
 def world_size() -> int:
-    """Number of ranks; 1 where there is no process group."""
+    """Number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -69,23 +70,23 @@ def this_rank() -> int:
 
 
 def control_group() -> dist.ProcessGroup:
-    """All ranks, for small messages between hosts: of its own, so that none is taken for one of the data's collectives, and
-    on gloo, so that no device waits for it. The first call is a collective."""
+    """Group of all ranks for small host messages: separate, so that they never match collectives of data, and on gloo, so
+    that no device waits for them. The first call is a collective."""
     return _host_group("control", dist.group.WORLD)
 
 
 def check_group() -> dist.ProcessGroup:
-    """Like `control_group`, for messages that are still on their way while others are sent."""
+    """Like `control_group`, for asynchronous messages that are in flight while others are sent."""
     return _host_group("check", dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=2)
-def _host_group(purpose: str, world: Any) -> Any:  # kept while it is here, so a later group is never taken for it
+def _host_group(purpose: str, world: Any) -> Any:  # the cache keeps `world` alive, so a later group has another id
     return dist.new_group(backend="gloo", timeout=group_timeout())
 
 
 def from_all_ranks(mine: T) -> list[T]:
-    """One object of each rank, in their order, on every rank: a collective where there are several."""
+    """All-gather one object per rank, in order of ranks. A collective if there are several ranks."""
     if world_size() == 1:
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()
@@ -94,12 +95,12 @@ def from_all_ranks(mine: T) -> list[T]:
 
 
 def group_timeout() -> timedelta:
-    """The time limit of the group of all ranks, whoever made it."""
+    """Timeout of the group of all ranks, whether created by hpml or the script."""
     return compat.group_timeout(dist.group.WORLD)
 
 
 def world_mesh() -> DeviceMesh:
-    """All ranks on one axis; the same mesh at every call for one process group."""
+    """One-axis mesh of all ranks; the same object at every call for one process group."""
     return _world_mesh(device_type(), dist.group.WORLD)
 
 
