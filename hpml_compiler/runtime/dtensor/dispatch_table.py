@@ -15,7 +15,7 @@ METADATA = _words(
     __delete__ detach_
     """
 )
-"""Answered by the wrapper: shapes are those of the full tensor."""
+"""Functions that the wrapper answers itself: shapes are those of the full tensor."""
 
 MEMORY = _words("untyped_storage storage _typed_storage is_set_to")
 """Functions on a tensor's memory, see `storage_access`. Not `data_ptr`: 0 tells torch's stager of asynchronous checkpoints

@@ -59,11 +59,10 @@ class _OutputState:
 
 
 class LazyOutput(PlacedTensor):
-    """Sharded result of a compiled graph. It is never sent if nobody uses it.
+    """Sharded result of a compiled graph, gathered at its first use.
 
     Detached or cast, it stays sharded. Any other use gathers it, on all ranks together, and from then on it acts as the
-    full tensor: writes to it, or to views of it, are visible everywhere. Gradients flow to the
-    local part.
+    full tensor: writes to it, or to views of it, are visible everywhere. Gradients flow to the local part.
     A use on one rank alone raises an error (`require_all_ranks`).
     """
 

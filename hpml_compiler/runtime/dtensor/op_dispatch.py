@@ -30,10 +30,10 @@ def run_gathered(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
                  as_view: AsView | None = None, wholes: GatheredArguments | None = None) -> Any:
     """Run the op once on full plain tensors, as on one device.
 
-    Whatever the op has written to one of them, by its name (`add_`), an option (`inplace=True`, `out=`) or in passing
-    (running statistics, renormalized embeddings), is kept: each rank takes its part. A placed tensor that the op
-    returns is returned itself. `as_view(source, whole, view)` makes of a result that shares the source's memory what is
-    returned; without it, such a result is plain. `wholes`: where the caller can see afterwards what stood for what.
+    All writes of the op to placed tensors, by its name (`add_`), an option (`inplace=True`, `out=`) or as a side effect
+    (running statistics, renormalized embeddings), are stored: each rank takes its part. If the op returns an argument, the
+    placed tensor itself is returned. as_view(source, whole, view): wraps a result that shares the source's memory; without
+    it, such a result is plain. wholes: records the full tensor of each placed one, for the caller.
     """
     wholes, name = wholes or GatheredArguments(), getattr(func, "__name__", str(func))
     result = func(*map_tensors(wholes.of, args), **map_tensors(wholes.of, kwargs))
@@ -75,7 +75,7 @@ class GatheredArguments:
 
     @property
     def are_live(self) -> bool:
-        """True if writes to them at any time reach the tensors they stand for."""
+        """True if writes to the full tensors at any time reach the placed ones."""
         return all(placement.is_replicate() for tensor, *_ in self._found.values() for placement in tensor.placements)
 
     def keep_changes(self, name: str) -> None:

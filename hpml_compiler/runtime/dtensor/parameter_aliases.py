@@ -21,7 +21,7 @@ KINDS = frozenset((torch.Tensor, nn.Parameter, nn.Buffer))
 
 
 def aliases_of(tensors: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    """By id of a tensor, the other tensors of the process that overlap its memory. Empty for most models."""
+    """id of a tensor -> the other tensors of the process that overlap its memory. Empty for most models."""
     found = _scan(tensors)
     if found:  # tensors that only await garbage collection, which differs between ranks, do not count
         found.clear()
@@ -67,17 +67,17 @@ def is_same_view(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def inseparable(parameters: Sequence[torch.Tensor], inputs: Collection[int]) -> dict[int, torch.Tensor]:
-    """By id, the parameters that cannot be sharded, each with a tensor that would not follow it: another parameter, a flat
-    buffer of all of them, a view of some rows. (A `p.detach()` that the script holds is replaced with the parameter.) inputs:
-    ids of the tensors that the graph reads besides the parameters."""
+    """id of each parameter that cannot be sharded -> a tensor that would not follow it: another parameter, a flat buffer of
+    all parameters, a view of some rows. (A `p.detach()` of the script is replaced together with the parameter.) inputs: ids
+    of the tensors that the graph reads besides the parameters."""
     return {key: other for key, others in aliases_of(parameters).items()
             for parameter in parameters if id(parameter) == key
             for other in others if id(other) in inputs or not is_same_view(other, parameter)}
 
 
 def held_gradients(parameters: Iterable[torch.Tensor]) -> set[int]:
-    """Ids of the parameters whose gradients the script also holds otherwise: in a variable, as a view
-    of a flat buffer, or as the gradient of two parameters."""
+    """Ids of the parameters whose gradients have other references in the script: a variable, a flat buffer that they are views
+    of, or a second parameter."""
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     if not with_gradient:
         return set()
@@ -97,7 +97,7 @@ def _counts(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 class _DataAlias:
-    """Memory of the script that was assigned to a parameter (`p.data = flat[:8]`), of which this rank keeps its part: writes
+    """Memory of the script that was assigned to a parameter (`p.data = flat[:8]`). This rank has a copy of its part, so writes
     to one do not reach the other, as they would on one device."""
 
     def __init__(self, parameter: Any, value: torch.Tensor, memory: torch.Tensor) -> None:

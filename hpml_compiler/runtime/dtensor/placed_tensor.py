@@ -61,15 +61,15 @@ log = logging.getLogger(__name__)
 class PlacedTensor(DTensor):
     """A DTensor that mixes with plain tensors.
 
-    Parameters, their gradients and optimizer state are PlacedTensors while a model is split. Unlike a DTensor, it acts as
-    the full tensor wherever it meets plain tensors, in both directions, so that a script need not know.
+    Parameters, their gradients and optimizer state are PlacedTensors while a model is sharded. Unlike a DTensor, it acts as
+    the full tensor in ops with plain tensors, in both directions, so that single-device scripts run unchanged.
 
     - Traced by Dynamo, it is the full tensor in every op, so recompiled graphs look like the first.
     - Changed in place (`p.copy_(plain)`, `p[0] = 0`), it keeps its placement and takes its part of the new value.
       So do its views.
     - In ops with plain tensors, it is gathered, differentiably. (Plain scalars that no gradient flows to do not count.)
-    - Among DTensors it is a DTensor; an op that DTensor refuses runs on full tensors. Pointwise ops without autograd, on equal
-      placements, run on the local parts directly, which is several times faster.
+    - Among DTensors it is a DTensor; an op that DTensor does not support runs on full tensors. Pointwise ops without
+      autograd, on equal placements, run on the local parts directly, which is several times faster.
     - Pickled, it is the full tensor; copied by `copy.deepcopy`, it stays placed.
 
     As with every DTensor, all ranks must do the same, since some of this communicates.

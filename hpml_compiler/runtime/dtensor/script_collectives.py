@@ -30,7 +30,7 @@ MODULE = "torch.distributed.distributed_c10d"
 
 @functools.cache
 def watch_collectives(kind: type) -> None:
-    """Patch methods of process groups to take tensors of this class as the full tensors they stand for."""
+    """Patch methods of process groups to run on the full tensors of placed tensors of this class."""
     for name in sorted(GROUP_METHODS):
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
@@ -127,8 +127,7 @@ def _say_that_gradients_are_global() -> None:
 
 
 class _WriteBackWork(dist.Work):
-    """A pending collective; its results are written back when it is waited for, or found to be done. Keeps its tensors
-    alive."""
+    """A pending collective that writes its results back once it is waited for, or is completed. Keeps its tensors alive."""
 
     def __init__(self, work: Any, keep_all: Callable[[], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Full state dict of a model that is split, for one file that a single-device script can load."""
+"""Full state dict of a sharded model, for one file that a single-device script can load."""
 from __future__ import annotations
 
 import itertools
@@ -82,7 +82,7 @@ class _HostCopies:
     def __init__(self, keeps: bool) -> None:
         self._keeps = keeps
         self._made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By memory: the tensor, kept alive so that no other gets its address, and its copy."""
+        """Memory -> (tensor, kept alive so that no other gets its address; its copy)."""
 
     def of(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
