@@ -31,11 +31,11 @@ CALLING = ("the model is split over all ranks, so all ranks call it together: mo
 
 
 ONE_SENDER = ("broadcast_object_list", "scatter_object_list", "send_object_list")
-"""Functions of torch.distributed in which one rank pickles objects, and the others wait for what it sends."""
+"""Functions of torch.distributed in which one rank pickles and sends objects, and the others only receive."""
 
 
 class RankDiverged(HpmlError):
-    """One rank does what all ranks must do together, or failed where the others did not."""
+    """One rank does alone something that all ranks must do together, or failed where the others did not."""
 
 
 class _LastCheck:
@@ -63,8 +63,8 @@ def require_all_ranks(what: str, next_step: str = GATHERING, every: int = EVERY_
 
 
 def refuse_single_sender() -> None:
-    """To be called before a tensor that is in parts is gathered to be pickled. Raises `RankDiverged` where that is done for a
-    function in which the other ranks only receive: they would never gather."""
+    """Check before a sharded tensor is gathered for pickling. Raises `RankDiverged` inside of torch.distributed functions in
+    which the other ranks only receive: they would never gather."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_name
@@ -129,7 +129,7 @@ def _meet(board: heartbeat.SharedBoard, what: str, next_step: str) -> None:
         if here < board.world and now - looked > LOOK_S:
             looked = now
             records = {rank: record for rank, record in board.records().items() if rank != board.rank}
-            # After the timeout, a rank that does something else must be told from one that is gone.
+            # After the timeout, a rank that does something else must be distinguished from one that is gone.
             if gone := silence.gone(records, now, SURE_S if now - begun > board.timeout_s else None):
                 raise board.lost({rank: records[rank] for rank in gone}, records)
             found = ((rank, _does_instead(record, what, now - begun, board.timeout_s)) for rank, record in records.items())

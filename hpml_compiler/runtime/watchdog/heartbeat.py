@@ -157,7 +157,7 @@ class _Liveness:
             log.debug("the store is gone: %s", error)
 
     def name(self, error: BaseException) -> RankLost:
-        """Error that says why a collective failed here, from the heartbeats of the other ranks."""
+        """Error with the reason why a collective failed here, from the heartbeats of the other ranks."""
         where = f"rank {self.board.rank}, {this_rank.place()}{operation_of(error)}"
         reported = str(error).strip().splitlines()
         try:

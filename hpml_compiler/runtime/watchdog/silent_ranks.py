@@ -16,11 +16,11 @@ class SilentRanks:
 
     limit_s: float
     heard: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """By rank: the latest number of posts, and when it was first seen."""
+    """rank -> latest number of posts, and when it was first seen."""
 
     @staticmethod
     def within(timeout_s: float) -> SilentRanks:
-        """For process groups with this timeout, in seconds."""
+        """Create one for process groups with this timeout, in seconds."""
         return SilentRanks(min(LONGEST_S, timeout_s))
 
     def gone(self, records: Mapping[int, Heartbeat], now_s: float, limit_s: float | None = None) -> list[int]:
