@@ -39,7 +39,7 @@ def forward_call(call: Callable[..., Any], spot: Location, half: InputCheck | No
 
 
 def backward_call(call: Callable[[list[Any]], Any], spot: Location, half: InputCheck | None) -> Callable[[list[Any]], Any]:
-    """Wrap a call of one list of arguments, which it empties."""
+    """Wrap a boxed call: one list of arguments, which it empties."""
 
     def noted(arguments: list[Any]) -> Any:
         all_failed_or_none()
@@ -55,7 +55,7 @@ def backward_call(call: Callable[[list[Any]], Any], spot: Location, half: InputC
         this_rank.inside = False
         return result
 
-    noted._boxed_call = True  # type: ignore[attr-defined]  # how AOTAutograd knows
+    noted._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's calling convention
     return noted
 
 

@@ -21,8 +21,8 @@ def exact_sum(tensor: torch.Tensor) -> torch.Tensor:
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Two float64 numbers on the tensor's device.
 
-    For floating point, the projection on fixed numbers and the norm, which change no more than the values do: values that
-    ranks compute alike may differ in the last bits, where a device adds in any order. For other dtypes, a hash.
+    For floating point, the projection on fixed numbers and the norm, which change no more than the values do: equal
+    computations may differ in the last bits between ranks, since devices sum in any order. For other dtypes, a hash.
     """
     flat = _sampled(tensor.detach())
     if flat.is_complex():

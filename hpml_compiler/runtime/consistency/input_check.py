@@ -46,8 +46,8 @@ class InputCheck:
     """Compares the arguments of one half of a graph (forward or backward) across ranks.
 
     The first call waits for the other ranks. Later ones do not: fingerprints of one call are sent asynchronously and
-    compared in the next call of the same half. On CUDA they are sent in the
-    next call and compared in the one after it, so that no kernel is waited for.
+    compared in the next call of the same half. On CUDA they are sent in the next call and compared in the one after it, so
+    that the host never waits for a kernel.
     """
 
     def __init__(self, graph: str, half: str, watched: Sequence[CheckedArgument], draws: bool) -> None:
@@ -135,7 +135,7 @@ class InputCheck:
 
 
 class _PendingFingerprints:
-    """Fingerprints of one call, on their way from the devices."""
+    """Fingerprints of one call that are being copied from the devices."""
 
     def __init__(self, header: list[int], watched: Sequence[CheckedArgument], prints: list[torch.Tensor]) -> None:
         self.header, self.watched = header, watched

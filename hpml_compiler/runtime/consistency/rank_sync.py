@@ -1,6 +1,7 @@
-"""Compare graphs across ranks, broadcast plans from rank 0, and raise errors of one rank on all; one rank alone meets nobody.
+"""Compare graphs across ranks, broadcast plans from rank 0, and raise errors of one rank on all.
 
-Uses a process group of its own, so that messages of a rank that compiles alone do not match collectives of the others.
+With one rank nothing is communicated. Uses a separate process group, so that messages of a rank that compiles alone do not
+match collectives of the others.
 """
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
 def when_all_succeed(what: str, make: Callable[[], T], apart: Callable[[], bool] = lambda: True) -> T:
     """Run `make()` on every rank and return once all are done, however long each takes; an error on one is raised on all.
 
-    apart: whether the rest of `make()` has no collectives. An earlier error is raised at once: the others
+    apart: returns True once the rest of `make()` has no collectives. An earlier error is raised at once: the other ranks
     wait for this rank elsewhere, or have the same error.
     """
     if world_size() == 1:
@@ -105,7 +106,7 @@ def when_all_succeed(what: str, make: Callable[[], T], apart: Callable[[], bool]
 class CompiledTogether:
     """Compiles one graph on all ranks; an error on one is raised on all: in forward at once, in backward in its first call.
 
-    agreed: whether the rest of `whole` has no collectives.
+    agreed: True once the rest of `whole` has no collectives.
     """
 
     def __init__(self, name: str) -> None:
