@@ -1,1 +1,1 @@
-"""`hpml profile`: times what runs on the present devices and keeps it for the prices of plans."""
+"""`hpml profile`: measure kernels, collectives and runtime overheads on the present devices for the cost model."""

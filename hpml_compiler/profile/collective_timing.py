@@ -1,4 +1,4 @@
-"""Time the collectives of the present process group, as rewritten graphs call them, on the groups that meshes use."""
+"""Benchmark collectives, called as in rewritten graphs, on the process groups of all mesh axes."""
 from __future__ import annotations
 
 import os
@@ -24,14 +24,14 @@ SIZES = tuple(4**k for k in range(5, 14))
 """Bytes: 1 KiB to 64 MiB in powers of 4."""
 
 _ITEM_BYTES = 4  # float32
-_MOST_CALL_US = 3e5  # no size beyond the first one that takes longer
+_MOST_CALL_US = 3e5  # sizes beyond the first one that takes longer are skipped
 _WARM_CALLS = 3
 _FEWEST_CALLS, _MOST_CALLS = 7, 100
 
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """One kind, group and size. samples_us: of each call, on the rank that it took longest."""
+    """Timing of one collective kind, group and size. samples_us: one per call, of the slowest rank."""
 
     kind: str
     group: MeasuredGroup
@@ -44,7 +44,7 @@ class CollectiveTiming:
 
     @property
     def measurement(self) -> TimedMeasurement:
-        """As the cache keeps it; extra also has the lower quartile, which other programs disturb less."""
+        """The cache entry. extra includes the lower quartile, which is less sensitive to other programs."""
         tenths = statistics.quantiles(self.samples_us, n=20, method="inclusive")
         return TimedMeasurement(self.point.us, len(self.samples_us), tenths[17] / tenths[1],
                                 {**self.point.extra, "lower_quartile_us": tenths[4]})
@@ -52,11 +52,10 @@ class CollectiveTiming:
 
 def profile_collectives(cache: MeasurementCache, seconds: float = 3.0,
                         sizes: Sequence[int] = SIZES) -> list[CollectiveTiming]:
-    """Times every kind on every group (see `mesh_groups`), and rank 0 puts the medians into the cache.
+    """Time every kind of collective on every group (see `mesh_groups`); rank 0 stores the medians in the cache.
 
-    seconds: that the timed calls of one kind on one group may take, about. sizes: see `time_collective`.
-    Every rank calls it and gets the same. Makes the process group under torchrun; raises BadInput where there are no
-    two ranks.
+    seconds: approximate time of the calls of one kind on one group. sizes: see `time_collective`. All ranks must call it,
+    and get the same result. Creates the process group under torchrun; raises BadInput with fewer than two ranks.
     """
     if ensure_process_group() < 2:
         raise BadInput(
@@ -77,13 +76,13 @@ def profile_collectives(cache: MeasurementCache, seconds: float = 3.0,
 
 
 def mesh_groups(world_size: int) -> list[tuple[int, int]]:
-    """(size, stride) of the groups of every axis that a mesh over the world can have; neighbors first."""
+    """(size, stride) of the groups of every axis that a mesh over the world can have, in order of stride."""
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     return [(size, stride) for stride in divisors for size in divisors[1:] if world_size % (size * stride) == 0]
 
 
 def measured_group(size: int, stride: int) -> MeasuredGroup:
-    """What is written down about the groups of `size` ranks, `stride` apart, of the present world."""
+    """Description, as stored in the cache, of the current world's groups of `size` ranks with this stride."""
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     config = dist.get_backend_config()  # "gloo", or "cpu:gloo,cuda:nccl"
@@ -93,12 +92,13 @@ def measured_group(size: int, stride: int) -> MeasuredGroup:
 
 def time_collective(kind: str, group: dist.ProcessGroup, ranks: Sequence[int], measured: MeasuredGroup, *,
                     sizes: Sequence[int] = SIZES, seconds: float = 3.0, seed: int = 0) -> list[CollectiveTiming]:
-    """Times of one kind on this rank's group, while the other groups of the world do the same; the same on every rank.
+    """Time one kind of collective on this rank's group while the world's other groups do the same.
 
-    ranks: of the group, in its order. sizes: bytes as `CostModel.collective_us` defines them, ascending; rounded up
-    to whole float32 rows of each rank. seconds: shared evenly among the sizes, so that short calls, which are the
-    noisier, are repeated more often. Sizes take turns, in an order drawn anew in each round, each call after a
-    barrier of the world; none is tried beyond the first that takes over 0.3 s.
+    All ranks must call it, and get the same result.
+    ranks: of the group, in its order. sizes: bytes as `CostModel.collective_us` defines them, ascending; rounded up to whole
+    float32 rows of each rank. seconds: divided evenly among the sizes, so that short calls, which are noisier, are repeated
+    more often. Sizes are interleaved in a random order per round, each call after a barrier of the world; sizes beyond the
+    first that takes over 0.3 s are skipped.
     """
     n, device = len(ranks), torch.device(device_type())
     lengths = sorted({-(-nbytes // (_ITEM_BYTES * n)) * n for nbytes in sizes})
@@ -115,7 +115,7 @@ def time_collective(kind: str, group: dist.ProcessGroup, ranks: Sequence[int], m
     for turn in _turns(counts, random.Random(seed)):
         for length in turn:
             samples[length].append(_time_us(calls[length]))
-    # A message that goes there and back is timed as two.
+    # A round trip is two messages.
     share = 0.5 if kind == "send_recv" else 1.0
     return [
         CollectiveTiming(kind, measured, length * _ITEM_BYTES, tuple(us * share for us in slowest_us(samples[length])))
@@ -124,7 +124,7 @@ def time_collective(kind: str, group: dist.ProcessGroup, ranks: Sequence[int], m
 
 
 def _turns(counts: dict[int, int], shuffle: random.Random) -> Iterator[list[int]]:
-    """Rounds in which each length comes up `counts` times in all, evenly spread; the same for the same seed."""
+    """Rounds in which each length occurs `counts` times in total, evenly spread; deterministic for a seed."""
     rounds = max(counts.values())
     for r in range(rounds):
         turn = [length for length, count in counts.items() if (r + 1) * count // rounds > r * count // rounds]
@@ -133,7 +133,7 @@ def _turns(counts: dict[int, int], shuffle: random.Random) -> Iterator[list[int]
 
 
 def _call(kind: str, x: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> Callable[[], Any]:
-    """One collective of which `x` is what nbytes counts (see `CostModel.collective_us`)."""
+    """One collective call; the bytes of `x` are its `nbytes` in `CostModel.collective_us`."""
     c10d, n, name = torch.ops._c10d_functional, len(ranks), group.group_name
     part, rows, ones = x[: len(x) // n], x.view(n, -1), [1] * n
     if kind == "send_recv":
@@ -149,7 +149,7 @@ def _call(kind: str, x: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[
 
 
 def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, ranks: Sequence[int]) -> Callable[[], Any]:
-    """A message to the neighbor on the axis and one back; with an odd number of ranks the last one looks on."""
+    """Send a message to the neighbor on the axis and receive one back; with an odd number of ranks the last one is idle."""
     mine = list(ranks).index(dist.get_rank())
     if mine ^ 1 >= len(ranks):
         return lambda: None
@@ -173,7 +173,7 @@ def _time_us(call: Callable[[], Any]) -> float:
 
 @contextmanager
 def _process_group(size: int, stride: int) -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
-    """This rank's group of `size` ranks, `stride` apart, and its ranks; made and ended by all ranks together."""
+    """This rank's group of `size` ranks with this stride, and its ranks; created and destroyed by all ranks together."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if size == world:
         assert dist.group.WORLD is not None

@@ -1,4 +1,4 @@
-"""The heavy operations of a model as calls on this rank's device, as one rank would call them."""
+"""Benchmark calls for a model's heavy operations, on local shapes and this rank's device."""
 from __future__ import annotations
 
 import functools
@@ -13,15 +13,15 @@ from hpml_compiler.profile.timing import TimedCall, time_us
 from passes import compat
 
 SAMPLE_US = 400.0
-"""A sample is of as many calls as make it last that long."""
+"""Minimum duration of a sample: short calls are repeated."""
 
 
 class CannotRun(Exception):
-    """The operation does not take these operands: its arguments name sizes that a rank's part does not have."""
+    """The operation does not run on these operands: its arguments contain sizes of the whole tensors."""
 
 
 def operation_calls(found: Iterable[StrategyVariant]) -> tuple[dict[str, TimedCall], dict[str, str]]:
-    """How each is to be timed, by key, and why those are missing that could not be run."""
+    """Timed calls of variants by key, and the errors of those that could not run, by key."""
     calls: dict[str, TimedCall] = {}
     failed: dict[str, str] = {}
     for variant in found:
@@ -31,14 +31,14 @@ def operation_calls(found: Iterable[StrategyVariant]) -> tuple[dict[str, TimedCa
             failed[variant.key] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
         us = time_us(call)
-        if us < SAMPLE_US:  # else the sample is one call, however exactly its time is known
+        if us < SAMPLE_US:  # else the sample is one call in any case
             us = min(us, time_us(call, 2))
         calls[variant.key] = TimedCall(call, repeats=max(1, round(SAMPLE_US / max(us, 1e-3))), warm=1)
     return calls, failed
 
 
 def prepare(variant: StrategyVariant) -> Callable[[], Any]:
-    """The call on random operands of the local shapes, in the memory order of the traced ones. Raises CannotRun."""
+    """The operation on random operands of local shapes, with the traced operands' dim order in memory. Raises CannotRun."""
     node = variant.node
     tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     if len(tensors) != len(variant.inputs):
@@ -76,13 +76,13 @@ def _operand(traced: torch.Tensor, shape: Sequence[int], limit: int) -> torch.Te
 
 
 def _index_limit(tensors: Sequence[fx.Node], variant: StrategyVariant) -> int:
-    """What indices must stay below: the smallest dim of any operand or result that holds numbers."""
+    """Upper bound of random indices: the smallest dim of any floating-point operand and of any result."""
     dims = [size for n, shape in zip(tensors, variant.inputs) if n.meta["val"].dtype.is_floating_point for size in shape]
     return min([*dims, *(size for shape in variant.outputs for size in shape)], default=1)
 
 
 def _sizes(node: fx.Node, variant: StrategyVariant) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Whole shapes that arguments may name, and what they are here."""
+    """Whole shape -> local shape, for shapes that the operation's arguments may contain."""
     values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     values += [v for v in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
     return {tuple(v.shape): shape for v, shape in zip(values, variant.inputs + variant.outputs) if v.dim() > 1}

@@ -1,4 +1,4 @@
-"""Profile a model on the devices here: its heavy operations, its fused kernels, its optimizer, the runtime."""
+"""Profile a model on the present devices: heavy operations, fused kernels, optimizer and runtime overheads."""
 from __future__ import annotations
 
 import statistics
@@ -31,12 +31,13 @@ from passes.hardware.mesh import Mesh, mesh_from_pin
 
 STEP, UPDATE, TRAFFIC = "step", "optimizer", "large optimizer"
 BURSTS = 3
-"""A profiler is slow to start: fused kernels are looked at now and then, between rounds."""
+"""Number of profiler runs for fused kernels, between the rounds of timing. (A profiler is slow to start.)"""
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What was found. operations: by key; failed: by key, why it could not be run alone; factors, overheads: by name."""
+    """Measurements of a model. operations: by key. failed: error of operations that could not run alone, by key. factors,
+    overheads_us: by name."""
 
     device: str
     operations: Mapping[str, TimedMeasurement] = field(default_factory=dict)
@@ -46,10 +47,10 @@ class ModelProfile:
 
 
 def profile_model(model: nn.Module, batch: Any, cache: MeasurementCache, seconds: float = 15.0) -> ModelProfile:
-    """Measure for about so many seconds, besides what compiling takes, and keep the medians in the cache.
+    """Profile a model for about `seconds`, excluding compilation, and store the medians in the cache.
 
-    In a process group all ranks measure at once, as they will compute, and the slowest rank's times count. `model` and
-    `batch` are real tensors on the device that is profiled; the model is not changed.
+    In a process group all ranks measure at the same time, as in training, and the slowest rank's times count. `model` and
+    `batch` are real tensors on the profiled device; the model is not changed.
     """
     torch.compiler.reset()
     session.reset()
@@ -62,7 +63,7 @@ def profile_model(model: nn.Module, batch: Any, cache: MeasurementCache, seconds
 
 
 class ModelProfiler:
-    """Everything of a model that is timed, compiled and ready. All ranks make one together, and call it together."""
+    """Compiled and warmed-up calls of everything that is timed for a model. All ranks must make and call it together."""
 
     def __init__(self, model: nn.Module, batch: Any):
         self.world = dist.get_world_size() if dist.is_initialized() else 1
@@ -79,13 +80,13 @@ class ModelProfiler:
         self.samples: dict[str, list[float]] = {name: [] for name in self.calls}
 
     def sample(self, seconds: float) -> None:
-        """Look at the fused kernels of some steps, then time everything in turns for so long."""
+        """Profile the fused kernels of some steps, then time all calls in rounds for about `seconds`."""
         self.step.profile()
         for name, us in in_rounds(self.calls, seconds).items():
             self.samples[name] += us
 
     def keep(self, cache: MeasurementCache) -> ModelProfile:
-        """The profile from all samples so far, which rank 0 puts into the cache."""
+        """The profile of all samples so far; rank 0 stores it in the cache."""
         (fused_us,) = slowest_us([self.step.fused_us])
         us = {name: statistics.median(some) for name, some in self.samples.items() if some}
         factors, overheads = _whole_step(self.graphs, us, fused_us, self.trained)
@@ -103,7 +104,7 @@ class ModelProfiler:
 
 def _whole_step(graphs: list[AnalyzedGraph], us: Mapping[str, float], fused_us: float, trained: Sequence[torch.Tensor],
                 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Factors and overheads from steps of the model on this rank's device alone."""
+    """Factors and overheads from steps of the whole model on this rank's device."""
     cluster, mesh = one_device()
     launch_us, light_us, heavy_us, kernels = mesh.device.launch_latency_us, 0.0, 0.0, 0
     for graph in graphs:
@@ -118,15 +119,15 @@ def _whole_step(graphs: list[AnalyzedGraph], us: Mapping[str, float], fused_us: 
     factors = {"pointwise": fused_us / light_us} if light_us > 0 and fused_us > 0 else {}
     host_us = max(us[STEP] - (fused_us or light_us) - heavy_us, 0.0)
     elements = sum(p.numel() for p in trained)
-    # Small parameters may lie in a cache: then all of their time is traffic, and there is less of it.
+    # Small parameters may fit in a cache: then all of their time is counted as traffic, and there is less of it.
     traffic_us = min(us[TRAFFIC] / (LARGE_ELEMENTS * LARGE_TENSORS), us[UPDATE] / elements)
     factors[OPTIMIZER] = traffic_us / RooflineCost(mesh.device, mesh).optimizer_us(1.0)
-    tensor_us = max(us[UPDATE] - traffic_us * elements, 0.0) / len(trained)  # rounding may leave less than nothing
+    tensor_us = max(us[UPDATE] - traffic_us * elements, 0.0) / len(trained)  # may be slightly negative by rounding
     return factors, {"launch": host_us / max(kernels, 1), "tensor": tensor_us}
 
 
 def one_device() -> tuple[Cluster, Mesh]:
-    """One of this machine's devices, as fast as it is while the other ranks compute too."""
+    """Cluster and mesh of one of this machine's devices, with its speed while the other ranks compute too."""
     name = torch.cuda.get_device_name() if device_type() == "cuda" else ""
     group = Cluster.local(local_ranks(), device_type(), device_name=name).groups[0]
     cluster = Cluster((replace(group, nodes=1, devices_per_node=1),))

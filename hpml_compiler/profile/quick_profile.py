@@ -1,9 +1,9 @@
-"""A quick look at the devices of a run that has no profile, so that its first plan is of this machine.
+"""Quick profile of the devices for runs without a profile, so that the first plan uses costs of this machine.
 
-In about a second, all ranks together: the largest operations of the graph to be planned, kernels bound by memory, the
-optimizer, and each kind of collective at a few sizes. What is found scales the formulas (a factor per kind of kernel);
-single operations keep the formula's proportions, since one short look at each would be more noise than news. It holds for a
-day (`hpml_compiler.profile.quick_profile_cache`). `hpml profile` measures longer, goes before it, and is kept.
+Takes about a second on all ranks together: the largest operations of the graph, memory-bound kernels, the optimizer, and
+each kind of collective at a few sizes. The results scale the roofline model by one factor per kind of kernel; operations of
+one kind keep the roofline's proportions, since single short measurements would be too noisy. It is valid for a day
+(`hpml_compiler.profile.quick_profile_cache`). `hpml profile` measures longer, takes precedence, and does not expire.
 """
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ from passes.hardware.cluster import Cluster
 log = logging.getLogger("hpml")
 
 SECONDS = 0.3
-"""For all that is no collective, beyond what five rounds take."""
+"""Time for all calls but collectives; at least five rounds are run."""
 COLLECTIVE_SECONDS = 0.03
 COLLECTIVE_SIZES = (2**12, 2**18, 2**22)
 MOST_OPERATIONS = 4
-"""Of one kind."""
+"""Operations that are timed per kind."""
 LONG_US, LONG_CALL_ROUNDS = 500.0, 3
-"""What the formula finds to take longer is timed so often: its time varies less, and there are others of its kind."""
+"""Operations with a predicted time above LONG_US are timed LONG_CALL_ROUNDS times: long calls vary less."""
 LARGEST_BYTES, LONGEST_US = 2**26, 2e4
-"""Of an operation that is looked at: larger ones would take long, or would not fit whole on one device."""
+"""Limits of the operations that are timed: larger ones would take long, or would not fit on one device."""
 POINTWISE_ELEMENTS = (2**16, 2**20, 2**22)
 OPTIMIZER_TENSORS, OPTIMIZER_ELEMENTS = 8, 2**19
 
 
 def wanted(options: Options, cluster: Cluster, graph_hash: str) -> bool:
-    """Whether a plan for this run would be priced from data sheets alone. The same answer on every rank.
+    """True if the costs of this run's plan would come from data sheets alone. The same on every rank.
 
-    HPML_QUICK_PROFILE=0 in the environment says no, where a start must be as fast, or plans as repeatable, as can be.
+    HPML_QUICK_PROFILE=0 in the environment disables quick profiles, for the fastest start or reproducible plans.
     """
     if options.costs != "auto" or options.cluster is not None or options.plan is not None:
         return False
@@ -70,8 +70,8 @@ def wanted(options: Options, cluster: Cluster, graph_hash: str) -> bool:
 
 
 def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeasurements:
-    """Measure, or take what was found in the last day; every rank calls it, inside a Dynamo backend or outside, and gets the
-    same."""
+    """Measure, or load the quick profile of the last day. All ranks must call it, inside or outside of a Dynamo backend, and
+    get the same result."""
     start, key = time.perf_counter(), quick_profile_cache.profile_key(annotated.hash(), cluster)
     found = from_rank_0(lambda: quick_profile_cache.cached_profile(key))
     before = found is not None
@@ -91,7 +91,7 @@ def take_quick_profile(annotated: AnalyzedGraph, cluster: Cluster) -> CachedMeas
 
 @contextlib.contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Real tensors, whatever the script and Dynamo are in the middle of, and no trace in the script's random numbers."""
+    """Context manager with real tensors, outside of tracing, autograd and autocast; the script's RNG state is restored."""
     kind = device_type()
     devices = [torch.cuda.current_device()] if kind == "cuda" else []
     with (compat.outside_tracing(), torch.random.fork_rng(devices, device_type="cuda"), torch.no_grad(),
@@ -104,7 +104,7 @@ def _measure(annotated: AnalyzedGraph) -> QuickProfile:
     roofline = RooflineCost(mesh.device, mesh)
     expected = _heaviest(annotated, roofline)
     heavy, _ = operation_calls(variant for variant, _, _ in expected.values())
-    # A long call hardly differs by what others left in the caches, and one to warm these would take as long again.
+    # Long calls depend little on the state of the caches, and a warm-up call would double the time.
     heavy = {key: replace(timed, warm=0, rounds=LONG_CALL_ROUNDS) if expected[key][2] > LONG_US else timed
              for key, timed in heavy.items()}
     adam = RooflineCost(mesh.device, mesh, OptimizerModel(4, 4, 2 * 4))
@@ -134,7 +134,7 @@ def _measure(annotated: AnalyzedGraph) -> QuickProfile:
 
 
 def _heaviest(annotated: AnalyzedGraph, roofline: RooflineCost) -> dict[str, tuple[StrategyVariant, str, float]]:
-    """By key, the whole operations of each kind that the formula finds to take longest, with kind and the formula's µs."""
+    """The unsharded operations with the largest predicted time of each kind: key -> (variant, kind, predicted µs)."""
     graph: PlacementGraph = annotated.graph
     found: dict[str, tuple[Operation, str, float]] = {}
     for op in graph.operations:
@@ -156,7 +156,7 @@ def _heaviest(annotated: AnalyzedGraph, roofline: RooflineCost) -> dict[str, tup
 
 
 def _pointwise_calls() -> dict[str, TimedCall]:
-    """Sums of two tensors into a third: what a kernel does that is bound by memory."""
+    """Memory-bound kernels: additions of two tensors into a third."""
     calls: dict[str, TimedCall] = {}
     for elements in POINTWISE_ELEMENTS:
         a, b, c = torch.ones(3, elements, dtype=torch.float32, device=device_type()).unbind()

@@ -1,6 +1,6 @@
-"""Quick looks at devices, as numbers, and those of earlier launches: a look holds for a day, for the same graph and devices.
+"""Persistent cache of quick profiles; an entry is valid for a day, for the same graph and devices.
 
-For so long only, since a moment in which the machine was busy must not decide for good. `HPML_CACHE=0` looks anew.
+Entries expire since the machine may have been busy when it was measured. `HPML_CACHE=0` disables the cache.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOLDS_S = 24 * 3600.0
 
 
 class CollectiveTime(Record):
-    """µs of one collective of so many bytes, on all ranks."""
+    """Time in µs of one collective of `bytes` bytes over all ranks."""
 
     kind: str
     bytes: int
@@ -38,7 +38,8 @@ class CollectiveTime(Record):
 
 
 class QuickProfile(Record):
-    """What a look found: factors by kind of kernel, µs that a collective in a step takes besides. made: seconds since 1970."""
+    """Result of a quick profile. factors: measured over predicted time, by kind of kernel. collective_us: extra time of a
+    collective in a step. made: seconds since 1970."""
 
     made: float
     factors: dict[str, float]
@@ -63,7 +64,7 @@ class QuickProfile(Record):
 
 
 def profile_key(graph_hash: str, cluster: Cluster) -> str:
-    """Of what a look depends on: what is looked at, where, and by which code."""
+    """Cache key of a quick profile: the graph, the devices and the code's version."""
     kind = device_type()
     name = torch.cuda.get_device_name() if kind == "cuda" else platform.processor()
     return plan_database.digest_of(["a look", graph_hash, cluster, platform.node(), os.cpu_count(), name,
@@ -72,7 +73,7 @@ def profile_key(graph_hash: str, cluster: Cluster) -> str:
 
 
 def cached_profile(key: str) -> QuickProfile | None:
-    """Of the last day; None where there is none, or none that can be read."""
+    """Load the quick profile of the last day; None if there is none, or it cannot be read."""
     if not plan_database.is_on():
         return None
     try:
@@ -88,7 +89,7 @@ def cached_profile(key: str) -> QuickProfile | None:
 
 
 def store_profile(key: str, look: QuickProfile) -> None:
-    """For launches of the next day."""
+    """Store a quick profile for launches of the next day."""
     if not plan_database.is_on():
         return
     try:

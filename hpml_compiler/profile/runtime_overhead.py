@@ -1,4 +1,4 @@
-"""What a step on several ranks takes besides its parts, as calls: hpml's runtime, and collectives between computations."""
+"""Measure overheads of a step on several ranks: hpml's runtime, and collectives between computations."""
 from __future__ import annotations
 
 import types
@@ -15,19 +15,19 @@ from hpml_compiler.profile.training_steps import WARM_STEPS, trainer
 from hpml_compiler.runtime.process.compute_device import device_type
 
 FEW, MANY = 2, 12
-"""Layers of the chains of tiny layers."""
+"""Numbers of layers of the models of tiny layers."""
 LINKS, ELEMENTS = 24, 2**15
-"""Of the chain of collectives, and of the tensor that they are about."""
+"""Number of collectives in the chain, and elements of their tensor."""
 COLLECTIVES = ("all_reduce", "all_gather")
 
 
 @dataclass(frozen=True)
 class RuntimeOverhead:
-    """What hpml's runtime adds on several ranks to the same step of inductor.
+    """Overhead of hpml's runtime on several ranks over the same step compiled with inductor.
 
-    graph_us: per call of a graph; tensor_us: per parameter and step, in forward, backward and the optimizer;
-    collective_us: what a collective takes more between computations, as in a step, than after a barrier, as it is timed
-    alone. Ranks come to it at other times, and the thread that carries it out has to be woken beside one that computes.
+    graph_us: per call of a graph. tensor_us: per parameter and step, in forward, backward and the optimizer. collective_us:
+    extra time of a collective between computations, as in a step, over one after a barrier, as in benchmarks. Ranks reach
+    it at different times, and its thread has to wake up beside one that computes.
     """
 
     graph_us: float
@@ -36,7 +36,7 @@ class RuntimeOverhead:
 
     @staticmethod
     def of(us: Mapping[str, float]) -> RuntimeOverhead:
-        """From the medians of `runtime_calls`: a line through few and many parameters; the mean of two collectives."""
+        """Fit to the medians of `runtime_calls`: a line through few and many parameters; the mean of two collectives."""
         added = {layers: us[f"hpml {layers}"] - us[f"inductor {layers}"] for layers in (FEW, MANY)}
         tensor_us = max((added[MANY] - added[FEW]) / (MANY - FEW) / 2, 0.0)  # a layer has weight and bias
         graph_us = max(added[FEW] - FEW * 2 * tensor_us, 0.0) / 2
@@ -44,12 +44,12 @@ class RuntimeOverhead:
 
 
 def between_us(us: Mapping[str, float]) -> float:
-    """What a collective takes more between computations than after a barrier, from the medians of `collective_calls`."""
+    """Extra time of a collective between computations over one after a barrier, from the medians of `collective_calls`."""
     return max((us["chain"] - us["products"]) / LINKS - sum(map(us.__getitem__, COLLECTIVES)) / 2, 0.0)
 
 
 def runtime_calls() -> dict[str, TimedCall]:
-    """What all ranks call together: steps of tiny layers, which hpml runs replicated, and chains of collectives."""
+    """Calls that all ranks make together: steps of tiny layers, which hpml runs replicated, and chains of collectives."""
     backends: dict[str, dict[str, Any]] = {"inductor": {}, "hpml": {"costs": "roofline", "monitor": False}}
     steps = {f"{backend} {layers}": TimedCall(_tiny_step(layers, backend, **options), samples=3, warm=1)
              for layers in (FEW, MANY) for backend, options in backends.items()}
@@ -68,7 +68,7 @@ class _Chain(nn.Module):
 
 
 def _tiny_step(layers: int, backend: str, **options: Any) -> Callable[[], None]:
-    # Dynamo compiles a code object anew only so often, and these chains stay compiled side by side.
+    # Dynamo limits recompiles per code object, and all of these models must stay compiled.
     forward = types.FunctionType(_Chain.forward.__code__.replace(), _Chain.forward.__globals__)
     torch.manual_seed(0)
     model = type(f"Chain{layers}", (_Chain,), {"forward": forward})(layers)
@@ -86,7 +86,7 @@ def _tiny_step(layers: int, backend: str, **options: Any) -> Callable[[], None]:
 
 
 def collective_calls() -> dict[str, TimedCall]:
-    """A chain of products with collectives between them, and the same without; and each collective alone."""
+    """A chain of matmuls with and without collectives between them, and each collective alone."""
     assert dist.group.WORLD is not None, "there is a process group"
     c10d, world, name = torch.ops._c10d_functional, dist.get_world_size(), dist.group.WORLD.group_name
     x, w = torch.ones(2, 256, 256, dtype=torch.float32, device=device_type()).unbind()

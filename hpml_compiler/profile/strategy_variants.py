@@ -1,4 +1,4 @@
-"""The calls that a traced model can come down to on one rank: every heavy operation under every strategy."""
+"""Local variants of a traced model's heavy operations: one call per strategy and mesh."""
 from __future__ import annotations
 
 import itertools
@@ -16,12 +16,12 @@ from passes.hardware.mesh import AXIS_NAMES, factorizations
 from passes.op_rules.base import REPLICATE
 
 MOST_STRATEGIES = 64
-"""Of one operation on one mesh; beyond that there are axes that nobody combines."""
+"""Combinations of strategies per operation and mesh; the rest are unlikely to be used."""
 
 
 @dataclass(frozen=True)
 class StrategyVariant:
-    """One call on local operands. inputs, outputs: local shapes, in the order of the operation's values."""
+    """An operation on local operands. inputs, outputs: local shapes, in the order of the operation's values."""
 
     key: str
     node: fx.Node
@@ -30,7 +30,7 @@ class StrategyVariant:
 
 
 def mesh_axes(ranks: int) -> list[Axes]:
-    """Those of the meshes of one and two axes over that many ranks; no axis for one rank."""
+    """Axes of all meshes with one or two axes over that many ranks; no axes for one rank."""
     if ranks == 1:
         return [()]
     shapes = [shape for count in (1, 2) for shape in factorizations(ranks, count)]
@@ -38,7 +38,7 @@ def mesh_axes(ranks: int) -> list[Axes]:
 
 
 def variants(gm: GraphModule, graph: PlacementGraph, ranks: int) -> dict[str, StrategyVariant]:
-    """By key, those of all meshes over `ranks`, whole operations included."""
+    """Variants by key for all meshes over `ranks`, including the unsharded operations."""
     nodes = {node.name: node for node in gm.graph.nodes}
     found: dict[str, StrategyVariant] = {}
     for op in graph.operations:

@@ -1,4 +1,4 @@
-"""Time calls in turns, so that what disturbs the machine for a while disturbs all of them alike."""
+"""Time calls in interleaved rounds, so that temporary load on the machine affects all of them alike."""
 from __future__ import annotations
 
 import statistics
@@ -22,7 +22,7 @@ def synchronize() -> None:
 
 
 def time_us(call: Callable[[], Any], repeats: int = 1) -> float:
-    """Mean time of one of `repeats` calls."""
+    """Mean time in µs of one of `repeats` calls."""
     synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
@@ -32,7 +32,7 @@ def time_us(call: Callable[[], Any], repeats: int = 1) -> float:
 
 
 def slowest_us(values: Sequence[float]) -> list[float]:
-    """Of each of these numbers the largest of all ranks; without a process group, they themselves."""
+    """Elementwise maximum over all ranks; the values themselves without a process group."""
     if not dist.is_initialized():
         return list(values)
     times = torch.tensor(values, dtype=torch.float64, device=device_type())
@@ -42,8 +42,8 @@ def slowest_us(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class TimedCall:
-    """A call, and how it is timed in each round: `warm` calls that are not, then `samples` of `repeats` calls each.
-    rounds: after so many it is left out; the same number on all ranks."""
+    """A call, and how it is timed in each round: `warm` untimed calls, then `samples` of `repeats` calls each. rounds: the
+    most rounds that include it; the same on all ranks."""
 
     call: Callable[[], Any]
     repeats: int = 1
@@ -53,10 +53,10 @@ class TimedCall:
 
 
 def in_rounds(calls: Mapping[str, TimedCall], seconds: float) -> dict[str, list[float]]:
-    """µs of every call by name, in rounds over all of them for about `seconds`.
+    """Time all calls in rounds for about `seconds`; returns samples in µs by name.
 
-    In a process group all ranks make the same calls at once, after a barrier each, and the slowest rank's time counts;
-    a call that some rank does not have is left out.
+    In a process group all ranks make the same call at the same time after a barrier, and the slowest rank's time counts; a
+    call that some rank does not have is left out.
     """
     names = _on_all_ranks(calls)
     samples: dict[str, list[float]] = {name: [] for name in names}

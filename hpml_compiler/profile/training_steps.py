@@ -1,4 +1,4 @@
-"""Training steps of a model as calls on this rank's device: forward and backward compiled, and the optimizer."""
+"""Benchmark calls for training steps on this rank's device: compiled forward and backward, and the optimizer."""
 from __future__ import annotations
 
 import copy
@@ -16,11 +16,11 @@ from passes.tracing.joint_trace import call_arguments
 
 WARM_STEPS, PROFILED_STEPS = 5, 5
 LARGE_ELEMENTS, LARGE_TENSORS = 2**20, 12
-"""Parameters that no cache holds together; each small enough that the allocator keeps its memory between steps."""
+"""Parameters that do not fit in a cache together; each is small enough for the allocator to reuse its memory."""
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in a model's output, or the sum of what can be differentiated."""
+    """The loss in a model's output: its `loss`, its first scalar, or the sum of all differentiable tensors."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -30,7 +30,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def trainer(model: nn.Module, batch: Any, backend: str = "inductor", **options: Any) -> Callable[[], None]:
-    """Forward and backward of the compiled model, gradients dropped before."""
+    """Call that resets gradients and runs forward and backward of the compiled model."""
     call = torch.compile(model, backend=backend, options=options or None)
     args, kwargs = call_arguments(batch)
 
@@ -43,8 +43,8 @@ def trainer(model: nn.Module, batch: Any, backend: str = "inductor", **options: 
 
 
 class ModelStep:
-    """Forward and backward of a copy of the model, compiled for one device with inductor, its kernels visible to the
-    profiler. `call` runs it; `profile` looks at some steps, and `fused_us` says what those found."""
+    """Forward and backward of a copy of the model, compiled with inductor for one device so that the profiler sees its
+    kernels. `call` runs a step, `profile` profiles some steps, and `fused_us` is the result."""
 
     def __init__(self, model: nn.Module, batch: Any):
         with compat.visible_kernels(), compat.quiet_dynamo():
@@ -66,13 +66,13 @@ class ModelStep:
 
     @property
     def fused_us(self) -> float:
-        """In one step, in the kernels that the compiler made of light operations."""
+        """Time per step in inductor's fused kernels."""
         return fused_kernels_us(self._events, self._steps)
 
 
 def fused_kernels_us(events: Iterable[Any], steps: int) -> float:
-    """Time of one step in fused kernels, of a profile of so many: of each kernel the median of its runs, times their
-    number, since a mean counts whatever else the machine did meanwhile."""
+    """Time in µs per step in fused kernels, from a profile of `steps` steps: the median of each kernel's runs times their
+    number, since a mean would include other load on the machine."""
     runs: dict[str, list[float]] = {}
     for event in events:
         if compat.is_fused_kernel(event.name):
@@ -87,7 +87,7 @@ def optimizer_step(parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
     for p in copies:
         p.grad = torch.ones_like(p)
     optimizer = torch.optim.AdamW(copies)
-    # A script's hooks are for steps of its own: torch calls those that it registered for all optimizers.
+    # Without hooks: those that the script registered for all optimizers are not for this step.
     step = functools.partial(compat.step_without_hooks(type(optimizer)), optimizer)
     for _ in range(3):
         step()
@@ -95,5 +95,5 @@ def optimizer_step(parameters: Sequence[torch.Tensor]) -> Callable[[], None]:
 
 
 def large_optimizer_step() -> Callable[[], None]:
-    """The same over parameters so large that their traffic is what it takes."""
+    """A step of AdamW over parameters so large that it is bound by memory traffic."""
     return optimizer_step([torch.zeros(LARGE_ELEMENTS, device=device_type())] * LARGE_TENSORS)
