@@ -1,1 +1,1 @@
-"""Energy of the devices of this machine, measured where there is a meter."""
+"""Measured energy and power of this machine's devices."""

@@ -1,10 +1,10 @@
-"""Joules that this machine used, where it has a meter: RAPL of the CPUs' packages, NVML of NVIDIA's GPUs.
+"""Measure energy in joules with hardware counters: RAPL for CPU packages, NVML for NVIDIA GPUs.
 
     with EnergyMeter() as meter:
         train()
     meter.joules, meter.label        # 512.3, "measured (RAPL)"; None, None where there is no meter
 
-A machine without a driver, without the counters or without the right to read them is no error: it has no meter.
+Without a driver, counters or permission to read them there is no meter, and no error is raised.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAPL_ROOT = Path("/sys/class/powercap")
 
 
 class Counter(Protocol):
-    """Something that counts energy."""
+    """An energy counter."""
 
     label: str
 
@@ -34,7 +34,7 @@ class Counter(Protocol):
 
 @dataclass
 class _Zone:
-    """One RAPL zone: its file, where it wraps around, and what it read last, in µJ."""
+    """One RAPL zone: its file, the value where it wraps around, and the last reading, in µJ."""
 
     file: Path
     range_uj: int
@@ -42,11 +42,11 @@ class _Zone:
 
 
 class RaplCounter:
-    """The packages of the CPUs and their memory: `intel-rapl:N` and its part `dram` in the kernel's powercap tree.
+    """Energy of the CPU packages and their memory: `intel-rapl:N` and its subzone `dram` in the kernel's powercap tree.
 
-    (AMD's processors appear under the same name.) The other parts, `core` and `uncore`, are inside the package, and
-    `psys` contains it: they are left out. A counter wraps around after max_energy_range_uj, for a package some
-    minutes to an hour: call `joules` at least that often. https://docs.kernel.org/power/powercap/powercap.html
+    (AMD's processors appear under the same name.) The subzones `core` and `uncore` are part of the package, and `psys`
+    contains it, so they are not counted. A counter wraps around after max_energy_range_uj, for a package in some minutes
+    to an hour: call `joules` at least that often. https://docs.kernel.org/power/powercap/powercap.html
     """
 
     label = "measured (RAPL)"
@@ -82,10 +82,10 @@ def _number(file: Path) -> int:
 
 
 class NvmlCounter:
-    """Whole GPUs, by NVML's total energy counter (Volta and later), in mJ since the driver was loaded.
+    """Energy of whole GPUs from NVML's total energy counter (Volta and later), in mJ since the driver was loaded.
 
-    nvml: the module `pynvml` (package nvidia-ml-py), or what stands for it. gpus: indices or UUIDs (`GPU-...`); None:
-    those of CUDA_VISIBLE_DEVICES, or all.
+    nvml: the module `pynvml` (package nvidia-ml-py), or a stub. gpus: indices or UUIDs (`GPU-...`); None: those of
+    CUDA_VISIBLE_DEVICES, or all.
     """
 
     label = "measured (NVML)"
@@ -114,7 +114,7 @@ class NvmlCounter:
 
 
 def _visible(nvml: Any) -> list[int | str]:
-    """CUDA's numbers are NVML's where CUDA_DEVICE_ORDER is PCI_BUS_ID or all GPUs are alike."""
+    """GPUs in CUDA_VISIBLE_DEVICES. CUDA's indices equal NVML's if CUDA_DEVICE_ORDER is PCI_BUS_ID or all GPUs are alike."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return list(range(nvml.nvmlDeviceGetCount()))
@@ -130,8 +130,8 @@ def _handle(nvml: Any, gpu: int | str) -> Any:
 
 def find_counter(device: str | None = None, *, rapl_root: Path = RAPL_ROOT, nvml: Any = None,
                  gpus: Sequence[int | str] | None = None) -> Counter | None:
-    """The counter of a kind of device, "cuda" (NVML) or "cpu" (RAPL); None: of the GPUs if there are any, else of the
-    CPUs. Returns None where there is none, and logs why."""
+    """Find the energy counter of a kind of device, "cuda" (NVML) or "cpu" (RAPL); None: of the GPUs if there are any, else
+    of the CPUs. Returns None if there is no counter, and logs why."""
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"unknown kind of device {device!r}; legal kinds: cpu, cuda")
     if device != "cpu":
@@ -148,14 +148,14 @@ def find_counter(device: str | None = None, *, rapl_root: Path = RAPL_ROOT, nvml
 
 
 class EnergyMeter:
-    """A context manager that reads a counter when it is entered and left.
+    """Context manager that measures the energy used inside it.
 
-    joules: of the whole device or package, other programs on it included, between the two (while inside: so far); and
-    label, which says how they were measured. Both None where there is no counter, or where it fails on the way.
+    joules: of the whole device or package, including other programs on it (while inside: so far). label: how it was
+    measured. Both are None if there is no counter, or if it fails.
     """
 
     def __init__(self, device: str | None = None, **where: Any):
-        """`device` and `where`: those of `find_counter`, which is called on entering."""
+        """device, where: arguments of `find_counter`, which is called on entering."""
         self._device, self._where = device, where
         self._counter: Counter | None = None
         self._joules: float | None = None

@@ -1,4 +1,4 @@
-"""Joules of the devices that this process can read a meter of, between two moments."""
+"""Average power of a run's devices, from the energy counters that this process can read."""
 from __future__ import annotations
 
 import logging
@@ -17,9 +17,9 @@ log = logging.getLogger("hpml")
 
 
 class PowerMeter:
-    """Average power since `begin`, of all devices of the run if those with a meter draw what the others do.
+    """Average power since `begin` of all devices of the run, assuming that devices without a counter draw as much.
 
-    counter: None where there is no meter. share: the part of the run's devices that it counts.
+    counter: None if there is none. share: fraction of the run's devices that the counter covers.
     """
 
     def __init__(self, counter: Counter | None, share: float = 1.0, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -28,7 +28,7 @@ class PowerMeter:
 
     @staticmethod
     def here(device_type: str) -> PowerMeter:
-        """The GPU of this rank, or the CPU packages of this host, which all its ranks share."""
+        """Meter of this rank's GPU, or of this host's CPU packages, which its ranks share."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         where: dict[str, Any] = {}
         if device_type == "cuda":
@@ -38,7 +38,7 @@ class PowerMeter:
 
     @property
     def label(self) -> str:
-        """How power is measured; "" where it is not."""
+        """How power is measured; "" without a meter."""
         if self.counter is None:
             return ""
         return self.counter.label if self.share == 1.0 else f"{self.counter.label} on {self.share:.0%} of the devices"
@@ -48,7 +48,7 @@ class PowerMeter:
         self._began = None if joules is None else (self.clock(), joules)
 
     def watts(self) -> float | None:
-        """None without a meter, before `begin`, or if the meter fails."""
+        """Average power since `begin` in watts; None without a meter, before `begin`, or if the meter fails."""
         joules, began = self._joules(), self._began
         if joules is None or began is None:
             return None
