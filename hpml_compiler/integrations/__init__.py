@@ -1,4 +1,4 @@
-"""Libraries and wrappers around the training loop: accelerate, transformers' Trainer, Lightning, DDP, FSDP, SyncBatchNorm.
+"""Integrations with accelerate, transformers' Trainer, Lightning, DDP, FSDP and SyncBatchNorm.
 
 accelerate, transformers and Lightning are imported only if they are used.
 """

@@ -1,4 +1,4 @@
-"""accelerate, and what is built on it: `one_device()`, and checkpoints that all ranks gather and rank 0 writes."""
+"""Integration with accelerate: `one_device()`, and checkpoints that all ranks gather and rank 0 writes."""
 from __future__ import annotations
 
 import contextlib
@@ -22,11 +22,12 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def one_device(**options: Any) -> None:
-    """From now on, accelerate sees the one device that a split model stands for, and rank 0 as its main process.
+    """Let accelerate see one device and one process, with rank 0 as the main process.
 
-    So it puts no DDP around models, gives every rank the same batches, reduces no losses and metrics, and lets rank 0
-    write. `dynamo_backend="hpml"`, and `torch_compile_backend="hpml"` of transformers' TrainingArguments, are known. To be
-    called before an Accelerator or TrainingArguments are made. On one rank, only the name of the backend becomes known.
+    accelerate then does not wrap models in DDP, gives every rank the same batches, does not reduce losses and metrics, and
+    lets rank 0 write. Registers `dynamo_backend="hpml"`, also for `torch_compile_backend="hpml"` of transformers'
+    TrainingArguments. To be called before an Accelerator or TrainingArguments are made. On one rank it only registers the
+    backend.
 
     options: of the backend, for models that a library compiles by the backend's name alone.
     """
@@ -35,7 +36,7 @@ def one_device(**options: Any) -> None:
     except ImportError as error:
         raise MissingDependency("accelerate is not installed", "hpml_compiler.one_device()",
                                 "pip install accelerate; without it, there is nothing that this has to tell") from error
-    Options.parse(options)  # what is wrong with them is said here, not at the first step
+    Options.parse(options)  # errors are raised here, not at the first step
     defaults.update(options)
     _know_the_backend()
     if ensure_process_group() == 1 or hasattr(PartialState.__init__, "__wrapped__"):
@@ -70,8 +71,7 @@ def _as_main_process(original: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def watch_saves() -> None:
-    """From now on, `save_state`, `save_model` and `get_state_dict` of an Accelerator gather what several ranks hold, and
-    `load_state` gives each rank its part."""
+    """Patch Accelerator: `save_state`, `save_model` and `get_state_dict` gather sharded tensors, and `load_state` shards."""
     from accelerate import Accelerator, checkpointing
 
     def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def watch_saves() -> None:
 
     _wrap(Accelerator, "get_state_dict", get_state_dict)
     _wrap(Accelerator, "save_state", save_state)
-    _wrap(checkpointing, "load_model", _into_placed)  # of safetensors, which asks for the storage of every parameter
+    _wrap(checkpointing, "load_model", _into_placed)  # of safetensors, which needs the storage of every parameter
 
 
 def _into_placed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +101,7 @@ def _into_placed(original: Callable[..., Any]) -> Callable[..., Any]:
         saved = load_file(filename)
         missing, unexpected = model.load_state_dict(saved, strict=False)
         loaded = {_memory(held[name]) for name in saved if name in held}
-        missing = [name for name in missing if _memory(held[name]) not in loaded]  # of tied weights, one is in the file
+        missing = [name for name in missing if _memory(held[name]) not in loaded]  # of tied weights, only one is in the file
         if missing or unexpected:
             raise BadInput(f"the checkpoint is of another model: it lacks {missing[:3]} and has {list(unexpected)[:3]} more",
                            str(filename), "load it into the model that it was saved from")
@@ -120,7 +120,7 @@ def _wrap(kind: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
 
 
 def _know_the_backend() -> None:
-    """accelerate has a list of backends, which torch's entry points do not extend."""
+    """Add hpml to accelerate's enum of backends, which does not read torch's entry points."""
     from accelerate.utils import DynamoBackend
 
     if "HPML" in DynamoBackend.__members__:

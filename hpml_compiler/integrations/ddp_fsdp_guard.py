@@ -1,7 +1,7 @@
-"""Wrappers that reduce gradients by themselves, around a model that is split already: made harmless, or refused.
+"""Guard against DDP and FSDP around models compiled with hpml: DDP is replaced by a shim, FSDP raises an error.
 
-DDP and FSDP hang on to the parameters that they were given. The backend places others in their stead, so nothing of what
-they do reaches the gradients, and no error says so. Importing this is cheap: it is loaded with the backend's entry point.
+DDP and FSDP keep references to the original parameters. The backend replaces these by placed ones, so their reductions
+would silently not reach the gradients. Importing this is cheap: it is loaded with the backend's entry point.
 """
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from passes import compat
 from passes.errors import BadInput
 
 _backends: list[Callable[..., Any]] = []
-"""The functions that `torch.compile` calls for this backend: one, once its module is loaded."""
+"""Functions that `torch.compile` calls for this backend: one, once its module is loaded."""
 
 REMEDY = "leave the wrapper out: torch.compile(model, backend='hpml') shards and reduces by itself"
 
 
 def watch(backend: Callable[..., Any]) -> None:
-    """From now on, wrappers around what is compiled with this backend are noticed."""
+    """Detect wrappers around models compiled with this backend."""
     _backends.append(backend)
     watch_ddp()
     watch_compiled_modules()
@@ -37,7 +37,7 @@ def watch(backend: Callable[..., Any]) -> None:
 
 @functools.cache
 def watch_ddp() -> None:
-    """From now on, DDP around a model that is compiled for this backend is a `SplitDDP`."""
+    """Patch DDP so that it makes a `SplitDDP` around a model compiled with this backend."""
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         module = kwargs.get("module", args[0] if args else None)
@@ -66,7 +66,7 @@ def _class_for(cls: type, module: nn.Module) -> type:
 
 
 def watch_compiled_modules() -> None:
-    """From now on, `torch.compile(module, backend="hpml")` looks at what the module is."""
+    """Patch compiled modules so that `torch.compile(module, backend="hpml")` checks the module for wrappers."""
     watch_fsdp()
     kind = compat.compiled_module_type()
     if kind is None or getattr(kind.__init__, "_hpml", False):  # Dynamo is not loaded, or watched already
@@ -85,8 +85,8 @@ def watch_compiled_modules() -> None:
 
 
 def watch_fsdp() -> None:
-    """From now on, FullyShardedDataParallel refuses what is compiled for this backend, and `fully_shard` what is placed by it.
-    (That is a function that scripts import by name: where nothing is placed yet, it is noticed at the next compilation.)"""
+    """Patch FullyShardedDataParallel to reject models compiled with this backend, and `fully_shard` to reject placed
+    parameters. (Scripts import `fully_shard` by name: before parameters are placed, it is detected at the next compilation.)"""
     compat.on_fully_shard(_before_sharding)
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is None or getattr(kind.__init__, "_hpml", False):
@@ -105,7 +105,7 @@ def watch_fsdp() -> None:
 
 
 def _before_sharding(parameter: Any) -> None:
-    """torch, which takes a placed parameter for one of tensor parallelism, says that something is None."""
+    """Raise BadInput for a placed parameter. (torch would take it for tensor parallelism and raise an unclear error.)"""
     module = sys.modules.get("hpml_compiler.runtime.dtensor.placed_tensor")
     if module is not None and isinstance(parameter, module.PlacedTensor):
         raise BadInput("fully_shard is put around a model that was compiled with backend='hpml' and split already",
@@ -127,7 +127,7 @@ def _before_compiling(module: nn.Module) -> None:
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether `torch.compile(module, backend="hpml")` made it, or `module.compile(backend="hpml")` was called."""
+    """True if the module is compiled by `torch.compile(module, backend="hpml")` or `module.compile(backend="hpml")`."""
     return compat.backend_of(module) in _backends
 
 
@@ -138,11 +138,11 @@ def several_ranks() -> bool:
 
 
 def refuse_other_wrappers(inputs: Any) -> None:
-    """Raise BadInput if a parameter among a graph's inputs belongs to a wrapper that was not seen above: one that was made
-    before this was loaded, or whose forward is part of what is compiled."""
+    """Raise BadInput if a parameter among a graph's inputs belongs to a wrapper that the patches missed: one that was made
+    before this module was loaded, or whose forward is part of the compiled function."""
     wanted = {id(value) for value in inputs if isinstance(value, nn.Parameter)}
     if _wrapper_of(wanted) is not None:
-        gc.collect()  # what is only waiting to be collected wraps nothing any more, and does not wait on all ranks alike
+        gc.collect()  # unreachable wrappers do not count, and ranks collect garbage at different times
     if (wrapper := _wrapper_of(wanted)) is not None:
         what = _shards_by_itself(wrapper)
         raise BadInput(f"{what} shards the parameters of this model already" if what else
@@ -151,13 +151,13 @@ def refuse_other_wrappers(inputs: Any) -> None:
 
 
 def _wrapper_of(wanted: Set[int]) -> Any:
-    """One that holds any of these parameters, by their ids, or a model that is compiled for this backend."""
+    """A wrapper of any of these parameters (by id), or of a model compiled with this backend."""
     return next((wrapper for wrapper in _wrappers() if any(map(is_split, wrapper.modules()))
                  or any(id(parameter) in wanted for parameter in wrapper.parameters())), None)
 
 
 def _wrappers() -> list[Any]:
-    """All modules that shard or reduce by themselves, of this process."""
+    """All DDP and FSDP modules of this process."""
     objects, kinds = gc.get_objects(), (*_sharding_types(), DistributedDataParallel)
     present = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds) and not _is_ours(kind)}
     return [item for item in objects if type(item) in present] if present else []

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel means around a model that is split already: each rank's batch is its rows of the global one."""
+"""DistributedDataParallel around a model compiled with hpml: each rank's batch is its rows of the global batch."""
 from __future__ import annotations
 
 import sys
@@ -19,13 +19,13 @@ WHERE = "DistributedDataParallel around a model compiled with backend='hpml'"
 
 
 class SplitDDP(DistributedDataParallel):
-    """Stands in for DDP: no gradient is reduced here, since the compiled graphs do that themselves.
+    """DDP shim that does not reduce gradients, since the compiled graphs do.
 
-    What a DDP script relies on stays: `module`, `no_sync()`, "module." before the names of the state dict, rank 0's
-    weights at the start, every rank's plain tensor inputs being rows of its own. Of what the model returns, a tensor
-    without dims (a loss) is that of the global batch, and a tensor with a row for each row of the global batch gives each
-    rank its own rows. Gradients are those of the mean, over ranks, of what each rank calls backward on: DDP's.
-    Inputs that `hpml_compiler.distribute` has given are the global batch already, and so are outputs then.
+    DDP's interface stays: `module`, `no_sync()`, the prefix "module." in the state dict, rank 0's weights at the start, and
+    plain tensor inputs that are each rank's own rows. A 0-dim output of the model (a loss) is that of the global batch; of an
+    output with a row per row of the global batch, each rank gets its own rows. Gradients are those of the mean over ranks of
+    the tensors on which each rank calls backward, as in DDP. Inputs from `hpml_compiler.distribute` are the global batch
+    already, and outputs are then global too.
     """
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0,
@@ -40,12 +40,12 @@ class SplitDDP(DistributedDataParallel):
 
     @classmethod
     def adopt(cls, ddp: DistributedDataParallel) -> None:
-        """Make a DDP object that was made before its model was compiled one of these."""
+        """Convert a DDP object that was made before its model was compiled."""
         if dist.get_world_size(ddp.process_group) != dist.get_world_size():
             raise BadInput("the model is to be split over all ranks, and its DDP is for some of them", WHERE,
                            "leave process_group and device_mesh out")
         held = {name: getattr(ddp, name) for name in ("device_ids", "output_device", "dim")}
-        for name in ("process_group", "reducer", "logger", "device_mesh"):  # the reducer takes its hooks with it
+        for name in ("process_group", "reducer", "logger", "device_mesh"):  # deleting the reducer removes its hooks
             vars(ddp).pop(name, None)
         ddp.__class__ = cls
         assert isinstance(ddp, cls)
@@ -63,7 +63,7 @@ class SplitDDP(DistributedDataParallel):
         if self.mixed_precision is not None:
             raise BadInput("DDP's own mixed_precision is not done here", WHERE, "use torch.autocast in the script")
         self._rows = PerRankBatches()
-        if "accelerate" in sys.modules:  # it wraps by itself, and writes on rank 0
+        if "accelerate" in sys.modules:  # it wraps models in DDP, and writes on rank 0
             from hpml_compiler.integrations.accelerate import watch_saves
 
             watch_saves()
@@ -84,7 +84,7 @@ class SplitDDP(DistributedDataParallel):
 
     @torch.compiler.disable
     def _joined(self, inputs: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], tuple[int, int] | None]:
-        """Arguments with the global batch in the place of this rank's rows; the numbers of both, if there are rows."""
+        """The arguments with the global batch in place of this rank's rows, and (own, global) numbers of rows, if any."""
         if kwargs.get("num_items_in_batch") is not None:
             raise BadInput("a Trainer of transformers has put this DDP around its model, and it multiplies a loss by the "
                            "number of ranks that is the global batch's already", WHERE,
@@ -145,9 +145,9 @@ class SplitDDP(DistributedDataParallel):
 
 
 class _OwnPart(torch.autograd.Function):
-    """Of what a split model returns, equal on all ranks: rows `start` to `start + rows`, and all of what has no dims.
+    """Takes this rank's rows (`own` = start, rows) of global outputs that are equal on all ranks; copies 0-dim outputs.
 
-    Backward: the whole tangent is put together of the ranks' own, and divided by their number, as DDP's mean does.
+    Backward sums the ranks' tangents into the whole tangent and divides it by the number of ranks, as in DDP's mean.
     """
 
     @staticmethod

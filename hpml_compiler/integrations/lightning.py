@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(strategy=HpmlStrategy())`, one device as far as Lightning can see, on as many ranks as there are."""
+"""Lightning strategy: `Trainer(strategy=HpmlStrategy())` sees one device and runs on all ranks."""
 from __future__ import annotations
 
 import os
@@ -23,11 +23,11 @@ except ImportError:
 
 
 class HpmlStrategy(SingleDeviceStrategy):  # pyright: ignore[reportGeneralTypeIssues]
-    """For modules whose model is compiled with backend="hpml": every rank runs the script of one device.
+    """Strategy for models compiled with backend="hpml": every rank runs the single-device script.
 
-    All ranks get the same batches (no DistributedSampler is put in), no DDP is put around, nothing is reduced that is the
-    global batch's already. Checkpoints are gathered by all ranks and written by rank 0, with the names and shapes that one
-    device writes; rank 0 logs.
+    All ranks get the same batches (no DistributedSampler), the model is not wrapped in DDP, and losses and metrics are not
+    reduced, since they are those of the global batch. Checkpoints are gathered by all ranks and written by rank 0, with the
+    same names and shapes as on one device. Rank 0 logs.
     """
 
     strategy_name = "hpml"

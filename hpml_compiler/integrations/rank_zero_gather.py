@@ -1,4 +1,4 @@
-"""What several ranks hold, whole on rank 0: for libraries in which one rank writes the checkpoint."""
+"""Gather sharded state on rank 0, for libraries in which one rank writes the checkpoint."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
@@ -18,16 +18,16 @@ def is_first_rank() -> bool:
 
 
 def barrier() -> None:
-    """Go on when all ranks are here: what rank 0 writes is then there for all."""
+    """Wait for all ranks, so that files written by rank 0 are visible to all."""
     if dist.is_initialized():
         dist.barrier(group=control_group())
 
 
 def gathered(nest: Any) -> Any:
-    """A state dict, or any nest of dicts and lists, with whole plain tensors on the CPU in the place of placed ones.
+    """Gather the placed tensors of a state dict (or any nest of dicts and lists) to whole plain CPU tensors on rank 0.
 
-    All ranks call it; tensor by tensor, only rank 0 keeps what is gathered, the others get empty tensors there. Tensors that
-    share memory, as tied weights do, still do. Everything else stays as it is.
+    All ranks must call it; other ranks get empty tensors. Tensors are gathered one at a time. Tensors that share memory,
+    such as tied weights, still do. Other values stay as they are.
     """
     return _gathered(nest, {})
 
@@ -49,7 +49,7 @@ def _gathered(value: Any, known: dict[tuple, torch.Tensor]) -> Any:
 
 
 def holds_placed(nest: Any) -> bool:
-    """Whether a nest has placed tensors."""
+    """True if a nest contains placed tensors."""
     return any(True for _ in _placed(nest))
 
 
@@ -63,7 +63,8 @@ def _placed(value: Any) -> Iterator[DTensor]:
 
 @contextmanager
 def gathered_states(optimizers: Any) -> Iterator[None]:
-    """Inside, `state_dict()` of these optimizers is the whole state as it was at the start; all ranks enter together."""
+    """Context manager in which `state_dict()` of these optimizers returns the state gathered on entering. All ranks must
+    enter it together."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper

@@ -1,7 +1,7 @@
-"""SyncBatchNorm in a model that hpml splits: BatchNorm, whose statistics are those of the global batch already.
+"""SyncBatchNorm in models compiled with hpml: runs as BatchNorm, whose statistics are those of the global batch already.
 
-torch's own gathers statistics from all ranks. Each rank of a split model computes with the global batch, so that would count
-every row once per rank; on CPU torch refuses it.
+torch's SyncBatchNorm gathers statistics from all ranks. In a model compiled with hpml each rank sees the global batch, so
+every row would be counted once per rank; on CPU torch does not support it.
 """
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch import nn
 from passes.errors import BadInput
 
 GLOBAL = "_hpml_global_batch"
-"""Attribute of layers that have been told; copies of a layer have it, too."""
+"""Attribute of layers that run as BatchNorm; copies of a layer have it, too."""
 
 
 def use_global_batch(name: str, layer: nn.SyncBatchNorm) -> None:
-    """name: where the layer is in its model. Raises BadInput if its statistics are to be those of a part of the ranks."""
+    """Run a SyncBatchNorm layer as BatchNorm. name: of the layer in its model. Raises BadInput if the layer's process group
+    does not have all ranks."""
     group = layer.process_group
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
         raise BadInput("SyncBatchNorm is given a process group that has not all ranks: in a model that hpml splits, statistics "
@@ -35,7 +36,7 @@ def _watch() -> None:
     @functools.wraps(original)
     def forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> Any:
         if getattr(self, GLOBAL, False):
-            return nn.BatchNorm1d.forward(self, input)  # type: ignore[arg-type]  # that of all BatchNorms
+            return nn.BatchNorm1d.forward(self, input)  # type: ignore[arg-type]  # the forward of all BatchNorms
         return original(self, input)
 
     nn.SyncBatchNorm.forward = forward

@@ -1,4 +1,4 @@
-"""transformers' Trainer, once accelerate sees one device: checkpoints that all ranks gather and rank 0 writes."""
+"""Integration with transformers' Trainer after `one_device()`: checkpoints that all ranks gather and rank 0 writes."""
 from __future__ import annotations
 
 import functools
@@ -12,7 +12,7 @@ from hpml_compiler.integrations.rank_zero_gather import barrier, gathered, gathe
 
 @functools.cache
 def watch_trainers() -> None:
-    """From now on, every Trainer's checkpoints are whole, and TrainingArguments know one device for each rank."""
+    """Patch Trainer to write whole checkpoints, and TrainingArguments to use one device per rank."""
     from transformers import Trainer, TrainingArguments
 
     _wrap(Trainer, "_save", _save)
@@ -65,7 +65,7 @@ def _then_together(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _own_device(kind: Any) -> None:
-    """Without ranks, Trainer would take the first GPU, and all others by DataParallel."""
+    """Let TrainingArguments use this rank's GPU. (As a single process it would use all GPUs by DataParallel.)"""
     here = torch.device("cuda", torch.cuda.current_device())
     given_device, given_count = kind.device, kind.n_gpu
 
