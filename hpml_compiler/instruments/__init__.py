@@ -1,1 +1,1 @@
-"""Instruments: studies and fits that commands run and that no other part of hpml needs."""
+"""Studies and calibrations that are only used by commands."""

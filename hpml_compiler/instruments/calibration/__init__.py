@@ -1,1 +1,1 @@
-"""Fits the efficiencies of a device to measured steps."""
+"""Calibration of a device: fit its efficiencies to measured step times."""

@@ -1,7 +1,7 @@
-"""Calibrate a device: fit its few efficiencies to measured steps, and say how well each row is then predicted.
+"""Calibrate a device: fit its efficiencies to measured step times, and report the prediction error of each row.
 
-Each row is planned once, on the built-in figures and its pinned mesh; then the plan is simulated again for every trial
-of the parameters. What is fitted, and how: `passes.cost_model.measured.parameter_fit`.
+Each row is planned once, with the built-in efficiencies and its pinned mesh; the plan is then simulated for every trial of
+the parameters. The fit is `passes.cost_model.measured.parameter_fit`.
 """
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ SIGMAS = {
     "intra_node.efficiency": 0.15,
     "inter_node.efficiency": 0.15,
 }
-"""How far the logarithm of a built-in figure may well be off. Large matrix products and copies sustain much the same
+"""Prior standard deviations of the logarithms of the built-in efficiencies. Large matmuls and copies reach about the same
 share of the peak in all libraries; attention ranges from a tenth (scores through memory) to three quarters (fused)."""
 
 EFFICIENCIES = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
 LINKS = ("intra_node.efficiency", "inter_node.efficiency")
 
 NO_LIMIT_BYTES = 10**15
-"""What no device has."""
+"""More memory than any device has."""
 
 StepTime = Callable[[Plan, Cluster, MeasuredRow], float]
-"""(plan of a row, its cluster with the parameters on trial, the row) -> seconds of a step."""
+"""(plan of a row, its cluster with trial parameters, the row) -> seconds per step."""
 
 @dataclass(frozen=True)
 class RowReport:
-    """Seconds of one row: measured, predicted with the built-in figures, with the fitted ones, and with those of a fit on
-    all other rows (None for a row held out, which no fit has seen, and where there is only one)."""
+    """Seconds per step of one row: measured, predicted with the built-in efficiencies (`before_s`), with the fitted ones, and
+    with a fit to all other rows (`left_out_s`; None for a held-out row, which is in no fit, and for a single row)."""
 
     row: MeasuredRow
     measured_s: float
@@ -72,7 +72,7 @@ class Calibration:
     rows: tuple[RowReport, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """What `hpml calibrate --json` prints; means are of absolute relative errors, None over no rows."""
+        """The output of `hpml calibrate --json`; means are of absolute relative errors, None without rows."""
         rows = [report.to_json() for report in self.rows]
         return {
             "device": self.sheet.device.name,
@@ -91,10 +91,10 @@ def calibrate(
     rows: Sequence[MeasuredRow], plans: Sequence[Plan], device: DeviceSheet | None = None, names: Sequence[str] | None = None,
     step_time: StepTime | None = None,
 ) -> Calibration:
-    """Fit the parameters `names` of `device` (by default that of the first row's cluster) to `rows`, planned as `plans`.
+    """Fit the parameters `names` of `device` (default: the device of the first row's cluster) to `rows` with `plans`.
 
-    By default names are the three efficiencies of the device, and those of its links where there are more rows than
-    all five. Raises BadInput for rows of other devices, unknown names and rows that leave nothing to fit.
+    The default names are the three efficiencies of the device, and those of its links if there are more than five rows.
+    Raises BadInput for rows of other devices, unknown names and rows that leave nothing to fit.
     """
     step_time = step_time or simulated
     clusters = [Cluster.parse(row.cluster) for row in rows]
@@ -126,11 +126,11 @@ def calibrate(
 
 
 def plan_row(row: MeasuredRow) -> Plan:
-    """The plan of a row's target on its cluster and pinned mesh, with the stages and microbatches that it went through.
+    """Plan a row's target on its cluster and pinned mesh, with its pipeline stages and microbatches.
 
-    What was measured did fit, by recompute that the planner does not know of: memory is no limit here.
+    Memory is not limited: the measured run did fit, possibly with recomputation that is not in the plan.
 
-    Raises BadInput that names the row.
+    Raises BadInput with the row's name.
     """
     from hpml_compiler import api
 
@@ -151,14 +151,14 @@ def plan_row(row: MeasuredRow) -> Plan:
 
 
 def _without_limit(cluster: Cluster) -> Cluster:
-    """The same devices with more memory than any model takes."""
+    """The cluster with devices of practically unlimited memory."""
     return replace(cluster, groups=tuple(
         replace(group, device=replace(group.device, memory_bytes=NO_LIMIT_BYTES)) for group in cluster.groups))
 
 
 def simulated(plan: Plan, cluster: Cluster, row: MeasuredRow) -> float:
-    """A `StepTime`: the simulator's."""
-    microbatches = row.microbatches if row.pipeline is None else 1  # else the plan says them
+    """`StepTime` of the simulator."""
+    microbatches = row.microbatches if row.pipeline is None else 1  # with a pipeline they are in the plan
     return simulate(plan, cluster, recompute=row.recompute, microbatches=microbatches).step_us * 1e-6
 
 
@@ -168,7 +168,7 @@ def with_parameters(cluster: Cluster, values: Mapping[str, float]) -> Cluster:
 
 
 def _changed(record: Any, values: Mapping[str, float]) -> Any:
-    """A group of nodes, or a device file, with other efficiencies: both have a device and links by the same names."""
+    """Replace efficiencies in a group of nodes or a device file; both have a device and links with the same field names."""
     own = {name: value for name, value in values.items() if "." not in name}
     links = {name.partition(".")[0]: value for name, value in values.items() if "." in name}
     return replace(record, device=replace(record.device, **own),

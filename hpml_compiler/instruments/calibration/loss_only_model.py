@@ -1,4 +1,4 @@
-"""A model that returns its loss alone, for plans of training steps whose other outputs nobody reads."""
+"""Model wrapper that returns only the loss, for plans of training steps whose other outputs are not used."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,8 +9,10 @@ from torch import nn
 
 
 class LossOnly(nn.Module):
-    """`model` without its other outputs, which every rank would have to gather: in place of an object with a `loss`, a
-    mapping with "loss", or a tuple or list that begins with it. Raises TypeError for anything else."""
+    """Returns only the loss of a model, so that other outputs need not be gathered on every rank.
+
+    The model returns the loss, an object with a `loss`, a mapping with "loss", or a tuple or list that begins with it. Raises
+    TypeError for other outputs."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -1,13 +1,13 @@
-"""Measured steps that a device is calibrated on: rows of a JSON file, checked, and their step times in seconds.
+"""Measured step times for calibration: read and validate the rows of a JSON file.
 
-The file holds an array of rows, or an object with `rows` and a `source` that says where they are from. A row:
+The file contains an array of rows, or an object with `rows` and their `source`. A row:
 
     {"name": "1.7B", "target": "models.py:gpt_1_7b", "cluster": "4x8:a100-80g", "mesh": {"dp": 32}, "options": {},
      "seconds": 3.53, "recompute": "full", "microbatches": 1}
 
-or, in place of `seconds`, `tflops_per_device` with the `formula` by which it was defined and the formula's `arguments`.
-A row with `"held_out": true` is predicted and compared, but not fitted to. The model is planned as if it returned its
-loss alone, since trainers do not gather logits; `"outputs": "all"` counts every output that it returns, as hpml would.
+or, in place of `seconds`, `tflops_per_device` with the `formula` that defines it and the formula's `arguments`.
+A row with `"held_out": true` is predicted and compared, but not fitted to. The model is planned as if it returned only its
+loss, since trainers do not gather logits; `"outputs": "all"` counts every output that it returns, as hpml would.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MegatronArguments(Record):
 
 
 class RowPipeline(Record):
-    """How the layers were cut into stages: `virtual` chunks of layers per device, in turns."""
+    """Pipeline of a measured run: stages, schedule, and `virtual` stages per device, interleaved."""
 
     stages: Positive
     schedule: Literal["1f1b", "interleaved"] = "1f1b"
@@ -48,7 +48,7 @@ class RowPipeline(Record):
 
 
 class MeasuredRow(Record):
-    """One measured step; see the module's docstring. `mesh` is pinned; with a pipeline it is that of one stage."""
+    """One measured step; see the module's docstring. `mesh` is pinned; with a pipeline it is the mesh of one stage."""
 
     name: str = ""
     target: str
@@ -76,12 +76,12 @@ class MeasuredRow(Record):
 
     @property
     def devices(self) -> int:
-        """Of the whole cluster. Raises BadInput for a cluster that cannot be read."""
+        """Number of devices of the cluster. Raises BadInput for a cluster that cannot be parsed."""
         return Cluster.parse(self.cluster).world_size
 
     @property
     def planned(self) -> dict[str, Any]:
-        """The options that it is planned with."""
+        """Options for planning the row."""
         if self.pipeline is None:
             return {**self.options, "mesh": dict(self.mesh)}
         pipe = self.pipeline
@@ -90,14 +90,14 @@ class MeasuredRow(Record):
 
     @property
     def measured_s(self) -> float:
-        """Seconds of one step."""
+        """Measured seconds per step."""
         if self.seconds is not None:
             return self.seconds
         assert self.tflops_per_device is not None
         return self._flops / (self.tflops_per_device * 1e12 * self.devices)
 
     def tflops(self, seconds: float) -> float | None:
-        """What `seconds` a step are in the unit of the row's source; None for a row in seconds."""
+        """Convert seconds per step to TFLOP/s per device by the row's formula; None for a row in seconds."""
         return None if self.arguments is None else self._flops / seconds / self.devices * 1e-12
 
     @property
@@ -107,19 +107,19 @@ class MeasuredRow(Record):
 
 
 def megatron_flops(layers: int, hidden: int, vocabulary: int, sequence: int, batch: int) -> float:
-    """FLOPs of a training step of a GPT with full recompute: 96 B s l h² (1 + s/(6h) + V/(16 l h)), all matrix products.
+    """FLOPs of a GPT training step with full recomputation: 96 B s l h² (1 + s/(6h) + V/(16 l h)), matmuls only.
 
     Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", SC'21
-    (arXiv 2104.04473), equation 3. Divided by step time and devices it is that paper's TFLOP/s per GPU.
+    (arXiv 2104.04473), equation 3. Divided by step time and number of devices it is that paper's TFLOP/s per GPU.
     """
     return (96.0 * batch * sequence * layers * hidden**2
             * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden)))
 
 
 def read_rows(path: Path) -> tuple[MeasuredRow, ...]:
-    """The rows of a file; a target that is a file is looked for here, then in the folder of `path`.
+    """Read the rows of a file. A target's file is looked up in the working directory, then in the folder of `path`.
 
-    Raises BadInput that names the file, the row and the key.
+    Raises BadInput with the file, the row and the key.
     """
     data = read_json(path)
     listed = data.get("rows") if isinstance(data, dict) else data

@@ -1,4 +1,4 @@
-"""How a step grows, as text: its bytes and FLOPs as formulas, its times by what bounds them, and what doubling does."""
+"""Text reports on scaling: memory and FLOPs as formulas, and the effect of doubling or changing sizes."""
 from __future__ import annotations
 
 import math
@@ -16,8 +16,8 @@ TIMES = ("step_time_us", "compute_us", "communication_us", "optimizer_us")
 
 
 def growth(cost: SymbolicCost, name: str | None = None) -> str:
-    """Formulas of the whole step or of `name` (a block, node or parameter), then the factors by which doubling each
-    size alone multiplies time and bytes."""
+    """Report the formulas of the whole step or of `name` (a block, node or parameter), and the factors of time and memory
+    when each size is doubled."""
     now, formulas = cost.evaluate(name, check=False), cost.formulas(name)
     lines = [f"{name or 'step'} per device, at {_sizes(cost.base)}, on {format_mesh(cost.axes)} of {cost.cluster}", ""]
     held = [(part, now.memory_bytes[part], expression) for part, expression in formulas.memory_bytes.items()]
@@ -32,7 +32,7 @@ def growth(cost: SymbolicCost, name: str | None = None) -> str:
 
 
 def what_if(cost: SymbolicCost, name: str | None = None, **options: Any) -> str:
-    """Time and bytes now and at other sizes; options: those of `SymbolicCost.evaluate`."""
+    """Report time and memory now and at other sizes. options: those of `SymbolicCost.evaluate`."""
     now, then = cost.evaluate(name), cost.evaluate(name, **options)
     changed = {each: size for each, size in options.items() if each in cost.base}
     rows = [(_label(each), format_us(getattr(now, each)), format_us(getattr(then, each)),
@@ -59,7 +59,7 @@ def _doubled(cost: SymbolicCost, name: str | None, now: StepCost) -> Iterator[tu
 
 
 def _or_none(cost: SymbolicCost, name: str | None, sizes: dict[str, int]) -> StepCost | None:
-    """None where the plan cannot be laid out at these sizes."""
+    """Cost at other sizes; None if the plan's placements do not divide these sizes."""
     try:
         return cost.evaluate(name, cluster=None, check=True, **sizes)
     except BadInput:
@@ -67,7 +67,7 @@ def _or_none(cost: SymbolicCost, name: str | None, sizes: dict[str, int]) -> Ste
 
 
 def _formula(cost: SymbolicCost, expression: sympy.Expr, format_number: Callable[[float], str]) -> str:
-    """A sum of products as "9.0 MiB x (batch/4) / (dp/2) + ...", the largest now first: each number is that term now."""
+    """Format a sum of products as "9.0 MiB x (batch/4) / (dp/2) + ...", largest first; numbers are current values of terms."""
     at = [(cost.symbols[each], size) for each, size in cost.base.items()]
     terms = sorted(((float(term.subs(at)), term) for term in sympy.Add.make_args(sympy.expand(expression))),
                    key=lambda pair: -abs(pair[0]))
@@ -78,7 +78,7 @@ def _formula(cost: SymbolicCost, expression: sympy.Expr, format_number: Callable
 
 
 def _powers(cost: SymbolicCost, term: sympy.Expr) -> str:
-    """Each symbol over its size in the plan, to its power."""
+    """Format the powers of a term's symbols, each relative to its size in the plan."""
     powers = term.as_powers_dict()
     above, below = [], []
     for name, symbol in cost.symbols.items():
@@ -89,7 +89,7 @@ def _powers(cost: SymbolicCost, term: sympy.Expr) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Columns as wide as they need be: names and formulas to the left, numbers to the right."""
+    """Align columns: names and formulas to the left, numbers to the right."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     formula = rows[0][-1] == "grows as"
     for row in rows:
@@ -108,7 +108,7 @@ def _label(field: str) -> str:
 
 
 def _held(part: str) -> str:
-    # A formula's peak is the sum of all parts and the largest transient; that of a plan is found along the step.
+    # A formula's peak is the sum of all parts and the largest transient; a plan's peak is that of its memory trace.
     return {"optimizer": "optimizer state", "peak": "all at once"}.get(part, part)
 
 

@@ -1,4 +1,4 @@
-"""What the entities of a partition problem are called: blocks, nodes and parameters."""
+"""Names for the entities of a partition problem: blocks, nodes and parameters."""
 from __future__ import annotations
 
 from collections import defaultdict
@@ -15,9 +15,9 @@ from passes.sharding.search.symbolic_terms import SymbolicTerms
 
 @dataclass(frozen=True)
 class CostPart:
-    """What one class of equal pieces of the graph is: `count` clusters of operations, parameters or copies, of one block.
+    """One class of equal entities of the graph: `count` groups of operations, parameters or copies of one block.
 
-    block: path with list indices starred (`blocks.*`). names: the nodes and parameters that belong to it."""
+    block: path with list indices starred (`blocks.*`). names: its nodes and parameters."""
 
     name: str
     block: str
@@ -27,7 +27,7 @@ class CostPart:
 
 @dataclass(frozen=True)
 class GraphTerms:
-    """The terms of one graph; `parts` by the number of an entity. overhead_us: of calling it, besides its kernels."""
+    """Cost terms of one graph. parts: indexed by entity. overhead_us: per call of the graph, besides its kernels."""
 
     name: str
     parts: tuple[CostPart, ...]
@@ -36,7 +36,7 @@ class GraphTerms:
 
 
 def parts_of(annotated: AnalyzedGraph, placed: MeshPlacement) -> tuple[CostPart, ...]:
-    """A part for each entity, in their order. Copies of a value belong to the block that makes or reads the value."""
+    """One `CostPart` per entity, in their order. Copies of a value belong to the block that produces or reads the value."""
     problem, graph = placed.problem, annotated.graph
     blocks = listing(annotated, problem, once=False).blocks
     names: dict[int, list[str]] = defaultdict(list)
@@ -64,7 +64,7 @@ def parts_of(annotated: AnalyzedGraph, placed: MeshPlacement) -> tuple[CostPart,
 
 
 def in_block(graph: GraphTerms, name: str) -> dict[int, float]:
-    """Entities in the blocks below `name`; of a repetition (`blocks.3`), the mean over all of them."""
+    """Entities in the blocks below `name`, with weights: 1, or the mean over all repetitions for one block (`blocks.3`)."""
     starred = block_class(name)
     found = {k: part for k, part in enumerate(graph.parts) if part.block == starred or part.block.startswith(f"{starred}.")}
     if not found or starred == name:
@@ -74,5 +74,5 @@ def in_block(graph: GraphTerms, name: str) -> dict[int, float]:
 
 
 def one_with(graph: GraphTerms, name: str) -> dict[int, float]:
-    """The one instance that the node or parameter `name` is in."""
+    """Entities that contain the node or parameter `name`, with the weight of one instance."""
     return {k: 1.0 / part.count for k, part in enumerate(graph.parts) if name in part.names}

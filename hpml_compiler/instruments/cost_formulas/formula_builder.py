@@ -1,4 +1,4 @@
-"""Formulas of a plan over batch, sequence and axis sizes: trace the model at a few sizes, interpolate, keep the placements.
+"""Build symbolic costs of a plan: trace the model at a few sizes and interpolate, with the plan's placements.
 
     cost = hpml_compiler.instruments.cost_formulas.formulas(model, batch, cluster="1x4:cpu", mesh={"dp": 2, "tp": 2})
     print(hpml_compiler.instruments.cost_formulas.cost_growth.growth(cost))
@@ -61,12 +61,12 @@ def formulas(
     model: nn.Module, batch: Any, plan: Plan | None = None, *, cluster: str | Cluster | None = None,
     dims: Mapping[str, int] | None = None, **options: Any,
 ) -> SymbolicCost:
-    """Formulas of a plan of `model` on the global `batch`; without `plan` one is made first.
+    """Symbolic cost of a plan of `model` on the global `batch`; without `plan` the model is planned first.
 
-    cluster, options: as `hpml_compiler.plan` takes them; of a given plan, those that it was made with. dims: name ->
-    size of the dims of the inputs that the formulas are over (see `varied_inputs`); batch and sequence by default. A size
-    at which the model is traced as another graph is no symbol; `notes` say so. Raises BadInput where the plan is not of
-    this model, batch or cluster, and where a size is no polynomial.
+    cluster, options: as in `hpml_compiler.plan`; for a given plan, those that it was made with. dims: name -> size of the
+    input dims that become symbols (see `varied_inputs`); batch and sequence by default. A dim is not a symbol, and `notes`
+    report it, if the model traces to a different graph at other sizes. Raises BadInput if the plan is of another model,
+    batch or cluster, and if a size is not a polynomial.
     """
     given = {} if plan is None else plan.options
     parsed = Options.parse({**given, **options, **({"cluster": cluster} if isinstance(cluster, str) else {})})
@@ -121,7 +121,7 @@ def formulas(
 
 @dataclass
 class _Source:
-    """Traces of a model, of all of its layers or, where the plan was made so, of a few."""
+    """Traces a model with all of its layers, or with a few layers if the plan was made so."""
 
     model: nn.Module
     plan: Plan
@@ -151,7 +151,7 @@ class _Source:
 
 def _conditions(planned: Sequence[GraphPlan], cluster: Cluster, options: Options,
                 measured: CachedMeasurements | None) -> SearchConfig:
-    """Under which the graphs of a plan are priced anew: where it was decided what is kept, not all that may be has to fit."""
+    """Search configuration for pricing a plan's graphs. If checkpointing was decided, not all saved activations have to fit."""
     return SearchConfig(
         cluster, options.objective, options.budget_bytes(cluster.device.memory_bytes), options.optimizer_states,
         zero_of(options, obeys=True), measured, resident_states=options.resident_states,
@@ -159,7 +159,7 @@ def _conditions(planned: Sequence[GraphPlan], cluster: Cluster, options: Options
 
 
 def _obeyed(annotated: AnalyzedGraph, graph: GraphPlan, plan: Plan, conditions: SearchConfig) -> MeshPlacement:
-    """The answer that the plan writes down."""
+    """The placement that the plan specifies, priced. Raises BadInput if its step time differs from the plan's."""
     deciding(conditions, plan.mesh, decisions_of(graph))(annotated.gm)
     answer = read(SEARCH_RESULT, annotated.gm)
     drop(SEARCH_RESULT, annotated.gm)
@@ -172,7 +172,7 @@ def _obeyed(annotated: AnalyzedGraph, graph: GraphPlan, plan: Plan, conditions: 
 
 @dataclass
 class _Samples:
-    """Traces by point, the base first. up: the points' lengths are above the base's."""
+    """Traces by point, the base first. up: lengths (sizes other than the batch) of the points are above the base's."""
 
     inputs: VariedInputs
     graphs: dict[Point, list[AnalyzedGraph]]
@@ -180,7 +180,7 @@ class _Samples:
 
 
 def _sample(source: _Source, base: list[AnalyzedGraph], inputs: VariedInputs, notes: list[str]) -> _Samples:
-    """Traces at two more points; sizes for which there is no such trace are given up, lengths first."""
+    """Trace at two more points; dims for which the model traces to a different graph are dropped, lengths before the batch."""
     while inputs.sizes:
         reason = ""
         names, at = tuple(inputs.sizes), tuple(inputs.sizes.values())
@@ -198,7 +198,7 @@ def _sample(source: _Source, base: list[AnalyzedGraph], inputs: VariedInputs, no
 
 
 class _Different(Exception):
-    """At another size there is another graph, or none."""
+    """The model traces to a different graph, or to none, at another size."""
 
 
 def _trace_at(source: _Source, base: list[AnalyzedGraph], inputs: VariedInputs, points: Sequence[Point],
@@ -221,7 +221,7 @@ def _trace_at(source: _Source, base: list[AnalyzedGraph], inputs: VariedInputs, 
 
 
 def _complete(source: _Source, base: list[AnalyzedGraph], samples: _Samples) -> None:
-    """Trace the points of the lattice as well."""
+    """Trace the remaining points of the lattice."""
     inputs = samples.inputs
     points = lattice_points(tuple(inputs.sizes), tuple(inputs.sizes.values()), samples.up)
     try:

@@ -1,6 +1,6 @@
-"""Formulas as a file, so that a what-if question needs neither model nor plan: strict JSON, nothing in it is executed.
+"""Save and load symbolic costs as strict JSON, so that what-if questions need neither model nor plan. No code is executed.
 
-Quantities and terms are written once and referred to by number; a coefficient is "3/2" or an integer.
+Quantities and terms are stored once and referenced by index; a coefficient is "3/2" or an integer.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TERMS: dict[str, type] = {"kernel": Kernel, "message": Message, "slice": Slice,
 
 
 def save(cost: SymbolicCost, path: str | Path) -> None:
-    """Writes formulas. Raises BadInput where prices were measured: those are in the cache of this machine alone."""
+    """Save a symbolic cost. Raises BadInput if it uses measured prices, which are only in this machine's cache."""
     if cost.measured is not None:
         raise BadInput("formulas over measured prices cannot be written", str(path), "plan with costs=roofline")
     write_json({
@@ -34,12 +34,12 @@ def save(cost: SymbolicCost, path: str | Path) -> None:
 
 
 def is_formulas(data: Any) -> bool:
-    """Whether the JSON of a file is that of formulas, of whatever version."""
+    """True if JSON data is a symbolic cost, of any version."""
     return isinstance(data, dict) and data.get("format") == FORMAT
 
 
 def load(path: str | Path) -> SymbolicCost:
-    """Reads what `save` wrote. Raises BadInput."""
+    """Load a symbolic cost written by `save`. Raises BadInput."""
     data = read_json(path)
     where, again = str(path), "make it again with `hpml explain TARGET --save FILE.json`"
     if not is_formulas(data) or data.get("version") != VERSION:
@@ -60,7 +60,7 @@ def _sizes(data: dict[str, Any]) -> dict[str, int]:
 
 
 class _ItemNumbers:
-    """What is written once: item -> its number, in order."""
+    """Numbers distinct items in order of their first use."""
 
     def __init__(self) -> None:
         self.known: dict[Any, int] = {}

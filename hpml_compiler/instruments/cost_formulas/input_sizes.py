@@ -1,4 +1,4 @@
-"""Which dims of a batch are its rows and its length, and the same batch at other sizes."""
+"""Find the batch and sequence dims of a batch, and resize it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ BATCH, SEQUENCE = "batch", "sequence"
 
 @dataclass(frozen=True)
 class VariedInputs:
-    """A batch whose `sizes` (name -> size) can be changed. places: name -> (number of the leaf, dim) that have it."""
+    """A batch whose `sizes` (name -> size) can be changed. places: name -> (leaf index, dim) with that size."""
 
     batch: Any
     sizes: dict[str, int]
     places: dict[str, tuple[tuple[int, int], ...]]
 
     def at(self, sizes: Mapping[str, int]) -> Any:
-        """The batch with other sizes, on the meta device where it need not be on another: no memory is taken."""
+        """The batch with other sizes; CPU tensors that change are made on the meta device, which takes no memory."""
         leaves, spec = compat.pytree.tree_flatten(self.batch)
         shapes = {k: list(x.shape) for k, x in enumerate(leaves) if isinstance(x, torch.Tensor)}
         changed = set()
@@ -36,18 +36,18 @@ class VariedInputs:
         return compat.pytree.tree_unflatten(leaves, spec)
 
     def without(self, name: str) -> VariedInputs:
-        """With that size fixed."""
+        """The same batch with that size fixed."""
         return VariedInputs(self.batch, {n: s for n, s in self.sizes.items() if n != name},
                             {n: p for n, p in self.places.items() if n != name})
 
 
 def varied_inputs(batch: Any, dims: Mapping[str, int] | None = None) -> VariedInputs:
-    """The sizes of a batch that formulas are over.
+    """Find the dims of a batch that become symbols of formulas.
 
-    dims: name -> size: all dims of that size are varied together. Without it `batch` is dim 0 of the first tensor, and of
-    all others that have as many rows; `sequence` is dim 1 of the first tensor of tokens (integers, two dims or more), else
-    of the first floats with three dims, and all dims but those of rows and of features that are as long. Raises
-    BadInput where two names have one size, or a size that no tensor has.
+    dims: name -> size: all dims of that size are varied together. By default `batch` is dim 0 of the first tensor, and of
+    all others with as many rows; `sequence` is dim 1 of the first tensor of tokens (integers, two dims or more), else of the
+    first float tensor with three dims, and all other dims of that size except rows and features. Raises BadInput if two
+    names have the same size, or no tensor has a given size.
     """
     leaves = [(k, x) for k, x in enumerate(compat.pytree.tree_leaves(batch)) if isinstance(x, torch.Tensor) and x.ndim]
     if not leaves:
@@ -82,8 +82,8 @@ def _found(batch: Any, leaves: Sequence[tuple[int, torch.Tensor]]) -> VariedInpu
 
 
 def _length_dims(x: torch.Tensor, length: int, rows: int) -> list[int]:
-    """Dims that are as long as the sequence, without rows, and without the features of floats: their last dim, unless
-    the one before is as long (a mask)."""
+    """Dims with the sequence's length, except rows and the features of float tensors: the last dim, unless the one before has
+    the same length (a mask)."""
     first = 1 if x.shape[0] == rows else 0
     dims = [d for d in range(first, x.ndim) if x.shape[d] == length]
     last = x.ndim - 1

@@ -1,7 +1,7 @@
-"""The cost of a step as formulas: in sympy for people, and as numbers at any size without a new trace.
+"""Symbolic cost of a training step: sympy formulas, and numeric evaluation at any size without a new trace.
 
-A `SymbolicCost` is data: the terms of a plan (`passes.sharding.search.symbolic_terms`), the sizes they are in at the points
-that were traced, and the cluster. `formulas` makes one, `formula_file` writes and reads it.
+A `SymbolicCost` is data: the terms of a plan (`passes.sharding.search.symbolic_terms`) with sizes interpolated between traced
+points, and the cluster. `formulas` builds one; `formula_file` saves and loads it.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from passes.sharding.search.symbolic_terms import HELD, PARTS, Quantity, whole
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step in numbers: µs, bytes and FLOPs per device. memory_bytes: parameters, gradients, optimizer, activations, and
+    """Cost of a step per device in µs, bytes and FLOPs. memory_bytes: parameters, gradients, optimizer, activations, and
     peak, which includes the largest transient. sent_bytes: payloads of collectives."""
 
     step_time_us: float
@@ -40,7 +40,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Formulas:
-    """The same as `StepCost`, as expressions in the symbols of a `SymbolicCost`."""
+    """`StepCost` as expressions in the symbols of a `SymbolicCost`."""
 
     compute_us: sympy.Expr
     communication_us: sympy.Expr
@@ -57,9 +57,8 @@ class Formulas:
 
 @dataclass(frozen=True)
 class SymbolicCost:
-    """Formulas of a plan. inputs, axes: name -> size in the plan, of the dims of the inputs and of the mesh axes; states:
-    tensors that the optimizer keeps per parameter; measured: the prices, where the plan has measured ones; notes: what
-    the formulas leave out, in words."""
+    """Formulas of a plan. inputs, axes: name -> size in the plan, of input dims and of mesh axes. states: optimizer state
+    tensors per parameter. measured: measured prices, if the plan uses them. notes: limitations of the formulas, as text."""
 
     inputs: dict[str, int]
     axes: dict[str, int]
@@ -76,20 +75,20 @@ class SymbolicCost:
 
     @cached_property
     def symbols(self) -> dict[str, sympy.Symbol]:
-        """By name. They stand for positive integers; sympy is not told so, since it then compares the arguments of Max when
-        some symbols have a value and others not, and (1.14) drops the largest."""
+        """Symbols by name. They are positive integers but not declared so: sympy would compare the arguments of Max when only
+        some symbols have values, and (in 1.14) drop the largest."""
         return {name: sympy.Symbol(name, real=True) for name in self.base}
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
-        """Blocks in order: `blocks.*` stands for all repetitions of one."""
+        """Paths of blocks in order; `blocks.*` is all repetitions of a block."""
         return tuple(dict.fromkeys(part.block for graph in self.graphs for part in graph.parts))
 
     # --- expressions ----------------------------------------------------------------------------------------------
 
     @cached_property
     def expressions(self) -> TermExpressions:
-        """Quantities and terms as sympy expressions."""
+        """Converter of quantities and terms to sympy expressions."""
         mesh = mesh_from_pin(self.axes, self.cluster)
         axes = symbolic_axes(mesh, [self.symbols[n] for n in self.axes], self.cluster.devices_per_node)
         base = {self.symbols[n]: size for n, size in self.base.items()}
@@ -99,8 +98,8 @@ class SymbolicCost:
             None if self.measured is None else self._values_at(self.base))
 
     def formulas(self, name: str | None = None) -> Formulas:
-        """Of the whole step, or of what `name` names: a block (`blocks.*`, or `blocks.3` for one of them), a node or a
-        parameter, with what is redistributed for it. Raises BadInput that lists the blocks."""
+        """Formulas of the whole step, or of `name`: a block (`blocks.*`, or `blocks.3` for one of them), a node or a
+        parameter, including redistributions for it. Raises BadInput for unknown names, listing the blocks."""
         chosen, quantity = self.select(name), self.expressions.quantity
         us: dict[str, list[sympy.Expr]] = {part: [] for part in PARTS}
         held: dict[str, list[sympy.Expr]] = {part: [] for part in HELD}
@@ -152,7 +151,7 @@ class SymbolicCost:
         return self.total.memory_bytes
 
     def select(self, name: str | None) -> list[dict[int, float]]:
-        """Per graph: entity -> the fraction of its instances that `name` means."""
+        """Per graph: entity -> the fraction of its instances that `name` covers."""
         if name is None:
             return [dict.fromkeys(range(len(graph.parts)), 1.0) for graph in self.graphs]
         found = [in_block(graph, name) or one_with(graph, name) for graph in self.graphs]
@@ -165,7 +164,7 @@ class SymbolicCost:
 
     @cached_property
     def _table(self) -> dict[Quantity, int]:
-        """All quantities, numbered."""
+        """All quantities -> their index in `_numbers`."""
         bills = [graph.bill for graph in self.graphs]
         found: list[Quantity] = []
         for bill in bills:
@@ -189,12 +188,11 @@ class SymbolicCost:
 
     def evaluate(self, name: str | None = None, *, cluster: Cluster | str | None = None, check: bool = True,
                  **sizes: int) -> StepCost:
-        """The step at other sizes: of the inputs (batch=64) and of mesh axes (dp=4), the rest as in the plan.
+        """Cost of the step at other sizes of input dims (batch=64) and mesh axes (dp=4); other sizes are the plan's.
 
-        Every value keeps its placement, and everything is priced anew by the cost model on the links of the new mesh.
-        cluster: where another number of devices sits; without it there are more or fewer nodes like those of the plan,
-        or fewer devices in the only one. name: as in `formulas`. Raises BadInput for a name that is no size, and, unless
-        `check` is off, where an axis does not divide what it splits.
+        Placements stay, and the cost model prices all terms on the links of the new mesh. cluster: for another number of
+        devices; by default more or fewer nodes like the plan's, or fewer devices in its only node. name: as in `formulas`.
+        Raises BadInput for unknown sizes, and, unless `check` is off, if an axis does not divide a dim that it shards.
         """
         at = {**self.base, **sizes}
         if unknown := [each for each in sizes if each not in self.base]:
@@ -242,7 +240,7 @@ class SymbolicCost:
                                    "what-if", "choose a size that divides, or plan again at that size")
 
     def cluster_for(self, world: int) -> Cluster:
-        """Nodes like those of the plan for so many devices: more of them, or a part of the only one."""
+        """Cluster of `world` devices in nodes like the plan's: more or fewer nodes, or part of one."""
         old = self.cluster
         if world == old.world_size:
             return old
@@ -256,7 +254,7 @@ class SymbolicCost:
 
 
 def parsed(cluster: Cluster | str) -> Cluster:
-    """A cluster, or the text of one."""
+    """Parse the text of a cluster; a Cluster is returned as it is."""
     return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
 
 
@@ -265,7 +263,7 @@ def _number(count: float) -> sympy.Expr:
 
 
 def _undominated(quantities: Sequence[Quantity]) -> list[Quantity]:
-    """Those that no other one is above or equal to in every coefficient."""
+    """Quantities that are not dominated by another one in every coefficient."""
     kept: list[dict] = []
 
     def above(a: dict, b: dict) -> bool:

@@ -1,4 +1,5 @@
-"""Quantities and terms as sympy expressions, priced by the same code as numbers (`passes.cost_model.cost_terms.price`)."""
+"""Convert quantities and cost terms to sympy expressions, with the same pricing code as for numbers
+(`passes.cost_model.cost_terms.price`)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ _MANY, _ROUNDING = 2.0**20, 1e-9
 
 
 def quantity_expression(quantity: Quantity, inputs: Sequence[sympy.Symbol], axes: Sequence[sympy.Symbol]) -> sympy.Expr:
-    """A sum of products of powers of `inputs`, each over its axes."""
+    """A quantity as a sum of products of powers of `inputs`, each divided by the axes that shard it."""
     return sympy.Add(*(
         sympy.Mul(sympy.Rational(factor.numerator, factor.denominator), *map(sympy.Pow, inputs, powers))
         / sympy.Mul(*(axes[k] for k in over)) for (over, powers), factor in quantity
@@ -22,7 +23,7 @@ def quantity_expression(quantity: Quantity, inputs: Sequence[sympy.Symbol], axes
 
 
 class SymbolicPrices:
-    """`passes.cost_model.cost_terms.Prices` of expressions. numbers: the prices of the same mesh in numbers."""
+    """`passes.cost_model.cost_terms.Prices` for expressions. numbers: numeric prices of the same mesh."""
 
     algebra, keyed = SYMBOLS, False
 
@@ -36,15 +37,15 @@ class SymbolicPrices:
         return self.costs.collective_us(kind, axis, sympy.sympify(nbytes))
 
     def update(self, elements: sympy.Expr, dtype: str) -> sympy.Expr:
-        """A line in the elements."""
+        """Time of an update as a linear function of the elements."""
         one, two = (self.numbers.update(n, dtype) for n in (_MANY, 2 * _MANY))
         fixed = 2 * one - two
         return (fixed if fixed > _ROUNDING * one else 0.0) + (two - one) / _MANY * elements
 
 
 class TermExpressions:
-    """Expressions in `inputs` and `axes`, each made once. now: quantities at the base size, where prices were measured:
-    then the expressions are scaled to what they are there."""
+    """Cached expressions in `inputs` and `axes`. now: quantities at the base sizes if prices are measured; expressions are
+    then scaled to the measured prices at these sizes."""
 
     def __init__(self, inputs: tuple[sympy.Symbol, ...], axes: tuple[sympy.Symbol, ...], costs: SymbolicCosts,
                  numbers: MeshPrices, now: Mapping[Quantity, float] | None):
@@ -54,13 +55,13 @@ class TermExpressions:
         self._terms: dict[Term[Quantity], sympy.Expr] = {}
 
     def quantity(self, quantity: Quantity) -> sympy.Expr:
-        """Bytes, FLOPs or elements."""
+        """Expression of a quantity: bytes, FLOPs or elements."""
         if quantity not in self._quantities:
             self._quantities[quantity] = quantity_expression(quantity, self.inputs, self.axes)
         return self._quantities[quantity]
 
     def term(self, term: Term[Quantity]) -> sympy.Expr:
-        """µs of one term."""
+        """Expression of a term's time in µs."""
         if term not in self._terms:
             found = sympy.sympify(price(sized(term, self.quantity), self.prices))
             if self.now is not None and not isinstance(term, (Slice, Update)):

@@ -1,1 +1,1 @@
-"""Discovery of the cluster that a process runs on."""
+"""Discover the cluster that a process runs on."""

@@ -1,7 +1,7 @@
-"""The cluster this runs on: the facts of every node, turned into groups of like devices with the links they have.
+"""Discover the cluster this runs on: groups of equal devices with their links, from the facts of every node.
 
-Each figure of the result was measured, read from the system, or assumed from the built-in devices; `findings` says
-which. Under torchrun every rank calls `discover`, and all get the same answer.
+Each figure of the result is measured, read from the system, or assumed from the built-in devices; `findings` lists
+which. Under torchrun every rank must call `discover`, and all get the same result.
 """
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from passes.hardware.cluster import LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S, Cluster,
 from passes.hardware.device import DeviceSheet, Link, builtin_sheet, sheet_for_torch_name
 
 How = Literal["measured", "read", "assumed"]
-UNKNOWN_GPU = "a100-40g"  # whose rates a GPU gets that is not built in
-MOST_CPU_RANKS = 4  # as `hpml run` starts without GPUs
+UNKNOWN_GPU = "a100-40g"  # rates for GPUs that are not built in
+MOST_CPU_RANKS = 4  # the number that `hpml run` starts without GPUs
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of what is said about the cluster."""
+    """One line of the report on the cluster."""
 
     what: str
     value: str
@@ -35,9 +35,9 @@ class Discovery:
 
 
 def discover(measure_peaks: bool = False) -> Discovery:
-    """Reads this node, and under torchrun all others; with measure_peaks the devices' rates too (under 10 s).
+    """Discover this node, and under torchrun all others; with measure_peaks also measure the devices' rates (under 10 s).
 
-    The first rank of each node measures, one GPU or one core, for all of them.
+    The first rank of each node measures one GPU or one core.
     """
     here = read_node()
     device_type = "cuda" if here.gpus else "cpu"
@@ -46,10 +46,10 @@ def discover(measure_peaks: bool = False) -> Discovery:
 
 
 def describe(nodes: list[NodeFacts], measured: dict[str, list[MeasuredKernel]] | None = None) -> Discovery:
-    """The cluster of these nodes, in their order. measured: by hostname, of that node's devices.
+    """Build the cluster of these nodes, in their order. measured: hostname -> measurements of that node's devices.
 
-    Nodes with the same facts make a group; a node with different GPUs is several groups. Groups of one node are joined
-    by the slower of their links inside the node.
+    Nodes with the same facts form a group; a node with different GPUs becomes several groups. Groups of one node are
+    connected by the slower of their links inside the node.
     """
     findings: list[Finding] = []
     alike: dict[tuple, list[NodeFacts]] = {}
@@ -84,7 +84,7 @@ def _group(
         cores = 1.0 if sheet.device.kind == "cuda" else node.cores / devices
         scaled = [replace(m, flops=m.flops * cores, bytes_moved=m.bytes_moved * cores) for m in measured]
         device = corrected(sheet.device, scaled)
-        if device.kind == "cpu":  # cores add up to what their memory has, no further
+        if device.kind == "cpu":  # the cores share the memory's bandwidth
             most = LOCAL_MEMORY_BANDWIDTH_BYTES_PER_S / devices
             bandwidth = min(device.memory_bandwidth_bytes_per_s, most)
             device = replace(device, memory_bandwidth_bytes_per_s=bandwidth)
@@ -104,7 +104,7 @@ def _cpu_sheet(node: NodeFacts, ranks: int, findings: list[Finding]) -> DeviceSh
     device = replace(group.device, memory_bytes=node.memory_bytes // ranks)
     findings.append(Finding("devices", f"{ranks} ranks share the cores and the memory; no GPU", "read"))
     if node.l3_bytes and device.caches:
-        # Ranks share it, and about half of it serves one kernel: what was measured for the built-in cpu.
+        # Ranks share it, and about half of it is effective for a kernel, as measured for the built-in cpu.
         size = node.l3_bytes // (2 * ranks)
         device = replace(device, caches=(replace(device.caches[-1], bytes=size),))
         findings.append(Finding("cache", f"{node.l3_bytes / 2**20:.0f} MiB at level 3, {size / 1e6:.1f} MB usable by a "
@@ -137,7 +137,7 @@ def _gpu_sheet(gpu: GpuFacts, findings: list[Finding]) -> DeviceSheet:
 
 
 def _inter_node(sheet: DeviceSheet, node: NodeFacts, devices: int, findings: list[Finding]) -> Link:
-    """InfiniBand if there is any, else the fastest interface whose speed is known, else what is built in."""
+    """InfiniBand if there is any, else the fastest interface whose speed is known, else the built-in link."""
     infiniband = [port for port in node.ports if port.infiniband]
     ethernet = [port for port in node.ports if not port.infiniband and port.bytes_per_s]
     link, how = sheet.inter_node, cast(How, "assumed")
@@ -162,7 +162,7 @@ def _rate(link: Link) -> str:
 
 
 def _gather(here: NodeFacts, measured: list[MeasuredKernel]) -> tuple[list[NodeFacts], dict[str, list[MeasuredKernel]]]:
-    """The facts of every node, once each and in order of rank, and what was measured on it."""
+    """Gather the facts of every node, once each and in order of rank, and its measurements."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return [here], {here.hostname: measured}
     import torch.distributed as dist
@@ -177,7 +177,7 @@ def _gather(here: NodeFacts, measured: list[MeasuredKernel]) -> tuple[list[NodeF
 def merge(
     everything: list[tuple[NodeFacts, list[MeasuredKernel]]]
 ) -> tuple[list[NodeFacts], dict[str, list[MeasuredKernel]]]:
-    """What each rank brought, by node."""
+    """Merge the ranks' facts and measurements by node."""
     nodes: dict[str, NodeFacts] = {}
     found: dict[str, list[MeasuredKernel]] = {}
     for node, measured in everything:

@@ -1,6 +1,6 @@
-"""What one node says of itself: processors, memory, caches, network ports and NVLink, read and not judged.
+"""Read the hardware facts of one node: processors, memory, caches, GPUs, network ports and NVLink.
 
-Nothing here needs a GPU, a driver or a network: what cannot be read is empty, and `remarks` says why.
+Needs no GPU, driver or network: facts that cannot be read are empty, and `remarks` gives the reason.
 """
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from passes.hardware.cluster import available_cores
 
 SYSFS = Path("/sys")
 NVLINK_LANE_BYTES_PER_S = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}
-"""One direction of one link, by nvmlNvlinkVersion_t (4 and 5: NVLink 3.0 and 3.1; 6: NVLink 4; 7: NVLink 5); NVIDIA
-data sheets of V100 (6 links, 150 GB/s), A100 (12, 300), H100 (18, 450) and B200 (18, 900)."""
+"""Bandwidth of one link in one direction, by nvmlNvlinkVersion_t (4 and 5: NVLink 3.0 and 3.1; 6: NVLink 4; 7: NVLink 5);
+NVIDIA data sheets of V100 (6 links, 150 GB/s), A100 (12, 300), H100 (18, 450) and B200 (18, 900)."""
 PCIE_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 1e9, 4: 2e9, 5: 4e9, 6: 8e9}
-"""One lane in one direction, by generation (PCI-SIG, rounded as vendors do)."""
+"""Bandwidth of one lane in one direction, by generation (PCI-SIG, rounded as vendors do)."""
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU as torch names it; links as NVML sees them, 0 where NVML is not there (or there are none)."""
+    """A GPU: name and memory from torch, links from NVML (0 without NVML or without such links)."""
 
     name: str
     memory_bytes: int
@@ -35,7 +35,7 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class Port:
-    """A way out of the node; bytes_per_s in one direction, 0 where the system does not say."""
+    """A network port of a node. bytes_per_s: in one direction, 0 if unknown."""
 
     name: str
     bytes_per_s: float
@@ -44,7 +44,7 @@ class Port:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node. l3_bytes: of all its third-level caches together. local_ranks: under torchrun, else 0."""
+    """Hardware facts of one node. l3_bytes: sum of its L3 caches. local_ranks: ranks on the node under torchrun, else 0."""
 
     hostname: str
     processor: str
@@ -58,7 +58,7 @@ class NodeFacts:
 
 
 def read_node() -> NodeFacts:
-    """The facts of the node this runs on."""
+    """Read the facts of the node this runs on."""
     gpus, remarks = read_gpus()
     return NodeFacts(
         hostname=socket.gethostname(), processor=_processor(), cores=available_cores(),
@@ -69,7 +69,7 @@ def read_node() -> NodeFacts:
 
 
 def read_gpus() -> tuple[tuple[GpuFacts, ...], tuple[str, ...]]:
-    """GPUs by torch, with what NVML adds, and remarks on what it does not."""
+    """GPUs that torch sees, with links from NVML, and remarks if these could not be read."""
     import torch
 
     count = torch.cuda.device_count()
@@ -93,9 +93,9 @@ def read_gpus() -> tuple[tuple[GpuFacts, ...], tuple[str, ...]]:
 
 
 def nvml_links(nvml: Any, uuid: str) -> tuple[float, float]:
-    """(NVLink, PCIe) bytes/s in one direction of the GPU; 0 for what it does not have or NVML does not say.
+    """(NVLink, PCIe) bytes/s in one direction of a GPU; 0 if it has none or it is unknown.
 
-    By uuid, since torch counts the devices of CUDA_VISIBLE_DEVICES and NVML all of them.
+    By uuid, since torch numbers the devices in CUDA_VISIBLE_DEVICES and NVML all of them.
     """
     try:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -117,7 +117,7 @@ def nvml_links(nvml: Any, uuid: str) -> tuple[float, float]:
 
 
 def read_interfaces() -> tuple[Port, ...]:
-    """Network interfaces that are up, without loopback and what exists in software only, fastest first."""
+    """Network interfaces that are up, except loopback and virtual ones, fastest first."""
     ports = []
     for name, stats in psutil.net_if_stats().items():
         software = name.startswith(("lo", "docker", "br-", "veth", "virbr", "ifb", "tun", "tap", "ib"))
@@ -137,7 +137,7 @@ def read_infiniband(sysfs: Path) -> tuple[Port, ...]:
 
 
 def read_l3_bytes(sysfs: Path) -> int:
-    """All third-level caches together: each once, however many cores share it; 0 where the system does not say."""
+    """Sum of all L3 caches, each counted once; 0 if unknown."""
     sizes = {}
     for folder in sysfs.glob("devices/system/cpu/cpu[0-9]*/cache/index*"):
         if _text(folder / "level") == "3":

@@ -1,8 +1,8 @@
-"""Quick measurements of one GPU or one core, to put rates right: a matrix product per dtype, and an addition.
+"""Quick benchmarks of one GPU or one core that correct a device's rates: a matmul per dtype, and an addition.
 
-Each is the least time of repeated runs, on a CPU with one thread: threads that wait for each other would measure how
-busy the machine is. A device is put right so that the roofline predicts just what was measured, at the sizes that were
-measured; the efficiency curves stay.
+Each is the least time of repeated runs, on a CPU with one thread: several threads would wait for each other on a busy
+machine. A device is corrected so that the roofline predicts the measured times at the measured sizes; the efficiency curves
+stay.
 """
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from passes.hardware.device import Device
 from passes.hardware.mesh import Mesh
 from passes.json_records import FrozenMap
 
-SECONDS = 0.7  # for each measurement; there are four at most
+SECONDS = 0.7  # per measurement; there are at most four
 
 
 @dataclass(frozen=True)
 class MeasuredKernel:
-    """One kernel and its least time, on one GPU or one core."""
+    """Benchmark result of one kernel: its least time on one GPU or one core."""
 
     kind: str
     dtype: str
@@ -36,7 +36,7 @@ class MeasuredKernel:
 
 
 def measure(device_type: str, seconds: float = SECONDS) -> list[MeasuredKernel]:
-    """Matrix products and an addition that no cache holds."""
+    """Benchmark a matmul per dtype, and an addition too large for the caches."""
     import torch
 
     cuda = device_type == "cuda"
@@ -55,10 +55,10 @@ def measure(device_type: str, seconds: float = SECONDS) -> list[MeasuredKernel]:
 
 
 def corrected(device: Device, measured: list[MeasuredKernel]) -> Device:
-    """The device whose predictions for the kernels that were measured are what was measured.
+    """Correct a device so that its predictions for the measured kernels equal the measurements.
 
-    A CPU's peaks and bandwidth are scaled. A GPU's come from its data sheet: its efficiencies are scaled instead, by
-    the product in bfloat16 (else the first one), and stay in (0, 1].
+    For a CPU, peaks and bandwidth are scaled. A GPU's are those of its data sheet: its efficiencies are scaled instead, by
+    the bfloat16 matmul (else the first one), and stay in (0, 1].
     """
     cost = RooflineCost(device, Mesh((), device))
     launch_us = device.launch_latency_us

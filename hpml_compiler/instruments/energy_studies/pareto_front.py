@@ -1,4 +1,4 @@
-"""Points of time and energy, and the front of those that no other point beats in both."""
+"""Pareto front of step time and energy over a sweep of plans."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """One plan: how it was asked for, what a step takes.
+    """One plan: its settings, and the time, energy and memory of a step.
 
-    energy_j: of all devices in one step; power_w: of one device, on average. power_cap_w: None where there is no cap.
+    energy_j: of all devices in one step. power_w: average of one device. power_cap_w: None without a cap.
     """
 
     devices: int
@@ -26,7 +26,7 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class InfeasiblePoint:
-    """A plan that was asked for and is not to be had, and why."""
+    """Settings for which no plan is feasible, and the reason."""
 
     devices: int
     mesh: dict[str, int] | None
@@ -37,7 +37,7 @@ class InfeasiblePoint:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of one model on (parts of) one cluster."""
+    """All points of one model on one cluster or parts of it."""
 
     cluster: str
     points: tuple[ParetoPoint, ...]
@@ -48,7 +48,7 @@ class Sweep:
         return non_dominated(self.points)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values: every point, with `on_front`, by time; then what was missed."""
+        """Plain JSON values: all points by time, with `on_front`, and the infeasible points."""
         front = {id(point) for point in self.front}
         ordered = sorted(self.points, key=lambda point: (point.step_time_s, point.energy_j))
         return {
@@ -59,7 +59,7 @@ class Sweep:
 
 
 def non_dominated(points: Iterable[ParetoPoint]) -> list[ParetoPoint]:
-    """The front, fastest first: each next point is slower and takes less energy. Of equal points, the first given."""
+    """The Pareto front, fastest first: each next point is slower and takes less energy. Of equal points the first is kept."""
     front: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: (point.step_time_s, point.energy_j)):
         if not front or point.energy_j < front[-1].energy_j:

@@ -1,4 +1,4 @@
-"""Time and energy of many plans: the points, and the front through those that no other beats in both."""
+"""Plot step time and energy of many plans with their Pareto front."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 MARKERS = "osD^vPX*"
 WITHIN = 1.3
-"""Points that take more than this times the most on the front, in time or in energy, are counted and not drawn."""
+"""Points beyond this factor of the front's largest time or energy are counted but not plotted."""
 
 LABEL_EVERY = 0.05
-"""Of the height of the picture, or three times that of its width: points closer than this to one with a label have none."""
+"""Fraction of the plot's height, or three times that of its width: points closer to a labelled point than this get no label."""
 
 LOG_FROM = 4.0
-"""Ratio of the slowest step to the fastest from which the axis of time is logarithmic."""
+"""Ratio of the slowest to the fastest step above which the time axis is logarithmic."""
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """Units that keep the numbers on the axes short."""
+    """Units of the axes, chosen for short numbers."""
 
     per_second: float
     per_joule: float
@@ -43,7 +43,7 @@ class _Scale:
 
 
 def draw(sweep: Sweep, path: Path, title: str = "") -> None:
-    """Draw into `path` (.png, .svg, .pdf). Color is the power cap, shape the number of devices. Raises BadInput."""
+    """Plot to the file `path` (.png, .svg, .pdf). Color is the power cap, shape the number of devices. Raises BadInput."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -77,7 +77,7 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def _colors(points: Sequence[ParetoPoint]) -> dict[float | None, tuple[float, ...]]:
-    """By cap, from none (gray) down."""
+    """Power cap -> color, from no cap (gray) down."""
     import matplotlib
 
     caps = sorted({point.power_cap_w for point in points if point.power_cap_w is not None})
@@ -89,7 +89,7 @@ def _colors(points: Sequence[ParetoPoint]) -> dict[float | None, tuple[float, ..
 
 
 def _markers(points: Sequence[ParetoPoint]) -> dict[int, str]:
-    """By number of devices, from the most down."""
+    """Number of devices -> marker, largest first."""
     counts = sorted({point.devices for point in points}, reverse=True)
     return {count: MARKERS[i % len(MARKERS)] for i, count in enumerate(counts)}
 
@@ -113,19 +113,19 @@ def _legend(axes: Axes, points: Sequence[ParetoPoint], outside: int) -> None:
 
 
 def _front(axes: Axes, front: Sequence[ParetoPoint], scale: _Scale) -> None:
-    """A staircase, since nothing is known to lie between two points; with mesh and cap where there is room."""
+    """Plot the front as a staircase, since no plans between its points are known, with mesh and cap where there is space."""
     times, energies = zip(*map(scale.at, front))
     axes.step(times, energies, where="post", color="black", linewidth=1, zorder=0)
     axes.plot(times, energies, "o", color="black", fillstyle="none", markersize=11, linestyle="none")
     for point in _labelled(axes, front, scale):
         cap = "no cap" if point.power_cap_w is None else f"{point.power_cap_w:g} W"
-        # Below and to the left there is never a point.
+        # There are no points below and to the left of the front.
         axes.annotate(f"{format_mesh(point.mesh)}, {cap}", scale.at(point), xytext=(-7, -6), textcoords="offset points",
                       fontsize=8, ha="right", va="top")
 
 
 def _labelled(axes: Axes, front: Sequence[ParetoPoint], scale: _Scale) -> list[ParetoPoint]:
-    """Those whose labels do not lie over each other, fastest first."""
+    """Points whose labels do not overlap, fastest first."""
     places: list[tuple[float, float]] = []
     chosen = []
     axes.autoscale_view()

@@ -1,6 +1,6 @@
-"""Plan one model many times: on fewer devices, under power caps, on every mesh, for time and for energy.
+"""Sweep of plans of one model over numbers of devices, power caps, meshes and objectives.
 
-The model is traced once. Every plan is solved as any other, with one mesh pinned, so each point has the solver's proof.
+The model is traced once. Every plan is solved as usual with a pinned mesh, so each point is proven by the solver.
 """
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from passes.hardware.device import Device
 from passes.hardware.mesh import enumerate_meshes
 
 CAP_STEPS = (0.85, 0.7, 0.55, 0.4)
-"""Default caps, as fractions of the busy power."""
+"""Default power caps, as fractions of the busy power."""
 
 MOST_COUNTS = 4
-"""How many numbers of devices are tried by default: all, half of them, a quarter, ..."""
+"""Default number of device counts: all, half of them, a quarter, ..."""
 
 
 def default_caps(device: Device) -> list[float | None]:
-    """No cap, then `CAP_STEPS` of the busy power, rounded to 5 W where that is much, as far as they are feasible."""
+    """None (no cap), then `CAP_STEPS` of the busy power, rounded to 5 W (0.1 W below 50 W), where feasible."""
     step = 5.0 if device.busy_power_w >= 50 else 0.1
     caps = [round(share * device.busy_power_w / step) * step for share in CAP_STEPS]
     return [None, *dict.fromkeys(cap for cap in caps if device.idle_power_w < cap < device.busy_power_w)]
 
 
 def default_counts(cluster: Cluster) -> list[int]:
-    """All devices, then half of them while that is a whole number and fills nodes or fits into one."""
+    """All devices, then repeatedly half of them while that fills whole nodes or fits into one."""
     counts = [cluster.world_size]
     while len(counts) < MOST_COUNTS and counts[-1] % 2 == 0 and _fits(cluster, counts[-1] // 2):
         counts.append(counts[-1] // 2)
@@ -45,7 +45,7 @@ def default_counts(cluster: Cluster) -> list[int]:
 
 
 def part_of(cluster: Cluster, count: int) -> Cluster:
-    """The first `count` devices of a cluster of like nodes: whole nodes, or part of one. Raises BadInput."""
+    """The first `count` devices of a cluster of equal nodes: whole nodes, or part of one. Raises BadInput."""
     group = cluster.group
     if count < 1 or count > group.size or not _fits(cluster, count):
         raise BadInput(f"{count} devices are no part of {cluster}", "devices",
@@ -65,16 +65,16 @@ def sweep(
     caps: Sequence[float | None] | None = None, counts: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
-    """Time and energy of a step of `model` on the global `batch`, for every number of devices, cap, mesh and objective.
+    """Plan `model` on the global `batch` for every number of devices, cap, mesh and objective.
 
-    caps: watts per device, None for none; counts: numbers of devices; by default those of the functions above. A mesh
-    pinned in `options` is the only one, and then so is its number of devices. Plans that do not fit are listed as
-    missed. Raises BadInput, and Infeasible if no plan at all fits.
+    caps: watts per device, None for no cap. counts: numbers of devices. Defaults are those of the functions above. A mesh
+    pinned in `options` is the only one, with its number of devices. Infeasible plans are listed in `missed`. Raises
+    BadInput, and Infeasible if no plan fits.
     """
     options = options or Options.parse(None)
     caps = default_caps(cluster.device) if caps is None else list(caps)
     for cap in caps:
-        capped_cluster(cluster, cap)  # a bad one is an error now, not after an hour
+        capped_cluster(cluster, cap)  # raises an error for a bad cap now, not after an hour
     counts = ([cluster.world_size] if options.mesh else default_counts(cluster)) if counts is None else list(counts)
     cases = [(count, mesh, cap, objective) for count in counts for mesh in _meshes(part_of(cluster, count), options)
              for cap, objective in itertools.product(caps, get_args(Objective))]
@@ -96,7 +96,7 @@ def sweep(
 
 
 def _meshes(cluster: Cluster, options: Options) -> list[dict[str, int] | None]:
-    """Every mesh of one and two axes, or the one that is pinned; None stands for one device."""
+    """All meshes with one or two axes, or the pinned one; None for one device."""
     if options.mesh:
         options.check_mesh(cluster.world_size)
         return [options.mesh]
@@ -104,7 +104,7 @@ def _meshes(cluster: Cluster, options: Options) -> list[dict[str, int] | None]:
 
 
 def pareto_point(plan: Plan, cap: float | None) -> ParetoPoint:
-    """What a plan takes, as one point. Raises BadInput if its energy was not computed."""
+    """A plan's time, energy and memory as one point. Raises BadInput if its energy was not computed."""
     cost, power_w = plan.predicted, plan.power_w
     if cost.energy_j is None or power_w is None:
         raise BadInput("the plan has no energy", "plan", "make it again with this hpml")

@@ -1,1 +1,1 @@
-"""Plans for groups of unlike devices, which share the rows of a batch unevenly."""
+"""Plans for heterogeneous clusters: groups of different devices get different shares of the batch."""

@@ -1,4 +1,4 @@
-"""The rows of a batch: how many there are, and a batch of the first few of them."""
+"""Count and slice the rows of a batch."""
 from __future__ import annotations
 
 from collections import Counter
@@ -11,7 +11,7 @@ from passes.errors import BadInput
 
 
 def batch_rows(batch: Any) -> int:
-    """Rows of the global batch: the size of dim 0 that most of its tensors have; the first tensor's breaks a tie.
+    """Number of rows of the global batch: the most common size of dim 0; on a tie, the first tensor's.
 
     Raises BadInput if no tensor has a dim.
     """
@@ -23,9 +23,9 @@ def batch_rows(batch: Any) -> int:
 
 
 def first_rows(batch: Any, rows: int) -> Any:
-    """The batch with `rows` of its rows: every tensor whose dim 0 has the size of the batch is cut, the rest is kept.
+    """The first `rows` rows of a batch: tensors whose dim 0 is the number of rows are sliced, others stay.
 
-    Nothing is copied; tensors may be on the meta device.
+    Tensors are not copied, and may be on the meta device.
     """
     total = batch_rows(batch)
     if not 1 <= rows <= total:

@@ -1,8 +1,8 @@
-"""Plan for a cluster of unlike devices: share the rows of the batch between its groups, by what plans of each cost.
+"""Plan for a heterogeneous cluster: divide the rows of the batch between groups of equal devices by predicted step time.
 
-Each group of like devices is planned as a cluster of its own, for the numbers of rows that the search for the best
-shares asks about (`passes.batch_balance.share_search`); see `hpml_compiler.plan_api.mixed_plan` for what the groups then do,
-and `passes.cost_model.cross_group_allreduce` for what adding up their gradients takes.
+Each group is planned as a cluster of its own for the numbers of rows that the search for the best shares tries
+(`passes.batch_balance.share_search`). See `hpml_compiler.plan_api.mixed_plan` for the resulting plan, and
+`passes.cost_model.cross_group_allreduce` for the cost of the gradient all-reduce between groups.
 """
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from passes.solver.work_limit import WorkLimit
 log = logging.getLogger("hpml")
 
 ONE = 1 / 3
-"""Part of the time that is left for one group with one number of rows."""
+"""Fraction of the remaining time limit for planning one group with one number of rows."""
 TOLERANCE = 0.01
-"""Planning goes on until no other shares promise to take so much less."""
+"""Relative gap: the search ends when no other shares can be faster by more than this."""
 
 
 def plan_mixed(model: nn.Module, batch: Any, cluster: Cluster, options: Options, *, rows: Sequence[int] | None = None,
                ) -> MixedPlan:
-    """Share the rows of `batch` between the groups of `cluster`; `rows` of each group pins the shares.
+    """Divide the rows of `batch` between the groups of `cluster`, and plan each group. rows: per group, pins the shares.
 
-    Raises Infeasible if no shares fit, and BadInput for options that mean one mesh over all devices.
+    Raises Infeasible if no shares fit, and BadInput for options that imply one mesh over all devices.
     """
     _check(options, cluster)
     planner = _GroupPlanner(model, batch, cluster, options)
@@ -52,7 +52,7 @@ def plan_mixed(model: nn.Module, batch: Any, cluster: Cluster, options: Options,
 
 
 def equal_rows(devices: Sequence[int], total: int) -> tuple[int, ...]:
-    """`total` rows in proportion to devices, where possible in multiples of each group's devices."""
+    """Divide `total` rows in proportion to devices, where possible in multiples of each group's devices."""
     shares = [total * count / sum(devices) for count in devices]
     rows = [int(share) // count * count if share >= count else int(share)
             for share, count in zip(shares, devices, strict=True)]
@@ -72,7 +72,7 @@ def _check(options: Options, cluster: Cluster) -> None:
 
 
 class _GroupPlanner:
-    """Plans of each group for each number of rows that was asked about; a number of rows is traced once for all."""
+    """Plans groups for given numbers of rows; each number of rows is traced once for all groups."""
 
     def __init__(self, model: nn.Module, batch: Any, cluster: Cluster, options: Options):
         self.began, self.allowance = time.perf_counter(), WorkLimit(options.time_limit)
@@ -85,10 +85,10 @@ class _GroupPlanner:
         self.attempts: list[ShareAttempt] = []
         self.estimates = [TimeEstimate(group.size, self.total) for group in cluster.groups]
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- planning groups -----------------------------------------------------------------------------------------------
 
     def ask(self, group: int, rows: int) -> float | None:
-        """µs of the group's part of a step with so many rows; None if they do not fit. Every answer is learned."""
+        """Step time in µs of a group with this number of rows; None if they do not fit. Updates the group's estimate."""
         if not self.estimates[group].knows(rows):
             self.estimates[group].learn(rows, self._plan(group, rows))
         return self.estimates[group].known.get(rows)
@@ -114,7 +114,7 @@ class _GroupPlanner:
     def together_us(self, active: tuple[int, ...]) -> float:
         return sum_between_groups_us(self.cluster, active, self.gradient_bytes)
 
-    # -- deciding ------------------------------------------------------------------------------------------------------
+    # -- choosing shares -----------------------------------------------------------------------------------------------
 
     def best(self) -> MixedPlan:
         groups = range(len(self.alone))
@@ -146,7 +146,7 @@ class _GroupPlanner:
     def _step_us(self, rows: tuple[int, ...]) -> float:
         return step_us(rows, [estimate.known_table() for estimate in self.estimates], self.together_us)
 
-    # -- telling -------------------------------------------------------------------------------------------------------
+    # -- reporting -----------------------------------------------------------------------------------------------------
 
     def _why_not(self, group: int) -> str:
         misses = [attempt for attempt in self.attempts if attempt.group == group and attempt.step_time_us is None]
@@ -166,7 +166,7 @@ class _GroupPlanner:
         return "it would save less time than adding up gradients with it takes"
 
     def _notes(self, rows: tuple[int, ...]) -> tuple[str, ...]:
-        """What the user has to know: where the shares do not compute what one device does, and what was minimized."""
+        """Notes for the user: where results differ from those of one device, and which objective was minimized."""
         found = []
         traced = self.traces[max(rows)]
         graphs = [traced.shortened[1]] if traced.shortened else traced.whole
