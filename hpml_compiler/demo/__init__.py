@@ -1,1 +1,1 @@
-"""What `hpml demo` runs: an ordinary training script with its text, and the code that starts it and compares runs."""
+"""`hpml demo`: an ordinary training script with its text, and the code that runs it and compares losses."""

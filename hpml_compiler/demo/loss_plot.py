@@ -1,4 +1,4 @@
-"""loss.png: the losses of two runs over each other, and their relative difference below."""
+"""Plot loss.png: the loss curves of two runs, and their relative difference."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from hpml_compiler.visualize.picture_files import save_figure
 
 
 def draw(one: TrainingRun, many: TrainingRun, path: Path) -> None:
-    """Draw both curves into `path`."""
+    """Plot both loss curves to the file `path`."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

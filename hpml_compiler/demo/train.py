@@ -1,4 +1,4 @@
-"""Train a small GPT on the characters of a novel: an ordinary script for one device, but for the name of the backend.
+"""Train a small GPT on the characters of a novel: an ordinary script for one device, except for the backend's name.
 
     python train.py                     # on one device
     hpml run --nproc 2 train.py         # the same script on two

@@ -1,4 +1,4 @@
-"""Start the training script on some ranks, read the losses that it prints, and compare two runs."""
+"""Run the training script on a number of ranks, parse the losses that it prints, and compare two runs."""
 from __future__ import annotations
 
 import math
@@ -16,16 +16,16 @@ from pathlib import Path
 from passes.errors import HpmlError
 
 SCRIPT = Path(__file__).with_name("train.py")
-# Ranks write to one pipe, each text at once but not always with its newline: a line may hold the texts of several.
+# Ranks write to one pipe, and a text may arrive without its newline: a line may contain the texts of several ranks.
 _STEP = re.compile(r"step (\d+) loss (\d+\.\d{8}|nan|inf)")
 _PARAMETERS = re.compile(r"parameters (\d+)")
-_LINES_KEPT = 30  # of what a script printed, for the error when it fails
+_LINES_KEPT = 30  # last lines of a script's output that an error shows
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One training run. losses: a row per step, in it what each rank printed. first_step_s: from the start of the
-    processes until the first loss, compilation included; step_s: median time of the steps after it. threads: of each rank."""
+    """One training run. losses: a row per step, with each rank's loss. first_step_s: from the start of the processes to the
+    first loss, including compilation. step_s: median time of the later steps. threads: per rank."""
 
     ranks: int
     parameters: int
@@ -36,12 +36,12 @@ class TrainingRun:
 
     @property
     def curve(self) -> tuple[float, ...]:
-        """The loss of every step, as one of the ranks printed it."""
+        """The loss of every step, as printed by one of the ranks."""
         return tuple(row[0] for row in self.losses)
 
 
 def command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """`python train.py` for one rank, `hpml run --nproc N train.py` for more."""
+    """Command line of a run: `python train.py` for one rank, `hpml run --nproc N train.py` for more."""
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "hpml_compiler.cli", "run", "--nproc", str(ranks)]
@@ -50,10 +50,10 @@ def command(ranks: int, arguments: Sequence[str]) -> list[str]:
 
 def run_training(ranks: int, arguments: Sequence[str], environment: Mapping[str, str],
                  on_step: Callable[[int, float], None]) -> TrainingRun:
-    """Run the script to its end, calling `on_step(step, loss)` when the first rank has printed a step.
+    """Run the script to its end, calling `on_step(step, loss)` when the first rank prints a step.
 
-    Each rank computes on the CPU, with one thread where `environment` does not give it OMP_NUM_THREADS. Raises HpmlError,
-    with the last lines of output, if the script fails.
+    Ranks run on the CPU, with one thread each unless `environment` sets OMP_NUM_THREADS. Raises HpmlError with the last
+    lines of output if the script fails.
     """
     one_thread_each = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     threads = int(environment.get("OMP_NUM_THREADS", "1"))
@@ -81,7 +81,7 @@ def run_training(ranks: int, arguments: Sequence[str], environment: Mapping[str,
                 losses[step].append(loss)
         code = process.wait()
     finally:
-        if process.poll() is None:  # left by an error or Ctrl-C: torchrun ends its ranks when it is told to end
+        if process.poll() is None:  # after an error or Ctrl-C; torchrun terminates its ranks on SIGTERM
             process.terminate()
             process.wait()
     if code or not losses:
@@ -93,7 +93,7 @@ def run_training(ranks: int, arguments: Sequence[str], environment: Mapping[str,
 
 
 def largest_difference(one: TrainingRun, many: TrainingRun) -> float:
-    """Largest relative difference of a loss on any rank of `many` to that of the same step of `one`; inf for no number.
+    """Largest relative difference between the losses of `many` (any rank) and `one` at the same step; inf for NaN or inf.
 
     Raises HpmlError unless every rank of both runs printed every step.
     """
