@@ -1,1 +1,1 @@
-"""Operator rules, one file per family; tests/passes/op_rules runs every rule sharded and whole."""
+"""Sharding rules of operators, one file per family; tests/passes/op_rules runs every rule sharded and unsharded."""

@@ -1,11 +1,11 @@
-"""Scaled dot-product attention, forward and backward, on CPU and GPU.
+"""Sharding rules for scaled dot-product attention, forward and backward, on CPU and GPU.
 
-Letters: b batch, g groups of heads that share keys (kv heads), r query heads per group, s query positions. Keys and
-values are needed whole by every query position, so their sequence carries no letter; splitting `s` is allowed where
-attention is not causal (a causal kernel derives the mask from positions that start at 0). With dropout the kernel
-draws its own mask from a seed, which splitting would repeat: such a call has no rule.
+Letters: b batch, g groups of heads that share keys (kv heads), r query heads per group, s query positions. Every query
+position needs all keys and values, so their sequence has no letter. Sharding `s` is allowed for attention that is not
+causal (a causal kernel derives the mask from positions that start at 0). Calls with dropout have no rule: the kernel
+draws its mask from a seed, so all shards would get the same mask.
 """
-# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# A rule is only called for its operators, so the number and types of arguments are known.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _letters(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[list, list, dict]:
 
 
 def _mask(shape: tuple[int, ...], heads: object) -> list:
-    """A mask is broadcast where its size is 1. Its dim of keys stays whole."""
+    """Letters of a mask: dims of size 1 are broadcast, the dim of keys stays whole."""
     full = ["b", heads, "s", None]
     return [x if size > 1 else None for x, size in zip(full[4 - len(shape):], shape)]
 
@@ -37,7 +37,8 @@ def _index(x: object) -> int | None:
 
 def _build(call: Call, roles: dict[int, str], outs: dict[int, str], q: int, k: int, causal: bool, dropout: float,
            backward: bool) -> Rule | None:
-    """`roles`: operand -> q, k, lse, mask; other operands are whole. `outs`: result -> q, k, lse; others aside."""
+    """Build the rule. roles: operand -> q, k, lse or mask; other operands are whole. outs: result -> q, k, lse or mask; other
+    results are put aside."""
     if dropout:
         return None
     ql, kl, sizes = _letters(call.operands[q].shape, call.operands[k].shape)
@@ -64,8 +65,7 @@ def _build(call: Call, roles: dict[int, str], outs: dict[int, str], q: int, k: i
     return make_rule(
         call, inputs, outputs, sizes=sizes,
         blocked=["s"] if causal or padded else (),
-        # All queries contribute to the gradients of all keys, those of a group to the group's, and whatever a mask is
-        # broadcast along to the mask's.
+        # Gradients of keys sum over the queries (of a group), that of a mask over the dims along which it is broadcast.
         summed=["b", "g", "r", "s"] if backward else (),
         linear=[[0]] if backward else (),
         aside=[i for i in range(len(call.results)) if i not in outs],
@@ -119,7 +119,7 @@ def flash_backward(call: Call) -> Rule | None:
 
 @rule(aten._scaled_dot_product_efficient_attention_backward.default, heavy=True)
 def efficient_backward(call: Call) -> Rule | None:
-    """The fourth result, if there is one, is the gradient of the mask."""
+    """Rule of the memory-efficient backward. The fourth result, if any, is the gradient of the mask."""
     return _backward(call, _index(call.args[5]), _index(call.args[6]), call.args[4], call.args[9],
                      call.argument(11, "is_causal", False))
 

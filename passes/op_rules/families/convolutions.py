@@ -1,7 +1,7 @@
-"""Convolutions of one, two and three dims: batch, channels and groups of channels split, space stays whole.
+"""Sharding rules for convolutions of one, two and three dims: batch, channels and groups can be sharded, space cannot.
 
 Letters: n batch, g groups, i input channels per group, o output channels per group. A depthwise convolution has as many
-groups as channels, so there splitting `g` splits the channels of all operands alike.
+groups as channels, so sharding `g` shards the channels of all operands.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
 
 
 def _letters(call: Call, weight: int, transposed: bool, groups: int) -> tuple[list, list, list, list, dict]:
-    """(input, weight, bias, output, sizes); `weight` is its place among the operands."""
+    """Letters of input, weight, bias and output, and sizes. weight: index of the weight among the operands."""
     shape = call.operands[weight].shape
     space = [None] * (len(shape) - 2)
     # The weight is (input channels, output channels per group) if transposed, else (output, input per group).
@@ -42,10 +42,10 @@ def convolution(call: Call) -> Rule:
 
 @rule(aten.convolution_backward.default, heavy=True)
 def convolution_backward(call: Call) -> Rule | None:
-    """args: grad_output, input, weight, bias_sizes, ..., groups, output_mask; results only those that the mask asks for.
+    """args: grad_output, input, weight, bias_sizes, ..., groups, output_mask; only the results in output_mask
 
-    Splitting output channels sums the gradient of the input; splitting the batch sums those of weight and bias; the
-    gradient of the bias knows nothing of the input's channels.
+    Sharding output channels makes the gradient of the input a partial sum; sharding the batch makes those of weight and bias
+    partial sums. The gradient of the bias does not depend on input channels.
     """
     wanted = call.args[10]
     x, weight, bias, out, sizes = _letters(call, 2, call.args[7], call.args[9])

@@ -1,7 +1,7 @@
-"""Operators that make a tensor from numbers. A constant may be made split; zero is also a partial sum of zeros.
+"""Sharding rules for tensor creation. Constants can be created sharded; zeros are also a partial sum of zeros.
 
-Positions (`iota`) split where the rewrite knows at which one a rank starts. Random numbers are drawn whole on every
-rank, so that a rank uses its part of the numbers that one device would draw.
+Positions (`iota`) can be sharded where the rewrite knows each rank's start. Random numbers are drawn whole on every rank,
+so that each rank uses its part of the numbers that one device would draw.
 """
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def _constant(call: Call, value: object) -> Rule:
     zero = isinstance(value, (int, float, bool)) and value == 0
     dims = range(len(call.results[0].shape))
     if call.target in SAME_SHAPE:
-        # Only the shape of the operand is read: whatever it holds, zeros are the sum of zeros.
+        # Only the shape of the operand is read, so zeros are the sum of zeros for any values.
         return make_rule(call, [dims], [dims], linear=[[0], []] if zero else ())
-    # `linear` in no operand at all: f() = 0 is the sum over ranks of f().
+    # `linear` with an empty group: f() = 0 is the sum over ranks of f().
     return make_rule(call, [[None] * len(o.shape) for o in call.operands], [dims], linear=[[]] if zero else ())
 
 
@@ -62,5 +62,5 @@ def positions(call: Call) -> Rule:
     "prims::inductor_randint",
 )
 def drawn(call: Call) -> Rule:
-    """No letter anywhere: whole on every rank."""
+    """Rule without letters: whole on every rank."""
     return make_rule(call, *([[None] * len(s.shape) for s in specs] for specs in (call.operands, call.results)))

@@ -1,8 +1,8 @@
-"""Flex attention: one operation with subgraphs that modify or mask scores.
+"""Sharding rules for flex attention: one operation with subgraphs that modify or mask scores.
 
-Batch and heads are split unless a subgraph reads their indices: a rank counts its own from 0. Sequence
-positions are always read. GQA as in `passes.op_rules.families.attention`: heads of q are `(g)(r)`, those of k and v
-`(g)`.
+Batch and heads can be sharded unless a subgraph reads their indices, which start at 0 on each rank. Sequence positions
+are always read, so they stay whole. GQA as in `passes.op_rules.families.attention`: heads of q are `(g)(r)`, those of k and
+v `(g)`.
 """
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from passes.op_rules.rule_table import rule
 from passes.pass_result import attribute_of
 
 BEFORE_BATCH = {"score": 1, "mask": 0}
-"""Inputs of a graph before the numbers of the batch entry and of the head."""
+"""Inputs of a subgraph before the batch index and the head index."""
 
 
 def _asks(graph: Any, kind: str) -> set[str]:
-    """Which of the batch entry ("b") and the head ("h") a graph asks for."""
+    """Which indices a subgraph reads: of the batch ("b"), of the head ("h"). Both if the subgraph is unknown."""
     owner = graph.graph.owning_module if isinstance(graph, Node) else None
     module = None if owner is None else attribute_of(owner, graph)
     if not isinstance(module, GraphModule):
@@ -32,7 +32,8 @@ def _asks(graph: Any, kind: str) -> set[str]:
 
 def _build(call: Call, like_query: tuple[int, ...], per_query: tuple[int, ...], like_key: tuple[int, ...], mask: tuple,
            asked: set[str], outputs: Mapping[int, str], backward: bool) -> Rule:
-    """`like_query`, `per_query` (without the last dim) and `like_key`: arguments by position. `outputs`: result -> same."""
+    """Build the rule. like_query, per_query (without the last dim), like_key: positions of arguments with these shapes.
+    outputs: result -> q, lse or k."""
     query, key = (call.operands[call.args[i].index] for i in (0, 1))
     (batch, heads), kv_heads = query.shape[:2], key.shape[1]
     sizes = {"b": batch, "g": kv_heads, "r": heads // kv_heads}
@@ -61,7 +62,7 @@ def flex_attention(call: Call) -> Rule:
 
 @rule("flex_attention_backward", heavy=True)
 def flex_attention_backward(call: Call) -> Rule:
-    """args: query, key, value, out, logsumexp, their gradients, score graph, its backward, block mask, … What the graphs
-    read of the model has a gradient from all entries and heads."""
+    """args: query, key, value, out, logsumexp, their gradients, score graph, its backward, block mask, … Gradients of
+    tensors that the subgraphs read are sums over batch and heads."""
     asked = _asks(call.args[7], "score") | _asks(call.args[8], "score") | _asks(call.args[9][-1], "mask")
     return _build(call, (0, 3, 5), (4, 6), (1, 2), call.args[9], asked, {0: "q", 1: "k", 2: "k"}, True)

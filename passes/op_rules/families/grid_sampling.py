@@ -1,5 +1,5 @@
-"""Samples of images at points of a grid, and reductions of runs of rows."""
-# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+"""Sharding rules for grid sampling and segment reductions."""
+# A rule is only called for its operators, so the number and types of arguments are known.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def _letters(call: Call, image: int) -> tuple[list, list, list]:
-    """Letters of the image (n, c, space), of the grid (n, points, coordinates), and of the samples (n, c, points)."""
+    """Letters of the image (n, c, space), the grid (n, points, coordinates) and the samples (n, c, points)."""
     points = [("point", d) for d in range(len(call.operands[image].shape) - 2)]
     return ["n", "c", *[None] * len(points)], ["n", *points, None], ["n", "c", *points]
 
@@ -25,9 +25,9 @@ def grid_sampler(call: Call) -> Rule:
 
 @rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def grid_sampler_backward(call: Call) -> Rule | None:
-    """gradient, image, grid, three modes, which results are wanted
+    """args: gradient, image, grid, three modes, output mask
 
-    Every sample adds to the gradient of the image, every channel to that of the grid.
+    The gradient of the image sums over samples, that of the grid over channels.
     """
     image, grid, sampled = _letters(call, 1)
     outs = [letters for letters, want in zip((image, grid), call.args[6]) if want]
@@ -37,7 +37,7 @@ def grid_sampler_backward(call: Call) -> Rule | None:
 
 
 def _runs(call: Call, axis: int, runs: set[int]) -> list[list]:
-    """Letters of operands: `runs` say where the runs of rows lie, in the dims up to these."""
+    """Letters of operands. runs: operands with the lengths or offsets of segments, which have the dims up to `axis`."""
     before = list(range(axis))
     return [[*before, None] if i in runs else [*before, None, *range(axis + 1, len(o.shape))]
             for i, o in enumerate(call.operands)]

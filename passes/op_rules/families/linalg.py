@@ -1,7 +1,7 @@
-"""Decompositions of matrices and solvers: batches of matrices split, matrices stay whole.
+"""Sharding rules for matrix decompositions and solvers: batch dims can be sharded, matrices stay whole.
 
-For each operator, how many dims at the end of every operand and result are its own; those before are the batch, which is
-broadcast. A result that was not asked for has the shape (0,).
+The tables list, per operator, the number of trailing matrix dims of each operand and result; the dims before are batch
+dims, which are broadcast. A result that was not requested has the shape (0,).
 """
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SOLVERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "cholesky_solve": ((2, 2), (2,), 0),
     "triangular_solve": ((2, 2), (2, 2), 0),
 }
-"""The same, and which operand is the right side."""
+"""As in DIMS, and the index of the operand with the right-hand side."""
 
 
 def _batched(call: Call, operands: tuple[int, ...], results: tuple[int, ...], linear: tuple[list[int], ...] = ()) -> Rule:
@@ -65,14 +65,14 @@ def decomposition(call: Call) -> Rule | None:
 
 @rule(*(f"aten::{name}" for name in SOLVERS))
 def solver(call: Call) -> Rule:
-    """Linear in the right side, except that one of `triangular_solve`'s results is the matrix."""
+    """Linear in the right-hand side, except `triangular_solve`, whose second result is the matrix."""
     operands, results, right = SOLVERS[_name(call)]
     return _batched(call, operands, results, ([right],) if len(results) == 1 else ())
 
 
 @rule("aten::_linalg_solve_ex")
 def solve(call: Call) -> Rule:
-    """matrices, right sides (vectors, where they have a dim less) -> solutions, LU, pivots, errors"""
+    """matrices, right-hand sides (vectors if they have one dim less) -> solutions, LU, pivots, errors"""
     a, b = call.operands[0].shape, call.operands[1].shape
     own = 1 if len(b) == 1 or len(b) == len(a) - 1 and b == a[:-1] else 2
     return _batched(call, (2, own), (own, 2, 1, 0))

@@ -1,4 +1,4 @@
-"""Matrix products: mm, bmm, their fused forms, and products with vectors."""
+"""Sharding rules for matmuls: mm, bmm, their fused forms, and products with vectors."""
 from __future__ import annotations
 
 import torch
@@ -46,9 +46,9 @@ def dot(call: Call) -> Rule:
 
 @rule(aten._trilinear.default)
 def trilinear(call: Call) -> Rule:
-    """args: three operands, for each the dims that it is expanded along, the dims that the product is summed over, …
+    """args: three operands, the dims along which each is expanded, the dims over which the product is summed, …
 
-    All dims are those of the product of the three, before the sum.
+    All dims are dims of the product of the three operands before the sum.
     """
     expanded, summed = call.args[3:6], set(call.args[6])
     rank = len(call.operands[0].shape) + len(expanded[0])

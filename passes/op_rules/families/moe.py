@@ -1,7 +1,7 @@
-"""Mixture-of-experts products: rows sorted by expert, one matrix per expert.
+"""Sharding rules for mixture-of-experts matmuls: rows sorted by expert, one matrix per expert.
 
-The rows of an expert lie together and `offs` says where each ends, so rows and experts stay whole on an axis while
-the columns of the experts' matrices split as in any matrix product.
+The rows of an expert are contiguous and `offs` has their ends, so rows and experts stay whole; the columns and the inner
+dim of the experts' matrices can be sharded as in any matmul.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
 ALIGNMENT_BYTES = 16
-"""The kernel wants rows that start at multiples of this."""
+"""The kernel needs rows that start at multiples of this."""
 
 
 @rule("transformers::grouped_mm_fallback", heavy=True)
@@ -32,10 +32,10 @@ def grouped_mm_fallback_backward(call: Call) -> Rule:
 
 @rule("aten::_grouped_mm", heavy=True)
 def grouped_mm(call: Call) -> Rule:
-    """One matrix per group; the groups are runs of rows of the first operand, of columns of the second, of the summed
-    dim of both (the gradient of the matrices), or, with no offsets, the first dim of both.
+    """One matrix per group. Groups are runs of rows of the first operand, of columns of the second, of the summed dim of
+    both (gradients of the matrices), or, without offsets, the first dim of both.
 
-    A part of a dim has to be a multiple of the kernel's alignment: within such a run the dim stays whole.
+    Shards must be multiples of the kernel's alignment: the letter "run" is one such multiple and is not sharded.
     """
     a, b = call.operands[0].shape, call.operands[1].shape
     unit = ALIGNMENT_BYTES // call.operands[0].itemsize

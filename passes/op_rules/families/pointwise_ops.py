@@ -1,6 +1,6 @@
-"""Pointwise operators: all that torch tags so, and which of them are linear.
+"""Sharding rules for pointwise operators: all with torch's pointwise tag and some more, and which of them are linear.
 
-Letters are the dims of the result, aligned from the right; an operand that is broadcast along a dim has none there.
+Letters are the dims of the result, aligned from the right; dims along which an operand is broadcast have none.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from passes.op_rules.rule_table import name_of, rule
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Operands in which the operator is jointly linear, by position among *arguments* (an argument may be a number).
+# Groups of arguments in which the operator is jointly linear, by position (an argument may be a number).
 LINEAR_ARGUMENTS: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten::neg": ((0,),),
     "aten::alias": ((0,),),
@@ -37,7 +37,7 @@ LINEAR_ARGUMENTS: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten::lerp.Scalar": ((0, 1),),
     "aten::lerp.Tensor": ((0, 1),),
 }
-# Linear where the number among the arguments is 0: (position of the number, of the tensor).
+# Linear if a number among the arguments is 0: (position of the number, position of the tensor).
 LINEAR_BESIDE_ZERO = {"aten::masked_fill.Scalar": (2, 0)}
 NOT_TAGGED = (
     aten.alias.default,
@@ -59,7 +59,7 @@ def _linear(call: Call) -> list[list[int]]:
     groups = []
     for arguments in LINEAR_ARGUMENTS.get(name, ()):
         members = [call.args[i] for i in arguments if i < len(call.args)]
-        # x + 3 is not linear in x: every member of the group has to be a tensor.
+        # x + 3 is not linear in x: every member of the group must be a tensor.
         if len(members) == len(arguments) and all(isinstance(m, Operand) for m in members):
             groups.append([m.index for m in members])
     if name in LINEAR_BESIDE_ZERO:
@@ -80,6 +80,6 @@ def pointwise(call: Call) -> Rule:
 
 @rule(aten.isin.Tensor_Tensor)
 def isin(call: Call) -> Rule:
-    """Each element by itself; the set to look in is needed whole."""
+    """Elementwise in the elements; the test elements stay whole."""
     dims = range(len(call.results[0].shape))
     return make_rule(call, [dims, [None] * len(call.operands[1].shape)], [dims])

@@ -1,6 +1,6 @@
-"""Pooling, resampling and padding at the borders: batch and channels pass through, space stays whole.
+"""Sharding rules for pooling, resampling and padding: batch and channels can be sharded, space cannot.
 
-Weighted sums are linear in floats only: of integers (images of uint8) each result is rounded.
+Weighted sums are linear for floats only: for integers (uint8 images) each result is rounded.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def _per_channel(call: Call, spatial: int, linear: bool) -> Rule:
-    """The last `spatial` dims are taken together. If the operator is linear, it is so in the first operand."""
+    """Rule in which the last `spatial` dims stay whole. linear: in the first operand."""
     letters = [[d if d < len(s.shape) - spatial else None for d in range(len(s.shape))] for s in call.operands]
     out = [[d if d < len(s.shape) - spatial else None for d in range(len(s.shape))] for s in call.results]
     return make_rule(call, letters, out, linear=[[0]] if linear else ())
@@ -26,7 +26,7 @@ def _per_channel(call: Call, spatial: int, linear: bool) -> Rule:
     "prims::_low_memory_max_pool_offsets_to_indices",
 )
 def max_pool(call: Call) -> Rule:
-    """The size of the window, or of the result, has an entry per spatial dim."""
+    """The second argument (window or output size) has an entry per spatial dim."""
     return _per_channel(call, len(call.args[1]), False)
 
 
@@ -54,7 +54,7 @@ def resample(call: Call) -> Rule:
     aten.max_pool3d_with_indices_backward.default,
 )
 def pool_backward(call: Call) -> Rule:
-    """gradient, input, window, …, maybe indices"""
+    """args: gradient, input, window, …, indices for max pooling"""
     return _per_channel(call, len(call.args[2]), True)
 
 
@@ -73,7 +73,7 @@ def adaptive_3d_backward(call: Call) -> Rule:
     aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default,
 )
 def pad(call: Call) -> Rule:
-    """Two paddings per spatial dim."""
+    """The second argument has two paddings per spatial dim."""
     return _per_channel(call, len(call.args[1]) // 2, True)
 
 
@@ -83,5 +83,5 @@ def pad(call: Call) -> Rule:
     aten.replication_pad3d_backward.default,
 )
 def pad_backward(call: Call) -> Rule:
-    """gradient, input, paddings"""
+    """args: gradient, input, paddings"""
     return _per_channel(call, len(call.args[2]) // 2, True)

@@ -1,5 +1,5 @@
-"""Products of numbers of 8 bits, and rounding to such numbers in training."""
-# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+"""Sharding rules for 8-bit matmuls and fake quantization."""
+# A rule is only called for its operators, so the number and types of arguments are known.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from passes.op_rules.rule_table import rule
 from passes.op_rules.sum_dtypes import ROUNDED
 
 ALIGNMENT_BYTES = 16
-"""Kernels on GPUs want rows and columns of such multiples."""
+"""GPU kernels need rows and columns that are multiples of this."""
 INTEGER_ROWS = 32
-"""That of integers wants more than 16 rows."""
+"""The integer kernel needs more than 16 rows."""
 
 
 def _product(call: Call, rows: int, adds_up: bool, scales: list[list]) -> Rule:
@@ -30,7 +30,7 @@ def _product(call: Call, rows: int, adds_up: bool, scales: list[list]) -> Rule:
 
 @rule("aten::_int_mm", heavy=True)
 def int_mm(call: Call) -> Rule:
-    """int8 (m, k) @ int8 (k, n) -> int32: sums wrap alike wherever they are made."""
+    """int8 (m, k) @ int8 (k, n) -> int32. Partial sums are exact: integer overflow wraps in any order."""
     return _product(call, INTEGER_ROWS, True, [])
 
 
@@ -38,7 +38,7 @@ def int_mm(call: Call) -> Rule:
 def scaled_mm(call: Call) -> Rule | None:
     """args: a (m, k), b (k, n), scale of a, scale of b; bias (n), scale of the result, ...
 
-    One scale for all, or one for each row of a and each column of b; scales of blocks are left alone.
+    One scale per tensor, or one per row of a and per column of b; block scales have no rule.
     """
     m, n = call.operands[0].shape[0], call.operands[1].shape[1]
     scales: list[list] = [[] for _ in call.operands[2:]]
@@ -53,7 +53,7 @@ def scaled_mm(call: Call) -> Rule | None:
     given = call.argument(5, "scale_result")
     if isinstance(given, Operand):
         scales[given.index - 2] = [None] * len(call.operands[given.index].shape)
-    alone = len(call.operands) == 4  # a bias or scale afterwards would apply to every summand
+    alone = len(call.operands) == 4  # a bias or result scale would apply to every partial sum
     return _product(call, 1, alone and call.results[0].dtype in ROUNDED, scales)
 
 
@@ -62,7 +62,7 @@ def scaled_mm(call: Call) -> Rule | None:
     "aten::fake_quantize_per_tensor_affine", "aten::_fake_quantize_learnable_per_tensor_affine",
 )
 def per_tensor(call: Call) -> Rule:
-    """Each element by itself; scale and zero point are for all."""
+    """Elementwise, with one scale and zero point for the tensor."""
     dims = range(len(call.results[0].shape))
     return make_rule(call, [dims, *([None] * len(o.shape) for o in call.operands[1:])], [dims] * len(call.results))
 
@@ -79,9 +79,9 @@ def per_channel(call: Call) -> Rule:
 
 @rule("aten::_fake_quantize_learnable_per_tensor_affine_backward", "aten::_fake_quantize_learnable_per_channel_affine_backward")
 def learnable_backward(call: Call) -> Rule:
-    """args: gradient, self, scale, zero point, dim of the channels where there are any -> their gradients
+    """args: gradient, self, scale, zero point, dim of the channels for per-channel ones -> their gradients
 
-    Those of scale and zero point are sums over all elements that they are for.
+    Gradients of scale and zero point are sums over the elements that they apply to.
     """
     dims = list(range(len(call.results[0].shape)))
     channel = "channel" in call.target._schema.name

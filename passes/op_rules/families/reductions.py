@@ -1,4 +1,4 @@
-"""Reductions, scans, sorting: sums stay Partial, maxima PartialMax, everything else keeps its dim whole."""
+"""Sharding rules for reductions, scans and sorting: sums become Partial, maxima PartialMax, others need the dim whole."""
 from __future__ import annotations
 
 import torch
@@ -10,14 +10,14 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def _dims(given: int | list[int] | None, rank: int) -> set[int]:
-    """Dims that are reduced; none given means all."""
+    """Set of reduced dims; None or an empty list means all."""
     if given is None or given == []:
         return set(range(rank))
     return {d % rank for d in ([given] if isinstance(given, int) else given)} if rank else set()
 
 
 def _reduction(call: Call, position: int = 1, *, default: int | None = None, summed: bool = False, maxed: bool = False) -> Rule:
-    """`position`: of the argument `dim`; `default`: its default value, all dims if None."""
+    """Rule of a reduction. position: of the argument `dim`. default: its default value; None means all dims."""
     rank = len(call.operands[0].shape)
     dims = _dims(call.argument(position, "dim", default), rank)
     keep = len(call.results[0].shape) == rank and rank > 0
@@ -46,7 +46,7 @@ def sum_(call: Call) -> Rule:
 
 @rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim, aten.any.dims)
 def maximum(call: Call) -> Rule:
-    """`any` is the maximum of bools."""
+    """Maxima; `any` is the maximum of bools."""
     return _reduction(call, maxed=True)
 
 
@@ -57,30 +57,30 @@ def maximum(call: Call) -> Rule:
     aten.median.default, aten.nanmedian.default, aten.logsumexp.default, aten.aminmax.default,
 )
 def whole_reduction(call: Call) -> Rule:
-    """The reduced dims stay whole; `mean` and `var_mean` are rewritten into sums before planning."""
+    """Reductions whose dims stay whole; `mean` and `var_mean` are rewritten into sums before planning."""
     return _reduction(call)
 
 
 @rule(aten.linalg_vector_norm.default)
 def vector_norm(call: Call) -> Rule:
-    """As above, with the order of the norm before the dims."""
+    """args: self, order of the norm, dims; the reduced dims stay whole"""
     return _reduction(call, 2)
 
 
 @rule(aten.kthvalue.default)
 def kthvalue(call: Call) -> Rule:
-    """args: self, k, dim, which is the last if it is not given"""
+    """args: self, k, dim (default: the last)"""
     return _reduction(call, 2, default=-1)
 
 
 @rule(aten.mode.default)
 def mode(call: Call) -> Rule:
-    """args: self, dim, which is the last if it is not given"""
+    """args: self, dim (default: the last)"""
     return _reduction(call, default=-1)
 
 
 def _along(call: Call, position: int, default: int, linear: bool = False) -> Rule:
-    """Same shape in and out, one dim whole."""
+    """Rule of operators with equal shapes of operands and results, in which one dim stays whole."""
     rank = len(call.operands[0].shape)
     letters: list[int | None] = list(range(rank))
     if rank:

@@ -1,9 +1,9 @@
-"""Writing into a table by index: index_put, scatter, and the sums that gradients of look-ups are.
+"""Sharding rules for writes by index: index_put, scatter, and accumulating forms (gradients of lookups).
 
-A split table takes the writes into its own range. Where values are added up, the rows that write may be split too: then
-each rank holds a partial sum, and the table that they are added to has to be one as well.
+A sharded table takes the writes into its own range. If values are accumulated, the rows that are written can be sharded
+too: then each rank has a partial sum, and the table that they are added to must be a partial sum as well.
 """
-# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+# A rule is only called for its operators, so the number and types of arguments are known.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def _put(call: Call, indices: list, values: int, mask: int | None, accumulate: b
 
 
 def _put_where(call: Call, mask: int, first: int) -> Rule | None:
-    """`self[..., mask] = values`, the mask over dims from `first` on: pointwise, if the chosen share their values."""
+    """`self[..., mask] = values`, with the mask over dims from `first` on: pointwise if values are broadcast over the mask."""
     table = list(range(len(call.results[0].shape)))
     behind = first + len(call.operands[mask].shape)
     values = next(i for i in range(1, len(call.operands)) if i != mask)
     shape = (*call.results[0].shape[:first], 1, *call.results[0].shape[behind:])
     own = call.operands[values].shape
     if len(own) > len(shape) - 1 - first and own[len(own) - (len(shape) - first)] != 1:
-        return None  # one value per chosen element: which one goes where depends on the mask
+        return None  # one value per masked element: their positions depend on the mask
     inputs: list = [None] * len(call.operands)
     inputs[0], inputs[mask] = table, table[first:behind]
     inputs[values] = aligned([*table[:first], None, *table[behind:]], own, shape)
@@ -74,13 +74,13 @@ def masked_index_put_accumulate(call: Call) -> Rule | None:
 
 
 def _scatter(call: Call, adds: bool, linear: bool) -> Rule:
-    """args: self, dim, index, and a source of the index' rank or a number.
+    """args: self, dim, index, and a source with the index's rank or a number
 
-    In the dims beside the indexed one, index and source may be smaller than the table: these stay whole.
+    Dims other than `dim` in which index or source are smaller than the table stay whole.
     """
     table, index = call.operands[0].shape, call.operands[1].shape
     source = call.operands[2].shape if len(call.operands) > 2 else None
-    if not table or len(table) != len(index):  # one without elements may have any dims
+    if not table or len(table) != len(index):  # an empty index may have any dims
         return make_rule(call, [[None] * len(o.shape) for o in call.operands], [[None] * len(table)])
     dim = call.args[1] % len(table)
     shapes = [table, index] + ([] if source is None else [source])

@@ -1,7 +1,7 @@
-"""Cutting dims and putting them together: slice, split, concatenate, select, pad.
+"""Sharding rules for slice, split, cat, stack, select, pad and glu.
 
-Where a dim is cut at multiples of a window, the window's letter goes along: each of equal parts, or of parts that have a
-common divisor, can be split inside. Local sizes and bounds are then those of the whole, divided.
+A dim that is cut at multiples of a window is factored into blocks and a window letter: the window can be sharded inside
+each part. Local sizes and bounds are then the global ones divided by the number of shards.
 """
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from passes.op_rules.rule_table import rule
 
 aten = torch.ops.aten
 MAX_BLOCKS = 64
-"""A window that is a smaller share of its dim is not followed: splitting inside it would tear neighbors apart for little."""
+"""Most windows per dim. Smaller windows get no letter: sharding inside them would separate neighbors for little gain."""
 
 
 class SlicedDim:
-    """Entries for a dim of `size` that is cut into `parts`, which may leave some of it out, and for each part."""
+    """Letters of a dim of `size` that is cut into `parts` (not necessarily all of it), and of each part."""
 
     def __init__(self, size: int, parts: Sequence[int], boundaries: Sequence[int] = ()):
         window = math.gcd(size, *parts, *boundaries)
@@ -38,25 +38,25 @@ class SlicedDim:
 
 
 def _at(rank: int, dim: int, entry: list | None) -> list:
-    """A letter of its own for every dim, `entry` at `dim`."""
+    """Letters of a tensor: one per dim, and `entry` at `dim`."""
     letters: list = list(range(rank))
     letters[dim] = entry
     return letters
 
 
 def _sliced(call: Call, big: tuple[int, ...], position: int) -> tuple[list, list, dict, list]:
-    """Letters of the whole and of the part, sizes, blocked letters; `position` is that of `dim` among the arguments."""
+    """Letters of the whole and of the slice, sizes, blocked letters. position: of `dim` among the arguments."""
     rank = len(big)
     dim = call.argument(position, "dim", 0) % rank
     bounds = (
         call.argument(position + 1, "start"), call.argument(position + 2, "end"), call.argument(position + 3, "step", 1)
     )
-    if not all(bound is None or isinstance(bound, int) for bound in bounds):  # they move from call to call
+    if not all(bound is None or isinstance(bound, int) for bound in bounds):  # bounds that change from call to call
         return _at(rank, dim, None), _at(rank, dim, None), {}, []
     start, stop, step = slice(*bounds).indices(big[dim])
     length = len(range(start, stop, step))
     if step > 1 and big[dim] % step == 0 and start < step and length == big[dim] // step:
-        # Every step-th element: the dim is `length` groups of `step`, of which one is taken.
+        # Every step-th element: the dim is `length` groups of `step` elements, one of which is taken.
         sizes: dict[Letter, int] = {"window": length, "step": step}
         return _at(rank, dim, ["window", "step"]), _at(rank, dim, ["window"]), sizes, ["step"]
     if step > 1:
@@ -93,7 +93,7 @@ def split(call: Call) -> Rule:
 
 @rule(aten.cat.default)
 def cat(call: Call) -> Rule:
-    """args: tensors, dim; an empty tensor of one dim is passed over, whatever the rank of the others"""
+    """args: tensors, dim; empty tensors with one dim are ignored, whatever the rank of the others"""
     out = call.results[0].shape
     rank = len(out)
     dim = call.argument(1, "dim", 0) % rank
@@ -155,7 +155,7 @@ def constant_pad_nd(call: Call) -> Rule:
 
 @rule(aten.glu.default)
 def glu(call: Call) -> Rule:
-    """The first half of a dim times the sigmoid of the second: both halves split alike."""
+    """The first half of a dim times the sigmoid of the second: both halves are sharded in the same way."""
     rank = len(call.operands[0].shape)
     dim = call.argument(1, "dim", -1) % rank
     cut = SlicedDim(call.operands[0].shape[dim], [call.results[0].shape[dim]])

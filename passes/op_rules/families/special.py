@@ -1,5 +1,5 @@
-"""Operators from outside the usual layers: Fourier transforms, distances, searches, histograms."""
-# A rule is called for its operator only: which arguments are tensors, and how many, is then known.
+"""Sharding rules for Fourier transforms, distances, searches, histograms and masked scatter."""
+# A rule is only called for its operators, so the number and types of arguments are known.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportOptionalSubscript=false
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cdist_backward(call: Call) -> Rule | None:
     batch = list(range(len(call.results[0].shape) - 2))
     x1, x2, pairs = [*batch, "p", "m"], [*batch, "r", "m"], [*batch, "p", "r"]
     if any(len(o.shape) != len(x1) or o.shape[:-2] != call.results[0].shape[:-2] for o in call.operands):
-        return None  # broadcast operands are expanded before
+        return None  # broadcast operands were expanded before
     return make_rule(call, [pairs, x1, x2, pairs], [x1], summed=["r"], linear=[[0]])
 
 
@@ -47,7 +47,7 @@ def bucketize(call: Call) -> Rule:
 
 @rule(aten.searchsorted.Tensor)
 def searchsorted(call: Call) -> Rule | None:
-    """sorted sequence (…, n), values (…, v) -> (…, v); a sequence of one dim serves all values"""
+    """sorted sequence (…, n), values (…, v) -> (…, v); a sequence with one dim is shared by all values"""
     if len(call.operands) > 2:  # an explicit sorter
         return None
     sequence, values = call.operands[0].shape, call.operands[1].shape
@@ -58,7 +58,7 @@ def searchsorted(call: Call) -> Rule | None:
 
 @rule(aten.histc.default)
 def histogram(call: Call) -> Rule:
-    """A count over all elements: splitting them leaves partial counts, unless the bins depend on the elements."""
+    """Counts over all elements: partial sums if these are sharded, which needs fixed bins."""
     letters = range(len(call.operands[0].shape))
     fixed = (call.argument(2, "min", 0), call.argument(3, "max", 0)) != (0, 0)
     return make_rule(call, [letters], [[None]], summed=letters if fixed else (), blocked=() if fixed else letters)
@@ -66,6 +66,6 @@ def histogram(call: Call) -> Rule:
 
 @rule(aten.masked_scatter.default, aten.masked_scatter_backward.default)
 def masked_scatter(call: Call) -> Rule:
-    """The n-th chosen element takes the n-th of the source: which one that is depends on the whole mask."""
+    """The n-th masked element takes the n-th of the source, which depends on the whole mask: all dims stay whole."""
     whole = [[[None] * len(s.shape) for s in specs] for specs in (call.operands, call.results)]
     return make_rule(call, *whole, linear=[[0, 2]] if call.target is aten.masked_scatter.default else [[0]])

@@ -1,6 +1,7 @@
-"""Table look-ups: embedding, index, gather.
+"""Sharding rules for lookups: embedding, index, gather.
 
-A split table (`indexed` letter) works on its own range of indices: the result is a masked partial sum.
+A table sharded along its indexed dim (`indexed` letter) looks up its own range of indices: the result is a masked partial
+sum.
 """
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def embedding(call: Call) -> Rule:
 
 @rule(aten.embedding_dense_backward.default, heavy=True)
 def embedding_dense_backward(call: Call) -> Rule:
-    """gradient, indices, number of rows, padding row, whether to divide by how often a row is used"""
+    """args: gradient, indices, number of rows, padding index, scale_grad_by_freq"""
     index = [("i", d) for d in range(len(call.operands[1].shape))]
     return make_rule(
         call, [[*index, "h"], index], [[None, "h"]], summed=() if call.args[4] else index,
@@ -31,12 +32,12 @@ def embedding_dense_backward(call: Call) -> Rule:
 
 
 MAX = 2
-"""The mode of a bag that is not summed: the position of each greatest is among the results."""
+"""The mode "max" of embedding bags: the position of each maximum is among the results."""
 
 
 @rule(aten._embedding_bag.default, aten._embedding_bag_forward_only.default, heavy=True)
 def embedding_bag(call: Call) -> Rule | None:
-    """Bags have borders of their own, so only columns split; other results than the first are bookkeeping.
+    """Bags have data-dependent bounds, so only columns can be sharded; results other than the first are for backward.
 
     args: weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, ...
     """
@@ -59,9 +60,9 @@ def embedding_bag_backward(call: Call) -> Rule | None:
 
 
 def index_letters(call: Call, indices: list) -> tuple[list, dict[int, list], list[int]] | None:
-    """Letters of the broadcast index shape, of every index operand, and the indexed dims.
+    """Letters of the broadcast index shape, letters of every index operand, and the indexed dims.
 
-    None where a rule cannot follow: with a mask among the indices the shape of the result depends on data.
+    None if there is no rule: with a mask among the indices the shape of the result depends on data.
     """
     where = [d for d, x in enumerate(indices) if x is not None]
     if not where:
@@ -75,8 +76,8 @@ def index_letters(call: Call, indices: list) -> tuple[list, dict[int, list], lis
 
 
 def in_place(dims: list | tuple[int, ...], where: list[int], letters: list | tuple[int, ...]) -> list:
-    """Dims of a table with those of the index in place of the indexed ones: at the first of these where they are adjacent,
-    else before all others."""
+    """Dims of an indexing result: the table's, with the index's dims in place of the first indexed dim if the indexed dims
+    are adjacent, else before all others."""
     adjacent = where == list(range(where[0], where[-1] + 1))
     rest = [x for d, x in enumerate(dims) if d not in where]
     at = where[0] if adjacent else 0
@@ -90,7 +91,7 @@ def index(call: Call) -> Rule | None:
 
 @rule(aten._unsafe_masked_index.default)
 def masked_index(call: Call) -> Rule | None:
-    """args: self, mask, indices, values for where the mask is false"""
+    """args: self, mask, indices, fill value where the mask is false"""
     return _index(call, list(call.args[2]), call.args[1].index, call.args[3] == 0)
 
 
@@ -131,9 +132,9 @@ def index_select(call: Call) -> Rule:
 
 @rule(aten.gather.default)
 def gather(call: Call) -> Rule:
-    """In the dims beside the indexed one the index may be smaller than the table: these stay whole."""
+    """args: self, dim, index; other dims in which the index is smaller than the table stay whole"""
     table, index = call.operands[0].shape, call.operands[1].shape
-    if not table or len(table) != len(index):  # one without elements may have any dims
+    if not table or len(table) != len(index):  # an empty index may have any dims
         return make_rule(call, [[None] * len(table), [None] * len(index)], [[None] * len(index)], linear=[[0]])
     dim = call.args[1] % len(table)
     letters: list = [d if table[d] == index[d] else None for d in range(len(table))]

@@ -1,4 +1,4 @@
-"""Views and copies that move elements: reshape, transpose, expand, repeat, roll."""
+"""Sharding rules for views and copies that move elements: reshape, transpose, expand, repeat, roll."""
 from __future__ import annotations
 
 import math
@@ -12,11 +12,11 @@ aten = torch.ops.aten
 
 
 def view_letters(old: tuple[int, ...], new: tuple[int, ...]):
-    """Letters of a reshape: `(entries of old, entries of new, sizes, blocked letters)`, in factors common to both shapes.
+    """Letters of a reshape: `(letters of old, letters of new, sizes, blocked letters)`, by common factors of both shapes.
 
-    (6, 4) -> (2, 12) has the letters 2, 3, 4: ([2 3], [4]) -> ([2], [3 4]). Both shapes are read from the outer side, and
-    the next letter is the common divisor of the rests of the two dims. Where that is 1, as in (3, 5) -> (5, 3), the
-    inner parts cannot be told apart: they get letters of their own, which are blocked, up to the next common boundary.
+    (6, 4) -> (2, 12) has letters of sizes 2, 3, 4: ([2 3], [4]) -> ([2], [3 4]). Both shapes are read from the outermost
+    dim, and the next letter is the greatest common divisor of the remaining sizes of the two dims. Where that is 1, as in
+    (3, 5) -> (5, 3), both sides get separate, blocked letters up to the next common boundary.
     """
     a: list[list] = [[] for _ in old]
     b: list[list] = [[] for _ in new]
@@ -61,7 +61,7 @@ def view_letters(old: tuple[int, ...], new: tuple[int, ...]):
 
 
 def _reshape(call: Call, operand: int, linear: list[list[int]]) -> Rule:
-    """All elements of one operand in their order; others have the shape of the result and are not read."""
+    """Rule of a reshape of one operand; other operands have the shape of the result and are not read."""
     a, b, sizes, blocked = view_letters(call.operands[operand].shape, call.results[0].shape)
     a, b = ([row or None for row in side] for side in (a, b))
     inputs = [a if i == operand else b for i in range(len(call.operands))]
@@ -87,7 +87,7 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 @rule(aten.as_strided.default)
 def as_strided(call: Call) -> Rule | None:
-    """A reshape if operand and result are packed and of one size; else it reads memory, and nobody can follow."""
+    """A reshape if operand and result are contiguous and have as many elements; else there is no rule."""
     same = call.operands[0].elements == call.results[0].elements and not call.argument(3, "storage_offset", 0)
     if not same or not _contiguous(call.operands[0].shape, call.strides[0]):
         return None
@@ -96,7 +96,7 @@ def as_strided(call: Call) -> Rule | None:
 
 @rule(aten.as_strided_scatter.default)
 def as_strided_scatter(call: Call) -> Rule | None:
-    """args: self, source, size, stride, offset; where the source covers all of self, the result is the source."""
+    """args: self, source, size, stride, offset; a reshape of the source if it covers all of self"""
     same = call.operands[0].elements == call.operands[1].elements and not call.argument(4, "storage_offset", 0)
     if not same or not _contiguous(call.operands[0].shape, call.strides[0]):
         return None
@@ -105,7 +105,7 @@ def as_strided_scatter(call: Call) -> Rule | None:
 
 @rule(aten.view.dtype)
 def view_dtype(call: Call) -> Rule:
-    """The same bits read as another type; another item size makes the last dim longer or shorter."""
+    """Reinterpret the bits as another dtype; if the item size differs, the last dim changes and stays whole."""
     dims: list = list(range(len(call.results[0].shape)))
     if dims and call.operands[0].itemsize != call.results[0].itemsize:
         dims[-1] = None
@@ -159,7 +159,7 @@ def expand(call: Call) -> Rule:
 
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Rule:
-    """Every dim is its repetitions (outer) of the dim of the operand: both split, in parts of the count or of the dim."""
+    """Every dim is (repetitions, dim of the operand), and either factor can be sharded."""
     old, new, times = call.operands[0].shape, call.results[0].shape, call.args[1]
     shift = len(new) - len(old)
     inputs = [i + shift for i in range(len(old))]
