@@ -89,7 +89,7 @@ def test_collectives_take_what_they_do_on_the_clusters_devices_wherever_the_mode
     traces, budgeted = TracedModel(Deep(), (X,), options), OfflineBudget(options, Cluster.parse(cluster), {})
     (annotated,), (traced,) = traces.whole, traces.traced
     trial = budgeted.trial(traced, annotated, budgeted.sharing("graph", traced, annotated))
-    tape = read(STORAGE_PROGRAM, trial.rewritten(plan_graph(annotated, options, budgeted.cluster)))
+    tape = read(STORAGE_PROGRAM, trial.problem(plan_graph(annotated, options, budgeted.cluster)).gm)
     assert any(run.workspace_bytes for run in tape.runs) == copies
 
 

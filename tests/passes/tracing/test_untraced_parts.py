@@ -8,7 +8,7 @@ from torch import nn
 from passes.errors import BadInput
 from passes.tracing.joint_trace import trace
 
-HERE = "test_unplanned.py"
+HERE = "test_untraced_parts.py"
 
 
 class Breaks(nn.Module):

@@ -37,7 +37,7 @@ class Small(nn.Module):
 
 def least_us(trial, planned) -> float:
     """The least time of a step with these placements, over all that may be kept."""
-    tape, room = read(STORAGE_PROGRAM, trial.rewritten(planned)), trial.sharing.room(trial.held(planned))
+    tape, room = read(STORAGE_PROGRAM, trial.problem(planned).gm), trial.sharing.room(trial.held(planned))
     fitting = (sum(tape.runs[k].us for k in each.again) for each in every_walk(tape)
                if max(each.peak, each.after + room.after) <= room.left)
     predicted = planned.record.predicted
