@@ -218,8 +218,7 @@ class SpmdCompiler(GraphCompiler):
         return self.checkpointing.in_loop(annotated, self.microbatches, forward_outputs, first)
 
     def _whole_step(self, traced: JointTrace | bytes | None, forward_outputs: int) -> MakesWhole | None:
-        """Makes the same step for gradients at all outputs; None on several ranks. traced: the trace, or its plan source,
-        packed."""
+        """Makes the same step for gradients at all outputs; None on several ranks. traced: the trace, or its packed plan."""
         return None if traced is None else lambda: self._in_microbatches(joint_of(traced), forward_outputs, None)
 
     def _rewrite(self, gm: GraphModule, forward_outputs: int | None) -> None:

@@ -88,9 +88,8 @@ class HopPlan(Record):
     """One collective over one mesh axis. `bytes`: payload on one device, the larger of its input and its output; 0 marks a
     local operation, such as the slice from R to S, which is no collective.
 
-    More inputs of the cost model (`passes.cost_model.cost_terms.Message`): `outer`: for each end that has to be packed or
-    unpacked, the number of elements before the split dim; `bucket_bytes`: for gradients, the size of the bucket that is reduced
-    together."""
+    More inputs of the cost model (`passes.cost_model.cost_terms.Message`): `outer`: for each end that has to be packed, the
+    number of elements before the split dim; `bucket_bytes`: for gradients, the size of the bucket."""
 
     collective: str
     axis: str
@@ -102,9 +101,8 @@ class HopPlan(Record):
 
 class Redistribution(Record):
     """A change of placement between the node, parameter or argument `value` and the node `consumer` ("" for the graph's output
-    or the optimizer), from `source` to `target` by the collectives `hops`. `multiplicity`: how many equal ones the whole model
-    has. `shape`: of the unsharded value. `held`: the value is a parameter whose unsharded copy is valid until the optimizer
-    changes it, so a step does this once."""
+    or the optimizer), from `source` to `target` by the collectives `hops`. `multiplicity`: number of equal ones in the model.
+    `shape`: of the unsharded value. `held`: of a parameter whose unsharded copy is kept until the optimizer changes it."""
 
     value: str
     shape: Shape
@@ -220,8 +218,7 @@ class GraphPlan(Record):
 
     `rows`: batch size (dim 0) where the batch's tensors agree on it; None if they do not or it is unknown.
 
-    `frame`: the code object that the graph was compiled from, "" if it is unknown; a recompilation of the same code gives
-    another graph of the same frame.
+    `frame`: the code that the graph was compiled from, "" if it is unknown; recompiled graphs have the same frame.
 
     `kept`: activation checkpointing, where it was decided under a memory budget; else None.
 
