@@ -235,7 +235,8 @@ def _moments(phase: PhaseTimeline) -> Iterator[tuple[int, FoldedLayer | None]]:
 
 
 def _add_others(program: CheckpointILP, around: MemoryTrace, others: tuple[int, int], terms: dict[pulp.LpVariable, int]) -> int:
-    """What other microbatches hold: so many of them what is kept, which is added to the terms, and bytes of gradients."""
+    """Memory of other microbatches: adds their saved values to the terms, and returns the bytes of accumulated gradients.
+    others: number of microbatches with saved values, and bytes of gradients."""
     number, added_bytes = others
     if number:
         for v, x in program.keep.items():

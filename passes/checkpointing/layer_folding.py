@@ -20,8 +20,7 @@ def fold_layers(tape: StorageProgram, lists: Sequence[Sequence[str]], layers: in
     """lists: for each list of equal layers, its blocks in the program: the first layer, two in the middle, the last. layers:
     length of each list in the model. Raises LayersDiffer if these are not equal, or pass on values that folded layers
     cannot."""
-    middle = layers - 2
-    stand_ins = [each for blocks in lists for each in _stand_ins(tape, blocks, (middle - middle // 2, middle // 2))]
+    stand_ins = [each for blocks in lists for each in _stand_ins(tape, blocks, middle_layers(layers))]
     taken = [run for each in stand_ins for run in each.runs]
     if len(set(taken)) < len(taken):
         raise LayersDiffer
@@ -30,6 +29,12 @@ def fold_layers(tape: StorageProgram, lists: Sequence[Sequence[str]], layers: in
     for number in range(len(lists)):
         folded = _handing_on(folded, boundary_between(folded, *stand_ins[2 * number: 2 * number + 2]))
     return folded
+
+
+def middle_layers(layers: int) -> tuple[int, int]:
+    """How many layers of a list each of the two in the middle stands for."""
+    middle = layers - 2
+    return middle - middle // 2, middle // 2
 
 
 def _stand_ins(tape: StorageProgram, blocks: Sequence[str], layers: tuple[int, int]) -> tuple[FoldedLayer, FoldedLayer]:

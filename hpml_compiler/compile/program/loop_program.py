@@ -23,7 +23,6 @@ from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.loops.loop_parts import LoopSplit, PrologueEpilogue
-from passes.presets import around_loop
 
 
 @dataclass(frozen=True)
@@ -85,11 +84,3 @@ def split_loop_body(marked: GraphModule, loop: LoopSplit, microbatches: int, for
                              [node.meta["val"] for node in saved] * microbatches)
     # By name, since lowering may replace the nodes.
     return LoopProgram(parts, halves, tuple(node.name for node in saved), kept is not None)
-
-
-def compile_around_loop(loop: PrologueEpilogue, compiler: str) -> PrologueEpilogue:
-    """Prepare the graphs before and after the loop for compilation; returns `loop`."""
-    for segment in (*loop.before, *loop.after):
-        if segment.gm is not None:
-            around_loop(compiler)(segment.gm)
-    return loop

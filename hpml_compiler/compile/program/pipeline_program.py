@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.program.loop_program import StepInterface, compile_around_loop
+from hpml_compiler.compile.program.loop_program import StepInterface
 from hpml_compiler.compile.program.lowered_stages import StageProgram
 from hpml_compiler.compile.program.stage_parameters import StageDependencies
 from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.microbatching import prepare_around_loop
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
 from hpml_compiler.planner.pipeline.stage_halves import StagedBody, stage_body, structure_of
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0, same_graph, when_all_succeed
@@ -86,8 +87,8 @@ class StageCutter:
         lent = {name: (rank, values[name]) for name, rank in owners.items() if name not in own}
         elsewhere = {name: values[name] for name in self.needs.gradients_elsewhere(self.place, owners)}
         saved = [fake for stage in self.stages for _ in range(self.microbatches) for fake in stage.halves.saved.values()]
-        parts = StepInterface.of(self.marked, compile_around_loop(self.needs.around(self.place, own), self.options.compiler),
-                                 self.microbatches,
-                                 self.forward_outputs, written, others, saved)
+        around = self.needs.around(self.place, own)
+        prepare_around_loop(around, self.options.compiler)
+        parts = StepInterface.of(self.marked, around, self.microbatches, self.forward_outputs, written, others, saved)
         return PipelineProgram(parts, self.stages, self.staged.reads, self.staged.outputs, self.staged.gradients,
                                self.needs.gradients_alone(own), elsewhere, lent)

@@ -16,6 +16,7 @@ from hpml_compiler.visualize.formatting import format_bytes
 from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM, CheckpointDecision
+from passes.checkpointing.layer_folding import middle_layers
 from passes.checkpointing.loop_memory import LoopMemory, loop_memory
 from passes.errors import Infeasible
 from passes.graph.graph_copy import copy_graph
@@ -104,8 +105,6 @@ def tape_of_body(marked: GraphModule, loop: LoopSplit, tape: BuildStorageProgram
 def _layers(marked: GraphModule, folded: FewLayerTrace | None) -> Callable[[Node], int]:
     """Number of nodes of the model that a traced node stands for, as in `passes.checkpointing.layer_folding`."""
     lists, layers = layers_of(folded)
-    middle = layers - 2
-    several = {block: count for _, one, other, _ in lists
-               for block, count in ((one, middle - middle // 2), (other, middle // 2))}
+    several = {block: count for blocks in lists for block, count in zip(blocks[1:3], middle_layers(layers), strict=True)}
     blocks = assign_blocks(marked) if several else {}
     return lambda node: several.get(blocks.get(node, ""), 1)

@@ -12,7 +12,7 @@ from passes.analyses.cross_sample_ops import mixing_operations
 from passes.analyses.microbatch_dims import common_rows, most_that_fit
 from passes.graph.decision import Decision
 from passes.graph.graph_copy import copy_graph
-from passes.graph.loops.loop_parts import LoopSplit
+from passes.graph.loops.loop_parts import LoopSplit, PrologueEpilogue
 from passes.graph.placement_graph import PlacementGraph
 from passes.presets import around_loop, in_loop, to_microbatches
 from passes.sharding.microbatch_axis import MicrobatchPlacement, solve_time_axis, with_time_axis
@@ -48,19 +48,22 @@ def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: Solve
 
 
 def loop_of(gm: GraphModule, graph: PlacementGraph, decision: Decision, times: MicrobatchPlacement, groups: MeshGroups,
-            forward_outputs: int,
-            kept_gradients: Sequence[int], compiler: str) -> LoopSplit:
+            forward_outputs: int, kept_gradients: Sequence[int], compiler: str) -> LoopSplit:
     """Cut the microbatch loop out of an annotated graph, which gets its markers; all parts are ready to be compiled, or to be
     partitioned into forward and backward. decision: placements on devices, with these groups."""
     to_microbatches(with_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
-                    kept_gradients,
-                    compiler == "inductor")(gm)
+                    kept_gradients, compiler == "inductor")(gm)
     loop = split_at_markers(gm)
     in_loop(compiler, len(loop.forward))(loop.body)
+    prepare_around_loop(loop, compiler)
+    return loop
+
+
+def prepare_around_loop(loop: PrologueEpilogue, compiler: str) -> None:
+    """Prepare the graphs before and after the loop for compilation, in place."""
     for segment in (*loop.before, *loop.after):
         if segment.gm is not None:
             around_loop(compiler)(segment.gm)
-    return loop
 
 
 def memory_model_in_time(times: MicrobatchPlacement | None, loss_inside: bool) -> MemoryModel:

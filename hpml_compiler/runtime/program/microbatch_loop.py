@@ -64,8 +64,10 @@ class MicrobatchLoop:
 
     def __init__(self, loop: PrologueEpilogue, calls: LoopCalls, microbatches: int):
         self.loop, self.calls, self.microbatches = loop, calls, microbatches
-        self.made = frozenset(name for part in loop_parts(loop, True) for name in part.makes)
-        self.later = {at_once: read_later(loop, at_once) for at_once in (True, False)}
+        made = frozenset(name for part in loop_parts(loop, True) for name in part.makes)
+        self.over = {at_once: {part: made - later for part, later in read_later(loop, at_once).items()}
+                     for at_once in (True, False)}
+        """By `at_once` and part of the loop: values that nothing reads after that part."""
 
     @property
     def parts(self) -> list[int]:
@@ -81,9 +83,8 @@ class MicrobatchLoop:
 
     def let_go(self, part: str, values: Values, at_once: bool) -> None:
         """Drop values that are not read after this part of the loop."""
-        later = self.later[at_once][part]
-        for name in [name for name in values if name in self.made and name not in later]:
-            del values[name]
+        for name in self.over[at_once][part]:
+            values.pop(name, None)
 
     def reads(self, reads: Iterable[LoopInput], values: Mapping[str, torch.Tensor], number: int) -> list[torch.Tensor]:
         return [values[r.name] if r.rows is None else

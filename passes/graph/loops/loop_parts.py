@@ -37,13 +37,13 @@ class LoopOutput:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is collected from all microbatches."""
+        """Shape of the output that is collected from all microbatches."""
         assert self.value is not None, "what is collected is a tensor"
         return tuple(self.value.shape) if self.rows is None else self.rows.size
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is collected: many small terms are added up with more bits than numbers of few bits have."""
+        """Type in which it is collected: gradients of 16 bits are accumulated in float32."""
         assert self.value is not None, "what is collected is a tensor"
         return torch.float32 if self.rows is None and self.value.dtype in HALF else self.value.dtype
 

@@ -45,7 +45,7 @@ class MemoryTrace:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Of what is kept in memory by one microbatch."""
+        """Bytes that one microbatch saves in memory."""
         return self.tape.bytes_of(self.kept - self.offloaded)
 
     def _others(self, number: int, added_bytes: int) -> tuple[int, int]:
