@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 import passes
 from passes.annotations import Key
 from passes.errors import BadInput
+from passes.registrations import Registrations
 
 P = TypeVar("P", bound=type[Any])  # of a `passes.base.Pass`, which reads this table for its errors
 
 ENTRY_POINT_GROUP = "hpml_passes"
 _PACKAGES = ("analyses", "checkpointing", "pipeline", "sharding", "transforms")
-_passes: dict[str, type[Any]] = {}
+PASSES: Registrations[type[Any]] = Registrations()
 
 
 def register(cls: P) -> P:
@@ -37,42 +38,42 @@ def register(cls: P) -> P:
     name = vars(cls).get("name")
     if not isinstance(name, str) or not name.isidentifier():
         raise BadInput(f"the name of a pass must be an identifier, got {name!r}", where, 'set `name = "my_pass"`')
-    other = _passes.get(name)
+    other = PASSES.get(name)
     # The same class again: a module was reloaded or a notebook cell was run twice.
     if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
         raise BadInput(
             f"two passes are called {name!r}", f"{where} and {other.__module__}.{other.__qualname__}", "rename one"
         )
-    _passes[name] = cls
+    PASSES[name] = cls
     return cls
 
 
 def external_passes() -> dict[str, type[Any]]:
     """Passes of other packages, by name."""
     _discover()
-    return {name: cls for name, cls in _passes.items() if not cls.__module__.startswith("passes.")}
+    return {name: cls for name, cls in PASSES.items() if not cls.__module__.startswith("passes.")}
 
 
 def names() -> tuple[str, ...]:
     """Sorted names of all passes that can be found."""
     _discover()
-    return tuple(sorted(_passes))
+    return tuple(sorted(PASSES))
 
 
 def lookup(name: str) -> type[Any]:
     """The pass class of that name; raises BadInput with close matches if there is none."""
-    if name not in _passes:
+    if name not in PASSES:
         _discover()
-    if name not in _passes:
-        close = difflib.get_close_matches(name, _passes) or sorted(_passes)
+    if name not in PASSES:
+        close = difflib.get_close_matches(name, PASSES) or sorted(PASSES)
         raise BadInput(f"no pass is called {name!r}", "registry", f"did you mean {', '.join(close)}?")
-    return _passes[name]
+    return PASSES[name]
 
 
 def providers(key: Key[Any]) -> tuple[str, ...]:
     """Sorted names of the passes that provide an annotation."""
     _discover()
-    return tuple(sorted(name for name, cls in _passes.items() if key in getattr(cls, "provides", ())))
+    return tuple(sorted(name for name, cls in PASSES.items() if key in getattr(cls, "provides", ())))
 
 
 @functools.cache
@@ -89,7 +90,7 @@ def load_entry_points() -> None:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             found = entry.load()
-            if dataclasses.is_dataclass(found) and isinstance(found, type) and found not in _passes.values():
+            if dataclasses.is_dataclass(found) and isinstance(found, type) and found not in PASSES.values():
                 register(found)  # pyright: ignore[reportArgumentType]
         except Exception as error:  # another package's bug must not keep this one from working
             package = entry.dist.name if entry.dist else "an unknown package"

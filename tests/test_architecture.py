@@ -13,7 +13,7 @@ from tests.helpers.imports import PACKAGES, ROOT, Import, import_graph, imports,
 
 LAYERS = {
     "passes": (
-        ("errors", "moved_modules"),
+        ("errors", "moved_modules", "registrations", "session_state"),
         ("compat", "filesystem", "solver"),
         ("annotations", "base", "frozen", "json_records", "manager", "pass_result", "registry"),
         ("hardware", "op_rules"),

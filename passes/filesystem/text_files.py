@@ -5,9 +5,9 @@ Every writer of the project goes through `write_file`: plans, pictures, traces, 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import re
+import secrets
 import stat
 import sys
 from pathlib import Path
@@ -16,7 +16,6 @@ from passes.errors import BadInput
 
 _STREAM = re.compile(r"/(?:dev|proc/self)/(?:fd/(\d+)|(stdin|stdout|stderr))")
 _NAMED = {"stdin": 0, "stdout": 1, "stderr": 2}
-_numbers = itertools.count()
 
 
 def read_text(path: str | os.PathLike[str], what: str, next_step: str) -> str:
@@ -105,7 +104,7 @@ def _is_regular(path: Path) -> bool:
 
 def _beside(path: Path, data: bytes) -> None:
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-    partial = path.with_name(f".hpml-{os.getpid()}-{next(_numbers)}.part")
+    partial = path.with_name(f".hpml-{os.getpid()}-{secrets.token_hex(4)}.part")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         if mode is not None:

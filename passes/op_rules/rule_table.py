@@ -10,7 +10,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -18,6 +18,8 @@ from torch.fx import Node
 from passes.compat import OpOverload, depends_on_data, pytree, size_hint, static_int
 from passes.op_rules.base import Call, Operand, Rule, RuleFunction, Spec
 from passes.op_rules.opaque_calls import leaves_of
+from passes.registrations import Registrations
+from passes.session_state import state_of
 
 FAMILIES = (
     "attention", "convolutions", "creation", "table_lookups", "flex_kernels", "linalg", "matmul", "pointwise_ops", "pooling",
@@ -25,10 +27,21 @@ FAMILIES = (
 )
 UNBACKED_SIZE = 8192
 log = logging.getLogger("hpml")
-_table: dict[str, RuleFunction] = {}
-_heavy: set[str] = set()
-_failed: set[tuple[Any, Any]] = set()
-"""Operators and rules already reported as incompatible by a warning."""
+
+
+class RegisteredRule(NamedTuple):
+    """heavy: see `rule`."""
+
+    function: RuleFunction
+    heavy: bool
+
+
+RULES: Registrations[RegisteredRule] = Registrations()
+"""By name of the operator (`name_of`)."""
+
+
+class _FailedRules(set[tuple[Any, Any]]):
+    """Operators and rules already reported as incompatible by a warning."""
 
 
 def name_of(target: Any) -> str:
@@ -46,11 +59,9 @@ def rule(*targets: Any, heavy: bool = False) -> Callable[[RuleFunction], RuleFun
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in map(name_of, targets):
-            if name in _table:
+            if name in RULES:
                 raise ValueError(f"two rules for {name}")
-            _table[name] = function
-            if heavy:
-                _heavy.add(name)
+            RULES[name] = RegisteredRule(function, heavy)
         return function
 
     return register
@@ -65,13 +76,13 @@ def load() -> None:
 def targets() -> tuple[str, ...]:
     """Names of all operators with an entry, in no particular order."""
     load()
-    return tuple(_table)
+    return tuple(RULES)
 
 
 def external_rules() -> dict[str, RuleFunction]:
     """By operator, the rules that are not of this package."""
     load()
-    return {name: function for name, function in _table.items()
+    return {name: function for name, (function, _) in RULES.items()
             if not function.__module__.startswith("passes.op_rules.families.")}
 
 
@@ -85,14 +96,15 @@ def is_pointwise(target: Any) -> bool:
 
 def _lookup(target: Any) -> RuleFunction | None:
     load()
-    if name_of(target) in _table:
-        return _table[name_of(target)]
-    return _table["pointwise"] if is_pointwise(target) else _table["random"] if is_random(target) else None
+    name = "pointwise" if is_pointwise(target) else "random" if is_random(target) else ""
+    found = RULES.get(name_of(target)) or RULES.get(name)
+    return None if found is None else found.function
 
 
 def is_heavy(target: Any) -> bool:
     load()
-    return name_of(target) in _heavy
+    found = RULES.get(name_of(target))
+    return found is not None and found.heavy
 
 
 def has_rule(target: Any) -> bool:
@@ -173,9 +185,9 @@ def rule_of_call(call: Call) -> Rule | None:
 
 def _warn_of_rule(call: Call, error: Exception) -> None:
     function = _lookup(call.target)
-    if (call.target, function) in _failed:
+    if (call.target, function) in (failed := state_of(_FailedRules)):
         return
-    _failed.add((call.target, function))
+    failed.add((call.target, function))
 
     def told(x: Any) -> str:
         return f"{call.operands[x.index].dtype}{list(call.operands[x.index].shape)}" if isinstance(x, Operand) else repr(x)

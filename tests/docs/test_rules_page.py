@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from passes.op_rules import rule_table
 from passes.op_rules.base import Rule, make_rule
-from passes.op_rules.rule_table import load
+from passes.op_rules.rule_table import RULES, load
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rules.md"
 FILES = re.findall(r"^```python\n(# (\S+)\n.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -21,12 +20,11 @@ FILES = re.findall(r"^```python\n(# (\S+)\n.*?)^```$", PAGE.read_text(encoding="
 def page(tmp_path, monkeypatch):
     """The page's files on the import path, each under the name in its first line."""
     load()
-    monkeypatch.setattr(rule_table, "_table", dict(rule_table._table))
-    monkeypatch.setattr(rule_table, "_heavy", set(rule_table._heavy))
     for source, name in FILES:
         (tmp_path / name).write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    yield
+    with RULES.temporary():
+        yield
     for _, name in FILES:
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
 

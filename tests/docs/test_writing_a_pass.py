@@ -24,13 +24,13 @@ def _blocks(language: str) -> list[str]:
 def page(tmp_path, monkeypatch):
     """The page's Python files on the import path, each under the name in its first line."""
     registry.names()  # or what is found while the page is there would be forgotten with it
-    monkeypatch.setattr(registry, "_passes", dict(registry._passes))
     for block in _blocks("python"):
         path = tmp_path / block.splitlines()[0].removeprefix("# ")
         path.parent.mkdir(exist_ok=True)
         path.write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    yield
+    with registry.PASSES.temporary():
+        yield
     for name in [name for name in sys.modules if name.partition(".")[0] in ("my_passes", "test_my_passes")]:
         monkeypatch.delitem(sys.modules, name)
 

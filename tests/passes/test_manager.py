@@ -64,10 +64,11 @@ def graph_module() -> fx.GraphModule:
 
 
 @pytest.fixture
-def registered(monkeypatch):
+def registered():
     registry.names()  # everything the project has, so that only the test's own pass is taken back
-    monkeypatch.setattr(registry, "_passes", dict(registry._passes))
-    registry.register(MakeA)
+    with registry.PASSES.temporary():
+        registry.register(MakeA)
+        yield
 
 
 def test_passes_run_in_order_and_return_their_results(graph_module):

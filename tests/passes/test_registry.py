@@ -17,9 +17,10 @@ from passes.graph.planning_keys import DECISION
 
 
 @pytest.fixture(autouse=True)
-def registry_as_before(monkeypatch):
+def registry_as_before():
     registry.names()  # everything the project has, so that only the test's own passes are taken back
-    monkeypatch.setattr(registry, "_passes", dict(registry._passes))
+    with registry.PASSES.temporary():
+        yield
 
 
 def _make_pass(pass_name: str, module: str = __name__, **attributes: object) -> type[AnalysisPass]:

@@ -13,11 +13,12 @@ import logging
 import re
 import string
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from passes.compat.patching.patches import replaced
+from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
 MOST_KERNELS = 8
@@ -26,9 +27,14 @@ _FIELDS = {"arg_len", "call_entry_func", "entry_func", "extra_parse_arg"}
 _NAME = re.compile(r"\bkernel\s*\(")
 _INCLUDE = re.compile(r"^\s*#\s*include\b.*$", re.MULTILINE)
 
-_unfinished: list[tuple[Any, dict[str, Any]]] | None = None
-_gathered: dict[int, list[_DeferredKernel]] = {}
-"""Kernels requested so far, by the compiler of a graph's code."""
+
+@dataclass
+class _DeferredGraphs:
+    """unfinished: inductor's compilers of graphs with the names that their kernels get, for which nothing has waited yet; None
+    outside of the context. gathered: kernels requested so far, by the id of the compiler of a graph's code."""
+
+    unfinished: list[tuple[Any, dict[str, Any]]] | None = None
+    gathered: dict[int, list[_DeferredKernel]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -36,17 +42,17 @@ def deferred_cpp_kernels() -> Any:
     """Context in which C++ kernels are compiled in the background: the results may be called after its end, which waits for the
     compiler. Without it, inductor would wait for the kernels of each graph before it begins the next. Nested contexts wait at
     the end of the outermost."""
-    global _unfinished
-    if _unfinished is not None:
+    deferred = state_of(_DeferredGraphs)
+    if deferred.unfinished is not None:
         yield
         return
-    _unfinished = unfinished = []
+    deferred.unfinished = unfinished = []
     try:
         with replaced({"AsyncCompile.wait": lambda _: _begin, "AsyncCompile.cpp_pybinding": _gathering}):
             yield
     finally:
-        _unfinished = None
-        _gathered.clear()
+        deferred.unfinished = None
+        deferred.gathered.clear()
     for compiling, scope in unfinished:
         for name, value in scope.items():
             # for which inductor waits only if it has threads
@@ -57,9 +63,10 @@ def deferred_cpp_kernels() -> Any:
 
 def _begin(self: Any, scope: dict[str, Any]) -> None:
     """Replaces the wait for the kernels of a graph's code."""
-    assert _unfinished is not None, "inductor waits inside of the context"
-    _compile(_gathered.pop(id(self), []), self.submit)
-    _unfinished.append((self, scope))
+    deferred = state_of(_DeferredGraphs)
+    assert deferred.unfinished is not None, "inductor waits inside of the context"
+    _compile(deferred.gathered.pop(id(self), []), self.submit)
+    deferred.unfinished.append((self, scope))
 
 
 def _gathering(alone: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +75,7 @@ def _gathering(alone: Callable[..., Any]) -> Callable[..., Any]:
         if more or named or not _can_share(source_code):
             return alone(self, argtypes, source_code, *more, **named)
         kernel = _DeferredKernel(tuple(argtypes), source_code, lambda: alone(self, argtypes, source_code))
-        _gathered.setdefault(id(self), []).append(kernel)
+        state_of(_DeferredGraphs).gathered.setdefault(id(self), []).append(kernel)
         return kernel.future()
 
     return gather

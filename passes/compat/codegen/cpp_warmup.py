@@ -10,43 +10,52 @@ from collections.abc import Iterator
 from typing import Any
 
 from passes.compat.patching.patches import replace_for_good
-
-_chosen = threading.Event()
-_chosen.set()
+from passes.session_state import state, state_of
 
 
-@functools.cache
 def warm_cpp_compiler() -> None:
-    """Run in the background, once in a process, inductor's preparation for its first C++ kernel: it tries the vector
+    """Run in the background, once in a session, inductor's preparation for its first C++ kernel: it tries the vector
     instructions and checks, or compiles, its header. With cold caches that is several seconds of waiting for a
     compiler in subprocesses, while nothing is ready for lowering yet."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    state_of(_CppWarmup)
 
-    _try_only_what_is_asked_for()
 
-    def compile_least_kernel() -> None:
+class _CppWarmup:
+    """chosen: set once the thread has chosen the vector instructions."""
+
+    def __init__(self) -> None:
+        _try_only_what_is_asked_for()
+        self.chosen = threading.Event()
+        self.thread = threading.Thread(target=self._compile_least_kernel, name="hpml-warm-cpp", daemon=True)
+        self.thread.start()
+
+    def _compile_least_kernel(self) -> None:
+        from torch._inductor.codecache import CppPythonBindingsCodeCache
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
         try:
             try:
                 pick_vec_isa()
             finally:
-                _chosen.set()
+                self.chosen.set()
             # torch 2.13 recognizes by the comment that the kernel needs vector instructions.
             CppPythonBindingsCodeCache.load_pybinding(["float*"], 'extern "C" void kernel(float* x) {}  // at::vec::\n')
         except Exception as error:  # inductor meets the same at its first kernel, and its error is the user's
             logging.getLogger("hpml").debug("The C++ compiler could not be warmed: %s", error)
 
-    _chosen.clear()
-    threading.Thread(target=compile_least_kernel, name="hpml-warm-cpp", daemon=True).start()
+    def close(self) -> None:
+        self.thread.join()
 
 
 def wait_for_vector_instructions() -> None:
     """Wait until the thread of `warm_cpp_compiler` has chosen them, if it was started. While torch tries them, its compiler
     flags are temporarily others: a second thread that reads them then compiles for instructions that no other process
     uses, and nobody finds its code again."""
-    _chosen.wait()
+    if state.has(_CppWarmup):
+        state_of(_CppWarmup).chosen.wait()
 
 
+@functools.cache
 def _try_only_what_is_asked_for() -> None:
     """Inductor compiles and loads a test for each set of vector instructions of the processor, and takes the
     first that works. With this patch the others are tried only on demand."""

@@ -18,6 +18,7 @@ from passes.compat.aot.decomposition_tables import inductor_decompositions, with
 from passes.compat.codegen.batch_cpp_kernels import deferred_cpp_kernels
 from passes.compat.codegen.cpp_warmup import wait_for_vector_instructions
 from passes.compat.patching.patches import replaced
+from passes.session_state import state_of
 
 
 def inductor_whole(gm: torch.fx.GraphModule, example_inputs: Any,
@@ -214,7 +215,11 @@ def is_inductor_cacheable(gm: torch.fx.GraphModule) -> bool:
     return True
 
 
-_graph_ids = itertools.count()
+class _GraphIds:
+    """Numbers of the graphs given to inductor, for its logs."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
 
 
 def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, static_inputs: Any, is_backward: bool,
@@ -237,5 +242,5 @@ def compile_with_inductor(gm: torch.fx.GraphModule, example_inputs: Any, *, stat
     with contextlib.nullcontext() if reuse else scheduled_in_graph_order(), config.patch(settings):
         return compile_fx_inner(
             gm, example_inputs, static_input_idxs=tuple(static_inputs), is_backward=is_backward,
-            is_inference=is_inference, graph_id=next(_graph_ids),
+            is_inference=is_inference, graph_id=next(state_of(_GraphIds).numbers),
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from passes.compat.patching.patches import replace_for_good
+from passes.session_state import state_of
 
 plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called; only modes have a public one."""
@@ -40,22 +41,23 @@ def dtensor_spec(mesh: Any, placements: Any, like: torch.Tensor) -> Any:
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
 
 
-_interned_specs: dict[Any, Any] = {}
+class _InternedSpecs(dict[Any, Any]):
+    """By mesh and spec, the spec that all equal ones are replaced by."""
 
 
 def interned_spec(spec: Any) -> Any:
     """The interned spec equal to this one: parameters have interned specs, so that a guard need only compare identities."""
-    return _interned_specs.setdefault((id(spec.mesh), spec), spec)  # equal meshes may be of other process groups
+    return state_of(_InternedSpecs).setdefault((id(spec.mesh), spec), spec)  # equal meshes may be of other process groups
 
 
 def as_interned(spec: Any) -> Any:
     """The interned spec equal to this one if there is one, else this one."""
-    return _interned_specs.get((id(spec.mesh), spec), spec)
+    return state_of(_InternedSpecs).get((id(spec.mesh), spec), spec)
 
 
 def forget_interned_specs() -> None:
     """Clear the table: parameters placed from now on share nothing with earlier ones."""
-    _interned_specs.clear()
+    state_of(_InternedSpecs).clear()
 
 
 def local_shape_and_offset(shape: Any, mesh: Any, placements: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

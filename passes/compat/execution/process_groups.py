@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import socket
 import sys
@@ -18,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils import _pytree as pytree
 
 from passes.compat.patching.patches import replaced
+from passes.session_state import state_of
 
 
 def group_timeout(group: Any) -> timedelta:
@@ -130,20 +130,33 @@ _FUNCTIONAL_COLLECTIVES = (
 )
 
 
-_libraries: list[Any] = []  # registrations live as long as their library
+class _CollectiveOverrides(dict[Any, torch.library.Library]):
+    """Other implementations of functional collectives, which live as long as their library."""
+
+    def close(self) -> None:
+        for library in self.values():
+            library._destroy()
 
 
-@functools.cache
 def collectives_through_host(dispatch_key: str = "CUDA") -> None:
-    """From now on, functional collectives of CUDA tensors run on copies in host memory: for process groups on
+    """Until the session ends, functional collectives of CUDA tensors run on copies in host memory: for process groups on
     gloo. Its `all_gather_into_tensor` reads device memory as if it were host memory and the process
     dies (https://github.com/pytorch/pytorch/issues/152645); other ops are copied inside gloo anyway.
     """
-    library = torch.library.Library("_c10d_functional", "IMPL")
+    if (library := _new_override("through host", dispatch_key)) is None:
+        return
     for name in _FUNCTIONAL_COLLECTIVES:
         if hasattr(torch.ops._c10d_functional, name):  # the *_out of reduce_scatter is younger than 2.11
             library.impl(name, through_host(getattr(torch.ops._c10d_functional, name).default), dispatch_key)
-    _libraries.append(library)
+
+
+def _new_override(what: str, dispatch_key: str) -> torch.library.Library | None:
+    """A library for implementations of functional collectives; None if there is one for this purpose."""
+    overrides, key = state_of(_CollectiveOverrides), (what, dispatch_key)
+    if key in overrides:
+        return None
+    overrides[key] = library = torch.library.Library("_c10d_functional", "IMPL")
+    return library
 
 
 def through_host(op: Any) -> Callable[..., Any]:
@@ -169,18 +182,16 @@ def through_host(op: Any) -> Callable[..., Any]:
     return call
 
 
-@functools.cache
 def use_single_gloo_allgather(dispatch_key: str = "CPU") -> None:
-    """From now on, a functional all_gather of CPU tensors is one `allgather` of gloo, not a coalesced one.
+    """Until the session ends, a functional all_gather of CPU tensors is one `allgather` of gloo, not a coalesced one.
 
     The two threads of a gloo group write the name of their last operation into one std::string, without a lock
     (`ProcessGroupGloo::runLoop`, in torch 2.11 to 2.15 at least). "ALLGATHER_COALESCED" is too long for the small-string
     buffer, so two gathers that end at once free its memory twice: the heap is corrupt, and the process dies somewhere else,
     later. The names of all other ops in graphs fit: characters written twice do no harm.
     """
-    library = torch.library.Library("_c10d_functional", "IMPL")
-    library.impl("all_gather_into_tensor", single_all_gather, dispatch_key)
-    _libraries.append(library)
+    if (library := _new_override("single gather", dispatch_key)) is not None:
+        library.impl("all_gather_into_tensor", single_all_gather, dispatch_key)
 
 
 def single_all_gather(tensor: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:

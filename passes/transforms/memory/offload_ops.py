@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from passes.errors import HpmlError
+from passes.session_state import state_of
 from passes.transforms.memory.offload_storage import reserve, tensor_on
 
 ANY_STRIDES = (torch.Tag.flexible_layout,)
@@ -57,7 +58,12 @@ class _PendingCopies:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
-_copies: dict[torch.device, _PendingCopies] = {}
+class _OffloadStreams(dict[torch.device, _PendingCopies]):
+    """By GPU; closing waits for their copies."""
+
+    def close(self) -> None:
+        for each in self.values():
+            each.stream.synchronize()
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -69,14 +75,16 @@ def copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> No
     if device.type == "cpu":
         target.copy_(source)
     else:
-        if device not in _copies:
-            _copies[device] = _PendingCopies(device)
-        _copies[device].start(target, source)
+        streams = state_of(_OffloadStreams)
+        if device not in streams:
+            streams[device] = _PendingCopies(device)
+        streams[device].start(target, source)
 
 
 def wait(target: torch.Tensor, device: torch.device) -> None:
-    if device in _copies:
-        _copies[device].wait(target)
+    streams = state_of(_OffloadStreams)
+    if device in streams:
+        streams[device].wait(target)
 
 
 @torch.library.impl("hpml::offload_start", "default")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from passes.errors import HpmlError
+from passes.session_state import state_of
 
 
 def reserve(nbytes: int, device: torch.device, folder: str = "") -> torch.UntypedStorage:
@@ -38,12 +39,12 @@ def moved(tensor: torch.Tensor, folder: str = "") -> torch.Tensor:
 
 def is_offload_storage(tensor: torch.Tensor) -> bool:
     """True if the tensor is in offload memory."""
-    return tensor.device.type == "cpu" and (tensor.untyped_storage().data_ptr() in _maps
+    return tensor.device.type == "cpu" and (tensor.untyped_storage().data_ptr() in state_of(_MappedFiles)
                                             or torch.cuda.is_available() and tensor.is_pinned())
 
 
-_maps: set[int] = set()
-"""Addresses of mapped files."""
+class _MappedFiles(set[int]):
+    """Addresses of mapped files."""
 
 
 def _file(nbytes: int, folder: str) -> torch.UntypedStorage:
@@ -70,13 +71,14 @@ def _map(handle: int, nbytes: int) -> torch.UntypedStorage:
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
-    _maps.add(address)
-    weakref.finalize(memory, _unmap, address, nbytes).atexit = False  # tensors may outlive Python's modules
+    maps = state_of(_MappedFiles)
+    maps.add(address)
+    weakref.finalize(memory, _unmap, maps, address, nbytes).atexit = False  # tensors may outlive Python's modules
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
-def _unmap(address: int, nbytes: int) -> None:
-    _maps.discard(address)
+def _unmap(maps: _MappedFiles, address: int, nbytes: int) -> None:
+    maps.discard(address)
     _c().munmap(address, nbytes)
 
 

@@ -1,6 +1,7 @@
 """Passes that are run by name -> on each traced graph, in a run on one and two ranks and in a plan; what they break is told."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -62,11 +63,12 @@ class OneResultLess(TransformPass):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch) -> None:
+def registered() -> Iterator[None]:
     """For one test: other tests look at the passes that are registered."""
-    monkeypatch.setattr(registry, "_passes", dict(registry._passes))
-    for each in (CosForSin, WithoutFakes, OneResultLess):
-        register(each)
+    with registry.PASSES.temporary():
+        for each in (CosForSin, WithoutFakes, OneResultLess):
+            register(each)
+        yield
 
 
 class Waves(nn.Module):

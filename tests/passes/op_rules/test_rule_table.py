@@ -108,7 +108,7 @@ def test_two_rules_for_one_operator_are_refused():
     lambda call: "S(0)",
 ], ids=["raises", "too few operands", "takes an argument for granted", "does not fit", "is no rule"])
 def test_a_rule_that_fails_leaves_its_operator_whole_and_says_so_once(fails, monkeypatch, caplog):
-    monkeypatch.setitem(rule_table._table, "aten::mv", fails)
+    monkeypatch.setitem(rule_table.RULES, "aten::mv", rule_table.RegisteredRule(fails, heavy=True))
     call = call_of_sample(sample(aten.mv.default, f(8, 4), f(4)))
     assert rule_of_call(call) is None and rule_of_call(call) is None
     (record,) = caplog.records

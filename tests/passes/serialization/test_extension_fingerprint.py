@@ -25,7 +25,7 @@ def mix(call):
 def told(tmp_path, monkeypatch):
     """The fingerprint with a module of this source and environment."""
     rule_table.load()
-    before = dict(rule_table._table)
+    before = dict(rule_table.RULES)
 
     def of(source, **environment):
         for name, value in environment.items():
@@ -35,15 +35,14 @@ def told(tmp_path, monkeypatch):
         spec = importlib.util.spec_from_file_location("outside_rules", path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, "outside_rules", module)
-        rule_table._table.clear()
-        rule_table._table.update(before)
+        rule_table.RULES.clear()
+        rule_table.RULES.update(before)
         # not through Python's cache of compiled files, which looks at whole seconds
         exec(compile(source, str(path), "exec"), module.__dict__)
         return extension_fingerprint_of()
 
-    yield of
-    rule_table._table.clear()
-    rule_table._table.update(before)
+    with rule_table.RULES.temporary():
+        yield of
 
 
 def test_a_fingerprint_follows_what_rules_from_outside_say(told):

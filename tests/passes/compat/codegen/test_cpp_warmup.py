@@ -9,6 +9,7 @@ from torch._inductor import codecache, cpu_vec_isa
 
 from passes.compat import wait_for_vector_instructions, warm_cpp_compiler
 from passes.compat.codegen import cpp_warmup
+from passes.session_state import state
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -24,7 +25,8 @@ def test_flags_are_chosen_before_anything_is_compiled(fails, monkeypatch):
     monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", choose)
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", cpu_vec_isa.valid_vec_isa_list)  # which is put back afterwards
     monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "load_pybinding", lambda *_: may_compile.wait(10))
-    warm_cpp_compiler.__wrapped__()
+    state.close()
+    warm_cpp_compiler()
     waiting = threading.Thread(target=lambda: (wait_for_vector_instructions(), done.append("compiled")))
     waiting.start()
     waiting.join(0.2)

@@ -57,7 +57,7 @@ def test_a_wrong_rule_fails(case: Sample, mutate, monkeypatch):
     check(case)
     name = rule_table.name_of(case.target)
     right = rule_table._lookup(case.target)
-    monkeypatch.setitem(rule_table._table, name, lambda call: mutate(right(call)))
+    monkeypatch.setitem(rule_table.RULES, name, rule_table.RegisteredRule(lambda call: mutate(right(call)), heavy=False))
     with pytest.raises(AssertionError):
         check(case)
 
