@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.inputs.unsupported_graphs import check_supported
+from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, warn_of_reentrant_checkpoints
 from hpml_compiler.compile.pipeline_parallel import PipelineCompiler
 from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.single_device import compile_single_device
@@ -18,6 +18,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.runtime.process.compute_device import init_device
 from hpml_compiler.runtime.process.gc_pause import gc_paused
 from hpml_compiler.runtime.process.world_group import ensure_process_group
+from hpml_compiler.runtime.program.second_derivatives import without_second_derivatives
 from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
 from hpml_compiler.runtime.watchdog import heartbeat
 from hpml_compiler.runtime.watchdog.activity_scope import activity
@@ -36,8 +37,10 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     if options.compiler == "inductor" and not torch.cuda.is_available():
         compat.warm_cpp_compiler()
     options = options.with_plan(world)
+    warn_of_reentrant_checkpoints(gm, example_inputs)
     if world == 1:
-        return with_undefined_gradients(gm, example_inputs)(compile_single_device(gm, example_inputs, options))
+        call = with_undefined_gradients(gm, example_inputs)(compile_single_device(gm, example_inputs, options))
+        return without_second_derivatives(call)
     stages = options.stage_ranks > 1
     refuse_other_wrappers(example_inputs)
     heartbeat.start()

@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pulp
@@ -42,14 +44,20 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class _FixedVariablesProgram(pulp.LpProblem):
-    """A program with a fixed list of variables: PuLP's own collects them from all rows on each access."""
+    """A program with a fixed list of variables: PuLP's own collects them from each added row, and from all on each access."""
 
-    _sorted: list[pulp.LpVariable] | None = None
+    fixed: list[pulp.LpVariable]
+    """By name."""
+    written: Any = None
+    """Coefficients of the rows as they were passed to HiGHS, which a second run passes again unless rows were added."""
 
     def variables(self) -> list[pulp.LpVariable]:
-        if self._sorted is None:
-            self._sorted = super().variables()
-        return self._sorted
+        return self.fixed
+
+    def addVariables(self, variables: Iterable[pulp.LpVariable]) -> None:
+        """Do nothing: all variables are known."""
+
+    _add_variables = addVariables
 
 
 @dataclass
@@ -127,6 +135,8 @@ def build(reduced: Reduced, expected: float | None = None) -> PlacementILP:
     decided.lowBound = decided.upBound = 1.0
     model = PlacementILP(reduced, program, decided)
     _add_variables(model)
+    named = [decided, *(x for choices in model.choices for x in choices), *(f for arcs in model.arcs.values() for _, f in arcs)]
+    program.fixed = sorted(named, key=operator.attrgetter("name"))
     _set_objective(model, expected)
     one_choice(model)
     flow(model)

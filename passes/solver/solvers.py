@@ -106,14 +106,10 @@ class _StartedHiGHS(pulp.HiGHS):
             [_or_infinite(variable.upBound, highspy.kHighsInf) for variable in variables], 0, [0] * len(variables), [], [])
         integers = [k for k, variable in enumerate(variables) if variable.cat == pulp.LpInteger] if self.mip else []
         highs.changeColsIntegrality(len(integers), integers, [int(highspy.HighsVarType.kInteger)] * len(integers))
-        index = {variable: k for k, variable in enumerate(variables)}
-        terms = [[(index[variable], value) for variable, value in row.items() if value != 0] for row in rows]
-        starts = [0, *itertools.accumulate(map(len, terms))]
-        flat = list(itertools.chain.from_iterable(terms))
+        starts, columns, values = _coefficients(lp)
         highs.addRows(
             len(rows), [_or_infinite(row.getLb(), -highspy.kHighsInf) for row in rows],
-            [_or_infinite(row.getUb(), highspy.kHighsInf) for row in rows], len(flat), starts[:-1],
-            [k for k, _ in flat], [value for _, value in flat])
+            [_or_infinite(row.getUb(), highspy.kHighsInf) for row in rows], len(columns), starts, columns, values)
 
     def callSolver(self, lp: pulp.LpProblem) -> None:
         import highspy
@@ -166,6 +162,21 @@ class _StartedHiGHS(pulp.HiGHS):
 def rows_of(lp: Any) -> list[Any]:
     rows = lp.constraints
     return list(rows.values() if isinstance(rows, dict) else rows())  # a dictionary before PuLP 3.3
+
+
+def _coefficients(lp: Any) -> tuple[list[int], list[int], list[float]]:
+    """Nonzero coefficients by row: where each row starts, their columns and values. Kept in `lp.written`, if it has that."""
+    rows, written = rows_of(lp), getattr(lp, "written", None)
+    if written is not None and len(written[0]) == len(rows):
+        return written
+    index = {id(variable): k for k, variable in enumerate(lp.variables())}
+    terms = [[(index[id(variable)], value) for variable, value in row.items() if value != 0] for row in rows]
+    flat = list(itertools.chain.from_iterable(terms))
+    starts = list(itertools.accumulate(map(len, terms), initial=0))[:-1]
+    found = starts, [k for k, _ in flat], [value for _, value in flat]
+    if hasattr(lp, "written"):
+        lp.written = found
+    return found
 
 
 def _or_infinite(bound: float | None, infinite: float) -> float:

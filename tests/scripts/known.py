@@ -4,9 +4,6 @@ from __future__ import annotations
 ALL = ("dp", "tp", "unpinned", "parts", "stages")
 CLASSES: dict[str, dict[str, tuple[str, ...]]] = {
     # class of failures: {use: the meshes on which it fails}
-    "double backward: AOTAutograd's refusal comes through, which does not say what to do": {
-        "loops.gradient_penalty": ALL, "control.double_backward": ALL,
-    },
     "a parametrization is taken off a placed parameter": {"parameters.parametrized": ALL},
     "safetensors asks placed tensors for their storage": {"ranks.safetensors_of_a_trained_model": ALL},
     "strides by inductor: a gradient of a convolution in a loop over microbatches, offsets of slices":

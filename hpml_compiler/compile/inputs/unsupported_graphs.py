@@ -1,14 +1,19 @@
-"""Refuse graphs that cannot be split or compiled before they are traced, with a workaround in the error."""
+"""Refuse graphs that cannot be split or compiled before they are traced, with a workaround in the error, and warn of those that
+Dynamo gives another meaning than eager mode."""
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from passes.errors import BadInput
 
+log = logging.getLogger("hpml")
 SPARSE_AT = {F.embedding: 6, F.embedding_bag: 7, torch.embedding: 4, torch.embedding_bag: 6}
 """Look-up function -> position of its argument `sparse`."""
 
@@ -23,6 +28,22 @@ def check_supported(gm: GraphModule) -> None:
                 "make the embedding with sparse=False; or leave it out of the graph, whole on every rank, and keep its "
                 "optimizer: embedding.forward = torch.compiler.disable(embedding.forward) before the first call",
             )
+
+
+def warn_of_reentrant_checkpoints(gm: GraphModule, given: Sequence[Any]) -> None:
+    """Log a warning for reentrant checkpoints without an input that requires a gradient. Eager's cut off the gradients of the
+    parameters inside; Dynamo makes one kind of checkpoint of both. given: inputs of the Dynamo graph."""
+    checkpoints = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)
+    if not checkpoints or not torch.is_grad_enabled():
+        return
+    parameters = {node for node, value in zip(gm.graph.find_nodes(op="placeholder"), given) if isinstance(value, nn.Parameter)}
+    for node in checkpoints:
+        trained = {each for each in node.all_input_nodes
+                   if getattr(each.meta.get("example_value"), "requires_grad", False)}
+        if node.kwargs.get("use_reentrant") is not False and trained and trained <= parameters:
+            log.warning("parameters inside torch.utils.checkpoint(use_reentrant=True), %s, get gradients although no "
+                        "input of it requires one: eager mode would give them None unless they are passed as its arguments. "
+                        "use_reentrant=False means the same in both", _module(node))
 
 
 def _sparse(node: Node) -> bool:

@@ -20,6 +20,7 @@ from hpml_compiler.runtime.install.parameter_sharding import shard_module
 from hpml_compiler.runtime.optimizer.optimizer_offload import offload_state, watch_steps
 from hpml_compiler.runtime.placements.single_rank_placement import owner_of
 from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
+from hpml_compiler.runtime.program.second_derivatives import without_second_derivatives
 from hpml_compiler.runtime.program.undefined_gradients import with_undefined_gradients
 from hpml_compiler.runtime.watchdog.rank_status import Location
 from hpml_compiler.session import session
@@ -42,7 +43,7 @@ def runtime_wrapper(name: str, function: Callable[..., Any], gm: GraphModule, gi
     sync_module_states(params_and_buffers(inputs.described, given))
     if options.offloads("optimizer"):
         offload_state((value for value in given if isinstance(value, torch.nn.Parameter)), options.offload_folder or "")
-    function = with_undefined_gradients(gm, given)(function)
+    function = without_second_derivatives(with_undefined_gradients(gm, given)(function))
     borrowed = {k for k, x in enumerate(given) if owner_of(x) is not None} - takes.gathered - takes.own_here
     installed = shard_module(takes.placements, gm, given, devices, takes.gathered, takes.written, holding, borrowed)
     outputs = OutputWrapper(name, devices, takes.left)

@@ -181,6 +181,12 @@ def _arrived(arriving: Sequence[Any]) -> frozenset[int]:
     return frozenset(k for k, gradient in enumerate(arriving) if gradient is not None)
 
 
+def node_of(result: torch.Tensor) -> Any:
+    """The autograd node of the compiled graph behind a result, or None."""
+    place = _place_of(result)
+    return None if place is None else place[0]
+
+
 def _place_of(result: torch.Tensor) -> tuple[Any, int] | None:
     """The autograd node of the compiled graph behind a result, which may be a view of one of the node's outputs."""
     node, number = result.grad_fn, result.output_nr

@@ -62,6 +62,11 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def autograd_function(node: Any) -> Any:
+    """The `torch.autograd.Function` whose backward a node runs."""
+    return node._forward_cls
+
+
 def will_accumulate(nodes: Any) -> bool:
     """True if the running backward will call all these nodes (`AccumulateGrad`s) to add to `.grad`.
 

@@ -541,7 +541,7 @@ def checkpointed_in_sequence(hp):
     return train(hp, Sequence(), steps=2)
 
 
-@use
+@use(refused="a second derivative is wanted")
 def double_backward(hp):
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
     call = hp.compile(model)

@@ -1,0 +1,66 @@
+"""Second derivatives: compiled graphs have none, and a backward through gradients of one says so."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hpml_compiler.runtime.program.undefined_gradients import node_of
+from passes import compat
+from passes.errors import HpmlError
+
+
+class NoSecondDerivative(HpmlError, RuntimeError):
+    """A backward through gradients of a compiled graph. AOTAutograd raises a RuntimeError, which scripts may catch."""
+
+
+def without_second_derivatives(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap calls of a compiled graph so that second derivatives raise NoSecondDerivative in place of AOTAutograd's error."""
+    unknown = True
+
+    def call(*arguments: Any) -> Any:
+        nonlocal unknown
+        results = function(*arguments)
+        if unknown and torch.is_grad_enabled():
+            unknown = not _explain(results)
+        return results
+
+    return call
+
+
+def _explain(results: Iterable[Any]) -> bool:
+    """Replace backward of the autograd functions that made these results. Returns True if there are any."""
+    nodes = [node_of(x) for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = {compat.autograd_function(node) for node in nodes if node is not None}
+    for each in found:
+        if not hasattr(each, "_hpml_first_derivative"):
+            each._hpml_first_derivative = each.backward
+            each.backward = staticmethod(_marking(each.backward))
+    return bool(found)
+
+
+def _marking(first: Callable[..., Any]) -> Callable[..., Any]:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = first(ctx, *gradients)
+        if not torch.is_grad_enabled():  # no create_graph=True
+            return found
+        return tuple(_Marked.apply(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in found)
+
+    return backward
+
+
+class _Marked(torch.autograd.Function):
+    """A gradient whose own graph ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NoSecondDerivative(
+            "a second derivative is wanted: backward reaches gradients that a compiled graph made with create_graph=True, and "
+            "no graph of torch.compile has second derivatives, whatever the backend", "backward through a compiled graph",
+            "take those gradients from the model itself, not from the result of torch.compile, as for a gradient penalty; in a "
+            "compiled function, decorate the part that they go through with torch.compiler.disable")
