@@ -10,6 +10,7 @@ from hpml_compiler.integrations import ddp_fsdp_guard
 from hpml_compiler.runtime.install import uncompiled_models
 from passes.compat import allow_scalar_mutation, original_inputs
 from passes.errors import BadInput
+from passes.session_state import state_of
 
 
 def hpml(
@@ -22,15 +23,15 @@ def hpml(
     supported. Raises BadInput otherwise.
     """
     from hpml_compiler.compile.dispatch import compile_graph
-    from hpml_compiler.options import Options, defaults
+    from hpml_compiler.options import DefaultOptions, Options
 
     uncompiled_models.graph_came()
     allow_scalar_mutation()
     if mode not in (None, "default"):
         raise BadInput(f"mode={mode!r} is not supported", where="torch.compile",
                        next_step="leave it out; hpml does not expose inductor's modes")
-    return compile_graph(gm, original_inputs(example_inputs), Options.parse({**defaults, **(options or {})}))
+    return compile_graph(gm, original_inputs(example_inputs), Options.parse({**state_of(DefaultOptions), **(options or {})}))
 
 
 # Torch loads this module inside torch.compile, before it makes the compiled module.
-ddp_fsdp_guard.watch(hpml)
+ddp_fsdp_guard.watch()

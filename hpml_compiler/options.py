@@ -257,8 +257,8 @@ def _made_with(plan: Plan) -> dict[str, Any]:
     return found
 
 
-defaults: dict[str, Any] = {}
-"""Options for callers that cannot pass any: libraries that compile by the name of a backend."""
+class DefaultOptions(dict[str, Any]):
+    """Options of this session for callers that cannot pass any: libraries that compile by the name of a backend."""
 
 
 def did_you_mean(name: str) -> str:

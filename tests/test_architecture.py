@@ -10,6 +10,7 @@ import networkx
 import pytest
 
 from tests.helpers.imports import PACKAGES, ROOT, Import, import_graph, imports, loads, module_name, own_module, sources
+from tests.helpers.module_state import module_state
 
 LAYERS = {
     "passes": (
@@ -75,6 +76,10 @@ LONG = {
     "hpml_compiler/runtime/dtensor/placed_tensor.py": "one class that stands for a tensor in all of torch's functions",
 }
 """Files of more than MOST_LINES, and why."""
+
+STATE = {"state": "passes.session_state", "PASSES": "passes.registry", "RULES": "passes.op_rules.rule_table"}
+"""Objects at the top of a module that functions change: the state of the session that is open, of which there is one in a
+process, and what importing a module registers. All other state ends with the session."""
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION = 300, 60
 
@@ -228,6 +233,33 @@ def test_private_torch_modules_only_in_compat(package):
              for line, name in private_torch(ast.parse(file.read_text()), module)]
     assert not wrong, "private torch names change between releases; give each a name in passes/compat, with a comment " \
         "why, and import that:\n" + "\n".join(wrong)
+
+
+def test_modules_have_no_state():
+    wrong = []
+    for module, (file, found) in sources().items():
+        modules = {each.local for each in found if own_module(each.name) == each.name}
+        changed = {(line, name) for line, name in module_state(ast.parse(file.read_text()), modules)
+                   if STATE.get(name) not in (module, *(each.name.rpartition(".")[0] for each in found if each.local == name))}
+        wrong += [f"{file.relative_to(ROOT)}:{line}: changes {name}" for line, name in sorted(changed)]
+    assert not wrong, "keep it in a class, whose object `passes.session_state.state_of` makes and the session ends:\n" + \
+        "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("source", "found"), [
+    ("calls = 0\ndef f():\n    global calls\n    calls += 1", {"calls"}),
+    ("known = {}\ndef f(x):\n    known[x] = 1", {"known"}),
+    ("known = []\nclass A:\n    def f(self):\n        known.append(self)", {"known"}),
+    ("class A:\n    calls = 0\n    def f(self):\n        A.calls += 1", {"A"}),
+    ("if True:\n    ids = count()\nf = lambda: next(ids)", {"ids"}),
+    ("from passes.a import known\ndef f():\n    del known[0]", {"known"}),
+    ("known = {}\ndef f(known):\n    known[0] = 1", set()),
+    ("known = {}\ndef f():\n    known = {}\n    known.clear()", set()),
+    ("known = {}\nknown[0] = 1\ndef f():\n    return known[0]", set()),
+    ("import sys\ndef f():\n    sys.argv[0] = ''", set()),
+])
+def test_state_of_modules_is_found(source, found):
+    assert {name for _, name in module_state(ast.parse(source))} == found
 
 
 def test_files_and_functions_are_short():

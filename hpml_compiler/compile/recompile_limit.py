@@ -5,15 +5,18 @@ import functools
 import logging
 
 from passes import compat
+from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
-_ours: set[str] = set()
-"""Functions that this backend has compiled, by Dynamo's names."""
+
+
+class _CompiledFunctions(set[str]):
+    """Functions that this backend has compiled, by Dynamo's names."""
 
 
 def note_function() -> None:
     """Note the function that Dynamo is compiling, to warn if Dynamo stops compiling it later."""
-    _ours.add(compat.function_being_compiled())
+    state_of(_CompiledFunctions).add(compat.function_being_compiled())
     _listen()
 
 
@@ -23,8 +26,9 @@ def _listen() -> None:
 
 
 def _given_up(limit: str, count: int, function: str, difference: str) -> None:
-    if function in _ours:
-        _ours.discard(function)  # once
+    compiled = state_of(_CompiledFunctions)
+    if function in compiled:
+        compiled.discard(function)  # once
         log.warning(
             "the function %s has no plan from here on: it was compiled %d times, each time because something differed, and "
             "Dynamo allows no more. Every rank runs the whole of it, without a split.\n"

@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from hpml_compiler.integrations import transformers
 from hpml_compiler.integrations.rank_zero_gather import barrier, gathered, gathered_states, holds_placed
-from hpml_compiler.options import Options, defaults
+from hpml_compiler.options import DefaultOptions, Options
 from hpml_compiler.runtime.process.world_group import ensure_process_group
 from passes.errors import BadInput, MissingDependency
+from passes.session_state import state_of
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -37,7 +38,7 @@ def one_device(**options: Any) -> None:
         raise MissingDependency("accelerate is not installed", "hpml_compiler.one_device()",
                                 "pip install accelerate; without it, there is nothing that this has to tell") from error
     Options.parse(options)  # errors are raised here, not at the first step
-    defaults.update(options)
+    state_of(DefaultOptions).update(options)
     _know_the_backend()
     if ensure_process_group() == 1 or hasattr(PartialState.__init__, "__wrapped__"):
         return

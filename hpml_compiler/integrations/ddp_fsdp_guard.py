@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any
 
 import torch.distributed as dist
@@ -21,15 +21,14 @@ from hpml_compiler.runtime.install import uncompiled_models
 from passes import compat
 from passes.errors import BadInput
 
-_backends: list[Callable[..., Any]] = []
-"""Functions that `torch.compile` calls for this backend: one, once its module is loaded."""
+BACKEND = "hpml_compiler.backend"
+"""Module of the function that `torch.compile` calls."""
 
 REMEDY = "leave the wrapper out: torch.compile(model, backend='hpml') shards and reduces by itself"
 
 
-def watch(backend: Callable[..., Any]) -> None:
-    """Detect wrappers around models compiled with this backend."""
-    _backends.append(backend)
+def watch() -> None:
+    """Detect wrappers around models compiled with this backend. Called once, when its module is imported."""
     watch_ddp()
     watch_compiled_modules()
     uncompiled_models.report_at_first_step()
@@ -128,7 +127,7 @@ def _before_compiling(module: nn.Module) -> None:
 
 def is_split(module: nn.Module) -> bool:
     """True if the module is compiled by `torch.compile(module, backend="hpml")` or `module.compile(backend="hpml")`."""
-    return compat.backend_of(module) in _backends
+    return getattr(compat.backend_of(module), "__module__", "") == BACKEND
 
 
 def several_ranks() -> bool:

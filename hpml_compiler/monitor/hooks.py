@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.plans.schema import GraphPlan
+from passes.session_state import state
 
 
 class WatchedGraph:
@@ -48,22 +48,31 @@ class WatchedGraph:
         return watched
 
 
-@functools.cache
 def watch_optimizers(current: Callable[[], Monitor | None]) -> None:
-    """Report each optimizer step to the current monitor from now on, and finish it when the process exits."""
+    """Report each optimizer step to the current monitor until the session ends, and finish it when the process exits."""
+    if not state.has(_MonitoredSteps):
+        state.put(_MonitoredSteps(current))
 
-    def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and (monitor := current()) is not None:
+
+class _MonitoredSteps:
+    def __init__(self, current: Callable[[], Monitor | None]) -> None:
+        self.current = current
+        self.hooks = register_optimizer_step_pre_hook(self._begins), register_optimizer_step_post_hook(self._ends)
+        atexit.register(self._over)
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        atexit.unregister(self._over)
+
+    def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and (monitor := self.current()) is not None:
             monitor.optimizer_begins(optimizer)
 
-    def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and (monitor := current()) is not None:
+    def _ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and (monitor := self.current()) is not None:
             monitor.optimizer_ends()
 
-    def over() -> None:
-        if (monitor := current()) is not None:
+    def _over(self) -> None:
+        if (monitor := self.current()) is not None:
             monitor.finish()
-
-    register_optimizer_step_pre_hook(begins)
-    register_optimizer_step_post_hook(ends)
-    atexit.register(over)

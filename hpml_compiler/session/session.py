@@ -29,6 +29,7 @@ from passes.errors import BadInput
 from passes.graph.layouts import StoredLayout
 from passes.hardware.axis import device_axes
 from passes.op_rules.base import REPLICATE
+from passes.session_state import state, state_of
 from passes.transforms.shard.redistributor import MeshGroups
 
 log = logging.getLogger("hpml")
@@ -51,6 +52,8 @@ class Session:
     quick: CachedMeasurements | None = None
     """Quick profile of these devices (`hpml_compiler.profile.quick_profile`), if there is no full profile."""
     device_meshes: dict[tuple, DeviceMesh] = field(default_factory=dict)
+    own_meshes: set[tuple] = field(default_factory=set)
+    """Keys of the meshes whose process groups this session has created."""
     stage_starts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By frame, the first block of each stage but the first, so that evaluation is split into the same stages as training."""
     monitor: Monitor | None = None
@@ -76,6 +79,7 @@ class Session:
         if key not in self.device_meshes:
             with compat.outside_tracing():
                 self.device_meshes[key] = _new_mesh(axes)
+            self.own_meshes.add(key)
         return self.device_meshes[key]
 
     def adopt(self, mesh: DeviceMesh, name: str) -> dict[str, int]:
@@ -103,6 +107,24 @@ class Session:
         assert coordinate is not None, "every rank is in the mesh"
         return MeshGroups(device_axes(axes), tuple(coordinate), names_of_groups(mesh, axes))
 
+    def close(self) -> None:
+        """End the session: its monitor reports, its threads end, and its hooks and process groups are removed. All ranks call
+        this. Closing twice does nothing; what is compiled next begins a new session.
+
+        Compiled models are compiled anew in their next call. A model that was split over ranks cannot be called again.
+        """
+        if not state.has(Session) or current() is not self:
+            return
+        if self.monitor is not None:
+            self.monitor.finish()
+        torch.compiler.reset()
+        world = dist.group.WORLD if dist.is_initialized() else None
+        for key in self.own_meshes:
+            for group in self.device_meshes[key].get_all_groups() if key[-1] is world else ():
+                if group is not world:
+                    dist.destroy_process_group(group)
+        state.close()
+
 
 def names_of_groups(mesh: DeviceMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """Names of this rank's process groups along these axes in its graph; they are the same on all ranks."""
@@ -127,20 +149,19 @@ def _new_mesh(axes: Mapping[str, int]) -> DeviceMesh:
     return compat.subgroups_mesh(device_type(), axes, group_timeout())
 
 
-_session = Session()
-
-
 def current() -> Session:
-    return _session
+    """The session that is open; opens one if none is."""
+    return state_of(Session)
 
 
 def reset() -> None:
     """Reset the session: the next compilation starts without mesh and plans, as for a new process group or another model."""
-    global _session
+    before = current()
     # Meshes are reused, since each has process groups with threads and connections: a sweep over many models would
     # accumulate them.
     world = dist.group.WORLD if dist.is_initialized() else None
-    _session = Session(device_meshes={key: mesh for key, mesh in _session.device_meshes.items() if key[-1] is world})
+    kept = {key: mesh for key, mesh in before.device_meshes.items() if key[-1] is world}
+    state.put(Session(device_meshes=kept, own_meshes={key for key in before.own_meshes if key in kept}))
     forget_device()
 
 
@@ -157,7 +178,7 @@ def reset_process() -> None:
     torch.compiler.reset()
     compat.forget_interned_specs()
     reset()
-    _session.looked, _session.quick = before.looked, before.quick
+    current().looked, current().quick = before.looked, before.quick
 
 
 def to_dtensor(stored: StoredLayout) -> tuple[Placement, ...]:

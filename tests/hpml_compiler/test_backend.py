@@ -14,6 +14,7 @@ from torch.optim import optimizer as optim
 import hpml_compiler
 from hpml_compiler.runtime.install import uncompiled_models
 from passes.errors import BadInput
+from passes.session_state import state
 
 SCRIPT = """
 import torch
@@ -87,8 +88,7 @@ class Recurrent(nn.LSTM):
 def test_it_is_said_after_the_first_call_with_dynamos_own_reason(model, because, monkeypatch, caplog):
     torch._dynamo.reset()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(uncompiled_models._GraphCount, "graphs", 0)
-    monkeypatch.setattr(uncompiled_models._GraphCount, "why", "")
+    monkeypatch.setitem(state._parts, uncompiled_models._GraphCount, uncompiled_models._GraphCount())
     hpml_compiler.reset()
     compiled = torch.compile(model, backend="hpml")
     x = torch.eye(4) if not isinstance(model, nn.LSTM) or isinstance(model, Recurrent) else torch.eye(4)[None]
@@ -109,9 +109,7 @@ def test_of_functions_it_is_said_at_the_first_step(how, monkeypatch, caplog):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(uncompiled_models._GraphCount, "graphs", 0)
-    monkeypatch.setattr(uncompiled_models._GraphCount, "why", "")
-    monkeypatch.setattr(uncompiled_models._GraphCount, "listens", False)
+    monkeypatch.setitem(state._parts, uncompiled_models._GraphCount, uncompiled_models._GraphCount())
     monkeypatch.setattr(optim, "_global_optimizer_pre_hooks", OrderedDict())
     uncompiled_models.report_at_first_step()
     optimizer = torch.optim.SGD(nn.Linear(4, 4).parameters())

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-_open: list[compile_phase] = []
-"""Phases that this process is in, the innermost last."""
+from passes.session_state import state_of
 
 
 class compile_phase:  # noqa: N801  # reads as a statement
@@ -20,31 +19,37 @@ class compile_phase:  # noqa: N801  # reads as a statement
         self.inside_s = 0.0
 
     def __enter__(self) -> None:
-        _open.append(self)
+        state_of(_OpenPhases).append(self)
         _show()
         self.start = time.perf_counter()
 
     def __exit__(self, *_: Any) -> None:
         took = time.perf_counter() - self.start
-        _open.remove(self)
+        phases = state_of(_OpenPhases)
+        phases.remove(self)
         self.seconds[self.what] = self.seconds.get(self.what, 0.0) + took - self.inside_s
-        if _open:
-            _open[-1].inside_s += took
+        if phases:
+            phases[-1].inside_s += took
         _show()
+
+
+class _OpenPhases(list[compile_phase]):
+    """Phases that this process is in, the innermost last."""
 
 
 def part(what: str, text: str) -> compile_phase:
     """A phase nested in another one: its time counts for the same graph, and its line begins with that graph's name, if any."""
-    if not _open:
+    phases = state_of(_OpenPhases)
+    if not phases:
         return compile_phase(what, text, {})
-    name, colon, _ = _open[-1].text.rpartition(": ")
-    return compile_phase(what, f"{name}{colon}{text}", _open[-1].seconds)
+    name, colon, _ = phases[-1].text.rpartition(": ")
+    return compile_phase(what, f"{name}{colon}{text}", phases[-1].seconds)
 
 
 def tell(detail: str) -> None:
     """Show the progress of the innermost phase: "block 3 of 5"."""
-    if _open:
-        _open[-1].detail = f", {detail}"
+    if phases := state_of(_OpenPhases):
+        phases[-1].detail = f", {detail}"
         _show()
 
 
@@ -52,4 +57,6 @@ def _show() -> None:
     """Write or erase the progress line: only on a terminal, so that log files have none of it."""
     if not sys.stderr.isatty() or dist.is_initialized() and dist.get_rank() != 0:
         return
-    print("\r\x1b[K" + (f"hpml: {_open[-1].text}{_open[-1].detail} ..." if _open else ""), end="", file=sys.stderr, flush=True)
+    phases = state_of(_OpenPhases)
+    text = f"hpml: {phases[-1].text}{phases[-1].detail} ..." if phases else ""
+    print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

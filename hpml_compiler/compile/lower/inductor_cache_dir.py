@@ -12,6 +12,7 @@ from passes import compat
 from passes.errors import BadInput, HpmlError
 from passes.filesystem.private_files import is_written_by_others, make_private_folder
 from passes.filesystem.sqlite_table import cache_folder
+from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -22,7 +23,9 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, 
 """Error numbers of opening, creating or writing a file that mean that the folder is not writable."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
-_writable: set[str] = set()
+
+class _WritableFolders(set[str]):
+    """Folders that were tried."""
 
 
 @contextlib.contextmanager
@@ -32,9 +35,10 @@ def check_cache_dir() -> Iterator[None]:
     Checks before the first graph, since a C++ compiler that cannot write takes half a minute to fail, many times over; and
     again when a graph fails to compile, since disks fill up.
     """
-    if (folder := _trusted(compat.inductor_folder())) not in _writable:
+    writable = state_of(_WritableFolders)
+    if (folder := _trusted(compat.inductor_folder())) not in writable:
         _check(folder)
-        _writable.add(folder)
+        writable.add(folder)
     try:
         yield
     except HpmlError:
@@ -49,7 +53,7 @@ def check_cache_dir() -> Iterator[None]:
 def _trusted(folder: str) -> str:
     """A folder for inductor's cache, which loads and runs the code it finds there. If another user may have written to
     `folder`, returns one in hpml's own cache folder, unless the environment names `folder`: a team may share one."""
-    if folder in _writable or (why := is_written_by_others(folder)) is None:
+    if folder in state_of(_WritableFolders) or (why := is_written_by_others(folder)) is None:
         return folder
     if os.environ.get(FOLDER_VARIABLE):
         log.warning("inductor loads compiled code from %s, which %s names, and another user may have written it: %s",

@@ -7,7 +7,8 @@ from typing import Any
 from hpml_compiler.runtime.consistency.input_check import InputCheck
 from hpml_compiler.runtime.watchdog.barrier_check import CALLING, all_failed_or_none, note_failure, require_all_ranks
 from hpml_compiler.runtime.watchdog.heartbeat import name_lost_rank, neighbor_is_there
-from hpml_compiler.runtime.watchdog.rank_status import Location, this_rank
+from hpml_compiler.runtime.watchdog.rank_status import Location, RankStatus
+from passes.session_state import state_of
 
 
 def forward_call(call: Callable[..., Any], spot: Location, half: InputCheck | None, training: bool = True) -> Callable[...,
@@ -21,18 +22,19 @@ def forward_call(call: Callable[..., Any], spot: Location, half: InputCheck | No
     def noted(*arguments: Any) -> Any:
         all_failed_or_none()
         neighbor_is_there()
-        if not training and this_rank.at is not spot:
+        status = state_of(RankStatus)
+        if not training and status.at is not spot:
             require_all_ranks(f"calling the model ({spot.what})", CALLING, every=1)
-        this_rank.calls += 1
+        status.calls += 1
         spot.calls += 1
-        this_rank.at, this_rank.inside = spot, True
+        status.at, status.inside = spot, True
         try:
             if half is not None:
                 half.before(arguments)
             result = call(*arguments)
         except Exception as error:
             _raise(error)
-        this_rank.inside = False
+        status.inside = False
         return result
 
     return noted
@@ -43,16 +45,17 @@ def backward_call(call: Callable[[list[Any]], Any], spot: Location, half: InputC
 
     def noted(arguments: list[Any]) -> Any:
         all_failed_or_none()
-        this_rank.calls += 1
+        status = state_of(RankStatus)
+        status.calls += 1
         spot.calls += 1
-        this_rank.at, this_rank.inside = spot, True
+        status.at, status.inside = spot, True
         try:
             if half is not None:
                 half.before(arguments)
             result = call(arguments)
         except Exception as error:
             _raise(error)
-        this_rank.inside = False
+        status.inside = False
         return result
 
     noted._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's calling convention
@@ -61,7 +64,7 @@ def backward_call(call: Callable[[list[Any]], Any], spot: Location, half: InputC
 
 def _raise(error: Exception) -> Any:
     lost = name_lost_rank(error)  # before this rank leaves its location
-    this_rank.inside = False
+    state_of(RankStatus).inside = False
     note_failure(lost)
     if lost is error:
         raise error

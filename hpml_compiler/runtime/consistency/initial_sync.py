@@ -18,10 +18,16 @@ from hpml_compiler.runtime.process.compute_device import device_type
 from hpml_compiler.runtime.process.world_group import from_all_ranks
 from passes import compat
 from passes.graph.graph_signature import GraphInput
+from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
-_compared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_pending: list[str] = []
+
+
+class _SyncedTensors:
+    """compared: tensors that were compared between ranks. different: what differed, for a warning at the first call."""
+
+    def __init__(self) -> None:
+        self.compared, self.different = WeakIdKeyDictionary(), list[str]()
 
 
 def sync_module_states(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -35,14 +41,15 @@ def sync_module_states(tensors: Mapping[str, torch.Tensor]) -> None:
         different = _same_values(tensors)
         if different:
             _same_values(_of_all_modules())
-    _pending.extend(different)
+    state_of(_SyncedTensors).different.extend(different)
 
 
 def sync_rng() -> None:
     """Broadcast rank 0's RNG states where they differ, before the first call of a graph. (Not while it is compiled: Dynamo
     restores the earlier states.) Rank 0 logs one warning for this and `sync_module_states`."""
-    different = [*_pending, *(["the state of torch's random number generators"] if _same_generators() else [])]
-    _pending.clear()
+    synced = state_of(_SyncedTensors)
+    different = [*synced.different, *(["the state of torch's random number generators"] if _same_generators() else [])]
+    synced.different.clear()
     if different and dist.get_rank() == 0:
         log.warning("%s differed between ranks; broadcast from rank 0. Seed all ranks at the top of the script "
                     "(torch.manual_seed) to make runs repeatable", " and ".join(different))
@@ -80,13 +87,14 @@ def sync_for_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _same_values(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    fresh = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor) and tensor not in _compared}
+    compared = state_of(_SyncedTensors).compared
+    fresh = {name: tensor for name, tensor in tensors.items() if _is_plain(tensor) and tensor not in compared}
     sums = [exact_sum(tensor) for tensor in fresh.values()]
     mine = {name: (tuple(tensor.shape), tensor.dtype, value)
             for (name, tensor), value in zip(fresh.items(), _to_host(sums), strict=True)}
     found = from_all_ranks(mine)
     for tensor in fresh.values():
-        _compared[tensor] = True
+        compared[tensor] = True
     common = [name for name in found[0] if all(name in other and other[name][:2] == found[0][name][:2] for other in found)]
     different = [name for name in common if any(other[name] != found[0][name] for other in found)]
     for name in different:

@@ -18,6 +18,7 @@ from hpml_compiler.runtime.process.compute_device import device_type
 from hpml_compiler.runtime.process.world_group import check_group
 from passes.errors import HpmlError
 from passes.graph.graph_signature import GraphInput
+from passes.session_state import state_of
 
 FIRST_CALLS, EVERY = 32, 64  # calls 1, 2, 4 ... up to the first number, then every EVERY calls
 SLOTS, HEADER = 60, 4
@@ -26,7 +27,10 @@ SEEDS = ("numpy and random have generators of their own, which torch.manual_seed
 REMEDY = ("all ranks pass the same batch, and each computes its share: remove the DistributedSampler and seed the loader "
           "alike on all ranks; or wrap it, loader = hpml_compiler.distribute(loader), which also takes a loader that gives "
           f"each rank its own rows, as under DDP; {SEEDS}")
-_halves: list[InputCheck] = []
+
+
+class _CheckedHalves(list[str]):
+    """What is checked, by the number that ranks exchange: a graph, and forward or backward."""
 
 
 class RanksDiffer(HpmlError):
@@ -52,8 +56,9 @@ class InputCheck:
 
     def __init__(self, graph: str, half: str, watched: Sequence[CheckedArgument], draws: bool) -> None:
         self.graph, self.half, self.watched, self.draws = graph, half, tuple(watched), draws
-        self.number = len(_halves)
-        _halves.append(self)
+        halves = state_of(_CheckedHalves)
+        self.number = len(halves)
+        halves.append(f"{graph} ({half})")
         self.calls, self.next_call = 0, 1
         self.found: _PendingFingerprints | None = None
         self.sent: tuple[Any, _PendingFingerprints, list[torch.Tensor]] | None = None
@@ -160,8 +165,8 @@ class _PendingFingerprints:
 
 def _place(header: list[int]) -> str:
     number, calls = header[:2]
-    half = _halves[number] if number < len(_halves) else None
-    return f"call {calls} of {half.graph} ({half.half})" if half else "a graph that is not compiled here"
+    halves = state_of(_CheckedHalves)
+    return f"call {calls} of {halves[number]}" if number < len(halves) else "a graph that is not compiled here"
 
 
 def _ranks(ranks: list[int]) -> str:

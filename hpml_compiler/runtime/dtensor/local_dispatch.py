@@ -1,7 +1,6 @@
 """Run pointwise ops and norms on local parts, for tensors of one placement."""
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from hpml_compiler.runtime.dtensor.dispatch_table import in_place
 from hpml_compiler.runtime.placements.inner_shard import InnerShard
 from hpml_compiler.runtime.placements.single_rank_placement import SingleRank
 from passes import compat
+from passes.session_state import state_of
 
 WITHOUT_PARTIAL = (Shard, Replicate, SingleRank, InnerShard)
 """Placements without a pending reduction."""
@@ -59,10 +59,16 @@ def _try_norms(func: Callable[..., Any], tensors: Any, order: Any = 2, *rest: An
             for tensor, norm in zip(tensors, norms, strict=True)]
 
 
-@functools.lru_cache(maxsize=256)
+class _NormSpecs(dict[tuple, Any]):
+    """Specs of the norms of local parts, by the arguments of `_norm_spec`."""
+
+
 def _norm_spec(mesh: DeviceMesh, placements: tuple[Placement, ...], order: float, dtype: torch.dtype) -> Any:
+    specs, key = state_of(_NormSpecs), (mesh, placements, order, dtype)
+    if (known := specs.get(key)) is not None:
+        return known
     partial = [placement if type(placement) is Replicate else compat.norm_partial(order) for placement in placements]
-    return compat.dtensor_spec(mesh, partial, torch.empty((), dtype=dtype, device="meta"))
+    return specs.setdefault(key, compat.dtensor_spec(mesh, partial, torch.empty((), dtype=dtype, device="meta")))
 
 
 def _try_lists(func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from hpml_compiler.runtime.placements.shard_and_gather import local_shard
 from passes import compat
 from passes.errors import HpmlError
+from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
 
@@ -128,17 +129,24 @@ class _DataAlias:
         return True
 
 
-links: list[_DataAlias] = []
+class _DataAliases:
+    """Those that `check_links` checks."""
+
+    def __init__(self) -> None:
+        self.links: list[_DataAlias] = []
 
 
 def note_given(parameter: Any, value: torch.Tensor) -> None:
     """Record, for `check_links`, that a full plain tensor of the script was assigned to a placed parameter."""
-    links[:] = [link for link in links if (known := link.parameter()) is not None and known is not parameter]
+    aliases = state_of(_DataAliases)
+    aliases.links = [link for link in aliases.links if (known := link.parameter()) is not None and known is not parameter]
     memory = value if value._base is None else value._base
     if not memory.is_inference() and _address(memory) != _address(parameter._local_tensor):
-        links.append(_DataAlias(parameter, value, memory))
+        aliases.links.append(_DataAlias(parameter, value, memory))
 
 
 def check_links() -> None:
     """Check the recorded aliases; called before a compiled graph runs."""
-    links[:] = [link for link in links if link.check()]
+    aliases = state_of(_DataAliases)
+    if aliases.links:
+        aliases.links = [link for link in aliases.links if link.check()]

@@ -49,11 +49,12 @@ from hpml_compiler.runtime.placements.accumulate_grad import note_eager_use
 from hpml_compiler.runtime.placements.inner_shard import chunk_offsets, inner_axes, without_inner
 from hpml_compiler.runtime.placements.shard_and_gather import local_shard, to_full_tensor, without_partial
 from hpml_compiler.runtime.placements.single_rank_placement import as_at_owner, as_dtensor_knows, is_owner, unknown_to_dtensor
-from hpml_compiler.runtime.placements.unsharded_params import in_memory, invalidate
+from hpml_compiler.runtime.placements.unsharded_params import UnshardedCache, invalidate
 from hpml_compiler.runtime.watchdog.barrier_check import all_failed_or_none, refuse_single_sender, require_all_ranks
-from hpml_compiler.runtime.watchdog.rank_status import this_rank
+from hpml_compiler.runtime.watchdog.rank_status import RankStatus
 from passes import compat
 from passes.errors import HpmlError
+from passes.session_state import state_of
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +87,10 @@ class PlacedTensor(DTensor):
             if name == "__get__" and getattr(func.__self__, "__name__", "") not in COMPUTED_ATTRIBUTES:
                 return adopt(func(*args), PlacedTensor)  # the autograd engine makes `.grad` a DTensor
             kwargs = kwargs or {}
-            if this_rank.failed and name not in METADATA | MEMORY and name != "__set__":
+            if state_of(RankStatus).failed and name not in METADATA | MEMORY and name != "__set__":
                 all_failed_or_none()
             if name in ON_LOCALS:  # first, since optimizers call thousands of these
-                if in_memory and in_place(name):
+                if state_of(UnshardedCache).in_memory and in_place(name):
                     invalidate(changed_tensors(name, args, kwargs))
                 result = try_local(func, name, args, kwargs)
                 if result is not NotImplemented:
@@ -123,7 +124,7 @@ class PlacedTensor(DTensor):
             shared = func(args[0]._local_tensor)
             return shared if name == "is_shared" else args[0]
         changed = changed_tensors(name, args, kwargs)
-        if changed and in_memory:
+        if changed and state_of(UnshardedCache).in_memory:
             invalidate(changed)
         plain = [operand for operand in operands if not isinstance(operand, DTensor)]
         if foreach_ops.is_foreach(name) and (changed or _tracked(plain) or any(operand.dim() for operand in plain)):

@@ -17,7 +17,7 @@ from hpml_compiler.runtime.batch.batch_shard import BatchShard, write_back_views
 from hpml_compiler.runtime.dtensor.export_guard import watch_torchscript
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.dtensor.op_dispatch import shares_memory, store_value
-from hpml_compiler.runtime.dtensor.parameter_aliases import aliases_of, check_links, held_gradients, inseparable, links
+from hpml_compiler.runtime.dtensor.parameter_aliases import aliases_of, check_links, held_gradients, inseparable
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, in_place_of, place, place_like
 from hpml_compiler.runtime.dtensor.script_collectives import watch_collectives
 from hpml_compiler.runtime.install.functorch_guard import watch_transforms
@@ -66,8 +66,7 @@ class BoundParameters:
         """
         if self._olds:
             self._replace_elsewhere()
-        if links:
-            check_links()
+        check_links()
         for index in self._rows:
             write_back_views(args[index])
         result = list(args)

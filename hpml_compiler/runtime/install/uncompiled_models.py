@@ -7,43 +7,45 @@ import logging
 import os
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from passes import compat
+from passes.session_state import state_of
 
 log = logging.getLogger("hpml")
 
 
+@dataclass
 class _GraphCount:
     """graphs: number of graphs that reached the backend. why: the reason for the last model that is not compiled."""
 
-    graphs = 0
-    why = ""
-    listens = False
+    graphs: int = 0
+    why: str = ""
 
 
 def report_at_first_step() -> None:
     """Report at an optimizer step if Dynamo made no graph. For functions and `module.compile()`, where the end of the first
     call is not observed."""
-    if not _GraphCount.listens and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _GraphCount.listens = True
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         register_optimizer_step_pre_hook(lambda *_: _report_once())  # stays: hooks cannot be removed while they run
 
 
 def graph_came() -> None:
     """Count a graph; called by the backend."""
-    _GraphCount.graphs += 1
+    state_of(_GraphCount).graphs += 1
     atexit.unregister(_at_exit)
 
 
 def why_nothing_is_compiled() -> str:
     """The reason why Dynamo made no graph; empty where graphs reached the backend, or nothing was called yet."""
-    if _GraphCount.graphs:
+    count = state_of(_GraphCount)
+    if count.graphs:
         return ""
-    return _GraphCount.why or (_said("the model", compat.graph_break_reasons()) if compat.dynamo_made_no_graph() else "")
+    return count.why or (_said("the model", compat.graph_break_reasons()) if compat.dynamo_made_no_graph() else "")
 
 
 def report_after_first_call(module: Any) -> None:
@@ -54,11 +56,11 @@ def report_after_first_call(module: Any) -> None:
     def first(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # inside of another model that is compiled
             return forward(*args, **kwargs)
-        graphs, reasons = _GraphCount.graphs, compat.graph_break_reasons()
+        graphs, reasons = state_of(_GraphCount).graphs, compat.graph_break_reasons()
         result = forward(*args, **kwargs)
         module.forward = forward
         new = compat.graph_break_reasons() - reasons
-        if new and _GraphCount.graphs == graphs:
+        if new and state_of(_GraphCount).graphs == graphs:
             _report(_said(type(module._orig_mod).__name__, new))
         return result
 
@@ -66,7 +68,7 @@ def report_after_first_call(module: Any) -> None:
 
 
 def _report(why: str) -> None:
-    _GraphCount.why = why
+    state_of(_GraphCount).why = why
     if int(os.environ.get("RANK", "0")) == 0:
         log.warning("%s", why)
 
@@ -77,7 +79,7 @@ def _said(what: str, reasons: Counter[str]) -> str:
 
 
 def _report_once() -> None:
-    if not _GraphCount.graphs and not _GraphCount.why and (why := why_nothing_is_compiled()):
+    if not state_of(_GraphCount).why and (why := why_nothing_is_compiled()):
         _report(why)
 
 

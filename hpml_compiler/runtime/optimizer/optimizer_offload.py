@@ -9,7 +9,6 @@ moved) and the step's temporaries take the memory of one part.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +21,7 @@ from hpml_compiler.runtime.optimizer.optimizer_step import ELEMENTWISE, has_clos
 from hpml_compiler.runtime.optimizer.resident_memory import local
 from passes import compat
 from passes.errors import BadInput
+from passes.session_state import state_of
 from passes.transforms.memory.offload_storage import is_offload_storage, moved
 
 WHERE = "options['offload']"
@@ -29,7 +29,6 @@ LEAST_BYTES = 4096
 """Smaller tensors, such as step counts, stay where they are."""
 
 _MARK = "hpml_state_folder"
-_without_gradients: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 def offload_state(parameters: Iterable[torch.Tensor], folder: str) -> None:
@@ -40,11 +39,22 @@ def offload_state(parameters: Iterable[torch.Tensor], folder: str) -> None:
         setattr(parameter, _MARK, folder)  # a placed parameter that replaces it copies its attributes
 
 
-@functools.cache
 def watch_steps() -> None:
-    """Register the optimizer hooks. To be called after all other hooks are registered, since the pre-hook runs the step."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    """Register the optimizer hooks, until the session ends. To be called after all other hooks are registered, since the
+    pre-hook runs the step."""
+    state_of(_OffloadedSteps)
+
+
+class _OffloadedSteps:
+    """stepped: by optimizer that is in a step, its parameters without gradients meanwhile, and the gradients."""
+
+    def __init__(self) -> None:
+        self.stepped: WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Any, Any]]] = WeakKeyDictionary()
+        self.hooks = register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 @torch.compiler.disable(reason="hpml steps an optimizer part by part, which no graph can hold; leave fullgraph out, or call "
@@ -55,13 +65,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         folders = _folders(optimizer)
         if folders:
             _refuse(optimizer, args, kwargs)
-            _without_gradients[optimizer] = _step(optimizer, folders)
+            state_of(_OffloadedSteps).stepped[optimizer] = _step(optimizer, folders)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     with compat.plain_torch_functions():
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for parameter, gradient in _without_gradients.pop(optimizer, ()):
+        for parameter, gradient in state_of(_OffloadedSteps).stepped.pop(optimizer, ()):
             if id(parameter) in held and parameter.grad is None:
                 parameter.grad = gradient
 

@@ -1,7 +1,6 @@
 """Optimizer steps on placed parameters: shard the state like the parameters, run elementwise optimizers on local tensors."""
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,8 +13,9 @@ from hpml_compiler.runtime.consistency.initial_sync import sync_for_optimizer
 from hpml_compiler.runtime.dtensor.local_dispatch import WITHOUT_PARTIAL, wrap
 from hpml_compiler.runtime.dtensor.placed_tensor import PlacedTensor, place_like
 from hpml_compiler.runtime.placements.unsharded_params import invalidate
-from hpml_compiler.runtime.watchdog.rank_status import Location, this_rank
+from hpml_compiler.runtime.watchdog.rank_status import Location, RankStatus
 from passes import compat
+from passes.session_state import state_of
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -23,24 +23,34 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers that update every element independently. (Derived classes are not included: they may do anything.)"""
 
-STEP = Location("optimizer.step")
 
-_placed: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
-_on_locals: WeakKeyDictionary[torch.optim.Optimizer, _LocalStep] = WeakKeyDictionary()
-
-
-@functools.cache
 def watch_optimizers() -> None:
-    """Register hooks that give every optimizer's state its parameters' placement before a step.
+    """Register hooks, until the session ends, that give every optimizer's state its parameters' placement before a step.
 
     Elementwise optimizers then step on local tensors: for 200 parameters, AdamW takes 6 ms instead of 24 ms.
 
     Dynamo does not trace optimizer steps, since it would trace through whole tensors: where a step is compiled, alone or as
     part of a function, it runs eagerly.
     """
-    compat.untraced(torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step))  # one code for every class
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    state_of(_PlacedSteps)
+
+
+class _LocalSteps(WeakKeyDictionary[torch.optim.Optimizer, "_LocalStep"]):
+    """Optimizers in a step on local tensors."""
+
+
+class _PlacedSteps:
+    """placed: by optimizer, the state that has its parameters' placements."""
+
+    def __init__(self) -> None:
+        self.spot = Location("optimizer.step")
+        self.placed: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
+        compat.untraced(torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step))  # one code for every class
+        self.hooks = register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 @torch.compiler.disable(reason="hpml makes optimizer steps on each rank's part of the parameters, which no graph can hold; "
@@ -48,26 +58,27 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _after_step(optimizer, args, kwargs)  # in case the step before raised an error
     invalidate(parameter for group in optimizer.param_groups for parameter in group["params"])
-    STEP.calls += 1
-    this_rank.at, this_rank.inside = STEP, True
-    if _placed.get(optimizer) is not optimizer.state:
+    steps, status = state_of(_PlacedSteps), state_of(RankStatus)
+    steps.spot.calls += 1
+    status.at, status.inside = steps.spot, True
+    if steps.placed.get(optimizer) is not optimizer.state:
         sync_for_optimizer(optimizer)
         place_state(optimizer)
-        _placed[optimizer] = optimizer.state
+        steps.placed[optimizer] = optimizer.state
     if not has_closure(args, kwargs) and works_on_locals(optimizer):
-        _on_locals[optimizer] = _LocalStep(optimizer)
+        state_of(_LocalSteps)[optimizer] = _LocalStep(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    this_rank.inside = False
-    step = _on_locals.pop(optimizer, None)
+    state_of(RankStatus).inside = False
+    step = state_of(_LocalSteps).pop(optimizer, None)
     if step is not None:
         step.undo(optimizer)
 
 
 def placed_groups(optimizer: torch.optim.Optimizer) -> list[list[Any]] | None:
     """The placed parameters by group while an optimizer's groups contain their local tensors; else None."""
-    step = _on_locals.get(optimizer)
+    step = state_of(_LocalSteps).get(optimizer)
     return None if step is None else step.groups
 
 

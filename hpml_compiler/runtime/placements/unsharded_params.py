@@ -21,6 +21,7 @@ from hpml_compiler.runtime.placements.inner_shard import InnerShard, put_togethe
 from hpml_compiler.runtime.watchdog.barrier_check import require_all_ranks
 from passes import compat
 from passes.graph.decision import Route
+from passes.session_state import state_of
 
 c10d = torch.ops._c10d_functional
 
@@ -38,16 +39,60 @@ class _UnshardedEntry:
     wholes: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
 
-_parts: dict[int, _UnshardedEntry] = {}
-"""id of the part -> its entry."""
-in_memory: dict[int, list[_UnshardedEntry]] = {}
-"""Address of the storage -> entries in it. Empty if nothing is cached: `invalidate` returns at once."""
+class UnshardedCache:
+    """parts: entries by id of the part. in_memory: by address of the storage, the entries in it; empty if nothing is cached."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, _UnshardedEntry] = {}
+        self.in_memory: dict[int, list[_UnshardedEntry]] = {}
+
+    def entry_of(self, tensor: DTensor) -> _UnshardedEntry:
+        """The entry of a parameter's current part; empty if the part was changed or replaced."""
+        part = tensor._local_tensor
+        if part.is_inference() or tensor.is_inference():  # no version counter, so not cached beyond this call
+            return _UnshardedEntry(weakref.ref(part), part, (0, 0))
+        key, versions = id(part), (tensor._version, part._version)
+        known = self.parts.get(key)
+        if known is None or known.ref() is not part:
+            known = _UnshardedEntry(weakref.ref(part, functools.partial(self._forget, key)), part.detach(), versions)
+            self.parts[key] = known
+            self._enter_memory(known)
+        elif known.alias.data_ptr() != part.data_ptr():  # `p.data = ...`
+            self._leave_memory(known)
+            known.alias, known.versions = part.detach(), versions
+            self._enter_memory(known)
+        elif known.versions != versions:
+            known.wholes.clear()
+            known.versions = versions
+        return known
+
+    def _forget(self, key: int, ref: Any) -> None:
+        """Drop the entry of a part that was freed."""
+        known = self.parts.get(key)
+        if known is not None and known.ref is ref:
+            del self.parts[key]
+            self._leave_memory(known)
+
+    def _enter_memory(self, part: _UnshardedEntry) -> None:
+        """Add an entry. Makes a new list, since garbage collection may remove other entries at any moment."""
+        address = _address(part.alias)
+        self.in_memory[address] = [*self.in_memory.get(address, ()), part]
+
+    def _leave_memory(self, part: _UnshardedEntry) -> None:
+        part.wholes.clear()
+        address = _address(part.alias)
+        left = [each for each in self.in_memory.get(address, ()) if each is not part]
+        if left:
+            self.in_memory[address] = left
+        else:
+            self.in_memory.pop(address, None)
 
 
 def invalidate(tensors: Iterable[torch.Tensor]) -> None:
     """Drop the unsharded tensors of parameters that change, or that share memory with changed tensors. Drops everything if a
     tensor's memory is unknown, as inside of `torch.func`."""
-    if not in_memory:
+    cache = state_of(UnshardedCache)
+    if not cache.in_memory:
         return
     with compat.plain_torch_functions():
         for tensor in tensors:
@@ -55,14 +100,14 @@ def invalidate(tensors: Iterable[torch.Tensor]) -> None:
             if compat.is_fake(part):
                 continue
             known = type(part) in (torch.Tensor, torch.nn.Parameter) and not compat.inside_transform()
-            for found in in_memory.get(_address(part), ()) if known else tuple(_parts.values()):
+            for found in cache.in_memory.get(_address(part), ()) if known else tuple(cache.parts.values()):
                 found.wholes.clear()
 
 
 def cached_unsharded(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Unsharded tensors of these parameters that are in memory now."""
     locals_of = (parameter._local_tensor for parameter in parameters if isinstance(parameter, DTensor))
-    found = (_parts.get(id(part)) for part in locals_of)
+    found = (state_of(UnshardedCache).parts.get(id(part)) for part in locals_of)
     return [whole for part in found if part is not None for whole in part.wholes.values()]
 
 
@@ -128,7 +173,7 @@ class UnshardedInputs:
 def unsharded(parameters: Sequence[DTensor], axes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
     """Each parameter gathered along the given axes of its mesh, from the cache where valid, else gathered now."""
     with compat.plain_torch_functions(), torch.inference_mode(False), torch.no_grad():
-        parts = list(map(_part_of, parameters))
+        parts = list(map(state_of(UnshardedCache).entry_of, parameters))
         missing = [k for k, part in enumerate(parts) if axes[k] not in part.wholes]
         if missing:
             require_all_ranks("gathering the parameters of the model")
@@ -136,50 +181,6 @@ def unsharded(parameters: Sequence[DTensor], axes: Sequence[tuple[int, ...]]) ->
             for k, gathering in zip(missing, started, strict=True):
                 parts[k].wholes[axes[k]] = gathering.result()
         return [part.wholes[wanted] for part, wanted in zip(parts, axes, strict=True)]
-
-
-def _part_of(tensor: DTensor) -> _UnshardedEntry:
-    """The cache entry of a parameter's current part; empty if the part was changed or replaced."""
-    part = tensor._local_tensor
-    if part.is_inference() or tensor.is_inference():  # no version counter, so not cached beyond this call
-        return _UnshardedEntry(weakref.ref(part), part, (0, 0))
-    key, versions = id(part), (tensor._version, part._version)
-    known = _parts.get(key)
-    if known is None or known.ref() is not part:
-        known = _parts[key] = _UnshardedEntry(weakref.ref(part, functools.partial(_forget, key)), part.detach(), versions)
-        _enter_memory(known)
-    elif known.alias.data_ptr() != part.data_ptr():  # `p.data = ...`
-        _leave_memory(known)
-        known.alias, known.versions = part.detach(), versions
-        _enter_memory(known)
-    elif known.versions != versions:
-        known.wholes.clear()
-        known.versions = versions
-    return known
-
-
-def _forget(key: int, ref: Any) -> None:
-    """Drop the entry of a part that was freed."""
-    known = _parts.get(key)
-    if known is not None and known.ref is ref:
-        del _parts[key]
-        _leave_memory(known)
-
-
-def _enter_memory(part: _UnshardedEntry) -> None:
-    """Add an entry. Makes a new list, since garbage collection may remove other entries at any moment."""
-    address = _address(part.alias)
-    in_memory[address] = [*in_memory.get(address, ()), part]
-
-
-def _leave_memory(part: _UnshardedEntry) -> None:
-    part.wholes.clear()
-    address = _address(part.alias)
-    left = [each for each in in_memory.get(address, ()) if each is not part]
-    if left:
-        in_memory[address] = left
-    else:
-        in_memory.pop(address, None)
 
 
 class _AsyncGather:

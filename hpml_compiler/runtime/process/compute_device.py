@@ -5,7 +5,6 @@ one GPU. The device is therefore determined by the inputs of the first compiled 
 """
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from passes import compat
 from passes.errors import BadInput
+from passes.session_state import state, state_of
 
 CUDA_BYTES = 2**30
 """Approximate GPU memory of CUDA's context, the workspaces of cuBLAS and cuDNN, and nccl's buffers."""
@@ -33,21 +33,28 @@ class RankDevice:
     sharing: int = 1
 
 
-_groups_made = itertools.count()
-_settled: tuple[Any, RankDevice] | None = None
-"""(process group, device). Keeps the group alive, so that a later group, where ranks must agree again, has another id."""
+@dataclass
+class _SettledDevice:
+    """The device that the ranks of `group` agreed on. Keeps the group alive, so that a later one has another id."""
+
+    group: Any = None
+    device: RankDevice | None = None
+
+
+def _settled() -> RankDevice | None:
+    found = state_of(_SettledDevice)
+    return found.device if found.group is dist.group.WORLD else None
 
 
 def forget_device() -> None:
     """Reset the device; the next graph determines it again."""
-    global _settled
-    _settled = None
+    state.put(_SettledDevice())
 
 
 def device_type() -> str:
     """Device type of the ranks, cpu or cuda: that of the first graph, or before it, of the process group's backend."""
-    if _settled is not None and _settled[0] is dist.group.WORLD:
-        return _settled[1].kind
+    if (settled := _settled()) is not None:
+        return settled.kind
     if not torch.cuda.is_available():
         return "cpu"
     if not dist.is_initialized():
@@ -58,7 +65,8 @@ def device_type() -> str:
 
 def ranks_on_this_device() -> int:
     """Ranks that share this rank's GPU; 1 on CPUs."""
-    return _settled[1].sharing if _settled is not None and _settled[0] is dist.group.WORLD else 1
+    settled = _settled()
+    return 1 if settled is None else settled.sharing
 
 
 def memory_bytes() -> int:
@@ -73,11 +81,10 @@ def init_device(tensors: Iterable[Any]) -> None:
 
     Raises BadInput on all ranks if the ranks' device types differ, or if ranks share a GPU with the nccl backend.
     """
-    global _settled
-    if _settled is not None and _settled[0] is dist.group.WORLD:
+    if _settled() is not None:
         return
     if not torch.cuda.is_available():
-        _settled = dist.group.WORLD, RankDevice("cpu")
+        state.put(_SettledDevice(dist.group.WORLD, RankDevice("cpu")))
         return
     indices = [t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"]
     if indices:
@@ -89,7 +96,7 @@ def init_device(tensors: Iterable[Any]) -> None:
     device = agreed(names, dist.get_rank(), dist.get_backend_config())
     if device.kind == "cuda" and "nccl" not in dist.get_backend_config():
         compat.collectives_through_host()
-    _settled = dist.group.WORLD, device
+    state.put(_SettledDevice(dist.group.WORLD, device))
 
 
 def agreed(names: list[str], rank: int, backends: str) -> RankDevice:
@@ -126,7 +133,8 @@ def init_group_on_gpus(timeout: timedelta) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
         return
     store, rank, world = next(rendezvous("env://", timeout=timeout))
-    number = next(_groups_made)  # a fast rank may create its next group while another still reads the names for this one
+    # A fast rank may create its next group while another still reads the names for this one.
+    number = store.add(f"hpml/gpu/groups/{rank}", 1)
     store.set(f"hpml/gpu/{number}/{rank}", gpu_name())
     gpus = [store.get(f"hpml/gpu/{number}/{r}") for r in range(world)]
     shared = len(set(gpus)) < world

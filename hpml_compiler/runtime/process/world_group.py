@@ -3,10 +3,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpml_compiler.runtime.process.compute_device import device_type, init_group_on_gpus
 from passes import compat
+from passes.session_state import state_of
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 60  # torch's default for gloo is 30 minutes: too long to detect that a rank has died
@@ -72,17 +72,40 @@ def this_rank() -> int:
 def control_group() -> dist.ProcessGroup:
     """Group of all ranks for small host messages: separate, so that they never match collectives of data, and on gloo, so
     that no device waits for them. The first call is a collective."""
-    return _host_group("control", dist.group.WORLD)
+    return _host_group("control")
 
 
 def check_group() -> dist.ProcessGroup:
     """Like `control_group`, for asynchronous messages that are in flight while others are sent."""
-    return _host_group("check", dist.group.WORLD)
+    return _host_group("check")
 
 
-@functools.lru_cache(maxsize=2)
-def _host_group(purpose: str, world: Any) -> Any:  # the cache keeps `world` alive, so a later group has another id
-    return dist.new_group(backend="gloo", timeout=group_timeout())
+class _WorldGroups:
+    """Helper groups and the mesh of `world`, the group of all ranks. It is kept alive, so that a later one has another id."""
+
+    def __init__(self) -> None:
+        self.world: Any = None
+        self.made: dict[str, Any] = {}
+
+    def get(self, purpose: str, make: Callable[[], T]) -> T:
+        if self.world is not dist.group.WORLD:
+            self.world, self.made = dist.group.WORLD, {}
+        if purpose not in self.made:
+            self.made[purpose] = make()
+        return self.made[purpose]
+
+    def close(self) -> None:
+        if self.world is not None and self.world is dist.group.WORLD:
+            for group in self.made.values():
+                if isinstance(group, dist.ProcessGroup):
+                    dist.destroy_process_group(group)
+
+
+def _host_group(purpose: str) -> dist.ProcessGroup:
+    def make() -> Any:
+        return dist.new_group(backend="gloo", timeout=group_timeout())
+
+    return state_of(_WorldGroups).get(purpose, make)
 
 
 def from_all_ranks(mine: T) -> list[T]:
@@ -101,9 +124,5 @@ def group_timeout() -> timedelta:
 
 def world_mesh() -> DeviceMesh:
     """One-axis mesh of all ranks; the same object at every call for one process group."""
-    return _world_mesh(device_type(), dist.group.WORLD)
-
-
-@functools.lru_cache(maxsize=1)
-def _world_mesh(kind: str, world: Any) -> DeviceMesh:
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    kind = device_type()
+    return state_of(_WorldGroups).get(f"mesh of {kind}", lambda: init_device_mesh(kind, (dist.get_world_size(),)))

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpml_compiler.runtime.process.device_clock import Clock
 from passes.pipeline.pipeline_schedule import ScheduleAction
+from passes.session_state import state_of
 
 
 @dataclass(frozen=True)
@@ -68,35 +69,35 @@ class LoopTimes:
                 for action, start, end, waits in self._done if action.computes]
 
 
-_recorded: list[list[LoopTimes]] = []
-"""Open records, the innermost `recording` last; its clock is used."""
-_clocks: list[Clock] = []
+class _OpenRecords(list[tuple[Clock, list[LoopTimes]]]):
+    """The innermost `recording` last; its clock is used."""
 
 
 @contextmanager
 def recording(clock: Clock) -> Iterator[list[LoopTimes]]:
     """Record each loop that this rank runs inside."""
     found: list[LoopTimes] = []
-    _recorded.append(found)
-    _clocks.append(clock)
+    records = state_of(_OpenRecords)
+    records.append((clock, found))
     try:
         yield found
     finally:
-        _recorded.pop()
-        _clocks.pop()
+        records.pop()
 
 
 def loop_times() -> LoopTimes | None:
     """A new record for a loop that begins now, added to all open `recording`s; None without one."""
-    if not _recorded:
+    records = state_of(_OpenRecords)
+    if not records:
         return None
-    times = LoopTimes(_clocks[-1])
-    for found in _recorded:
+    times = LoopTimes(records[-1][0])
+    for _, found in records:
         found.append(times)
     return times
 
 
 def note_sent(sent_bytes: int) -> None:
     """Add to the bytes that the latest loop has sent."""
-    if _recorded and _recorded[-1]:
-        _recorded[-1][-1].sent_bytes += sent_bytes
+    records = state_of(_OpenRecords)
+    if records and records[-1][1]:
+        records[-1][1][-1].sent_bytes += sent_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpml_compiler.runtime.watchdog.heartbeat import name_lost_rank
-from hpml_compiler.runtime.watchdog.rank_status import Location, this_rank
+from hpml_compiler.runtime.watchdog.rank_status import Location, RankStatus
+from passes.session_state import state_of
 
 
 class activity:  # noqa: N801  # reads as a statement
@@ -14,12 +15,14 @@ class activity:  # noqa: N801  # reads as a statement
         self.spot = Location(what)
 
     def __enter__(self) -> None:
-        self.before = this_rank.at, this_rank.inside
-        this_rank.at, this_rank.inside = self.spot, True
+        status = state_of(RankStatus)
+        self.before = status.at, status.inside
+        status.at, status.inside = self.spot, True
 
     def __exit__(self, kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if isinstance(error, Exception):
             lost = name_lost_rank(error)
             if lost is not error:
                 raise lost from error
-        this_rank.at, this_rank.inside = self.before
+        status = state_of(RankStatus)
+        status.at, status.inside = self.before

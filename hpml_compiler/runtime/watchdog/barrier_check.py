@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from hpml_compiler.runtime.watchdog import heartbeat
 from hpml_compiler.runtime.watchdog.attribution import Heartbeat
-from hpml_compiler.runtime.watchdog.rank_status import this_rank
+from hpml_compiler.runtime.watchdog.rank_status import RankStatus
 from hpml_compiler.runtime.watchdog.silent_ranks import SilentRanks
 from passes.errors import HpmlError
+from passes.session_state import state_of
 
 EVERY_CALLS = 16
 """Calls of graphs between two checks of gathers outside of graphs: a step that gathers a norm should not wait for
@@ -42,7 +43,8 @@ class _LastCheck:
     """This rank's call count and store key at its last barrier. until: time until which a failed rank waits for the others to
     fail too; 0 if it is not waiting."""
 
-    calls, key, until = -EVERY_CALLS, "", 0.0
+    def __init__(self) -> None:
+        self.calls, self.key, self.until = -EVERY_CALLS, "", 0.0
 
 
 def require_all_ranks(what: str, next_step: str = GATHERING, every: int = EVERY_CALLS) -> None:
@@ -50,16 +52,17 @@ def require_all_ranks(what: str, next_step: str = GATHERING, every: int = EVERY_
     script, or ended, without coming here. Skipped, at no cost, if fewer than `every` calls of graphs were made since the last
     barrier; that count is the same on all ranks that do the same."""
     all_failed_or_none()
-    if this_rank.calls - _LastCheck.calls < every:
+    status, last = state_of(RankStatus), state_of(_LastCheck)
+    if status.calls - last.calls < every:
         return
-    _LastCheck.calls = this_rank.calls
+    last.calls = status.calls
     board = heartbeat.board()
     if board is None:
         return
-    this_rank.meetings += 1
-    this_rank.meets = what
+    status.meetings += 1
+    status.meets = what
     _meet(board, what, next_step)
-    this_rank.meets = ""  # not after an error: a rank that looks later must see the purpose of this barrier
+    status.meets = ""  # not after an error: a rank that looks later must see the purpose of this barrier
 
 
 def refuse_single_sender() -> None:
@@ -76,10 +79,10 @@ def refuse_single_sender() -> None:
 
 def note_failure(error: BaseException) -> None:
     """Record that a call of a graph failed here. If it fails on all ranks, they may go on, otherwise none may."""
-    board = heartbeat.board()
-    if board is None or this_rank.failed:
+    board, status = heartbeat.board(), state_of(RankStatus)
+    if board is None or status.failed:
         return
-    this_rank.failed = f"{this_rank.at} ({type(error).__name__}: {error})".splitlines()[0][:300]
+    status.failed = f"{status.at} ({type(error).__name__}: {error})".splitlines()[0][:300]
     try:
         board.add(_failures(), 1)
     except (RuntimeError, OSError):  # the store is gone: `all_failed_or_none` will raise
@@ -89,35 +92,37 @@ def note_failure(error: BaseException) -> None:
 def all_failed_or_none() -> None:
     """Check before anything that communicates. Raises `RankDiverged` on a rank that failed in a call that did not fail on all
     ranks."""
-    if not this_rank.failed:
+    status = state_of(RankStatus)
+    if not status.failed:
         return
-    board = heartbeat.board()
+    board, last = heartbeat.board(), state_of(_LastCheck)
     failed, pause_s = 0, 0.001
-    _LastCheck.until = _LastCheck.until or time.monotonic() + FAILING_S
+    last.until = last.until or time.monotonic() + FAILING_S
     while board is not None:
         try:
             failed = board.add(_failures(), 0)
         except (RuntimeError, OSError):
             break
         if failed == board.world:
-            this_rank.failed, this_rank.raised, _LastCheck.until = "", "", 0.0
+            status.failed, status.raised, last.until = "", "", 0.0
             return
-        if time.monotonic() > _LastCheck.until:
+        if time.monotonic() > last.until:
             break
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.05)
-    raise RankDiverged(f"this rank failed in {this_rank.failed} and went on, but not all ranks failed: others may still be "
+    raise RankDiverged(f"this rank failed in {status.failed} and went on, but not all ranks failed: others may still be "
                        "in a collective there, which the next collective of this rank would match", f"rank {dist.get_rank()}",
                        "let the process end, and restart all ranks from a checkpoint; before a step, check on all "
                        "ranks whether it can be done")
 
 
 def _failures() -> str:
-    return f"failed{this_rank.calls}"
+    return f"failed{state_of(RankStatus).calls}"
 
 
 def _meet(board: heartbeat.SharedBoard, what: str, next_step: str) -> None:
-    key = f"meeting{this_rank.meetings}/{what}"
+    status, last = state_of(RankStatus), state_of(_LastCheck)
+    key = f"meeting{status.meetings}/{what}"
     begun = looked = time.monotonic()
     pause_s = 0.0002
     here, silence = board.add(key, 1), SilentRanks.within(board.timeout_s)
@@ -136,22 +141,22 @@ def _meet(board: heartbeat.SharedBoard, what: str, next_step: str) -> None:
             rank, does = next(((rank, does) for rank, does in found if does), (-1, ""))
             if does and board.add(key, 0) < board.world:  # it may have passed the barrier meanwhile
                 raise RankDiverged(f"rank {board.rank} is alone in {what}: rank {rank} is {does} and does not take part",
-                                   f"rank {board.rank}, {this_rank.place()}", next_step)
-    if board.rank == 0 and _LastCheck.key:  # all ranks are here, so none needs the last key
-        board.forget(_LastCheck.key)
-    _LastCheck.key = key
+                                   f"rank {board.rank}, {status.place()}", next_step)
+    if board.rank == 0 and last.key:  # all ranks are here, so none needs the last key
+        board.forget(last.key)
+    last.key = key
 
 
 def _does_instead(record: Heartbeat, what: str, waited_s: float, timeout_s: float) -> str:
     """Evidence that another rank will not come to the barrier; "" if it still may, or is here."""
-    line = f" ({record.line})" if record.line else ""
-    if record.meetings == this_rank.meetings:
+    line, status = f" ({record.line})" if record.line else "", state_of(RankStatus)
+    if record.meetings == status.meetings:
         return f"in {record.meets}{line}" if record.meets not in ("", what) else ""
-    if record.meetings > this_rank.meetings:
+    if record.meetings > status.meetings:
         return ""
     if record.ended:
         return f"at the end of the script{line}"
-    if record.calls > this_rank.calls or waited_s > timeout_s:
+    if record.calls > status.calls or waited_s > timeout_s:
         return f"{record.place}{line}"
     if record.waits_in and waited_s > SURE_S:
         return f"in {record.waits_in} of torch.distributed{line}"

@@ -2,15 +2,14 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import json
+import functools
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -18,14 +17,15 @@ import torch.distributed as dist
 from hpml_compiler.runtime.process.world_group import group_timeout
 from hpml_compiler.runtime.watchdog.attribution import Heartbeat, RankError, attribute_failure, is_distributed, operation_of
 from hpml_compiler.runtime.watchdog.error_file import write_error_file
-from hpml_compiler.runtime.watchdog.rank_status import StallWatch, collective_of_script, line_of_script, this_rank
+from hpml_compiler.runtime.watchdog.rank_status import RankStatus, StallWatch
 from hpml_compiler.runtime.watchdog.silent_ranks import SilentRanks
+from hpml_compiler.runtime.watchdog.status_store import StatusStore, quiet_store
 from passes import compat
 from passes.errors import HpmlError
+from passes.session_state import state, state_of
 
 log = logging.getLogger("hpml")
 INTERVAL_S = 1.0
-SLOW_S = 3.0  # time in one place after which a heartbeat includes the line of the script
 SPEAK_S = 10.0  # time in one call of a graph after which a warning names the missing ranks
 STORE_TIMEOUT_S = 5
 
@@ -34,54 +34,10 @@ class RankLost(HpmlError):
     """A rank is late or gone, and this rank waited for it."""
 
 
-@dataclass
-class _StatusStore:
-    """Heartbeats and failures in the store, over a connection of this thread's own."""
-
-    store: Any
-    rank: int
-    world: int
-    beats: int = 0
-    collective: tuple[str, int] = ("", 0)
-    """The script's collective at the last post."""
-
-    def post(self, watch: StallWatch, ended: bool = False) -> None:
-        age = watch.age_s()
-        self.beats += 1
-        before, self.collective = self.collective, collective_of_script() if age > SLOW_S and not this_rank.inside else ("", 0)
-        record = Heartbeat(self.beats, str(this_rank.at), this_rank.inside, age, time.time(), ended, this_rank.raised,
-                        line_of_script() if age > SLOW_S else "", this_rank.calls, this_rank.meetings, this_rank.meets,
-                        self.collective[0] if self.collective == before else "")
-        self.store.set(f"record{self.rank}", json.dumps(asdict(record)))
-
-    def post_failure(self, failure: RankError) -> None:
-        number = self.store.add("failures", 1)
-        self.store.set(f"failure{number}", json.dumps(asdict(failure)))
-
-    def records(self, ranks: Iterable[int] | None = None) -> dict[int, Heartbeat]:
-        """Latest heartbeats by rank. ranks: None for all."""
-        keys = {rank: f"record{rank}" for rank in (range(self.world) if ranks is None else ranks)}
-        return {rank: Heartbeat(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
-
-    def failures(self) -> list[RankError]:
-        keys = [f"failure{number}" for number in range(1, self.store.add("failures", 0) + 1)]
-        return [RankError(**json.loads(self.store.get(key))) for key in keys if self.store.check([key])]
-
-
-@contextlib.contextmanager
-def _quiet_store() -> Any:
-    """Silence the backtrace that the store's client prints once the store is gone; rank 0 may end first."""
-    before = compat.set_cpp_log_level(2)
-    try:
-        yield
-    finally:
-        if before is not None:
-            compat.set_cpp_log_level(before)
-
-
 class _Liveness:
-    def __init__(self, board: _StatusStore) -> None:
-        self.board, self.watch = board, StallWatch()
+    def __init__(self, board: StatusStore) -> None:
+        self.board, self.status = board, state_of(RankStatus)
+        self.watch = StallWatch(self.status)
         self.interval_s = max(INTERVAL_S, board.world / 256)
         self.lock, self.over = threading.Lock(), threading.Event()
         # Well before the timeout: users should not wait for it, and NCCL then ends the process without an exception.
@@ -89,16 +45,17 @@ class _Liveness:
         self.spoke_of = ""
         self.silence: SilentRanks | None = None  # tracks a neighbor, see `watch_neighbor`
         self.lost: RankLost | None = None
+        self.turns = 0  # of `store_wait`
         self.thread = threading.Thread(target=self._beat, name="hpml-lost-ranks", daemon=True)
         self.thread.start()
 
     def _beat(self) -> None:
         while not self.over.wait(self.interval_s):
             try:
-                with self.lock, _quiet_store():
+                with self.lock, quiet_store():
                     self.board.post(self.watch)
-                waits = this_rank.inside and this_rank.at.calls and self.watch.age_s() > self.speaks_after_s
-                if waits and this_rank.place() != self.spoke_of:
+                waits = self.status.inside and self.status.at.calls and self.watch.age_s() > self.speaks_after_s
+                if waits and self.status.place() != self.spoke_of:
                     self._speak()
                 if self.silence is not None and self.lost is None:
                     self.lost = self._look_at_neighbor(self.silence)
@@ -118,19 +75,19 @@ class _Liveness:
 
     def lost_of(self, failures: Sequence[RankError], gone: dict[int, Heartbeat], records: dict[int, Heartbeat]) -> RankLost:
         """Error to raise for ranks whose heartbeats have stopped."""
-        what, next_step = attribute_failure(self.board.rank, self.board.world, failures, gone, records, this_rank.place())
-        return RankLost(what, f"rank {self.board.rank}, {this_rank.place()}", next_step)
+        what, next_step = attribute_failure(self.board.rank, self.board.world, failures, gone, records, self.status.place())
+        return RankLost(what, f"rank {self.board.rank}, {self.status.place()}", next_step)
 
     def _speak(self) -> None:
         """Warn about the ranks that this rank waits for, while still posting. The first of the waiting ranks does it."""
-        readings, here, self.spoke_of = [], this_rank.place(), this_rank.place()
+        readings, here, self.spoke_of = [], self.status.place(), self.status.place()
         for number in range(2):
             self.over.wait(2.2 * self.interval_s * number)
             with self.lock:
                 self.board.post(self.watch)
                 readings.append(self.board.records())
         waiting = [rank for rank, record in readings[1].items() if record.place == here]
-        if this_rank.place() != here or waiting[:1] != [self.board.rank] or len(waiting) == self.board.world:
+        if self.status.place() != here or waiting[:1] != [self.board.rank] or len(waiting) == self.board.world:
             return
         what, next_step = attribute_failure(self.board.rank, self.board.world, self.board.failures(), readings[0], readings[1],
                                             here)
@@ -147,18 +104,19 @@ class _Liveness:
 
     def fail(self, error: BaseException, secondary: bool) -> None:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._post(lambda: self.board.post_failure(RankError(self.board.rank, text, this_rank.place(), time.time(), secondary)))
+        failure = RankError(self.board.rank, text, self.status.place(), time.time(), secondary)
+        self._post(lambda: self.board.post_failure(failure))
 
     def _post(self, what: Any) -> None:
         try:
-            with self.lock, _quiet_store():
+            with self.lock, quiet_store():
                 what()
         except (RuntimeError, OSError) as error:
             log.debug("the store is gone: %s", error)
 
     def name(self, error: BaseException) -> RankLost:
         """Error with the reason why a collective failed here, from the heartbeats of the other ranks."""
-        where = f"rank {self.board.rank}, {this_rank.place()}{operation_of(error)}"
+        where = f"rank {self.board.rank}, {self.status.place()}{operation_of(error)}"
         reported = str(error).strip().splitlines()
         try:
             with self.lock:
@@ -168,7 +126,7 @@ class _Liveness:
                 time.sleep(2.2 * self.interval_s)  # live ranks post again meanwhile
                 with self.lock:
                     failures, second = self.board.failures(), self.board.records()
-            what, next_step = attribute_failure(self.board.rank, self.board.world, failures, first, second, this_rank.place())
+            what, next_step = attribute_failure(self.board.rank, self.board.world, failures, first, second, self.status.place())
         except (RuntimeError, OSError):
             owner = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
             what = f"a collective failed, and the store with the heartbeats is gone too: {owner} has ended"
@@ -176,22 +134,29 @@ class _Liveness:
         return RankLost(what, f"{where}; torch says: {reported[0] if reported else type(error).__name__}"[:600], next_step)
 
 
-_running: dict[Any, _Liveness] = {}
-_starts = 0
+class _Heartbeats:
+    """live: of `group`, the group of all ranks. starts: groups of this session so far."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.live: _Liveness | None = None
+        self.starts = 0
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop(ended=False)
+            self.live = None
 
 
 def start() -> None:
     """Start posting heartbeats; once per process group, on all ranks."""
-    global _starts
-    key = dist.group.WORLD
-    if key in _running:
+    running = state_of(_Heartbeats)
+    if running.live is not None and running.group is dist.group.WORLD:
         return
-    for old in _running.values():
-        old.stop(ended=False)
-    _running.clear()
-    this_rank.failed = ""
-    _starts += 1
-    prefix = f"hpml/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_starts}"
+    running.close()
+    state_of(RankStatus).failed = ""
+    running.starts += 1
+    prefix = f"hpml/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{state.ended}.{running.starts}"
     try:
         store = compat.side_store(prefix, STORE_TIMEOUT_S)
     except RuntimeError as error:
@@ -199,10 +164,8 @@ def start() -> None:
         return
     if store is None:
         return
-    _running[key] = _Liveness(_StatusStore(store, dist.get_rank(), dist.get_world_size()))
-    if _starts == 1:
-        atexit.register(_at_exit)
-        _watch_uncaught()
+    running.group, running.live = dist.group.WORLD, _Liveness(StatusStore(store, dist.get_rank(), dist.get_world_size()))
+    _watch_ends()
 
 
 def watch_neighbor() -> None:
@@ -219,7 +182,7 @@ def neighbor_is_there() -> None:
 
 
 def _current() -> _Liveness | None:
-    return next(iter(_running.values()), None)
+    return state_of(_Heartbeats).live
 
 
 def _at_exit() -> None:
@@ -276,14 +239,17 @@ def name_lost_rank(error: Exception) -> Exception:
     if live is None or isinstance(error, RankLost):
         return error
     if not is_distributed(error):
-        this_rank.raised = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        state_of(RankStatus).raised = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return error
     lost = live.name(error)
     live.fail(lost, secondary=True)
     return lost
 
 
-def _watch_uncaught() -> None:
+@functools.cache
+def _watch_ends() -> None:
+    """Report the end of this process, and an error that ends it, to the heartbeats that then run."""
+    atexit.register(_at_exit)
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:

@@ -6,7 +6,7 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,8 +27,8 @@ START = Location("the start of the script")
 
 
 class RankStatus:
-    """`at`: latest location; `inside`: whether this rank is still there. `calls` and `meetings` count calls of
-    graphs and barriers (`barrier_check`); `meets`: purpose of the current barrier. `failed`: the call of a graph
+    """Part of the session's state. `at`: latest location; `inside`: whether this rank is still there. `calls` and `meetings`
+    count calls of graphs and barriers (`barrier_check`); `meets`: purpose of the current barrier. `failed`: the call of a graph
     that failed here, with its error, until it is known to have failed on all ranks. Written by the main thread."""
 
     __slots__ = ("at", "calls", "failed", "inside", "meetings", "meets", "raised")
@@ -40,9 +40,6 @@ class RankStatus:
 
     def place(self) -> str:
         return f"in {self.at}" if self.inside else f"after {self.at}"
-
-
-this_rank = RankStatus()
 
 
 _LIBRARIES = tuple(str(Path(path).resolve()) for path in (
@@ -78,12 +75,12 @@ def collective_of_script() -> tuple[str, int]:
 class StallWatch:
     """Measures how long this rank has been at its location; to be polled about once a second."""
 
-    def __init__(self) -> None:
-        self.seen: Any = None
+    def __init__(self, status: RankStatus) -> None:
+        self.status, self.seen = status, cast("Any", None)
         self.since = time.monotonic()
 
     def age_s(self) -> float:
-        now = this_rank.at, this_rank.at.calls, this_rank.inside
+        now = self.status.at, self.status.at.calls, self.status.inside
         if now != self.seen:
             self.seen, self.since = now, time.monotonic()
         return time.monotonic() - self.since

@@ -8,7 +8,6 @@ from hpml_compiler.runtime.watchdog import heartbeat
 
 LOOK_S, SILENT_S = 1.0, 5.0
 """Interval at which a waiting rank checks the heartbeats of the others, and time without one after which it stops waiting."""
-_turns = 0
 
 
 def wait_for_rank_0() -> None:
@@ -24,12 +23,11 @@ def wait_for_all() -> None:
 
 
 def _after(ranks: Sequence[int]) -> None:
-    global _turns
-    _turns += 1
     board = heartbeat.board()
     if board is None:
         return
-    key = f"turn{_turns}"
+    board.live.turns += 1
+    key = f"turn{board.live.turns}"
     if board.rank in ranks and (board.add(key, 1) == len(ranks) or len(ranks) == 1):
         return
     beats: dict[int, int] = {}

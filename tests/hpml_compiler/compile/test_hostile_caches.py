@@ -14,6 +14,7 @@ from hpml_compiler.compile.cache.graph_cache import CachedGraph
 from hpml_compiler.plans.cache import cache_warnings, graph_database
 from passes.serialization import restricted_pickle
 from passes.serialization.restricted_pickle import classes_of
+from passes.session_state import state
 from tests.hpml_compiler.compile.cache.test_graph_cache import FOUND, assert_same, folder, listen
 from tests.hpml_compiler.compile.cache.test_graph_cache_on_one_device import CASES, train
 from tests.passes.filesystem.test_private_files import OTHER, needs_chown
@@ -40,7 +41,7 @@ def first(tmp_path_factory):
 def before(first, folder, monkeypatch):
     seen, cache = first
     shutil.copytree(cache, folder)
-    monkeypatch.setattr(cache_warnings, "_told", set())
+    monkeypatch.setitem(state._parts, cache_warnings._ReportedCaches, cache_warnings._ReportedCaches())
     return seen
 
 

@@ -1,13 +1,20 @@
-"""`hpml_compiler.reset()` between models before -> each starts afresh, and the ones from before go on."""
+"""`hpml_compiler.reset()` between models -> each starts afresh, earlier ones go on; `Session.close()` -> nothing is left."""
 from __future__ import annotations
 
+import gc
+import json
+import os
+import threading
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import hpml_compiler
 from hpml_compiler.session import session
+from passes.session_state import state
 from tests.hpml_compiler.compile.inputs.test_graph_inputs import Net, in_turn
 
 
@@ -35,3 +42,37 @@ def run_sweep(rank):
 @pytest.mark.timeout(160)
 def test_a_sweep_over_models(launch):
     launch(run_sweep, world_size=2, timeout_s=150)
+
+
+def own_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith("hpml-")]
+
+
+def run_closed_sessions(rank: int, ranks: int) -> None:
+    os.environ["HPML_CACHE"] = "0"
+    options: Any = {"compiler": "eager", "microbatches": 2} if ranks == 1 else {"compiler": "eager", "mesh": {"tp": ranks}}
+    hooks = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+    given, outcomes = [len(each) for each in hooks], []
+    for _ in range(2):
+        model, opened = Net(32), session.current()
+        seen = in_turn([torch.compile(model, backend="hpml", options=options)], [model])
+        plan = json.loads(hpml_compiler.last_plan().to_json())
+        for graph in plan["graphs"]:
+            del graph["seconds"], graph["solver"]  # which has seconds, too
+        outcomes.append((seen, plan))
+        weight = weakref.ref(model.a.weight)
+        assert bool(own_threads()) == (ranks > 1), "heartbeats"
+        opened.close()
+        assert not own_threads() and not state._parts
+        assert [len(each) for each in hooks] == given
+        del model
+        gc.collect()
+        assert ranks > 1 or weight() is None  # Dynamo keeps the code of frames that read placed parameters
+        opened.close()  # does nothing to the session after it
+        assert session.current() is not opened and not session.current().graphs
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_closed_session_leaves_nothing_and_the_next_one_is_as_the_first(launch, ranks):
+    launch(run_closed_sessions, world_size=ranks, args=(ranks,))

@@ -12,6 +12,7 @@ from torch import nn
 from hpml_compiler.compile.lower import compile_timer
 from hpml_compiler.compile.lower.compile_timer import compile_phase, part
 from hpml_compiler.session import session
+from passes.session_state import state_of
 from tests.hpml_compiler.compile.lower.test_regional_compile import Layer
 from tests.hpml_compiler.compile.test_pipeline_parallel import Tied, batch
 
@@ -70,7 +71,7 @@ def test_a_failure_ends_its_phases(monkeypatch):
     monkeypatch.setattr("sys.stderr", Terminal())
     with pytest.raises(ValueError), compile_phase("trace", "tracing", {}), compile_phase("solve", "solving", {}):
         raise ValueError
-    assert not compile_timer._open
+    assert not state_of(compile_timer._OpenPhases)
 
 
 def test_a_part_is_of_the_graph_that_it_is_inside_of(monkeypatch):

@@ -16,6 +16,7 @@ from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.lowering import Lowering, boxed
 from passes import compat
 from passes.errors import BadInput
+from passes.session_state import state
 from tests.hpml_compiler.compile.lower.test_regional_compile import traced
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,7 +26,7 @@ FULL = os.strerror(errno.ENOSPC)
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     """Where inductor is to write: not tried yet."""
-    monkeypatch.setattr(inductor_cache_dir, "_writable", set())
+    monkeypatch.setitem(state._parts, inductor_cache_dir._WritableFolders, inductor_cache_dir._WritableFolders())
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "code"))
     return tmp_path / "code"
 

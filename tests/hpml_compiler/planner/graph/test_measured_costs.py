@@ -14,6 +14,7 @@ from passes.cost_model.measured.measured_kernels import OPERATION
 from passes.cost_model.measured.measurement_cache import MeasurementCache, TimedMeasurement, device_key
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
+from passes.session_state import state
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -36,7 +37,7 @@ def with_a_collective_without_size(folder: Path) -> None:
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cache_warnings, "_told", set())
+    monkeypatch.setitem(state._parts, cache_warnings._ReportedCaches, cache_warnings._ReportedCaches())
     return tmp_path
 
 

@@ -8,11 +8,12 @@ import pytest
 from hpml_compiler.plans.cache import cache_warnings, graph_database, plan_database
 from passes.cost_model.measured.measurement_cache import MeasurementCache
 from passes.errors import BadInput
+from passes.session_state import state
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.setattr(cache_warnings, "_told", set())
+    monkeypatch.setitem(state._parts, cache_warnings._ReportedCaches, cache_warnings._ReportedCaches())
     monkeypatch.setenv("HPML_CACHE_DIR", str(tmp_path / "file" / "cache"))
 
 

@@ -17,6 +17,7 @@ from hpml_compiler.runtime.watchdog.attribution import Heartbeat
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
 from hpml_compiler.runtime.watchdog.heartbeat import RankLost
 from hpml_compiler.runtime.watchdog.rank_status import RankStatus
+from passes.session_state import state
 from tests.hpml_compiler.test_scripts import X, adamw, compiled, net, step
 
 
@@ -218,9 +219,9 @@ def test_a_rank_that_gave_up_is_still_seen_at_what_it_came_for(monkeypatch, ther
     now = RankStatus()
     now.meetings = 3
     record = Heartbeat(1, "forward of graph_0", False, 0.0, 0.0, False, "", "", meetings=4, meets="reading output 1")
-    monkeypatch.setattr(barrier_check, "this_rank", now)
+    monkeypatch.setitem(state._parts, RankStatus, now)
+    monkeypatch.setitem(state._parts, barrier_check._LastCheck, barrier_check._LastCheck())
     monkeypatch.setattr(barrier_check, "LOOK_S", 0.0)
-    monkeypatch.setattr(barrier_check._LastCheck, "calls", -99)
     monkeypatch.setattr(barrier_check.heartbeat, "board", lambda: OneOther(record, there))
     with nullcontext() if there else pytest.raises(RankDiverged, match="rank 1 is in reading output 1"):
         barrier_check.require_all_ranks("reading output 2")

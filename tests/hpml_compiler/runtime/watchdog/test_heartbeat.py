@@ -15,7 +15,8 @@ from hpml_compiler.runtime.consistency.call_hooks import forward_call
 from hpml_compiler.runtime.watchdog import heartbeat
 from hpml_compiler.runtime.watchdog.activity_scope import activity
 from hpml_compiler.runtime.watchdog.heartbeat import RankLost
-from hpml_compiler.runtime.watchdog.rank_status import Location, line_of_script, this_rank
+from hpml_compiler.runtime.watchdog.rank_status import Location, RankStatus, line_of_script
+from passes.session_state import state_of
 
 TIMEOUT_S = 8
 
@@ -87,12 +88,12 @@ def test_other_errors_stay_what_they_are():
     spot = Location("forward of graph_0")
     with pytest.raises(KeyError):
         forward_call(fails, spot, None)()
-    assert this_rank.at is spot and not this_rank.inside and spot.calls == 1
-    before = this_rank.at
+    status = state_of(RankStatus)
+    assert status.at is spot and not status.inside and spot.calls == 1
     with pytest.raises(KeyError), activity("loading a batch"):
-        assert this_rank.place() == "in loading a batch"
+        assert status.place() == "in loading a batch"
         fails()
-    assert this_rank.at is before
+    assert status.at is spot
 
 
 def test_the_line_of_the_script():
