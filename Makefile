@@ -38,8 +38,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 p
 demo: .venv-demo/.made
 	.venv-demo/bin/hpml demo $(DEMO_ARGS)
 
+# One thread to a process, as ranks have: the workers share the cores, and threads that wait for each other keep them busy.
 test: .venv-test/.made
-	.venv-test/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest $(PYTEST_ARGS)
 
 # As above, with the constraints on everything but torch. What pip takes may be a build that needs gigabytes of CUDA
 # packages, unless PIP_ARGS names an index of builds for CPUs.
@@ -55,7 +56,7 @@ test: .venv-test/.made
 test-torch:
 	@test -n "$(TORCH)" || { echo "say which torch: make test-torch TORCH=2.15.0"; exit 2; }
 	$(MAKE) .venv-torch-$(TORCH)/.made
-	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
 
 gpu:
 	"$(GPU_PYTHON)" benchmarks/gpu_pass.py $(if $(wildcard gpu-wheels),--packages gpu-wheels) $(GPU_ARGS)
