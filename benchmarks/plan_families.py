@@ -12,6 +12,7 @@ Each is planned in a process of its own, without weights and without the cache, 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import os
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from hpml_compiler.runtime.process.gc_pause import SELDOM
 
 Target = tuple[nn.Module, Any]
 ROWS = 64
@@ -203,6 +206,7 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="in this process")
     args = parser.parse_args()
     if args.here:
+        gc.set_threshold(*SELDOM)  # as `hpml plan` does
         limits = [float(each) for each in args.time_limit.split(",") if each] or [None]
         for target in args.targets:
             for result in planned(target, args.clusters.split(","), limits):

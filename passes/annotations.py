@@ -83,6 +83,17 @@ class Annotations(Mapping[Key[Any], Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Annotations:
         return self
 
+    def adding(self, key: Key[Any], value: Any) -> Annotations:
+        """These, with another value of `key`."""
+        found = Annotations(self._values)
+        found._values[key] = value
+        return found
+
+    def changed(self, other: Annotations) -> list[Key[Any]]:
+        """Keys that have another value there, or a value on one side only."""
+        mine, theirs = self._values, other._values
+        return [key for key in {**mine, **theirs} if mine.get(key, _NONE) is not theirs.get(key, _NONE)]
+
 
 _NONE = Annotations()
 
@@ -117,7 +128,7 @@ def write(key: Key[T], where: fx.Node | fx.GraphModule, value: T) -> None:
             _describe(where),
             "write numbers, strings, tuples, FrozenMaps and frozen dataclasses; for a node its name",
         )
-    where.meta[_NAMESPACE] = Annotations({**annotations_of(where), key: value})
+    where.meta[_NAMESPACE] = annotations_of(where).adding(key, value)
 
 
 def has(key: Key[Any], where: fx.Node | fx.GraphModule) -> bool:

@@ -34,6 +34,8 @@ from passes.errors import HpmlError
 from passes.pass_result import GraphSnapshot, PassResult
 
 Keys = tuple[Key[Any], ...]
+Outcome = tuple[bool, GraphSnapshot, dict[Key[Any], int]]
+"""True if the graph was modified; the graph afterwards; how many places were annotated per key if it was not modified."""
 
 
 class PassError(HpmlError):
@@ -73,11 +75,9 @@ class Pass(ABC):
         self._check_required(graph_module)
         before = GraphSnapshot.take(graph_module)
         start = time.perf_counter()
-        modified = self._run(graph_module, before)
+        modified, after, written = self._run(graph_module, before)
         seconds = time.perf_counter() - start
-        after = GraphSnapshot.take(graph_module)
         old, new = ({row.name: None for row in snapshot.rows} for snapshot in (before, after))
-        written = {} if modified else after.written_since(before)
         return PassResult(
             pass_name=self.name,
             graph_module=graph_module,
@@ -93,8 +93,8 @@ class Pass(ABC):
         )
 
     @abstractmethod
-    def _run(self, graph_module: fx.GraphModule, before: GraphSnapshot) -> bool:
-        """Run and check this kind of pass; returns True if the graph was modified."""
+    def _run(self, graph_module: fx.GraphModule, before: GraphSnapshot) -> Outcome:
+        """Run and check this kind of pass."""
 
     def _check_required(self, graph_module: fx.GraphModule) -> None:
         for key in self.requires:
@@ -112,7 +112,7 @@ class AnalysisPass(Pass):
     @abstractmethod
     def run(self, graph_module: fx.GraphModule) -> None: ...
 
-    def _run(self, graph_module: fx.GraphModule, before: GraphSnapshot) -> bool:
+    def _run(self, graph_module: fx.GraphModule, before: GraphSnapshot) -> Outcome:
         returned: object = self.run(graph_module)
         if returned is not None:
             what = f"analysis {self.name!r} returned {type(returned).__name__}"
@@ -120,7 +120,8 @@ class AnalysisPass(Pass):
         after = GraphSnapshot.take(graph_module)
         if (difference := before.first_difference(after)) is not None:
             raise PassError(f"analysis {self.name!r} changed the graph", difference, "make it a TransformPass")
-        for key in after.written_since(before):
+        written = after.written_since(before)
+        for key in written:
             if key not in self.provides:
                 what = f"analysis {self.name!r} wrote or removed {key.name!r}, which it does not provide"
                 raise PassError(what, f"{type(self).__qualname__}.run", f"add the key to `provides` {self.provides}")
@@ -128,7 +129,7 @@ class AnalysisPass(Pass):
             if not has(key, graph_module):
                 what = f"analysis {self.name!r} did not provide {key.name!r}"
                 raise PassError(what, _where(key, graph_module), "write it on all that the key selects")
-        return False
+        return False, after, written
 
 
 class TransformPass(Pass):
@@ -139,7 +140,7 @@ class TransformPass(Pass):
     @abstractmethod
     def run(self, graph_module: fx.GraphModule) -> bool: ...
 
-    def _run(self, graph_module: fx.GraphModule, before: GraphSnapshot) -> bool:
+    def _run(self, graph_module: fx.GraphModule, before: GraphSnapshot) -> Outcome:
         promised = [key for key in self.preserves if has(key, graph_module)]
         modified: object = self.run(graph_module)
         where = f"{type(self).__qualname__}.run"
@@ -147,11 +148,11 @@ class TransformPass(Pass):
             what = f"transform {self.name!r} returned {modified!r}"
             raise PassError(what, where, "return True if it changed the graph, else False")
         if not modified:
-            difference = before.first_difference(GraphSnapshot.take(graph_module))
-            if difference is not None:
+            after = GraphSnapshot.take(graph_module)
+            if (difference := before.first_difference(after)) is not None:
                 what = f"transform {self.name!r} changed the graph and returned False"
                 raise PassError(what, difference, "return True")
-            return False
+            return False, after, after.written_since(before)
         try:
             graph_module.graph.lint()
         except Exception as error:
@@ -165,7 +166,7 @@ class TransformPass(Pass):
                 what = f"transform {self.name!r} did not preserve {key.name!r}"
                 step = "write it on the nodes that were added, or take it out of `preserves`"
                 raise PassError(what, _where(key, graph_module), step)
-        return True
+        return True, GraphSnapshot.take(graph_module), {}
 
 
 def _where(key: Key[Any], graph_module: fx.GraphModule) -> str:

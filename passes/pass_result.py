@@ -86,9 +86,8 @@ class GraphSnapshot:
         pairs += [(a.annotations, b.annotations) for a, b in zip(before.rows, self.rows, strict=True)]
         for old, new in pairs:
             if old is not new:
-                for key in {**old, **new}:
-                    if key not in old or key not in new or old[key] is not new[key]:
-                        counts[key] = counts.get(key, 0) + 1
+                for key in old.changed(new):
+                    counts[key] = counts.get(key, 0) + 1
         return counts
 
 

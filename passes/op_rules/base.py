@@ -45,10 +45,7 @@ class Spec:
 
     @property
     def elements(self) -> int:
-        n = 1
-        for s in self.shape:
-            n *= s
-        return n
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:

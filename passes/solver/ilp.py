@@ -46,13 +46,14 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 class _FixedVariablesProgram(pulp.LpProblem):
     """A program with a fixed list of variables: PuLP's own collects them from each added row, and from all on each access."""
 
-    fixed: list[pulp.LpVariable]
-    """By name."""
     written: Any = None
     """Coefficients of the rows as they were passed to HiGHS, which a second run passes again unless rows were added."""
 
+    def fix(self, variables: Iterable[pulp.LpVariable]) -> None:
+        self._variables = sorted(variables, key=operator.attrgetter("name"))  # PuLP's writer of MPS files reads that
+
     def variables(self) -> list[pulp.LpVariable]:
-        return self.fixed
+        return self._variables
 
     def addVariables(self, variables: Iterable[pulp.LpVariable]) -> None:
         """Do nothing: all variables are known."""
@@ -136,7 +137,7 @@ def build(reduced: Reduced, expected: float | None = None) -> PlacementILP:
     model = PlacementILP(reduced, program, decided)
     _add_variables(model)
     named = [decided, *(x for choices in model.choices for x in choices), *(f for arcs in model.arcs.values() for _, f in arcs)]
-    program.fixed = sorted(named, key=operator.attrgetter("name"))
+    program.fix(named)
     _set_objective(model, expected)
     one_choice(model)
     flow(model)

@@ -28,7 +28,7 @@ from passes.graph.step_phase import BACKWARD
 from passes.hardware.mesh import Mesh
 from passes.op_rules.base import format_placement
 from passes.sharding.formulation.decision_decoder import pins
-from passes.sharding.oracle.comm_attribution import CommAttribution, readers_of
+from passes.sharding.oracle.comm_attribution import readers_of
 from passes.sharding.oracle.cost_check import boundary
 from passes.sharding.pricing.decision_terms import LocalSizes, group_kernels, hop_term, reduction_messages
 from passes.sharding.search.mesh_placement import MeshPlacement
@@ -136,7 +136,8 @@ def _operations(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, prices
     for number, groups in listed.groups.items():
         entity = answer.solved.entities[number]
         for c in groups:
-            edge = ((graph.values[v], p) for v, p in boundary(graph, c, answer.decision))
+            edge = ((graph.values[v], p) for v, p in
+                    boundary(graph, c, answer.decision, answer.collectives.arrived[c.index]))
             kernels = group_kernels(graph, [graph.operations[i] for i in c.operations], answer.decision.operations, edge,
                                     LocalSizes(answer.decision.axes), prices.keyed)
             for i in c.operations:
@@ -168,8 +169,7 @@ def _redistributions(graph: PlacementGraph, mesh: Mesh, answer: MeshPlacement, p
                      ) -> list[Redistribution]:
     readers = readers_of(graph, answer.decision)
     found = []
-    problem = answer.problem
-    for leg in CommAttribution(graph, problem.groups, problem.saved, answer.decision).legs:
+    for leg in answer.collectives.legs:
         route, value = leg.route, graph.values[leg.route.value]
         layouts = [route.layout(k) for k in range(leg.start, leg.stop + 1)]
         found.append(Redistribution(

@@ -40,12 +40,14 @@ class _ValueReader:
 
 class CommAttribution:
     """legs: all paid route segments with at least one collective. saved: values with the layout in which backward finds them.
-    `held`: the values that forward saves for backward, including inputs sharded by rows."""
+    arrived: by index of a group, its `arrivals`. held: the values that forward saves for backward, including inputs sharded by
+    rows."""
 
     def __init__(self, graph: PlacementGraph, groups: Sequence[OpGroup], held: frozenset[int], decision: Decision):
         self.graph, self.decision, self.held = graph, decision, held
         self.legs: list[RouteSegment] = []
         self.saved: dict[int, Layout] = {}
+        self.arrived: dict[int, dict[int, Route]] = {}
         self._made: dict[int, Layout] = dict(decision.inputs)
         self._made_in: dict[int, Phase] = {
             v.index: BACKWARD if v.kind == "tangent" else FORWARD for v in graph.values if v.producer is None}
@@ -67,7 +69,7 @@ class CommAttribution:
     def _group(self, group: OpGroup) -> None:
         """Values that the group reads from outside; its operations may only slice those, and each other's results."""
         own = {v for i in group.operations for v in self.graph.operations[i].outputs}
-        arrived = arrivals(self.graph, group, self.decision)
+        arrived = self.arrived[group.index] = arrivals(self.graph, group, self.decision)
         for i in group.operations:
             for position, (v, wanted) in enumerate(zip(self.graph.operations[i].inputs, self.decision.operations[i].inputs)):
                 route = self.decision.routes[i, position]

@@ -8,12 +8,12 @@ solver: agreement with the solver's objective shows that folding, building and d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from passes.cost_model.cost_terms import SLICE, Prices, copy
 from passes.cost_model.measured.measurement_key import measurement_key_of
-from passes.graph.decision import Decision, RouteSegment
+from passes.graph.decision import Decision, Route, RouteSegment
 from passes.graph.layouts import Layout, local_bytes
 from passes.graph.placement_graph import PlacementGraph
 from passes.op_rules.base import Placement
@@ -46,17 +46,18 @@ class DecisionCost:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
-def boundary(graph: PlacementGraph, c: OpGroup, decision: Decision) -> list[tuple[int, Layout]]:
-    """Boundary of a group: its inputs, in the layouts in which they arrive, and its outputs."""
-    read = arrivals(graph, c, decision)
+def boundary(graph: PlacementGraph, c: OpGroup, decision: Decision, read: Mapping[int, Route] | None = None,
+             ) -> list[tuple[int, Layout]]:
+    """Boundary of a group: its inputs, in the layouts in which they arrive, and its outputs. read: its `arrivals`."""
+    read = arrivals(graph, c, decision) if read is None else read
     made = {v: layout for i in c.operations for v, layout in zip(graph.operations[i].outputs, decision.operations[i].outputs)}
     return [*((v, read[v].target) for v in c.inputs), *((v, made[v]) for v in c.outputs)]
 
 
 class _CostRecomputation:
-    def __init__(self, graph: PlacementGraph, decision: Decision, prices: Prices, bucket_bytes: float):
-        self.graph, self.decision, self.prices, self.axes = graph, decision, prices, decision.axes
-        self.bucket_bytes = bucket_bytes
+    def __init__(self, found: CommAttribution, prices: Prices, bucket_bytes: float):
+        self.graph, self.decision, self.prices, self.axes = found.graph, found.decision, prices, found.decision.axes
+        self.found, self.bucket_bytes = found, bucket_bytes
 
     def local(self, v: int, layout: Layout) -> float:
         return local_bytes(self.graph.values[v], layout, self.axes)
@@ -81,11 +82,13 @@ class _CostRecomputation:
         heavy = [op.index for op in operations if op.heavy]
         if heavy or all(op.kind == "view" for op in operations):
             return sum(map(self.operation, heavy))
-        moved = sum(self.local(v, p) for v, p in boundary(self.graph, c, self.decision))
+        moved = sum(self.local(v, p) for v, p in boundary(self.graph, c, self.decision, self.found.arrived[c.index]))
         return self.prices.kernel(0.0, moved, "float32", "pointwise")
 
     def reductions(self, index: int) -> float:
         op, rows = self.graph.operations[index], self.decision.operations[index]
+        if rows.made == rows.outputs:
+            return 0.0
         return sum(
             self.prices.collective("all_reduce", axis, self.local(v, made))
             for v, made, after in zip(op.outputs, rows.made, rows.outputs)
@@ -137,14 +140,15 @@ def _letter(placement: Placement) -> str:
 
 def recompute_cost(
     graph: PlacementGraph, groups: Sequence[OpGroup], saved: frozenset[int], decision: Decision, prices: Prices,
-    state: TrainingStateModel, bucket_bytes: float | None = None,
+    state: TrainingStateModel, bucket_bytes: float | None = None, found: CommAttribution | None = None,
 ) -> DecisionCost:
-    """Recompute the cost of a decision. `bucket_bytes`: size of a gradient bucket (None: the graph's).
+    """Recompute the cost of a decision. `bucket_bytes`: size of a gradient bucket (None: the graph's). `found`: the attribution
+    of its collectives, if that is known from other prices.
 
     Raises VerificationError where layouts and routes are inconsistent.
     """
-    walk = _CostRecomputation(graph, decision, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
-    found = CommAttribution(graph, groups, saved, decision)
+    found = found or CommAttribution(graph, groups, saved, decision)
+    walk = _CostRecomputation(found, prices, bucket_bytes_of(graph) if bucket_bytes is None else bucket_bytes)
     compute = sum(map(walk.group, groups))
     communication = sum(walk.reductions(i) for group in groups for i in group.operations)
     communication += sum(map(walk.leg, found.legs))

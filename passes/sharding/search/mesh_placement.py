@@ -14,6 +14,7 @@ from passes.sharding.formulation.decision_decoder import decode
 from passes.sharding.formulation.depth_extrapolation import extrapolate, extrapolate_cost
 from passes.sharding.formulation.placement_problem import MeshTables, PlacementProblem
 from passes.sharding.formulation.problem_entities import Pin
+from passes.sharding.oracle.comm_attribution import CommAttribution
 from passes.sharding.oracle.cost_check import DecisionCost, recompute_cost
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.sharding.pricing.redistribution import bucket_bytes_of
@@ -40,6 +41,7 @@ class MeshPlacement:
     cost: DecisionCost
     solved: Problem
     """The problem that was solved: `problem` with the multiplicities of the real depth."""
+    collectives: CommAttribution
     other_cost: DecisionCost | None = None
     """The cost by the prices that were not minimized."""
     frozen_by_contract: ClassVar[bool] = True
@@ -82,9 +84,6 @@ def solve_on_mesh(
             allowance=building,
         )
 
-    def cost_of(problem: PlacementProblem, decision: Decision, prices: Prices) -> DecisionCost:
-        return recompute_cost(problem.graph, problem.groups, problem.saved, decision, prices, state, bucket_bytes)
-
     problem = build(graph)
     short = build(shorter, problem) if shorter is not None else None
     if pinned:
@@ -93,18 +92,19 @@ def solve_on_mesh(
     solution = solve(solved, options, cutoff=cutoff, allowance=allowance)
     if solution.status == "no_solution":
         return solution
-    decision, shorter_decision = decode(problem, solution), decode(short, solution) if short is not None else None
+    checked = [(each, decoded, CommAttribution(each.graph, each.groups, each.saved, decoded))
+               for each in (problem, short) if each is not None for decoded in [decode(each, solution)]]
+    decision = checked[0][1]
 
     def whole_cost(prices: Prices) -> DecisionCost:
-        cost = cost_of(problem, decision, prices)
-        if short is None or shorter_decision is None:
-            return cost
-        return extrapolate_cost(cost, cost_of(short, shorter_decision, prices), further)
+        costs = [recompute_cost(each.graph, each.groups, each.saved, decoded, prices, state, bucket_bytes, found)
+                 for each, decoded, found in checked]
+        return costs[0] if len(costs) == 1 else extrapolate_cost(costs[0], costs[1], further)
 
     cost = whole_cost(prices)
     _verify(cost, problem, solution)
     other_cost = None if other_prices is None else whole_cost(other_prices)
-    return MeshPlacement(problem, solution, decision, cost, solved, other_cost)
+    return MeshPlacement(problem, solution, decision, cost, solved, checked[0][2], other_cost)
 
 
 def _verify(cost: DecisionCost, problem: PlacementProblem, solution: Solution) -> None:

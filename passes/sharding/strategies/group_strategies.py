@@ -14,8 +14,11 @@ factor that both together do not divide.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from passes.graph.placement_graph import Operation, PlacementGraph, Value
 from passes.op_rules.base import PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Strategy
@@ -133,7 +136,7 @@ def strategies_on_axis(
         read = [live.index(v) if v in live else None for v in op.inputs]
         known = [*live, *dict.fromkeys(v for v, slot in zip(op.inputs, read) if slot is None), *op.outputs]
         kept = [slot for slot, v in enumerate(known) if v in boundary or last_use.get(v, -1) > k]
-        names = [known[slot] for slot in kept]
+        names, pick = [known[slot] for slot in kept], _picker(kept)
         steps: dict[tuple[Placement | None, ...], list[_Step]] = {}
         following: dict[tuple[Placement, ...], tuple[float, _Done]] = {}
         allowance.spend("joint step", len(states) * len(options))
@@ -145,7 +148,7 @@ def strategies_on_axis(
                 env = (*state, *added)
                 if changes:
                     env = tuple(changes.get(slot, p) for slot, p in enumerate(env))
-                key, price = tuple([env[slot] for slot in kept]), cost + price
+                key, price = pick(env), cost + price
                 if wanted and _misses(zip(names, key), wanted, outside):
                     continue
                 if key not in following or following[key][0] > price:
@@ -153,12 +156,10 @@ def strategies_on_axis(
         if len(following) > most:
             following = dict(sorted(following.items(), key=lambda kv: kv[1][0])[:most])
         states, live = following, names
-    joints: list[GroupStrategy] = []
-    for state, (_, done) in sorted(states.items(), key=lambda kv: kv[1][0]):
-        env = dict(zip(live, state))
-        inputs, outputs = tuple(env[v] for v in group.inputs), tuple(env[v] for v in group.outputs)
-        if not any(_dominates(old, inputs, outputs) for old in joints):
-            joints.append(GroupStrategy(inputs, outputs, _in_order(done)))
+    final = sorted(states.items(), key=lambda kv: kv[1][0])
+    inputs, outputs = ([*map(_picker([live.index(v) for v in values]), (state for state, _ in final))]
+                       for values in (group.inputs, group.outputs))
+    joints = [GroupStrategy(inputs[k], outputs[k], _in_order(final[k][1][1])) for k in undominated_ends(inputs, outputs)]
     return joints if whole is None or whole in joints else [*joints, whole]
 
 
@@ -174,12 +175,27 @@ def _whole(group: OpGroup, operations: Sequence[Operation], allowed: Callable) -
     return GroupStrategy((REPLICATE,) * len(group.inputs), (REPLICATE,) * len(group.outputs), tuple(taken))
 
 
-def _dominates(old: GroupStrategy, inputs: Sequence[Placement], outputs: Sequence[Placement]) -> bool:
-    """True if `old`, which is no more expensive, can replace a strategy with these ends anywhere: a slice is free, so
-    a reader of a shard may be given the whole value, and a whole result serves readers of a shard."""
-    return all(a == b or (isinstance(a, tuple) and b == REPLICATE) for a, b in zip(old.inputs, inputs)) and all(
-        a == b or (a == REPLICATE and isinstance(b, tuple)) for a, b in zip(old.outputs, outputs)
-    )
+def _picker(slots: Sequence[int]) -> Callable[[tuple[Placement, ...]], tuple[Placement, ...]]:
+    """Function that returns some elements of a tuple."""
+    if len(slots) > 1:
+        return operator.itemgetter(*slots)
+    return lambda env: tuple([env[slot] for slot in slots])
+
+
+def undominated_ends(inputs: Sequence[Sequence[Placement]], outputs: Sequence[Sequence[Placement]]) -> list[int]:
+    """Indices of the strategies, the cheapest first, that none before them can replace anywhere: a slice is free, so a reader
+    of a shard may be given the whole value, and a whole result serves readers of a shard."""
+    numbers: dict[Placement, int] = {REPLICATE: 0, PARTIAL: 1, PARTIAL_MAX: 2}  # shards have those from 3 on
+    replaces = np.tri(len(inputs), k=-1, dtype=bool).T  # (a, b): whether a is before b, and then whether it replaces b
+    for sides, reads in ((inputs, True), (outputs, False)):
+        for placed in zip(*sides):
+            number = np.array([numbers.setdefault(p, len(numbers)) for p in placed])
+            first, second = (number > 2, number == 0) if reads else (number == 0, number > 2)
+            replaces &= (number[:, None] == number) | (first[:, None] & second)
+    kept = np.zeros(len(inputs), dtype=bool)
+    for k in range(len(inputs)):
+        kept[k] = not (replaces[:, k] & kept).any()
+    return np.flatnonzero(kept).tolist()
 
 
 def _misses(placed: Iterable[tuple[int, Placement]], wanted: Mapping[int, Placement], outside: Container[int]) -> bool:
