@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 from collections import Counter
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.helpers.frozen import freeze
 from tests.helpers.ranks import run_ranks
 
 # Plans of tests are the same each time, and their launches start fast; the tests of the quick look itself ask for it.
@@ -34,8 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What was imported is not looked through for garbage before each graph; see `tests.helpers.frozen`."""
-    gc.collect()
-    gc.freeze()
+    freeze()
 
 
 def in_order_of_work(items: list[pytest.Item], usual_s: float) -> None:

@@ -6,5 +6,18 @@ from __future__ import annotations
 
 import gc
 
-gc.collect()
-gc.freeze()
+import hpml_compiler
+
+
+def fresh() -> None:
+    """Between cases of one process: all compiler state is as in a new one, and what earlier cases left is not searched."""
+    hpml_compiler.reset()
+    freeze()
+
+
+def freeze() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+freeze()

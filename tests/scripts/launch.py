@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.helpers.frozen import freeze
 from tests.helpers.ranks import RanksFailed, run_ranks
 from tests.scripts.compare import Outcome, judge
 from tests.scripts.use import find
@@ -47,6 +48,7 @@ def run_uses(rank: int, cases: list[Case], folder: str) -> None:
     for number, (name, mesh) in enumerate(cases):
         use = find(name)
         faulthandler.dump_traceback_later(use.limit_s, exit=True)  # one that hangs ends here, and says where
+        freeze()  # what earlier uses left is neither looked through for this one's tensors nor mistaken for them
         outcome = judge(use, mesh, Path(folder, "files"), rank)
         faulthandler.cancel_dump_traceback_later()
         Path(folder, f"{number}.{rank}").write_bytes(pickle.dumps(outcome))
