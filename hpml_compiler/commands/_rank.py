@@ -19,15 +19,10 @@ def choose_gpu() -> None:
 
 def main() -> None:
     choose_gpu()
-    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":  # ranks use the launcher's store
-        return _run()
-    from passes import compat
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":  # ranks do not use the launcher's store
+        from passes import compat
 
-    with compat.stores_on_loopback():
-        _run()
-
-
-def _run() -> None:
+        compat.open_stores_on_loopback()
     first = sys.argv[1]
     if first == "-m":
         sys.argv = sys.argv[2:]  # run_module inserts the file's path

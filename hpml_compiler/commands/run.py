@@ -181,8 +181,8 @@ def _torchrun(options: list[str], script: str, arguments: list[str]) -> int:
     parsed = torchrun.parse_args([*options, "--", script])
     parsed.training_script_args = arguments  # torchrun's parser would match their prefixes with its own options
     try:
-        with compat.stores_on_loopback():
-            torchrun.run(parsed)
+        compat.open_stores_on_loopback()
+        torchrun.run(parsed)
     except ChildFailedError as error:
         rank, failure = first_failure(error.failures)
         typer.echo(f"hpml: {_first_failure(rank, failure)}\n{error}", err=True)

@@ -10,14 +10,10 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
+from passes.compat.patching.patches import BYTES_DECOMPOSED_WRONGLY, DECOMPOSED_WRONGLY, replaced
+
 aten = torch.ops.aten
 
-WRONG = ("multilabel_margin_loss_forward.default",)
-"""Never used: a target of -1, which ends a row's targets, adds to the loss."""
-WRONG_OF_BYTES = tuple(f"{name}.{overload}" for overload in ("default", "vec") for name in (
-    "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa"))
-"""Not used for images of uint8, which the operators round otherwise."""
 WRONG_OF_HALVES = ("grid_sampler_2d.default",)
 """Not used for bfloat16 and float16, in which they round coordinates: the operators compute these in float32."""
 SCALED = ("addmm.default", "baddbmm.default", "addmv.default", "addbmm.default", "addr.default")
@@ -30,10 +26,10 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
-    for op in _operators(WRONG):
+    for op in _operators(DECOMPOSED_WRONGLY):
         table.pop(op, None)
         _falls_back(op, lowering)
-    for op in _operators(WRONG_OF_BYTES):
+    for op in _operators(BYTES_DECOMPOSED_WRONGLY):
         if op in table:
             table[op] = _unless(table[op], torch.uint8)
             _falls_back(op, lowering)
@@ -69,19 +65,15 @@ def _eye(n: int, m: int | None = None, *, dtype: torch.dtype | None = None, layo
 def without_wrong_decompositions() -> Iterator[None]:
     """Context in which operators are not traced through the wrong decompositions that torch registers as their kernels,
     and which its Python dispatcher prefers to any table."""
-    before: list[tuple[OpOverload, dict[DispatchKey, Callable[..., Any]]]] = []
-    for names, replaced in ((WRONG, lambda op, kernels: {}), (WRONG_OF_BYTES, _kernels_unless_bytes)):
+    replacing: dict[str, Callable[[Any], Any]] = {}
+    for names, instead in ((DECOMPOSED_WRONGLY, None), (BYTES_DECOMPOSED_WRONGLY, _unless_bytes)):
         for op in _operators(names):
-            own = {key: op.py_kernels[key] for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
-                   if key in op.py_kernels}
-            if own:
-                before.append((op, own))
-                _put(op, own, replaced(op, own))
-    try:
+            if any(key in op.py_kernels for key in DECOMPOSING):
+                name = op.name().removeprefix("aten::")
+                name = name if "." in name else f"{name}.default"
+                replacing[f"ops.aten.{name}.py_kernels"] = functools.partial(_kernels, op, instead)
+    with replaced(replacing):
         yield
-    finally:
-        for op, own in before:
-            _put(op, own, own)
 
 
 def _operators(names: tuple[str, ...]) -> list[OpOverload]:
@@ -94,11 +86,15 @@ def _operators(names: tuple[str, ...]) -> list[OpOverload]:
     return found
 
 
-def _put(op: OpOverload, old: Mapping[DispatchKey, Any], new: Mapping[DispatchKey, Any]) -> None:
-    for key in old:
-        op.py_kernels.pop(key, None)
-    op.py_kernels.update(new)
-    op._dispatch_cache.clear()
+DECOMPOSING = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+"""Keys of kernels that are decompositions."""
+
+
+def _kernels(op: OpOverload, instead: Callable[..., Any] | None, kernels: Mapping[DispatchKey, Any]) -> dict[DispatchKey, Any]:
+    """The kernels of an operator without decompositions, or with `instead(op, decomposition)` in place of each."""
+    rest = {key: kernel for key, kernel in kernels.items() if key not in DECOMPOSING}
+    own = {key: kernel for key, kernel in kernels.items() if key in DECOMPOSING}
+    return rest if instead is None else rest | {key: instead(op, kernel) for key, kernel in own.items()}
 
 
 def _unless(decomposed: Callable[..., Any], *dtypes: torch.dtype) -> Callable[..., Any]:
@@ -118,22 +114,19 @@ def _unless_truncated(decomposed: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _kernels_unless_bytes(op: OpOverload, kernels: Mapping[DispatchKey, Any]) -> dict[DispatchKey, Any]:
+def _unless_bytes(op: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
-    def instead(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(kernel)
-        def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if x.dtype != torch.uint8:
-                return kernel(x, *args, **kwargs)
-            if composite:
-                return op._op_dk(DispatchKey.CompositeImplicitAutograd, x, *args, **kwargs)
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(x, *args, **kwargs)
+    @functools.wraps(kernel)
+    def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype != torch.uint8:
+            return kernel(x, *args, **kwargs)
+        if composite:
+            return op._op_dk(DispatchKey.CompositeImplicitAutograd, x, *args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x, *args, **kwargs)
 
-        return call
-
-    return {key: instead(kernel) for key, kernel in kernels.items()}
+    return call
 
 
 def _falls_back(op: OpOverload, lowering: Any) -> None:

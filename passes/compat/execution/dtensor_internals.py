@@ -105,13 +105,12 @@ def enable_subclass_dispatch() -> None:
         return
     from torch.distributed.tensor import DTensor
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
-
     def handled(op: Any, args: Any, kwargs: Any) -> Any:
         kind = next((type(value) for value in args if "__torch_dispatch__" in vars(type(value))
                      and type(value) is not DTensor), None)
         if kind is not None:
             return kind.__torch_dispatch__(op, (), args, kwargs)
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
         del handlers[op]
         try:
             return op(*args, **kwargs)
@@ -119,19 +118,25 @@ def enable_subclass_dispatch() -> None:
             handlers[op] = handled
 
     aten = torch.ops.aten
-    for op in (aten.add.Tensor, aten.add_.Tensor, aten.detach.default, aten.clone.default, aten.copy_.default):
-        handlers.setdefault(op, handled)
+    ops = aten.add.Tensor, aten.add_.Tensor, aten.detach.default, aten.clone.default, aten.copy_.default
+    _handle(lambda handlers: dict.fromkeys(ops, handled) | handlers)
 
 
 def register_scalar_reader(kind: type, whole: Callable[[Any], torch.Tensor]) -> None:
     """From now on, where torch reads a tensor of this kind as a number (`alpha=tensor`, `torch.full((2,), tensor)`), it reads
     `whole(tensor)`. `__torch_function__` is not called then, and DTensor gives this rank's shard, whatever its placement.
     """
-    from torch.distributed.tensor import DTensor
-
     def read(op: Any, args: Any, kwargs: Any) -> Any:
         (tensor,) = args
         return op(whole(tensor) if isinstance(tensor, kind) else tensor._local_tensor)
 
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # pyright: ignore[reportAttributeAccessIssue]
-    handlers[torch.ops.aten._local_scalar_dense.default] = read
+    _handle(lambda handlers: {torch.ops.aten._local_scalar_dense.default: read})
+
+
+def _handle(new: Callable[[dict[Any, Any]], dict[Any, Any]]) -> None:
+    """Add handlers to DTensor's table, which torch's C++ code may hold: it stays the same dict."""
+    def updated(handlers: dict[Any, Any]) -> dict[Any, Any]:
+        handlers.update(new(handlers))
+        return handlers
+
+    replace_for_good({"DTensor._op_dispatcher._custom_op_handlers": updated})

@@ -1,11 +1,9 @@
 """Process groups: timeouts, stores, and workarounds for collectives over gloo."""
 from __future__ import annotations
 
-import contextlib
 import math
 import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -16,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils import _pytree as pytree
 
-from passes.compat.patching.patches import replaced
+from passes.compat.patching.patches import STORES, replace_for_good
 from passes.session_state import state_of
 
 
@@ -85,22 +83,12 @@ def side_store(prefix: str, timeout_s: float) -> Any:
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-@contextlib.contextmanager
-def stores_on_loopback() -> Iterator[None]:
-    """Context in which stores that torchrun or `init_process_group` opens in this process for 127.0.0.1 listen there alone: a
-    TCPStore listens on all interfaces. Where a release of torch opens them elsewhere, nothing changes."""
-    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, static_tcp_rendezvous
-
-    in_ranks = sys.modules["torch.distributed.rendezvous"]  # the attribute of this name is a function
-    modules: list[Any] = [m for m in (in_ranks, c10d_rendezvous_backend, static_tcp_rendezvous) if hasattr(m, "TCPStore")]
-    for module in modules:
-        module.TCPStore = _store_on_loopback
-    try:
-        with replaced({"DynamicRendezvousHandler._create_tcp_store_server": lambda _: _server_on_loopback}):
-            yield
-    finally:
-        for module in modules:
-            module.TCPStore = cast("Any", dist).TCPStore
+def open_stores_on_loopback() -> None:
+    """From now on, stores that torchrun or `init_process_group` opens in this process for 127.0.0.1 listen there alone: a
+    TCPStore listens on all interfaces."""
+    replace_for_good({"DynamicRendezvousHandler._create_tcp_store_server": lambda _: _server_on_loopback})
+    for module in STORES:
+        replace_for_good({f"{module}.TCPStore": lambda _: _store_on_loopback})
 
 
 def _server_on_loopback(_handler: Any, master_addr: str, master_port: int) -> Any:

@@ -1,4 +1,4 @@
-"""Patches: the functions of torch that hpml replaces, in one table.
+"""Patches: the functions of torch, and tables of functions, that hpml replaces, in one table.
 
 Each entry states its purpose, the expected parameters, and the consequence without it. Before a function is replaced, its
 parameters are compared with these (the probe). Where they differ, or the function is gone, it is left as it is, with one
@@ -11,8 +11,9 @@ import functools
 import importlib
 import inspect
 import logging
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +24,22 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Patch:
-    """target: module, and the name in it. parameters: the function's leading parameters, by name. seen: the first and the
-    last release of torch in which the probe succeeds. A replacement must accept further parameters."""
+    """target: module, and the name in it, of a function, of a class, or of a dict of functions. parameters: the leading
+    parameters of the function, the class or each function of the dict, by name. seen: the first and the last release of torch
+    in which the probe succeeds. cache: name beside it of a cache that depends on it. A replacement must accept further
+    parameters."""
 
     target: str
     parameters: tuple[str, ...]
     why: str
     without: str
     seen: tuple[str, str] = ("2.11", "2.15")
+    cache: str = ""
+    called: str = ""
 
     @property
     def name(self) -> str:
-        return self.target.rpartition(":")[2]
+        return self.called or self.target.rpartition(":")[2]
 
     def place(self) -> tuple[Any, str]:
         """The object with the function, and its name there. Raises ImportError or AttributeError."""
@@ -49,15 +54,39 @@ class Patch:
         """Reason why the function cannot be replaced; None if it can."""
         try:
             owner, name = self.place()
-            function = getattr(owner, name)
+            target = getattr(owner, name)
+            if self.cache:
+                getattr(owner, self.cache).clear  # noqa: B018  # a cache can be emptied
         except (ImportError, AttributeError) as error:
             return str(error)
+        if self.cache and not isinstance(target, dict):
+            return f"{self.name} is no table"
+        functions = () if not self.parameters else target.values() if isinstance(target, dict) else (target,)
         try:
-            found = tuple(inspect.signature(function).parameters)[:len(self.parameters)]
+            all_found = {tuple(_parameters(function))[:len(self.parameters)] for function in functions}
         except (TypeError, ValueError):
             return f"{self.name} is no function that can be looked into"
-        return None if found == self.parameters else f"its parameters are {', '.join(found) or 'none'}"
+        found = next(iter(all_found - {self.parameters}), None)
+        return None if found is None else f"its parameters are {', '.join(found) or 'none'}"
 
+
+def _parameters(function: Any) -> Iterable[str]:
+    """Names of a function's parameters; of a class of torch's C++ code, those of its docstring, without `self`."""
+    if not isinstance(function, type):
+        return inspect.signature(function).parameters
+    signature = (function.__init__.__doc__ or "").partition("\n")[0].partition("->")[0]
+    return re.findall(r"(\w+): ", signature)[1:]
+
+
+STORES = ("rendezvous", "elastic.rendezvous.c10d_rendezvous_backend", "elastic.rendezvous.static_tcp_rendezvous")
+"""Modules of torch.distributed that open stores."""
+
+DECOMPOSED_WRONGLY = ("multilabel_margin_loss_forward.default",)
+"""Never decomposed: a target of -1, which ends a row's targets, adds to the loss."""
+BYTES_DECOMPOSED_WRONGLY = tuple(f"{name}.{overload}" for overload in ("default", "vec") for name in (
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa"))
+"""Not decomposed for images of uint8, which the operators round otherwise."""
 
 PATCHES = {patch.name: patch for patch in (
     Patch("torch._dynamo.output_graph:OutputGraph.call_user_compiler", ("self", "gm", "example_inputs"),
@@ -101,8 +130,17 @@ PATCHES = {patch.name: patch for patch in (
     Patch("torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._create_tcp_store_server",
           ("self", "master_addr", "master_port"),
           "stores of one node listen on loopback alone", "torchrun's store of a run on one node listens on all interfaces"),
+    *(Patch(f"torch.distributed.{module}:TCPStore", ("host_name", "port", "world_size", "is_master"),
+            "the same", "a store of a run on one node listens on all interfaces", called=f"{module}.TCPStore")
+      for module in STORES),
+    Patch("torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers", ("op_call", "args", "kwargs"),
+          "placed tensors that torch reads as numbers are gathered; before torch 2.13, gradients keep their class",
+          "a placed tensor that torch reads as a number gives this rank's part"),
+    *(Patch(f"torch:ops.aten.{operator}.py_kernels", (), "operators are not traced through decompositions that differ",
+            f"results of {operator} may differ from eager's", cache="_dispatch_cache")
+      for operator in (*DECOMPOSED_WRONGLY, *BYTES_DECOMPOSED_WRONGLY)),
 )}
-"""By the name in its module."""
+"""By the name in its module, or the one that they are called by."""
 
 Replacing = Mapping[str, Callable[[Any], Any]]
 """Names in PATCHES, with a factory of the replacement from the original function."""
@@ -123,21 +161,27 @@ def replaced(replacements: Replacing) -> Iterator[bool]:
         try:
             yield before is not None
         finally:
-            for owner, name, function in before or ():
-                setattr(owner, name, function)
+            for patch, owner, name, function in before or ():
+                _put(patch, owner, name, function)
 
 
-def _replace(replacements: Replacing) -> list[tuple[Any, str, Any]] | None:
+def _replace(replacements: Replacing) -> list[tuple[Patch, Any, str, Any]] | None:
     """Replace, and return the originals."""
     if not all([_can_be_replaced(name) for name in replacements]):
         return None
     before = []
     for name, make in replacements.items():
-        owner, attribute = PATCHES[name].place()
-        function = inspect.getattr_static(owner, attribute)
-        before.append((owner, attribute, function))
-        setattr(owner, attribute, make(getattr(owner, attribute)))
+        patch = PATCHES[name]
+        owner, attribute = patch.place()
+        before.append((patch, owner, attribute, inspect.getattr_static(owner, attribute)))
+        _put(patch, owner, attribute, make(getattr(owner, attribute)))
     return before
+
+
+def _put(patch: Patch, owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+    if patch.cache:
+        getattr(owner, patch.cache).clear()
 
 
 @functools.cache

@@ -21,13 +21,23 @@ def sub(a, b):
     return a - b
 
 
+class Operator:
+    kernels = {"cpu": add}
+    found = {"x": 1}
+
+
 @pytest.fixture
 def table(monkeypatch):
     """A table of functions of this module, one of which has other parameters than the table says."""
     known = Patch(f"{MODULE}:add", ("a", "b"), "for the test", "nothing is lost")
     changed = Patch(f"{MODULE}:sub", ("left", "right"), "for the test", "differences are plain")
     gone = Patch(f"{MODULE}:mul", ("a",), "for the test", "products are plain")
-    monkeypatch.setattr(patches, "PATCHES", {patch.name: patch for patch in (known, changed, gone)})
+    kernels = Patch(f"{MODULE}:Operator.kernels", ("a", "b"), "for the test", "nothing is lost", cache="found")
+    others = Patch(f"{MODULE}:Operator.kernels", ("a", "c"), "for the test", "kernels are plain", called="others")
+    cached = Patch(f"{MODULE}:Operator.kernels", (), "for the test", "caches are plain", cache="lost", called="cached")
+    made = Patch("torch.distributed:TCPStore", ("host_name", "ports"), "for the test", "stores are plain", called="made")
+    table = (known, changed, gone, kernels, others, cached, made)
+    monkeypatch.setattr(patches, "PATCHES", {patch.name: patch for patch in table})
     patches._can_be_replaced.cache_clear()
     yield
     patches._can_be_replaced.cache_clear()
@@ -59,7 +69,16 @@ def test_contexts_nest(table):
     assert add(1, 2) == 3
 
 
-@pytest.mark.parametrize(("name", "without"), [("sub", "differences are plain"), ("mul", "products are plain")])
+def test_a_table_of_functions_is_replaced_and_a_cache_beside_it_emptied(table):
+    with replaced({"Operator.kernels": lambda before: {**before, "cpu": sub}}) as can:
+        assert can and Operator.kernels == {"cpu": sub} and not Operator.found
+        Operator.found["y"] = 2
+    assert Operator.kernels == {"cpu": add} and not Operator.found
+
+
+@pytest.mark.parametrize(("name", "without"), [
+    ("sub", "differences are plain"), ("mul", "products are plain"), ("others", "kernels are plain"),
+    ("cached", "caches are plain"), ("made", "stores are plain")])
 def test_what_the_probe_does_not_know_is_left_and_said_once(table, caplog, name, without):
     with caplog.at_level(logging.WARNING, "hpml"):
         for _ in range(2):
@@ -67,7 +86,7 @@ def test_what_the_probe_does_not_know_is_left_and_said_once(table, caplog, name,
                 assert not can and add(1, 2) == 3 and sub(3, 2) == 1
         assert not replace_for_good({name: lambda _: None})
     (message,) = caplog.messages
-    assert f"{MODULE}.{name}" in message and without in message
+    assert patches.PATCHES[name].target.replace(":", ".") in message and without in message
 
 
 def test_other_threads_wait(table):
