@@ -161,7 +161,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
 def planned(target: str, clusters: Sequence[str], limits: Sequence[float | None]) -> Iterator[dict[str, Any]]:
     """On each cluster with each time limit, in this process; the model is traced and described once."""
     from hpml_compiler.options import Options
-    from hpml_compiler.planner import traced_model
+    from hpml_compiler.planner import offline_planner, traced_model
     from passes.hardware.cluster import Cluster
     from passes.sharding.strategies import axis_strategies
 
@@ -190,7 +190,7 @@ def planned(target: str, clusters: Sequence[str], limits: Sequence[float | None]
     for cluster, limit in itertools.product(clusters, limits):
         traced.options = Options.parse({"cluster": cluster} | ({} if limit is None else {"time_limit": limit}))
         before, began = sum(took.values()), time.process_time()
-        plan: Any = traced_model.plan_traces(traced, Cluster.parse(cluster))
+        plan: Any = offline_planner.plan_traces(traced, Cluster.parse(cluster))
         cpu_s = time.process_time() - began - (sum(took.values()) - before) + took["annotate"]
         yield {"target": target, "cluster": cluster, "time_limit": traced.options.time_limit, "cpu_s": cpu_s,
                "trace_cpu_s": took["trace"], "describe_cpu_s": took["annotate"], "largest_group": largest[0],

@@ -10,7 +10,8 @@ from hpml_compiler.instruments.heterogeneous.share_planning import plan_mixed
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
-from hpml_compiler.planner.traced_model import TracedModel, plan_traces
+from hpml_compiler.planner.offline_planner import plan_traces
+from hpml_compiler.planner.traced_model import TracedModel
 from passes.errors import BadInput
 from passes.hardware.cluster import Cluster
 

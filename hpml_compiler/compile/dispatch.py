@@ -1,4 +1,4 @@
-"""Dispatch a Dynamo graph to a compiler: single device, pipeline stages, or SPMD over all ranks."""
+"""Compile a Dynamo graph: on several ranks by `GraphCompiler`, on one as `compile_single_device` chooses."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from hpml_compiler.compile.graph_compiler import GraphCompiler
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported, warn_of_reentrant_checkpoints
-from hpml_compiler.compile.pipeline_parallel import PipelineCompiler
 from hpml_compiler.compile.recompile_limit import note_function
 from hpml_compiler.compile.single_device import compile_single_device
-from hpml_compiler.compile.spmd import SpmdCompiler
 from hpml_compiler.integrations.ddp_fsdp_guard import refuse_other_wrappers, watch_compiled_modules
 from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.options import Options
@@ -41,13 +40,10 @@ def compile_graph(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     if world == 1:
         call = with_undefined_gradients(gm, example_inputs)(compile_single_device(gm, example_inputs, options))
         return without_second_derivatives(call)
-    stages = options.stage_ranks > 1
     refuse_other_wrappers(example_inputs)
     heartbeat.start()
     with activity(f"compiling graph_{len(session.current().graphs)}"):
         init_device(example_inputs)
         check_supported(gm)
         note_function()
-        if stages:
-            return PipelineCompiler(gm, example_inputs, options).compile()
-        return SpmdCompiler(gm, example_inputs, options).compile()
+        return GraphCompiler(gm, example_inputs, options).compile()

@@ -1,159 +1,295 @@
 """The path of one Dynamo graph through the compiler: inputs, cache, trace, decide, rewrite, split, lower, install.
 
+Several ranks agree on a plan before anything is rewritten. One rank is a mesh without axes: nothing is placed, the remaining
+decisions are made on the graph as it was traced, and its plan is made on demand, as that of pipeline stages.
+
 AOTAutograd calls back: `partition_fn` gets the joint graph, where everything is decided and rewritten, and the two compilers
 get forward and backward. On a hit of the graph cache, the callbacks take their results from there, and nothing is traced,
-decided or rewritten. Subclasses decide, and add the runtime wrapper around compiled code.
+decided or rewritten.
 """
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.cache.graph_cache import CachedGraph, GraphCache
-from hpml_compiler.compile.cache.lazy_plan import LazyPlan, PlanSource
+from hpml_compiler.compile.cache.graph_cache_key import CacheInputs
+from hpml_compiler.compile.cache.lazy_plan import PlanSource, joint_of
+from hpml_compiler.compile.decide.graph_decisions import GraphDecisions
+from hpml_compiler.compile.decide.plan_entry import PlanEntry, warn_replicated
+from hpml_compiler.compile.inputs.graph_inputs import GraphInputs, guard_on_rows, sizes_are_numbers
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.lowering import Call, Lowering
-from hpml_compiler.compile.program.microbatch_autograd import MicrobatchAutograd
+from hpml_compiler.compile.program.step_program import StepProgram
+from hpml_compiler.compile.program.step_runtime import MakesWhole, StepRuntime
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, held_by
+from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runtime_wrapper
 from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.memory_budget import StepContext
+from hpml_compiler.planner.pipeline.stage_halves import warn_without_stages
+from hpml_compiler.planner.step_decision import DecidedStep
+from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether
+from hpml_compiler.runtime.placements.single_rank_placement import owner_of
 from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
+from hpml_compiler.runtime.process.world_group import this_rank, world_size
 from hpml_compiler.session import session
+from hpml_compiler.session.run_cluster import local_cluster
+from hpml_compiler.session.step_memory import step_context
 from passes import compat
 from passes.graph.fx_nodes import returned_nodes
-from passes.hardware.cluster import Cluster
-from passes.tracing.joint_trace import decompositions
+from passes.graph.graph_copy import copy_graph
+from passes.tracing.joint_trace import JointTrace, decompositions
 from passes.tracing.named_passes import run_named_passes
 
 Halves = Sequence[GraphModule]
 
 
-class GraphCompiler(abc.ABC):
-    """Compiles one graph.
+class GraphCompiler:
+    """Compiles one graph for one rank or several, sharded, microbatched or in pipeline stages.
 
     name: in messages. program: runs the step where that takes more than one call of each half, as with microbatches or stages;
-    None where AOTAutograd's two halves are compiled as they are. seconds: compile time by phase.
+    None where AOTAutograd's two halves are compiled as they are. entry: the graph's plan in the session.
     """
 
-    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options, name: str):
-        self.gm, self.given, self.options, self.name = gm, given, options, name
-        self.session = session.current()
+    def __init__(self, gm: GraphModule, given: Sequence[Any], options: Options):
+        self.gm, self.given, self.options, self.session = gm, given, options, session.current()
+        self.name = f"graph_{len(self.session.graphs) + len(self.session.unplanned)}"
+        self.cluster, self.alone = local_cluster(options, world_size()), world_size() == 1
+        self.sharing: StepContext | None = None
+        if options.memory_budget is not None:
+            self.sharing = step_context(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
+            self.options = self.sharing.options
+        self.all_ranks = CompiledTogether(self.name)
         self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
         self.holding = UnshardedInputs()
-        self.program: MicrobatchAutograd | None = None
-        self.seconds: dict[str, float] = {}
-        self.earlier: GraphCache
+        self.program: StepRuntime | None = None
+        self.entry = PlanEntry(self.name, self.options, self.cluster)
 
-    # -- for subclasses to implement -----------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
-        """Decide, rewrite a traced joint graph, and note it for the cache. Returns forward and backward; or sets `program`, and
-        returns None."""
-
-    @abc.abstractmethod
-    def restore(self, restored: Any, found: CachedGraph, forward_outputs: int) -> None:
-        """Set `program` where the cache has one. restored: the graphs of the cache entry."""
-
-    @abc.abstractmethod
-    def backward_of(self, call: Call, gm: GraphModule) -> Call:
-        """A call of the backward `gm`, with its runtime wrapper."""
-
-    def inference(self, gm: GraphModule) -> Any:
-        """Rewrite a traced inference graph. Returns a graph, or stages that `run_inference` lowers."""
-        return gm
-
-    @abc.abstractmethod
     def compile(self) -> Callable[..., Any]:
         """Compile the graph. Returns the callable that replaces it in the script."""
+        guard_on_rows(self.gm)
+        self.inputs = GraphInputs(self.gm, self.given, self.options)
+        if self.options.stage_ranks > 1:
+            self.inputs.take_rows_whole()
+        sizes_are_numbers(self.gm, self.inputs.examples)
+        self.made = GraphDecisions(self.given, self.inputs, self.options, self.sharing, self.entry)
+        self.earlier = GraphCache(self.gm, CacheInputs.of(self.inputs, self.given), self.options, self.sharing)
+        planned_before = len(self.session.graphs)
+        if self.earlier.found is not None:
+            self._as_in(self.earlier.found.running)
+        try:
+            function = self.all_ranks.whole(self.trace)
+        except Exception:
+            del self.session.graphs[planned_before:]  # all ranks drop plans of graphs that failed, and may compile them again
+            raise
+        takes = self._metadata()
+        record = self.entry.record
+        if record is not None:
+            record.blocks.update((self.lowering if self.program is None else self.program).reports)
+        if record is not None or self.program is not None:
+            session.save_plan()  # again, now with the reports of regional compilation
+        self.earlier.keep(takes)
+        return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.axes, self.holding,
+                               self.entry.watched, self.options)
 
-    def run_inference(self, graph: Any) -> Call:
-        return self.together("forward", lambda: self.lowering.inference(graph))
+    @property
+    def axes(self) -> dict[str, int]:
+        """Axes of the graph's mesh, once it is planned; none on one rank."""
+        if self.made.stages is not None:
+            return dict(self.made.stages.sizes)
+        return {} if self.entry.record is None else dict(self.entry.record.mesh)
 
-    def decompositions(self) -> dict[Any, Callable[..., Any]] | None:
-        return decompositions(self.options.compiler)
-
-    def together(self, half: str, lower: Callable[[], Call]) -> Call:
-        """Compile a half while the other ranks compile theirs."""
-        return lower()
-
-    # -- callbacks of AOTAutograd --------------------------------------------------------------------------------------
-
-    def trace(self, examples: Sequence[Any]) -> Callable[..., Any]:
+    def trace(self) -> Callable[..., Any]:
         """The compiled graph, as a function of plain local tensors."""
         seconds: dict[str, float] = {}
         with compile_phase("trace", f"{self.name}: tracing", seconds):
             function = compat.aot_autograd(
                 fw_compiler=self._forward, bw_compiler=self._backward, inference_compiler=self._inference,
-                partition_fn=self._partition, decompositions=self.decompositions(),
-            )(self.earlier.graph, examples)
-        self.seconds.update(seconds)
+                partition_fn=self._partition, decompositions=self._decompositions(),
+            )(self.earlier.graph, self.inputs.examples)
+        self.entry.seconds.update(seconds)
         return function
+
+    # -- callbacks of AOTAutograd --------------------------------------------------------------------------------------
 
     def _partition(self, joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
         found = self.earlier.found
         if found is None:
             run_named_passes(self.options.passes, joint)
             self.earlier.note_results(joint, num_fwd_outputs)
-            halves = self.split(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
+            halves = self._split(joint, inputs, num_fwd_outputs, kwargs.get("static_lifetime_input_indices"))
         else:
             self.lowering.forward_outputs, self.lowering.shares = num_fwd_outputs, False
             halves = self._restored()
-            self.restore(halves, found, num_fwd_outputs)
+            self._restore(halves, found, num_fwd_outputs)
         return halves if self.program is None else self.program.partition()
 
     def _forward(self, gm: GraphModule, examples: Any) -> Call:
         self.earlier.note_forward()
-        with self.doing("compile forward", "compiling forward"):
-            call = self.program.forward() if self.program is not None else (
-                self.together("forward", lambda: self.lowering.forward(gm, examples)))
+        compat.expect_gradients({tangent.number: tangent.part for tangent in self.made.takes.tangents})
+        with self.entry.doing("compile forward", "compiling forward"):
+            call = self.program.forward() if self.program is not None else self.lowering.forward(gm, examples)
         return self.holding.around(gm, call)
 
     def _backward(self, gm: GraphModule, inputs: Any) -> Call:
         call = self.program.backward() if self.program is not None else (  # already compiled, with forward
-            self.together("backward", lambda: self._compiled_backward(gm, inputs)))
-        return self.backward_of(call, gm)
+            self.all_ranks.backward(lambda: self._compiled_backward(gm, inputs)))
+        in_parts = {tangent.name for tangent in self.made.takes.tangents}
+        return backward_wrapper(self.name, call, gm, self.axes, in_parts, self.entry.watched)
 
     def _compiled_backward(self, gm: GraphModule, inputs: Any) -> Call:
         self.earlier.note_backward()
-        with self.doing("compile backward", "compiling backward"), compat.restrict_overwriting(self.earlier.writes_over):
+        with self.entry.doing("compile backward", "compiling backward"), compat.restrict_overwriting(self.earlier.writes_over):
             return self.lowering.backward(gm, inputs)
 
     def _inference(self, gm: GraphModule, _: Any) -> Call:
         if self.earlier.found is not None:
             graph = self._restored()
+            self.all_ranks.agreed = not isinstance(graph, StepProgram)
         else:
             run_named_passes(self.options.passes, gm)
             self.earlier.note_results(gm, None)
-            graph = self.inference(gm)
+            graph = self._rewritten_inference(gm)
             self.earlier.note(graph)
         self.earlier.note_forward()
-        with self.doing("compile forward", "compiling forward"):
-            call = self.run_inference(graph)
+        with self.entry.doing("compile forward", "compiling forward"):
+            if isinstance(graph, StepProgram):
+                call = StepRuntime(self.options, graph, shares=self.earlier.found is None).inference()
+            else:
+                call = self.lowering.inference(graph)
         return self.holding.around(gm, call)
 
-    def _restored(self) -> Any:
-        with self.doing("restore", "reading what it was rewritten to"):
-            return self.earlier.restored()
+    def _decompositions(self) -> dict[Any, Callable[..., Any]] | None:
+        """Decompositions for tracing; on one rank under a budget and without microbatches, those of `hpml plan`."""
+        whole = self.alone and self.sharing is not None and self.options.microbatches == 1
+        return None if whole and not self.lowering.inductor else decompositions(self.options.compiler)
 
-    # -- for subclasses ------------------------------------------------------------------------------------------------
+    # -- decide, rewrite, split ----------------------------------------------------------------------------------------
 
-    def halves(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves:
-        """Forward and backward of a rewritten graph, noted for the cache."""
-        halves = self.lowering.partition(joint, inputs, forward_outputs, static_inputs)
-        self.note_halves(halves)
+    def _split(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Halves | None:
+        """Forward and backward, noted for the cache; or None, with a `program` that runs instead of them."""
+        made, traced = self.made, None
+        if made.stages is not None or self.alone and (self.sharing is not None or made.microbatches > 1):
+            traced = JointTrace(copy_graph(joint), [*self.inputs.described], forward_outputs, 0.0)
+        self._planned(made.decide(joint, forward_outputs, traced))
+        whole = self._whole_step(traced, forward_outputs)
+        program = made.program(joint, made.decided, whole is not None)
+        if made.stages is not None:
+            self.holding.note(made.takes.held)
+        if program is not None:
+            self.program = StepRuntime(self.options, program, whole)
+            self.earlier.note(program, program.parts.saved, self._finish(traced))
+            return None
+        made.rewrite(joint, made.decided, forward_outputs)
+        self.all_ranks.agreed = True
+        unplanned, kept = self._finish(traced), made.decided.decision.checkpointing
+        if kept is None:
+            halves = self.lowering.partition(joint, inputs, forward_outputs, static_inputs)
+        else:
+            halves = self.lowering.cut(joint, kept, forward_outputs, self.options.offload_folder or "")
+        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])), unplanned)
         return halves
 
-    def note_halves(self, halves: Halves, unplanned: PlanSource | None = None) -> None:
-        """Note the halves for the cache, before they are compiled."""
-        self.earlier.note(halves, (node and node.meta["val"] for node in returned_nodes(halves[0])), unplanned)
+    def _rewritten_inference(self, gm: GraphModule) -> StepProgram | GraphModule:
+        """Forward alone runs through the stages that own its parameters; else every rank runs its share of the full graph."""
+        made = self.made
+        if made.stages is not None and any(owner_of(x) is not None for x in self.given):
+            program = made.evaluation(copy_graph(gm))
+            if program is not None:
+                self.holding.note(made.takes.held)
+                return program
+        decided = made.decide_inference(gm)
+        self._planned(decided)
+        self.holding.note(made.takes.held)
+        made.rewrite(gm, decided, None)
+        self.all_ranks.agreed = True
+        self._finish(None)
+        return gm
 
-    def plan_later(self, unplanned: PlanSource | bytes, cluster: Cluster) -> None:
-        """Enter a plan for this graph in the session that is made on demand."""
-        reports = {} if self.program is None else self.program.reports
-        self.session.enter(LazyPlan(unplanned, self.seconds, reports), self.options, str(cluster))
-        session.save_plan()
+    def _whole_step(self, traced: JointTrace | bytes | None, forward_outputs: int) -> MakesWhole | None:
+        """Makes the same step for gradients at all outputs; None where values are placed. traced: the trace, or its packed
+        plan."""
+        if traced is None or not self.alone and (self.made.stages is None or self.made.stages.is_split):
+            return None
 
-    def doing(self, what: str, text: str) -> compile_phase:
-        return compile_phase(what, f"{self.name}: {text}", self.seconds)
+        def make() -> StepRuntime | None:
+            joint = joint_of(traced)
+            decided = self.made.decide(joint, forward_outputs, None, first=False)
+            program = self.made.program(joint, decided, False)
+            return None if program is None else StepRuntime(self.options, program)
+
+        return make
+
+    # -- the plan ------------------------------------------------------------------------------------------------------
+
+    def _planned(self, decided: DecidedStep) -> None:
+        """Enter a plan that was made at once."""
+        planned, step = decided.planned, decided.step
+        if self.made.stages is not None or planned is None or step is None:
+            return
+        self.holding.note(held_by(step.annotated, planned.decision))
+        self.entry.enter(planned.record, planned.cluster, planned.rejected, step.annotated.interface.training)
+        self.lowering.step_us = self.entry.step_us
+        self.session.device_mesh(planned.mesh)  # the last collective setup that all ranks meet for
+        self.all_ranks.agreed = True
+
+    def _finish(self, traced: JointTrace | None) -> PlanSource | None:
+        """Complete the graph's entry. Returns the source of a plan that is made on demand, or None."""
+        decided, decision = self.made.decided, self.made.decided.decision
+        looped = decision.checkpointing is not None or decision.microbatches is not None
+        if traced is None or decision.stages is None and not (self.alone and looped):
+            self.entry.watch()
+            return None
+        source = PlanSource(traced, self.options, self.cluster, decision, decided.planned)
+        self.entry.enter_later(source, decision, {} if self.program is None else self.program.reports)
+        return source
+
+    def _metadata(self) -> RuntimeMetadata:
+        """Metadata for the runtime wrapper, once the graph is compiled."""
+        made, decided = self.made, self.made.decided
+        takes = replace(made.takes, gathered=frozenset(self.inputs.gathered), written=frozenset(self.inputs.written))
+        if self.earlier.found is not None:
+            return takes
+        takes = replace(takes, decision=decided.decision)
+        if made.stages is not None or decided.planned is None or decided.step is None:
+            return takes
+        return takes.of_plan(decided.step.annotated, decided.planned, made.ranks.structure)
+
+    # -- an earlier launch ---------------------------------------------------------------------------------------------
+
+    def _as_in(self, earlier: RuntimeMetadata) -> None:
+        """Restore the decisions of an earlier launch, as if they had just been made."""
+        self.made.restore(earlier)
+        self.holding.note(earlier.held)
+        self.all_ranks.agreed = self.made.stages is None
+        entry = earlier.entry
+        if entry is None:
+            return
+        record = entry.record.model_copy(update={"seconds": {}, "frame": compat.frame_being_compiled()})
+        self.entry.enter(record, entry.cluster, entry.rejected, earlier.training)
+        self.lowering.step_us = self.entry.step_us
+        if this_rank() == 0:
+            self.session.decided.setdefault(entry.structure, record)
+            warn_replicated(entry.unruled)
+        self.entry.watch()
+
+    def _restored(self) -> Any:
+        with self.entry.doing("restore", "reading what it was rewritten to"):
+            return self.earlier.restored()
+
+    def _restore(self, restored: Any, found: CachedGraph, forward_outputs: int) -> None:
+        """Set `program` where the cache has one. restored: the graphs of the cache entry."""
+        packed, decision = found.unplanned, found.running.decision
+        if found.running.budgeted is not None:
+            self.lowering.count_bytes()
+        if isinstance(restored, StepProgram):
+            self.program = StepRuntime(self.options, restored, self._whole_step(packed, forward_outputs), shares=False)
+        elif self.made.stages is not None:
+            self.all_ranks.agreed = True
+            if this_rank() == 0:
+                warn_without_stages(self.name, "as in an earlier launch")
+        if packed is not None:
+            self.entry.enter_later(packed, decision, {} if self.program is None else self.program.reports)

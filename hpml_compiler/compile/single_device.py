@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from hpml_compiler.compile.graph_compiler import GraphCompiler
 from hpml_compiler.compile.inputs.unsupported_graphs import check_supported
 from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.lowering import boxed
-from hpml_compiler.compile.spmd import SpmdCompiler
 from hpml_compiler.options import Options
 from hpml_compiler.runtime.install.unwrap_inputs import copy_for_set_data
 from hpml_compiler.runtime.optimizer.optimizer_offload import offload_state, watch_steps
@@ -25,7 +25,7 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
     ours = options.memory_budget is not None or options.microbatches > 1 or options.compile_blocks == "on"
     if (ours and torch.is_grad_enabled()) or options.passes:
         check_supported(gm)
-        return SpmdCompiler(gm, example_inputs, options).compile()
+        return GraphCompiler(gm, example_inputs, options).compile()
     if options.compiler == "inductor":
         with compile_phase("compile", "compiling with inductor", {}), check_cache_dir():
             return compat.inductor_whole(gm, example_inputs, check_cache_dir)

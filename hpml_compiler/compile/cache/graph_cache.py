@@ -1,10 +1,10 @@
 """Persistent cache of rewritten graphs: a second launch with the same key skips tracing, planning and rewriting.
 
-An entry has the graphs that are compiled, packed, and all that running them takes: forward and backward, or the parts of a
-microbatch loop (`compile.program.loop_program`) or of a pipeline (`compile.program.pipeline_program`). They are compiled again,
-which inductor's own cache makes cheap. AOTAutograd traces a stub (`compile.cache.stub_graph`) instead of the graph, and derives
-its epilogue from that. This works for graphs whose epilogue only returns results and copies new values into mutated inputs:
-`compat.results_as_traced`, `compat.mutated_inputs_as_traced`. Where the plan is made on demand, its source is cached, too.
+An entry has the graphs that are compiled, packed, and all that running them takes: forward and backward, or a program with a
+loop over microbatches (`compile.program.step_program`). They are compiled again, which inductor's own cache makes cheap.
+AOTAutograd traces a stub (`compile.cache.stub_graph`) instead of the graph, and derives its epilogue from that. This works for
+graphs whose epilogue only returns results and copies new values into mutated inputs: `compat.results_as_traced`,
+`compat.mutated_inputs_as_traced`. Where the plan is made on demand, its source is cached, too.
 
 Either all ranks use their entries, and these are of one plan, or none does.
 """
@@ -22,8 +22,7 @@ from torch.fx import GraphModule
 from hpml_compiler.compile.cache.graph_cache_key import CacheInputs, Uncacheable, graph_key
 from hpml_compiler.compile.cache.lazy_plan import PlanSource
 from hpml_compiler.compile.cache.stub_graph import StubResult, returns_new_tensors, stub_of
-from hpml_compiler.compile.program.loop_program import LoopProgram
-from hpml_compiler.compile.program.pipeline_program import PipelineProgram
+from hpml_compiler.compile.program.step_program import StepProgram
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph import measured_costs
@@ -46,7 +45,7 @@ from passes.serialization import restricted_pickle
 from passes.serialization.serialized_graph import TRACED_META, CannotSerialize, check, pack, unpack
 
 log = logging.getLogger("hpml")
-KINDS = (RuntimeMetadata, LoopProgram, PipelineProgram, LoopSplit, SingleRank, InnerShard)
+KINDS = (RuntimeMetadata, StepProgram, LoopSplit, SingleRank, InnerShard)
 """Classes that the arguments of `keep` and `note` may have: only these, and the classes of their fields, are unpickled."""
 
 

@@ -16,15 +16,16 @@ from hpml_compiler.planner.checkpointing.single_device_checkpointing import plan
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
 from hpml_compiler.planner.graph.microbatch_estimate import in_time
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
-from hpml_compiler.planner.pipeline.offline_pipeline import CutPlan
+from hpml_compiler.planner.graph.step_problem import StepProblem
+from hpml_compiler.planner.pipeline.cut_plan import CutPlan
+from hpml_compiler.planner.step_decision import StepDecision
 from hpml_compiler.plans.schema import BlocksReport, GraphPlan
 from passes import compat
-from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.graph.graph_copy import copy_graph
 from passes.hardware.cluster import Cluster
 from passes.presets import annotate
 from passes.serialization.serialized_graph import unpack
-from passes.sharding.microbatch_axis import MicrobatchPlacement
+from passes.solver.work_limit import WorkLimit
 from passes.tracing.joint_trace import JointTrace
 
 
@@ -32,29 +33,29 @@ from passes.tracing.joint_trace import JointTrace
 class PlanSource:
     """A graph as it was traced, before any pass, and the decisions about it. It is plain data, and its graph is not changed.
 
-    options: with the budget in bytes. cluster: of all ranks. kept: activations saved for backward, under a budget. times:
-    placements on the microbatch axis; None with one microbatch. planned: the plan of the ranks that share a stage, where there
-    are several. starts: first block of each stage but stage 0; None without stages.
+    options: with the budget in bytes. cluster: of all ranks. planned: the plan of the ranks that share a stage, where there are
+    several.
     """
 
     traced: JointTrace
     options: Options
     cluster: Cluster
-    kept: CheckpointDecision | None = None
-    times: MicrobatchPlacement | None = None
+    decision: StepDecision
     planned: PlanResult | None = None
-    starts: tuple[str, ...] | None = None
 
     def plan(self, name: str) -> GraphPlan:
         """The plan, without this process's compile times and block reports; see `LazyPlan`."""
-        traced, times = self.traced, self.times
-        if self.starts is not None:
-            return CutPlan(traced, self.options, self.cluster, times, name, starts=self.starts)(self.planned)
+        traced, times, kept = self.traced, self.decision.microbatches, self.decision.checkpointing
+        in_stages = self.decision.stages is not None
+        joint = joint_of_loss(traced.gm) if in_stages or times is not None else copy_graph(traced.gm)
+        annotated = annotate(joint, traced.inputs, traced.forward_outputs, self.decision.microbatch_count, leaves=not in_stages)
+        if in_stages:
+            step = StepProblem(name, lambda: annotated, traced.forward_outputs, self.options, self.cluster,
+                               WorkLimit(self.options.time_limit), traced=traced)
+            return CutPlan(step, times, self.decision.stage_starts)(self.planned)
         options = self.options.model_copy(update={"mesh": None})
-        joint = copy_graph(traced.gm) if times is None else joint_of_loss(traced.gm)
-        annotated = annotate(joint, traced.inputs, traced.forward_outputs, 1 if times is None else times.microbatches)
-        if self.kept is not None:
-            return plan_single_device(annotated, self.kept, options, self.cluster, name, times=times).record
+        if kept is not None:
+            return plan_single_device(annotated, kept, options, self.cluster, name, times=times).record
         record = plan_graph(annotated, options, self.cluster, name=name).record
         return in_time(record, annotated, times, self.cluster, options)
 

@@ -31,15 +31,17 @@ class StageProgram:
 
 
 class CompiledStage:
-    """A stage that `calls` compiles."""
+    """A stage that `calls` compiles. counted: see `StepProgram`."""
 
-    def __init__(self, stage: StageProgram, options: Options, shares: bool = True):
+    def __init__(self, stage: StageProgram, options: Options, shares: bool = True, counted: bool = False):
         self.stage, self.lowering = stage, lowering_of_part(options.compiler, shares, options.compile_blocks)
+        if counted:
+            self.lowering.count_bytes()
         self.lowering.step_us = stage.time_us
-        self.lowering.forward_outputs, self.lowering.of = stage.ends.forward_outputs, f"stage {stage.ends.index} "
 
     def calls(self) -> StageCallables:
         ends, forward = self.stage.ends, self.stage.halves.forward
+        self.lowering.forward_outputs, self.lowering.of = ends.forward_outputs, f"stage {ends.index} "
         backwards = {"backward": self.stage.halves.backward, "weights": self.stage.halves.weight}
         halves = {name: half for name, half in backwards.items() if half is not None}
         # Before compiling, which changes the graphs.

@@ -11,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from hpml_compiler.compile.wrapper.sharded_outputs import ShardedTangent
 from hpml_compiler.planner.graph import memory_budget
 from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.planner.step_decision import StepDecision
 from hpml_compiler.plans.schema import GraphPlan, MeshAttempt
 from hpml_compiler.runtime.dtensor.lazy_outputs import ShardedOutput
 from hpml_compiler.runtime.placements.unsharded_params import GatheredInput
@@ -19,7 +20,6 @@ from passes import compat
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import Decision
 from passes.graph.layouts import stored_layout
-from passes.pipeline.stage_assignment import StageAssignment
 from passes.transforms.shard.hoist_batch_slice import Taken
 
 
@@ -43,7 +43,7 @@ class RuntimeMetadata:
     that it takes unsharded, by placeholder. gathered, written: positions of arguments that each call gathers, and of those that
     it mutates. left, tangents: results that stay sharded, and their gradients. taken: slices of arguments taken before the
     graph runs, by position. owned: parameters that only one rank has, by placeholder; None without stages. own_here: positions
-    of those that are on the right rank already. stages: those of its backward, if any. budgeted: under a budget, its memory as
+    of those that are on the right rank already. decision: about its step. budgeted: under a budget, its memory as
     later graphs of the step see it. graph_hash: of a graph that was planned at once. entry: None where the plan is made on
     demand.
     """
@@ -59,7 +59,7 @@ class RuntimeMetadata:
     taken: Mapping[int, Taken] = field(default_factory=dict)
     owned: Mapping[str, int] | None = None
     own_here: frozenset[int] = frozenset()
-    stages: StageAssignment | None = None
+    decision: StepDecision = StepDecision()
     budgeted: memory_budget.GraphMemory | None = None
     graph_hash: str = ""
     entry: SessionEntry | None = None
@@ -80,8 +80,9 @@ class RuntimeMetadata:
     def agreed(self) -> list[Any]:
         """The part that is the same on all ranks of one plan."""
         record = self.entry and self.entry.record.model_dump_json(exclude={"seconds", "frame", "blocks"})
-        stages = self.stages and (self.stages.blocks, self.stages.time_us)
-        return [record, self.training, self.placements, self.owned, stages]
+        stages, kept = self.decision.stages, self.decision.checkpointing
+        return [record, self.training, self.placements, self.owned, str(self.decision),
+                stages and (stages.blocks, stages.time_us), kept and sorted(kept.names)]
 
 
 def held_by(annotated: AnalyzedGraph, decision: Decision) -> dict[str, GatheredInput]:

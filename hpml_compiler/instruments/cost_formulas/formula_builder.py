@@ -22,7 +22,8 @@ from hpml_compiler.planner.graph import measured_costs
 from hpml_compiler.planner.graph.few_layer_trace import LONG, depth, with_few_layers
 from hpml_compiler.planner.graph.graph_planning import zero_of
 from hpml_compiler.planner.graph.same_structure import decisions_of
-from hpml_compiler.planner.traced_model import TracedModel, plan_traces
+from hpml_compiler.planner.offline_planner import plan_traces
+from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.plans.from_decision.graph_record import SHORTENED
 from hpml_compiler.plans.schema import GraphPlan
 from passes.annotations import drop, read

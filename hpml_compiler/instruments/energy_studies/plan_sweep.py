@@ -14,7 +14,8 @@ from torch import nn
 from hpml_compiler.instruments.energy_studies.pareto_front import InfeasiblePoint, ParetoPoint, Sweep
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.model_plan import Plan
-from hpml_compiler.planner.traced_model import TracedModel, plan_traces
+from hpml_compiler.planner.offline_planner import plan_traces
+from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.plans.schema import Objective
 from passes.cost_model.energy_model import capped_cluster
 from passes.errors import BadInput, Infeasible

@@ -20,7 +20,8 @@ from hpml_compiler.options import Options
 from hpml_compiler.plan_api.mixed_content import Alternative, CrossReduction, GroupShare, ShareAttempt
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
-from hpml_compiler.planner.traced_model import TracedModel, plan_traces
+from hpml_compiler.planner.offline_planner import plan_traces
+from hpml_compiler.planner.traced_model import TracedModel
 from passes.analyses.cross_sample_ops import mixing_operations
 from passes.batch_balance.row_shares import step_us
 from passes.batch_balance.share_search import search_shares

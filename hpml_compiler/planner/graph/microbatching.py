@@ -14,8 +14,8 @@ from passes.graph.decision import Decision
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import LoopSplit, PrologueEpilogue
 from passes.graph.placement_graph import PlacementGraph
-from passes.presets import around_loop, in_loop, to_microbatches
-from passes.sharding.microbatch_axis import MicrobatchPlacement, solve_time_axis, with_time_axis
+from passes.presets import around_loop, in_loop, to_microbatches, whole_batch
+from passes.sharding.microbatch_axis import MicrobatchPlacement, replicated_decision, solve_time_axis, with_time_axis
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.solver.solvers import SolverOptions
 from passes.solver.work_limit import WorkLimit
@@ -47,12 +47,24 @@ def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: Solve
     return times
 
 
-def loop_of(gm: GraphModule, graph: PlacementGraph, decision: Decision, times: MicrobatchPlacement, groups: MeshGroups,
+def mark_loop(gm: GraphModule, graph: PlacementGraph, placements: Decision | None, times: MicrobatchPlacement | None,
+              groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int], asks: bool = False) -> None:
+    """Rewrite an annotated graph to one with the markers of its loop. placements: on devices, with these groups; None where
+    every value is whole. times: None for a loop of one microbatch. asks: see `Shard`."""
+    if times is None:
+        whole_batch(forward_outputs, kept_gradients, placements, groups, asks)(gm)
+        return
+    if placements is None:
+        placements, groups = replicated_decision(graph), MeshGroups((), (), ())
+    to_microbatches(with_time_axis(placements, graph, times), groups.with_time(times.microbatches), forward_outputs,
+                    kept_gradients, asks)(gm)
+
+
+def loop_of(gm: GraphModule, graph: PlacementGraph, placements: Decision | None, times: MicrobatchPlacement, groups: MeshGroups,
             forward_outputs: int, kept_gradients: Sequence[int], compiler: str) -> LoopSplit:
     """Cut the microbatch loop out of an annotated graph, which gets its markers; all parts are ready to be compiled, or to be
-    partitioned into forward and backward. decision: placements on devices, with these groups."""
-    to_microbatches(with_time_axis(decision, graph, times), groups.with_time(times.microbatches), forward_outputs,
-                    kept_gradients, compiler == "inductor")(gm)
+    partitioned into forward and backward. See `mark_loop`."""
+    mark_loop(gm, graph, placements, times, groups, forward_outputs, kept_gradients, compiler == "inductor")
     loop = split_at_markers(gm)
     in_loop(compiler, len(loop.forward))(loop.body)
     prepare_around_loop(loop, compiler)

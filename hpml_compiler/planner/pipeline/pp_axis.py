@@ -56,6 +56,12 @@ def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:
     return Cluster((replace(group, device=replace(group.device, memory_bytes=stages * group.device.memory_bytes)),))
 
 
+def options_of_stage(options: Options) -> Options:
+    """Options for planning the ranks of one stage, as if they ran the full graph."""
+    mesh = options.mesh or {}
+    return options.model_copy(update={"mesh": axes_of_stage(mesh)} if is_split(mesh) else {"mesh": None, "plan": None})
+
+
 def schedule_of(options: Options, microbatches: int) -> PipelineSchedule:
     """The schedule of the options. microbatches: as many as rows divide into."""
     return make_schedule(options.schedule_name, options.stage_ranks, microbatches, options.virtual_stages)

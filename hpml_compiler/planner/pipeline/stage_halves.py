@@ -138,17 +138,17 @@ def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False) -
     joint = copy_graph(graph.gm)
     one_stage(compiler, graph.forward_outputs)(joint)
     if len(returned_nodes(joint)) == graph.forward_outputs:
-        return StageHalves(_half(joint), None, None, {})
+        return StageHalves(half_of(joint), None, None, {})
     given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     # The partition that saves least, with either compiler: saved values of many microbatches are in memory at once.
     forward, whole = compat.min_cut_partition(joint, given, graph.forward_outputs, None)
     parts = split_backward(whole, len(graph.gradients)) if splits_backward else (whole, None)
-    backward, weight = (None if part is None else _half(part) for part in parts)
+    backward, weight = (None if part is None else half_of(part) for part in parts)
     made = {node.name: node for node in returned_nodes(forward)[graph.forward_outputs:] if node is not None}
     taken = dict.fromkeys(name for half in (backward, weight) if half is not None for name in half.takes)
-    return StageHalves(_half(forward), backward, weight, {name: made[name].meta["val"] for name in taken if name in made})
+    return StageHalves(half_of(forward), backward, weight, {name: made[name].meta["val"] for name in taken if name in made})
 
 
-def _half(gm: GraphModule) -> StageHalf:
+def half_of(gm: GraphModule) -> StageHalf:
     return StageHalf(gm, tuple(node.name for node in gm.graph.find_nodes(op="placeholder")),
                      tuple(None if node is None else node.name for node in returned_nodes(gm)))

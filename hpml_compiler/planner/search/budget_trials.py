@@ -35,7 +35,7 @@ def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
         return trial(planned, allowance.part(MOST_OF_THE_TIME * allowance.seconds))
 
     remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
-    if sharing.options.resident_states and trial.cluster.device.kind == "cpu":  # several GPUs do not support it
+    if sharing.options.resident_states and trial.step.cluster.device.kind == "cpu":  # several GPUs do not support it
         remedies.append('offload="optimizer"')
     return search_within_budget(placed, try_out, sharing.budget, allowance, sharing.held_by_others, sharing.options.gap,
                                 remedies)
@@ -49,7 +49,8 @@ def cached_or_new(memory: PlanCache, plan: Callable[..., PlanResult], trial: Dry
     within = allowance or WorkLimit(memory.options.time_limit)
     if trial is None:
         return memory.plan(lambda found: plan(as_in=found), lambda: plan(allowance=within), within)
-    budgeted = memory.about(trial.sharing, trial.forward_outputs, trial.kept_gradients, sorted(trial.written), trial.device)
+    step = trial.step
+    budgeted = memory.about(step.sharing, step.outputs, step.kept_gradients, sorted(step.written), step.device)
     return budgeted.plan(
         lambda found: plan_as_pinned(partial(plan, as_in=found), trial, within, found.kept) if found.kept else None,
         lambda: plan_by_trials(plan, trial, within), within)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpml_compiler.compile import spmd
+from hpml_compiler.compile.decide import graph_decisions
 from hpml_compiler.compile.lower.lowering import Lowering
 from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether
 from hpml_compiler.session import session
@@ -19,7 +19,7 @@ HALVES = {
     "forward": (Lowering, "forward", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
     "backward": (Lowering, "backward", "rank 1 could not compile backward of graph_0: ValueError: broken on purpose"),
     "evaluation": (Lowering, "inference", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
-    "rewriting": (spmd, "rewrite_for_rank", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
+    "rewriting": (graph_decisions, "after_planning", "rank 1 could not compile graph_0: ValueError: broken on purpose"),
 }
 
 
@@ -75,7 +75,7 @@ def test_all_ranks_hear_of_it_at_once(launch, half):
 @pytest.mark.timeout(60)
 def test_so_do_ranks_of_a_pipeline_where_a_graph_has_no_stages(launch):
     (theirs, seconds, _), (own, _, _) = launch(failing_once, 2, ("evaluation", {"mesh": {"pp": 2}}), timeout_s=50)
-    assert "rank 1 could not compile forward of the graph of a pipeline, 0: ValueError: broken on purpose" in theirs
+    assert "rank 1 could not compile graph_0: ValueError: broken on purpose" in theirs
     assert "broken on purpose" in own and seconds < SOON_S
 
 

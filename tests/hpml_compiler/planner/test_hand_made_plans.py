@@ -48,8 +48,8 @@ import transformers as T
 from torch import nn
 
 from hpml_compiler import api
-from hpml_compiler.planner import traced_model
 from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.planner.search import placement_request
 from hpml_compiler.plans.schema import GraphPlan
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import Infeasible
@@ -136,14 +136,14 @@ def llama_8b(rows: int, logits: bool) -> tuple[nn.Module, dict[str, Any]]:
 def planned(rows: int, logits: bool) -> Model:
     """The product's plan, made once, and the graphs that it was made from."""
     seen: dict[str, Any] = {}
-    plan_graph = traced_model.plan_graph
+    plan_graph = placement_request.plan_graph
 
     def listen(annotated: AnalyzedGraph, *args, **options) -> PlanResult:
         seen.update(options, long=annotated)
         return plan_graph(annotated, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced_model, "plan_graph", listen)
+        patch.setattr(placement_request, "plan_graph", listen)
         plan = api.plan(*llama_8b(rows, logits), "8x8:h100-80g", gap=GAP)
     (graph,) = plan.graphs
     short = copy.copy(seen["long"])

@@ -10,13 +10,15 @@ from torch import nn
 import hpml_compiler
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.graph_planning import plan_graph
-from hpml_compiler.planner.offline_budget import OfflineBudget
+from hpml_compiler.planner.offline_planner import OfflinePlanner
+from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.simulate import simulate
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM
 from passes.errors import BadInput, Infeasible
 from passes.hardware.cluster import Cluster
+from passes.solver.work_limit import WorkLimit
 from tests.hpml_compiler.compile.test_budget import ROWS, WIDTH, Block, Deep, two_ranks
 from tests.passes.traced import transformer
 
@@ -86,10 +88,10 @@ def test_ranks_are_planned_in_trials_without_process_groups(needs):
 @pytest.mark.parametrize(("cluster", "copies"), [("1x2:cpu", True), ("1x2:h100-80g", False)])
 def test_collectives_take_what_they_do_on_the_clusters_devices_wherever_the_model_was_traced(cluster, copies):
     options = Options.parse({**EAGER, "memory_budget": "1GiB", "mesh": {"dp": 2}, "zero": 3})
-    traces, budgeted = TracedModel(Deep(), (X,), options), OfflineBudget(options, Cluster.parse(cluster), {})
+    traces, planner = TracedModel(Deep(), (X,), options), OfflinePlanner(options, Cluster.parse(cluster), {})
     (annotated,), (traced,) = traces.whole, traces.traced
-    trial = budgeted.trial(traced, annotated, budgeted.sharing("graph", traced, annotated))
-    tape = read(STORAGE_PROGRAM, trial.problem(plan_graph(annotated, options, budgeted.cluster)).gm)
+    trial = DryRun(planner.problem("graph", traced, annotated, WorkLimit(30)))
+    tape = read(STORAGE_PROGRAM, trial.problem(plan_graph(annotated, options, planner.cluster)).gm)
     assert any(run.workspace_bytes for run in tape.runs) == copies
 
 

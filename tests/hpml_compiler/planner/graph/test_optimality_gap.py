@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from hpml_compiler.options import Options
+from hpml_compiler.planner.decide import OfflineRanks, decide
 from hpml_compiler.planner.graph.graph_planning import plan_graph
-from hpml_compiler.planner.offline_budget import OfflineBudget
+from hpml_compiler.planner.offline_planner import OfflinePlanner
+from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.traced_model import TracedModel
 from hpml_compiler.plans.schema import DecisionRecord
 from passes.annotations import read
@@ -19,6 +21,7 @@ from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
 from passes.sharding.formulation.placement_problem import PlacementProblem
 from passes.sharding.oracle.memory_model import MemoryModel
+from passes.solver.work_limit import WorkLimit
 from tests.passes.checkpointing.test_checkpoint_search import every_walk
 
 CLUSTER = Cluster.parse("1x2:cpu")
@@ -62,18 +65,18 @@ def pinned(annotated, options: Options, record, names: list[str]):
 def test_no_plan_within_the_budget_is_faster_than_the_bound():
     traces = TracedModel(Small(), (torch.zeros(256, 64),), Options.parse(FREE))
     (annotated,), (traced,) = traces.whole, traces.traced
-    free = OfflineBudget(traces.options, CLUSTER, traces.trained).plan("free", traced, annotated, None)
+    free = OfflinePlanner(traces.options, CLUSTER, traces.trained)
+    free = free.record(free.problem("free", traced, annotated, WorkLimit(30)))
     random.seed(0)
     for share in (0.95, 0.8):
-        options = Options.parse({**FREE, "memory_budget": int(share * free.record.memory.peak)})
-        budgeted = OfflineBudget(options, CLUSTER, traces.trained)
-        found = budgeted.plan("graph", traced, annotated, None)
+        options = Options.parse({**FREE, "memory_budget": int(share * free.memory.peak)})
+        step = OfflinePlanner(options, CLUSTER, traces.trained).problem("graph", traced, annotated, WorkLimit(30))
+        found = decide(step, OfflineRanks(2)).planned
         bound, cost = found.record.solver.bound, found.record.solver.cost
         assert bound is not None and cost is not None and bound <= cost
-        alone = OfflineBudget(options, CLUSTER, traces.trained)
-        trial = alone.trial(traced, annotated, alone.sharing("graph", traced, annotated))
+        trial = DryRun(step)
         times = [least_us(trial, found)]
         for _ in range(PLANS):
             names = random.sample(["mm", "mm_1", "mm_2", "mm_4", "primals_1", "primals_3"], 3)
-            times.append(least_us(trial, pinned(annotated, options, free.record, names)))
+            times.append(least_us(trial, pinned(annotated, options, free, names)))
         assert bound <= min(times) * (1 + 1e-9) and min(times) < math.inf and len(set(times)) > 3

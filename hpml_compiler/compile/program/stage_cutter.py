@@ -1,17 +1,15 @@
-"""One rank's program of a pipelined graph, cut into stages; the graph cache stores it."""
+"""Cut a graph with loop markers into pipeline stages, and make the program of this rank."""
 from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.program.loop_program import StepInterface
 from hpml_compiler.compile.program.lowered_stages import StageProgram
 from hpml_compiler.compile.program.stage_parameters import StageDependencies
+from hpml_compiler.compile.program.step_program import PipelineLinks, StepInterface, StepProgram
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.microbatching import prepare_around_loop
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
@@ -21,26 +19,10 @@ from hpml_compiler.session import session
 from hpml_compiler.session.run_cluster import local_cluster
 from passes.errors import BadInput
 from passes.graph.graph_signature import GraphSignature
-from passes.graph.loops.loop_parts import LoopInput
 from passes.pipeline.find_stages import TooFewBlocks
 from passes.transforms.microbatch.loop_split import split_at_markers
 
 log = logging.getLogger("hpml")
-
-
-@dataclass(frozen=True)
-class PipelineProgram:
-    """One rank's program: its stages, and the graphs around their loop. reads, outputs, gradients: see `StagedBody`. alone,
-    elsewhere, lent: see `runtime.program.pipeline_step.PipelineLoop`."""
-
-    parts: StepInterface
-    stages: tuple[StageProgram, ...]
-    reads: Mapping[str, LoopInput]
-    outputs: Mapping[int, int]
-    gradients: Mapping[int, tuple[int, ...]]
-    alone: frozenset[int]
-    elsewhere: Mapping[str, torch.Tensor]
-    lent: Mapping[str, tuple[int, torch.Tensor]]
 
 
 class StageCutter:
@@ -78,7 +60,7 @@ class StageCutter:
         except BadInput:  # an inference graph without these blocks: balance its own times
             return cut(())
 
-    def given_to(self, owners: Mapping[str, int], written: Container[int], others: bool) -> PipelineProgram:
+    def given_to(self, owners: Mapping[str, int], written: Container[int], others: bool) -> StepProgram:
         """The program of this rank. owners: placeholder -> rank, for parameters that one rank has alone. Those that other
         ranks' stages need, too, are lent to all ranks for the step. written, others: see `StepInterface.of`."""
         needed_alone = self.needs.owners(owners)
@@ -90,5 +72,6 @@ class StageCutter:
         around = self.needs.around(self.place, own)
         prepare_around_loop(around, self.options.compiler)
         parts = StepInterface.of(self.marked, around, self.microbatches, self.forward_outputs, written, others, saved)
-        return PipelineProgram(parts, self.stages, self.staged.reads, self.staged.outputs, self.staged.gradients,
-                               self.needs.gradients_alone(own), elsewhere, lent)
+        links = PipelineLinks(self.staged.reads, self.staged.outputs, self.staged.gradients, self.needs.gradients_alone(own),
+                              elsewhere, lent)
+        return StepProgram(parts, self.stages, links)

@@ -1,0 +1,292 @@
+"""Decisions about one graph in a run, and its rewrite to the program of this rank.
+
+Every rank traces and rewrites the full graph. Where its mesh has a `pp` axis, each rank cuts out its own stages. Parameters are
+placed on the other axes. Along `pp`, a parameter that only one rank's stages read is on that rank alone, with its gradient
+(`hpml_compiler.compile.program.stage_parameters`); others are on every rank, and the rank of their stage computes their
+gradients and broadcasts them. A graph that is not pipelined borrows such parameters from their owners at each call.
+"""
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from hpml_compiler.compile.decide.plan_entry import PlanEntry
+from hpml_compiler.compile.decide.running_ranks import RunningRanks
+from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
+from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
+from hpml_compiler.compile.program.stage_cutter import StageCutter
+from hpml_compiler.compile.program.step_program import StepProgram, one_stage_program
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
+from hpml_compiler.compile.wrapper.sharded_outputs import sharded_outputs_of, sharded_tangents_of
+from hpml_compiler.compile.wrapper.stage_placements import owned_parameters, placed_in_stages
+from hpml_compiler.options import Options
+from hpml_compiler.planner.checkpointing.checkpoint_problem import tape_of_body
+from hpml_compiler.planner.decide import decide, decide_unpipelined
+from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
+from hpml_compiler.planner.graph.microbatching import fitting_microbatches, joint_of_loss, loop_of, mark_loop
+from hpml_compiler.planner.graph.step_problem import StepProblem
+from hpml_compiler.planner.pipeline.stage_halves import warn_without_stages
+from hpml_compiler.planner.search.dry_run import DryRun
+from hpml_compiler.planner.step_decision import DecidedStep, StepDecision
+from hpml_compiler.runtime.consistency.input_check import draws_random_numbers
+from hpml_compiler.runtime.consistency.rank_sync import GraphMismatch, same_graph
+from hpml_compiler.runtime.process.world_group import this_rank, world_size
+from hpml_compiler.runtime.watchdog.barrier_check import CALLING, require_all_ranks
+from hpml_compiler.session import session
+from passes import compat
+from passes.errors import HpmlError
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.fx_nodes import returned_nodes
+from passes.graph.graph_copy import copy_graph
+from passes.op_rules.recomputable import is_recomputable
+from passes.pipeline.find_stages import TooFewBlocks
+from passes.presets import after_planning, annotate, building_storage_program, one_device
+from passes.solver.work_limit import WorkLimit
+from passes.tracing.joint_trace import JointTrace
+from passes.transforms.shard.hoist_batch_slice import batch_slices_of
+
+log = logging.getLogger("hpml")
+
+
+class GraphDecisions:
+    """sharing: under a memory budget, what the graphs of the step share. entry: the graph's plan in the session. takes:
+    metadata of the runtime wrapper, completed on the way. decided: the latest decision."""
+
+    def __init__(self, given: Sequence[Any], inputs: GraphInputs, options: Options, sharing: StepContext | None,
+                 entry: PlanEntry):
+        self.given, self.inputs, self.options, self.sharing, self.entry = given, inputs, options, sharing, entry
+        self.name, self.cluster, self.session = entry.name, entry.cluster, session.current()
+        self.stages = PipelineMesh(options.mesh or {}) if options.stage_ranks > 1 else None
+        self.ranks, self.alone = RunningRanks(inputs, entry), world_size() == 1
+        self.takes = RuntimeMetadata()
+        self.decided = DecidedStep(StepDecision())
+        self.microbatches = self._microbatches()
+
+    def restore(self, earlier: RuntimeMetadata) -> None:
+        """Restore the decisions of an earlier launch."""
+        self.takes, self.decided = earlier, DecidedStep(earlier.decision)
+        self.inputs.gathered, self.inputs.written = set(earlier.gathered), set(earlier.written)
+        if self.sharing is not None and earlier.budgeted is not None:
+            self.session.step.graphs[self.sharing.frame] = earlier.budgeted
+        if self.stages is not None:  # the restored graphs refer to process groups by name
+            self.stages.groups()
+        elif earlier.entry is not None:
+            self.session.groups(earlier.entry.record.mesh)
+
+    # -- decide --------------------------------------------------------------------------------------------------------
+
+    def decide(self, joint: GraphModule, forward_outputs: int, traced: JointTrace | None, first: bool = True) -> DecidedStep:
+        """Decide about a joint graph, which deciding may change. traced: a copy of it. first: False where the step is compiled
+        again for gradients at all outputs."""
+        if first:
+            self.inputs.written = compat.mutated_inputs(joint)
+        step = self._step(joint, forward_outputs, traced, first)
+        decided = self.decided = self._decided_or_unpipelined(step, joint, first)
+        kept = decided.decision.checkpointing
+        if first and self.sharing is not None and kept is not None:
+            planned = decided.planned
+            self._enter(self.sharing.whole if planned is None else self._trial(decided).held(planned), decided)
+        return decided
+
+    def decide_inference(self, gm: GraphModule) -> DecidedStep:
+        """Decide about a forward graph that is not pipelined."""
+        if self.alone:
+            self.inputs.written = compat.mutated_inputs(gm)
+            self.decided = DecidedStep(StepDecision())
+        elif self.stages is None or self.stages.is_split:
+            step = self._problem(self.analyze(gm, None), None, 1)
+            self.decided = decide(step, self.ranks) if self.stages is None else decide_unpipelined(step, self.ranks)
+            self._note_stages(self.decided)
+        return self.decided
+
+    def analyze(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> AnalyzedGraph:
+        """The graph, analyzed for planning, after a check that all ranks have the same graph."""
+        with self.entry.doing("annotate", "annotating"):
+            annotated = self.inputs.annotate(gm, forward_outputs, microbatches, leaves=self.stages is None)
+        with compat.outside_tracing():
+            require_all_ranks("compiling a graph", CALLING, every=0)
+        same_graph(annotated.text)
+        self.takes = replace(self.takes, draws=draws_random_numbers(gm))
+        return annotated
+
+    def _step(self, joint: GraphModule, forward_outputs: int, traced: JointTrace | None, first: bool) -> StepProblem:
+        if self.microbatches > 1 or self.stages is not None:
+            annotated = self.analyze(joint_of_loss(joint) if first else joint, forward_outputs, self.microbatches)
+            step = self._problem(annotated, forward_outputs, self.microbatches, traced)
+            if self.stages is None:
+                step = replace(step, own=joint, whole=lambda: self.analyze(joint, forward_outputs))
+            return step
+        if not self.alone:
+            return self._problem(self.analyze(joint, forward_outputs), forward_outputs, 1, traced)
+        return self._unchanged(joint, forward_outputs, traced)
+
+    def _unchanged(self, joint: GraphModule, forward_outputs: int, traced: JointTrace | None) -> StepProblem:
+        """The problem of a graph that is not to be placed: analyzed as a copy, if at all."""
+        analyze = lambda: annotate(copy_graph(joint), self.inputs.described, forward_outputs)  # noqa: E731
+        return StepProblem(self.name, analyze, forward_outputs, self.options, self.cluster, WorkLimit(self.options.time_limit),
+                           sharing=self.sharing, traced=traced, own=joint)
+
+    def _problem(self, annotated: AnalyzedGraph, forward_outputs: int | None, microbatches: int,
+                 traced: JointTrace | None = None) -> StepProblem:
+        inputs, names = self.inputs, {p: n for n, p in annotated.interface.positions.items()}
+        return StepProblem(
+            f"graph_{len(self.session.graphs)}", lambda: annotated, forward_outputs, self.options, self.cluster,
+            WorkLimit(self.options.time_limit), microbatches, traced,
+            kept_gradients=inputs.kept_gradients(annotated, forward_outputs), written=frozenset(inputs.written),
+            sharing=self.sharing, rows=frozenset(names[p] for p in inputs.rows if p in names))
+
+    def _decided_or_unpipelined(self, step: StepProblem, joint: GraphModule, first: bool) -> DecidedStep:
+        try:
+            decided = decide(step, self.ranks, first)
+        except TooFewBlocks as error:
+            return self._unpipelined(joint, step, error)
+        self._note_stages(decided)
+        return decided
+
+    def _unpipelined(self, joint: GraphModule, step: StepProblem, why: TooFewBlocks) -> DecidedStep:
+        """The decision about a graph that is too small for stages, such as the loss after a graph break."""
+        if this_rank() == 0:
+            warn_without_stages(self.name, why.what)
+        assert self.stages is not None, "it was to be pipelined"
+        if self.stages.is_split:
+            step = self._problem(self.analyze(joint, step.forward_outputs), step.forward_outputs, 1, step.traced)
+        else:
+            step = self._unchanged(joint, step.outputs, step.traced)
+        decided = decide_unpipelined(step, self.ranks)
+        self._note_stages(decided)
+        return decided
+
+    def _note_stages(self, decided: DecidedStep) -> None:
+        """Note the placements of parameters inside the stages."""
+        if self.stages is None or decided.planned is None or decided.step is None:
+            return
+        planned = decided.planned
+        for what in planned.record.seconds.keys() & {"look", "solve"}:
+            self.entry.seconds[what] = self.entry.seconds.get(what, 0.0) + planned.record.seconds[what]
+        self.takes = placed_in_stages(self.takes, decided.step.annotated, planned, self.stages)
+        if this_rank() == 0:
+            log.info("%s: each stage on the mesh %s, planned in %.2f s", self.name, planned.mesh,
+                     sum(planned.record.seconds.values()))
+
+    # -- rewrite -------------------------------------------------------------------------------------------------------
+
+    def program(self, joint: GraphModule, decided: DecidedStep, others: bool) -> StepProgram | None:
+        """The program of a step in microbatches or stages; None for any other, and for a graph that is too small for stages.
+        others: see `StepInterface.of`."""
+        step, decision = decided.step, decided.decision
+        if step is None or decision.microbatches is None and decision.schedule is None:
+            return None
+        if self.stages is not None:
+            self.takes = replace(self.takes, training=True)
+            try:
+                return self._cut(decided, step, others)
+            except TooFewBlocks as error:
+                self.decided = self._unpipelined(joint, step, error)
+                return None
+        times, kept, annotated = decision.microbatches, decision.checkpointing, step.annotated
+        assert times is not None, "it has a loop"
+        gm, loop = annotated.gm, decided.loop
+        with self.entry.doing("rewrite", "rewriting"):
+            if loop is None:
+                groups = self.session.groups(decision.mesh)
+                loop = loop_of(gm, annotated.graph, decision.placements, times, groups, step.outputs, step.kept_gradients,
+                               self.options.compiler)
+                if kept is not None and decided.planned is not None:
+                    tape = self._trial(decided).tape(decided.planned, groups)
+                    building_storage_program(tape_of_body(gm, loop, tape))(loop.body)
+            program = one_stage_program(gm, loop, times.microbatches, step.outputs, step.written, others, self.entry.step_us,
+                                        kept, self.options.offload_folder or "")
+        self.entry.log_plan(annotated.graph.unruled)
+        return program
+
+    def evaluation(self, gm: GraphModule) -> StepProgram | None:
+        """Cut a forward graph into stages; None, with a warning, where that is not possible."""
+        if self.stages is None or has_effects(gm):
+            return None
+        starts = self.session.stage_starts.get(compat.frame_being_compiled(), ())
+        try:
+            step = self._problem(self.analyze(gm, None, self.microbatches), None, self.microbatches)
+            decided = decide(step, self.ranks)
+            self._note_stages(decided)
+            return self._cut(decided, step, False, starts)
+        except GraphMismatch:
+            raise
+        except HpmlError as error:
+            if this_rank() == 0:
+                warn_without_stages(self.name, error.what)
+            return None
+
+    def rewrite(self, gm: GraphModule, decided: DecidedStep, forward_outputs: int | None) -> None:
+        """Turn a graph without a loop into this rank's program."""
+        step, planned, compiler = decided.step, decided.planned, self.options.compiler
+        if planned is None or step is None:
+            if forward_outputs is not None and decided.decision.checkpointing is None:
+                with self.entry.doing("rewrite", "rewriting"):
+                    one_device(compiler)(gm)
+            return
+        annotated, gradients, budgeted = step.annotated, step.kept_gradients, self.options.memory_budget is not None
+        with self.entry.doing("rewrite", "rewriting"):
+            if self.stages is not None:
+                after_planning(planned.decision, self.stages.groups(), compiler, forward_outputs, gradients)(gm)
+                return
+            left, tangents = sharded_outputs_of(annotated, planned.decision), sharded_tangents_of(annotated, planned.decision)
+            after_planning(
+                planned.decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
+                compact=budgeted or self.options.zero in (1, 2, 3), ahead=planned.kept is None or planned.kept.ahead,
+                outside=() if budgeted else self.inputs.only_read(annotated))(gm)
+            taken = {annotated.interface.positions[name]: each for name, each in batch_slices_of(gm).items()}
+            self.takes = replace(self.takes, left=left, taken=taken, tangents=tangents)
+        self.entry.log_plan(annotated.graph.unruled)
+        if planned.kept is not None:
+            building_storage_program(self._trial(decided).tape(planned, self.session.groups(planned.mesh)))(gm)
+
+    def _cut(self, decided: DecidedStep, step: StepProblem, others: bool, starts: tuple[str, ...] = ()) -> StepProgram:
+        """This rank's stages, and the graphs around their loop. starts: first block of each stage but stage 0, if known. Raises
+        TooFewBlocks."""
+        assert self.stages is not None, "there are stages"
+        annotated, decision = step.annotated, decided.decision
+        gm, training = annotated.gm, step.forward_outputs is not None
+        outputs = step.outputs if training else len(returned_nodes(gm))
+        with self.entry.doing("rewrite", "rewriting"):
+            mark_loop(gm, annotated.graph, decision.placements, decision.microbatches, self.stages.groups(), outputs,
+                      step.kept_gradients if training else (), self.options.compiler == "inductor")
+        with self.entry.doing("rewrite", "cutting into stages"):
+            cutter = StageCutter(self.options, gm, decision.microbatch_count, outputs, annotated.interface, starts)
+        self.decided = replace(decided, decision=replace(decision, stages=cutter.staged.stages))
+        if self.takes.owned is None:  # else the graph is cut once more, for gradients at other outputs
+            positions = annotated.interface.positions
+            self.takes = owned_parameters(self.takes, cutter.needs.owners(positions), positions, self.given,
+                                          self.inputs.described, self.stages, training)
+        assert self.takes.owned is not None, "it was decided"
+        return cutter.given_to(self.takes.owned, step.written if training else (), others)
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _trial(self, decided: DecidedStep) -> DryRun:
+        assert decided.step is not None, "it was planned"
+        return DryRun(decided.step, decided.decision.microbatches)
+
+    def _enter(self, held: GraphMemory, decided: DecidedStep) -> None:
+        """Enter the saved activations in the step. held: other memory of the graph on a rank."""
+        kept = decided.decision.checkpointing
+        assert self.sharing is not None and kept is not None, "without a budget, nothing is decided of it"
+        self.takes = replace(self.takes, budgeted=self.session.step.enter(self.sharing, held, kept))
+
+    def _microbatches(self) -> int:
+        """Number of microbatches of a step: as many as divide the rows that a rank has at the least."""
+        inputs, options = self.inputs, self.options
+        if options.microbatches == 1 or self.stages is None and not torch.is_grad_enabled():
+            return 1
+        shapes = [x.shape for x, its in zip(inputs.examples, inputs.described, strict=True) if its.kind == "batch"]
+        ranks = world_size() if inputs.rows else (options.mesh or {}).get("dp", 1)
+        return fitting_microbatches(shapes, options.microbatches, ranks, speaks=this_rank() == 0)
+
+
+def has_effects(gm: GraphModule) -> bool:
+    """True if a graph has side effects or draws random numbers."""
+    return any(node.op == "call_function" and not is_recomputable(node) for node in gm.graph.nodes)

@@ -1,0 +1,56 @@
+"""Placements of parameters in a pipeline: on the axes of their stage, and on one rank along `pp` where only that one needs
+them."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
+
+from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
+from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
+from hpml_compiler.runtime.placements.single_rank_placement import SingleRank, owner_of
+from hpml_compiler.runtime.placements.unsharded_params import GatheredInput
+from hpml_compiler.session import session
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.graph_signature import GraphInput
+from passes.graph.layouts import stored_layout
+
+
+def placed_in_stages(takes: RuntimeMetadata, annotated: AnalyzedGraph, planned: PlanResult, mesh: PipelineMesh,
+                     ) -> RuntimeMetadata:
+    """The metadata with the placements of a graph that was planned on the ranks of one stage."""
+    values, positions, interface = annotated.graph.values, annotated.interface.positions, annotated.interface
+    held = {values[v].name: GatheredInput.along(mesh.route_over_all(route), positions[values[v].name])
+            for v, route in planned.decision.held.items()}
+    takes = replace(takes, held=held, graph_hash=planned.record.graph_hash)
+    if not interface.training:
+        return takes
+    return replace(takes, placements={
+        positions[values[v].name]: session.to_dtensor(stored_layout(values[v], mesh.over_all(planned.decision.stored(v))))
+        for v in planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in interface.stored})
+
+
+def owned_parameters(takes: RuntimeMetadata, found: Mapping[str, int], positions: Mapping[str, int], given: Sequence[Any],
+                     described: Sequence[GraphInput], mesh: PipelineMesh, training: bool) -> RuntimeMetadata:
+    """The metadata with the parameters that only one rank has. found: the rank that alone needs a parameter, by placeholder. A
+    parameter placed on another rank before is lent by that rank."""
+    owned, own_here, placed = {}, set(takes.own_here), dict(takes.placements)
+    for name, position in positions.items():
+        parameter, owner = given[position], found.get(name)
+        if isinstance(parameter, DTensor):
+            if owner is not None and owner_of(parameter) == owner:
+                owned[name] = owner
+                own_here.add(position)
+        elif training and described[position].placeable:
+            placements = placed.get(position, (Replicate(),) * len(mesh.sizes))
+            if owner is not None and parameter.dim():
+                owned[name] = owner
+                placements = tuple(SingleRank(owner) if axis == PP_AXIS else placement
+                                   for axis, placement in zip(mesh.sizes, placements, strict=True))
+            placed[position] = placements
+    return replace(takes, owned=owned, own_here=frozenset(own_here), placements=placed)

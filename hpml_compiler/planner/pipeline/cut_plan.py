@@ -1,0 +1,139 @@
+"""Plan of a pipelined step, made without ranks to run it.
+
+The graph is prepared as a run does it until its stages are known, for a rank of the first stage.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch.fx import GraphModule
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.checkpointing.single_device_checkpointing import NO_LIMIT
+from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
+from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
+from hpml_compiler.planner.graph.microbatching import loss_of, mark_loop
+from hpml_compiler.planner.graph.step_problem import StepProblem
+from hpml_compiler.planner.pipeline.extrapolated_stages import extrapolated_parts, lists_in_order
+from hpml_compiler.planner.pipeline.layer_costs import LayerCosts, starts_of
+from hpml_compiler.planner.pipeline.pipeline_estimate import with_pipeline
+from hpml_compiler.planner.pipeline.pipeline_graph_plan import PipelinePlanBuilder
+from hpml_compiler.planner.pipeline.pp_axis import (
+    PP_AXIS,
+    cluster_of_stage,
+    is_split,
+    memory_model_of,
+    options_of_stage,
+    over_all_axes,
+    schedule_of,
+)
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, stage_body
+from hpml_compiler.planner.search.fitting_search import FittingSearch
+from hpml_compiler.plans.schema import GraphPlan
+from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
+from hpml_compiler.simulate.plan_step_graph import step_graph
+from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.errors import BadInput
+from passes.graph.fx_nodes import returned_nodes
+from passes.graph.graph_copy import copy_graph
+from passes.hardware.axis import device_axes
+from passes.hardware.cluster import Cluster
+from passes.hardware.mesh import mesh_from_pin
+from passes.pipeline.pipeline_schedule import PipelineSchedule
+from passes.pipeline.stage_assignment import StageAssignment
+from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
+from passes.sharding.microbatch_axis import MicrobatchPlacement
+from passes.transforms.microbatch.loop_split import split_at_markers
+from passes.transforms.shard.redistributor import MeshGroups
+
+
+class MakesPlan(Protocol):
+    """Makes the plan of a pipelined step from the plan of the ranks that share a stage, None where a stage has one rank.
+    stages: those of the latest plan. Raises TooFewBlocks."""
+
+    stages: StageAssignment | None
+
+    def __call__(self, planned: PlanResult | None) -> GraphPlan: ...
+
+
+def cut_plan_of(step: StepProblem, times: MicrobatchPlacement | None) -> MakesPlan:
+    return CutPlan(step, times) if step.folded is None else FoldedCutPlan(step, times, step.folded)
+
+
+class CutPlan:
+    """Makes the plan of a traced graph. times: placements on the microbatch axis; None with one microbatch. starts: first block
+    of each stage but stage 0, if known."""
+
+    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, starts: tuple[str, ...] = ()):
+        self.step, self.times, self.starts = step, times, starts
+        self.stages: StageAssignment | None = None
+
+    def __call__(self, planned: PlanResult | None) -> GraphPlan:
+        step, traced = self.step, self.step.traced
+        assert traced is not None, "a graph is cut as it was traced"
+        table = schedule_of(step.options, 1 if self.times is None else self.times.microbatches)
+        gm = copy_graph(step.annotated.gm)
+        staged = _staged(gm, step, planned, self.times, table.stages, self.starts)
+        self.stages = staged.stages
+        made = PipelinePlanBuilder(traced.gm, traced.inputs, step.outputs, step.options, step.cluster, self.times, planned)
+        return made.plan(step.name, gm, staged, table)
+
+
+class FoldedCutPlan:
+    """Makes the plan of a deep model of which a few layers were traced. Stage boundaries follow from the layers in the plan.
+    Raises DepthsDiffer where these layers do not represent all."""
+
+    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, folded: FewLayerTrace):
+        self.step, self.times, self.folded = step, times, folded
+        self.stages: StageAssignment | None = None
+
+    def __call__(self, planned: PlanResult | None) -> GraphPlan:
+        step, times, folded, options = self.step, self.times, self.folded, self.step.options
+        mesh, states = options.mesh or {}, options.optimizer_states
+        alone = cluster_of_stage(step.cluster, mesh[PP_AXIS])
+        table = schedule_of(options, 1 if times is None else times.microbatches)
+        found = planned or plan_graph(step.annotated, options_of_stage(options), alone, name=step.name, budget_bytes=NO_LIMIT,
+                                      lifetimes=memory_model_of(table), allowance=step.allowance, shorter=folded.shorter,
+                                      further=folded.further)
+        record, prices = folded.of_all_layers(found.record), MeshPrices(mesh_from_pin(found.mesh, alone), states)
+        if times is not None:
+            graph = step.annotated
+            record = with_microbatches(record, graph.graph, times, loss_of(graph.gm) is not None, prices.mesh, states)
+        lists = lists_in_order(record, folded)
+        starts = starts_of(lists)
+        try:
+            staged = _staged(copy_graph(step.annotated.gm), step, planned, times, len(starts) + 1, starts)
+        except BadInput as error:
+            raise DepthsDiffer(f"its layers do not follow each other: {error.what}") from error
+        self.stages = staged.stages
+        cut = LayerCosts(staged, len(lists), options.compiler, table)
+        parts = extrapolated_parts(record, step_graph(record, PlannedPrices(record, RepricedPlan(record, prices))), lists, cut,
+                                   table)
+        return with_pipeline(record, parts, table, mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster,
+                             states)
+
+
+def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, times: MicrobatchPlacement | None, stages: int,
+            starts: tuple[str, ...]) -> StagedBody:
+    """The stages of a graph, which gets its loop markers as on the first rank of a stage."""
+    annotated, axes = step.annotated, device_axes(planned.mesh if planned is not None else {})
+    groups = MeshGroups(axes, (0,) * len(axes), tuple(f"planned_{axis.name}" for axis in axes))
+    mark_loop(gm, annotated.graph, planned and planned.decision, times, groups, step.outputs,
+              range(step.outputs, len(returned_nodes(gm))))
+    return stage_body(gm, annotated.interface.kinds, split_at_markers(gm), stages, step.cluster.device, lambda find: find(),
+                      starts)
+
+
+def stage_search(options: Options, cluster: Cluster, table: PipelineSchedule,
+                 finish: Callable[[PlanResult], GraphPlan]) -> FittingSearch:
+    """The search for placements that fit, which counts the bytes of all stages."""
+    return FittingSearch(options, cluster, finish, memory_model_of(table), options.stage_ranks)
+
+
+def unpipelined_search(options: Options, cluster: Cluster) -> FittingSearch:
+    """The search for a graph that is not pipelined: the ranks of every stage run it in full."""
+    mesh = options.mesh or {}
+    return FittingSearch(options, cluster, lambda planned: over_all_axes(
+        planned.record, mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}))

@@ -1,0 +1,79 @@
+"""Decisions about one step, as data: a run rewrites the graph by them, and a plan records them."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.planner.graph.step_problem import StepProblem
+from hpml_compiler.plans.schema import GraphPlan
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
+from passes.graph.decision import Decision
+from passes.graph.loops.loop_parts import LoopSplit
+from passes.json_records import FrozenMap
+from passes.pipeline.stage_assignment import StageAssignment
+from passes.sharding.microbatch_axis import MicrobatchPlacement
+
+NO_AXES: FrozenMap[str, int] = FrozenMap({})
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """All decisions about a step, the same on every rank.
+
+    mesh: sizes of its axes in rank order; no axes on one device. placements: of every value on the axes of one stage, with the
+    redistributions between them; None where a stage has one rank. microbatches: placements on the microbatch axis, by which an
+    operation is in the loop or around it; None with one microbatch. schedule, stages: of the pipeline; the stages are None
+    without one, and until the loop is cut out, which they are found in. checkpointing: activations that are saved, offloaded,
+    or else recomputed; None where the partitioner decides. pinned: the parts that the user decided.
+    """
+
+    mesh: Mapping[str, int] = NO_AXES
+    placements: Decision | None = None
+    microbatches: MicrobatchPlacement | None = None
+    schedule: str | None = None
+    stages: StageAssignment | None = None
+    checkpointing: CheckpointDecision | None = None
+    pinned: frozenset[str] = frozenset()
+
+    @property
+    def microbatch_count(self) -> int:
+        return 1 if self.microbatches is None else self.microbatches.microbatches
+
+    @property
+    def stage_starts(self) -> tuple[str, ...]:
+        """First block of each stage but stage 0."""
+        return () if self.stages is None else tuple(blocks[0] for blocks in self.stages.blocks[1:])
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items()) or "one device"
+        parts = {"mesh": axes, "placements": self.placements and f"of {len(self.placements.operations)} operations",
+                 "microbatches": self.microbatches and f"{self.microbatches.microbatches}, with "
+                                                       f"{self.microbatches.share:.0%} of the work on rows in the loop",
+                 "stages": self.stages and f"{self.stages.count} under {self.schedule}",
+                 "checkpointing": self.checkpointing and f"{len(self.checkpointing.names)} values saved, "
+                                                         f"{self.checkpointing.again} calls recomputed"}
+        return "\n".join(f"{name}: {text} ({'pinned' if name in self.pinned else 'decided'})"
+                         for name, text in parts.items() if text)
+
+
+@dataclass(frozen=True)
+class DecidedStep:
+    """A decision, and what was made on the way. step: the problem as it was decided. planned: the answer of the placement
+    search, where there was one. record: the plan of the step; None where it is made on demand. loop: the microbatch loop, if
+    deciding took cutting it out of the analyzed graph already."""
+
+    decision: StepDecision
+    step: StepProblem | None = field(default=None, repr=False)
+    planned: PlanResult | None = None
+    record: GraphPlan | None = None
+    loop: LoopSplit | None = field(default=None, repr=False)
+
+
+def pinned_by(options: Options) -> frozenset[str]:
+    """The parts of a decision that the options pin."""
+    given = {"mesh": options.mesh is not None, "placements": options.plan is not None,
+             "microbatches": options.microbatches > 1, "stages": options.stage_ranks > 1,
+             "checkpointing": options.plan is not None}
+    return frozenset(name for name, pins in given.items() if pins)
