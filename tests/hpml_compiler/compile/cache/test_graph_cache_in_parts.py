@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler.session import session
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.compile.cache.test_graph_cache import FOUND, assert_same, folder, full, listen
 
 __all__ = ["folder"]  # a cache of its own for each test
@@ -90,15 +91,15 @@ def in_microbatches(rank: int, cases: dict[str, tuple[dict[str, Any], bool, bool
 
     found = {}
     for name, (options, inside, narrow) in cases.items():
-        hpml_compiler.reset()
+        fresh()
         counters["inductor"].clear()
         said = listen()
         ours, theirs = models(narrow, inside)
         call = torch.compile(ours, backend="hpml", options={"compiler": compiler, "microbatches": 2, **options})
         scale = 2.0**12 if narrow else 2.0
-        sizes = SIZES if compiler == "eager" else (8,)
-        seen = train(ours, call, scale, sizes)
-        expected = train(theirs, theirs, scale) if compiler == "eager" else seen  # inductor draws numbers of its own
+        sizes = SIZES if name == "rows" else (8, None)
+        seen = train(ours, call, scale, sizes if compiler == "eager" else (8,))
+        expected = train(theirs, theirs, scale, sizes) if compiler == "eager" else seen  # inductor draws numbers of its own
         for a, b in zip(seen, expected, strict=True):
             torch.testing.assert_close(a, b, **({"rtol": 1e-2, "atol": 2e-3} if narrow else {}))
         graphs = hpml_compiler.last_plan().graphs
@@ -119,7 +120,7 @@ def test_microbatches_on_several_ranks(launch):
             assert all("restore" in each and not SOLVED & each for each in seconds), name
     for name in CASES:
         assert not any("not kept" in each or FOUND in each for each in first[0][name][1]), name
-        assert sum(FOUND in each for each in again[0][name][1]) == len(again[0][name][2]) == 3, name
+        assert sum(FOUND in each for each in again[0][name][1]) == len(again[0][name][2]) == (3 if name == "rows" else 2), name
         assert any(graph["microbatches"] for graph in again[0][name][3]), name
 
 
@@ -153,7 +154,7 @@ def under_budgets(rank: int, budgets: tuple[int, ...]):
     """Of each: numbers, what is kept for backward, what the graphs of a step hold, what the log said, where time went."""
     found = []
     for budget in budgets:
-        hpml_compiler.reset()
+        fresh()
         said = listen()
         torch.manual_seed(0)
         model = InPieces()

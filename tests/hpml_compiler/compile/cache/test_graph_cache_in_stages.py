@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hpml_compiler
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.compile.cache.test_graph_cache import FOUND, assert_same, folder, full, listen
 from tests.hpml_compiler.compile.cache.test_graph_cache_in_parts import SIZES, SOLVED, Deep, train
 
@@ -59,7 +60,7 @@ def in_stages(rank: int, cases: dict[str, tuple[dict[str, Any], type[nn.Module],
     """Of each: numbers, what the log said, where the time of each graph went, and its plan."""
     found = {}
     for name, (options, kind, arguments, scale) in cases.items():
-        hpml_compiler.reset()
+        fresh()
         said = listen()
         torch.manual_seed(0)
         narrow = "small range" in name

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hpml_compiler
 from hpml_compiler.plans.cache import graph_database
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.compile.cache.test_graph_cache import FOUND, assert_same, folder, listen
 
 __all__ = ["folder"]  # a cache of its own for each test
@@ -38,7 +39,7 @@ class Deep(nn.Module):
 
 def train(options: dict[str, Any], inside: bool, others: bool, again: bool):
     """Steps -> losses, gradients, and what the model holds; what the log said; the plan, and where the time went."""
-    hpml_compiler.reset()
+    fresh()
     said = listen()
     torch.manual_seed(0)
     model = Deep(inside, again).double()
