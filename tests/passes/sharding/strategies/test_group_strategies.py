@@ -1,9 +1,19 @@
 """Strategies of single operations -> strategies of a group on one axis."""
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from passes.graph.step_phase import FORWARD
 from passes.sharding.grouping.op_groups import OpGroup, groups_of
-from passes.sharding.strategies.group_strategies import MAX_STATES, GroupStrategy, GroupStrategyCache, strategies_on_axis
+from passes.sharding.strategies.group_strategies import (
+    MAX_STATES,
+    GroupStrategy,
+    GroupStrategyCache,
+    strategies_on_axis,
+    undominated_ends,
+)
 from passes.solver.work_limit import WorkLimit
 from tests.passes.graphs import Builder, V, aten
 
@@ -131,3 +141,22 @@ def test_what_was_found_once_is_found_again_only_where_reductions_cost_something
     assert found(1.0, True) == found(1.0, True) != found(2.0, True) == found(2.0, True)
     assert found(1.0, False) == found(2.0, False)
     assert searches == [1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("reads, makes", [(0, 1), (1, 0), (1, 2), (3, 2)])
+def test_undominated_ends_are_those_of_pairwise_comparison(reads, makes):
+    """Strategy by strategy: the whole value may be sliced for a reader of a shard, and a whole result for its readers."""
+    draw = random.Random(reads + 10 * makes)
+
+    def replaces(a, b) -> bool:
+        return all(p == q or (isinstance(p, tuple) and q == "R") for p, q in zip(a[0], b[0])) and all(
+            p == q or (p == "R" and isinstance(q, tuple)) for p, q in zip(a[1], b[1]))
+
+    for count in (0, 1, 2, 40):
+        found = [tuple(tuple(draw.choice(["R", "P", "M", (0, 0), (1, 0)]) for _ in range(n)) for n in (reads, makes))
+                 for _ in range(count)]
+        kept: list[int] = []
+        for k, ends in enumerate(found):
+            if not any(replaces(found[old], ends) for old in kept):
+                kept.append(k)
+        assert undominated_ends([inputs for inputs, _ in found], [outputs for _, outputs in found]) == kept
