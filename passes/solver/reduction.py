@@ -15,7 +15,7 @@ Without a budget bytes break ties only. Once an assignment is known, choices and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -49,6 +49,7 @@ class Reduced:
     supply: list[np.ndarray]
     demand: list[np.ndarray]
     spare_cost: float = math.inf
+    _edge_costs: dict[tuple[int, int, float], np.ndarray] = field(default_factory=dict)
 
     @property
     def open_edges(self) -> list[int]:
@@ -61,11 +62,20 @@ class Reduced:
         return math.fsum(float(cost.min()) for cost in self.costs)
 
     def edge_cost(self, edge: int) -> np.ndarray:
-        """The cost of all instances of the edge by label index, (labels + 1, labels + 1), inf where it cannot be met."""
-        cost = self.paths[edge].cost.copy()
-        cost[np.isfinite(cost)] *= self.problem.edges[edge].multiplicity  # 0 * inf would be nan
-        cost[cost > self.spare_cost] = math.inf
-        return cost
+        """The cost of all instances of the edge by label index, (labels + 1, labels + 1), inf where it cannot be met. Edges
+        share these arrays: do not change them."""
+        paths, multiplicity = self.paths[edge], self.problem.edges[edge].multiplicity
+        key = (id(paths), multiplicity, self.spare_cost)
+        if key not in self._edge_costs:
+            cost = paths.cost.copy()
+            cost[np.isfinite(cost)] *= multiplicity  # 0 * inf would be nan
+            cost[cost > self.spare_cost] = math.inf
+            self._edge_costs[key] = cost
+        return self._edge_costs[key]
+
+    def pair_costs(self, edge: int) -> np.ndarray:
+        """The same by candidates of its source and of its target."""
+        return self.edge_cost(edge)[self.supply[edge][:, None], self.demand[edge]]
 
     def useful_arcs(self, edge: int) -> list[Arc]:
         """The arcs of an open edge that cheapest paths between its candidates' labels take."""
@@ -105,8 +115,7 @@ def _shrink(reduced: Reduced, changed: set[int], dominated: bool) -> None:
     while changed:
         work, changed = changed, set()
         for edge in sorted({edge for entity in work for edge in reduced.open_at[entity]}):
-            changed |= _drop_unmet(reduced, edge)
-            changed |= _settle(reduced, edge)
+            changed |= _simplify(reduced, edge)
         changed |= _drop_over_budget(reduced)
         for entity in sorted(work | changed) if dominated else ():
             changed |= _drop_dominated(reduced, entity)
@@ -166,33 +175,31 @@ def _keep(reduced: Reduced, entity: int, kept: np.ndarray) -> set[int]:
     return {entity}
 
 
-def _drop_unmet(reduced: Reduced, edge: int) -> set[int]:
-    """Drop choices that fit none at the other end of `edge`; returns the entities that lost some."""
+def _simplify(reduced: Reduced, edge: int) -> set[int]:
+    """Drop choices that fit none at the other end of `edge`, and move its cost into the choices at its ends if that is exact.
+    Returns the entities that this changed."""
     source, target = reduced.problem.edges[edge].source, reduced.problem.edges[edge].target
-    cost, supply, demand = reduced.edge_cost(edge), reduced.supply[edge], reduced.demand[edge]
     if source == target:
-        return _keep(reduced, source, np.isfinite(cost[supply, demand]))
-    met: np.ndarray = np.isfinite(cost[np.ix_(supply, demand)])
-    return _keep(reduced, source, np.any(met, axis=1)) | _keep(reduced, target, np.any(met, axis=0))
-
-
-def _settle(reduced: Reduced, edge: int) -> set[int]:
-    """Move the cost of `edge` into the choices at its ends if that is exact; returns the entities that it changed."""
-    source, target = reduced.problem.edges[edge].source, reduced.problem.edges[edge].target
-    cost, supply, demand = reduced.edge_cost(edge), reduced.supply[edge], reduced.demand[edge]
-    if source == target:
-        reduced.costs[source] = reduced.costs[source] + cost[supply, demand]
-    else:
-        pairs = cost[np.ix_(supply, demand)]
-        if np.isinf(pairs).any():
-            return set()
-        of_source = pairs.min(axis=1)
-        of_target = pairs.min(axis=0) - pairs.min()
-        if (np.abs(of_source[:, None] + of_target - pairs) > _ROUNDING * pairs).any():
-            return set()
-        reduced.costs[source] = reduced.costs[source] + of_source
-        reduced.costs[target] = reduced.costs[target] + of_target
-    for entity in {source, target}:
+        own = reduced.edge_cost(edge)[reduced.supply[edge], reduced.demand[edge]]
+        _keep(reduced, source, np.isfinite(own))
+        reduced.costs[source] = reduced.costs[source] + own[np.isfinite(own)]
+        reduced.open_at[source].remove(edge)
+        return {source}
+    pairs = reduced.pair_costs(edge)
+    met: np.ndarray = np.isfinite(pairs)
+    changed = set[int]()
+    if not met.all():
+        changed = _keep(reduced, source, np.any(met, axis=1)) | _keep(reduced, target, np.any(met, axis=0))
+        pairs = reduced.pair_costs(edge) if changed else pairs
+        if not changed or np.isinf(pairs).any():
+            return changed
+    of_source = pairs.min(axis=1)
+    of_target = pairs.min(axis=0) - of_source.min()
+    if 1 not in pairs.shape and (np.abs(of_source[:, None] + of_target - pairs) > _ROUNDING * pairs).any():
+        return changed
+    reduced.costs[source] = reduced.costs[source] + of_source
+    reduced.costs[target] = reduced.costs[target] + of_target
+    for entity in (source, target):
         reduced.open_at[entity].remove(edge)
     return {source, target}
 
@@ -216,11 +223,11 @@ def _drop_dominated(reduced: Reduced, entity: int) -> set[int]:
         return set()
     loss = cost[:, None] - cost[None, :]  # (a, b): extra cost of a, redistributed to look like b
     for edge in reduced.open_at[entity]:
-        between = reduced.edge_cost(edge)
+        between, supply, demand = reduced.edge_cost(edge), reduced.supply[edge], reduced.demand[edge]
         if reduced.problem.edges[edge].source == entity:
-            loss = loss + between[np.ix_(reduced.supply[edge], reduced.supply[edge])]
+            loss += between[supply[:, None], supply]
         else:
-            loss = loss + between[np.ix_(reduced.demand[edge], reduced.demand[edge])].T
+            loss += between[demand, demand[:, None]]
     replaces = loss <= 0
     if reduced.problem.budget_bytes is not None:
         replaces &= (held[:, None] <= held[None, :]).all(axis=2)

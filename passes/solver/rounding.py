@@ -42,8 +42,7 @@ class _LocalSearch:
 
     def __init__(self, reduced: Reduced, allowance: WorkLimit) -> None:
         self.reduced, self.allowance = reduced, allowance
-        costs = {edge: reduced.edge_cost(edge)[np.ix_(reduced.supply[edge], reduced.demand[edge])]
-                 for edge in reduced.open_edges}
+        costs = {edge: reduced.pair_costs(edge) for edge in reduced.open_edges}
         dearest = [float(cost.max()) for cost in reduced.costs]
         dearest += [float(cost[np.isfinite(cost)].max(initial=0.0)) for cost in costs.values()]
         self.unmet_cost = 1e3 * (1.0 + math.fsum(dearest))  # more than any assignment that meets all edges
