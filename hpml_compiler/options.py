@@ -143,12 +143,12 @@ class Options(BaseModel):
             raise ValueError("offloading saved activations needs a memory_budget: set one")
         return offload
 
-    @field_validator("memory_budget", "offload")
+    @field_validator("offload")
     @classmethod
-    def _without_stages(cls, value: Any, others: ValidationInfo) -> Any:
-        if (others.data.get("mesh") or {}).get("pp", 1) > 1 and value not in (None, "off"):
-            raise ValueError("it cannot be combined with pipeline stages yet (mesh axis pp): set only one")
-        return value
+    def _state_without_stages(cls, offload: str, others: ValidationInfo) -> str:
+        if (others.data.get("mesh") or {}).get("pp", 1) > 1 and offload in ("optimizer", "all"):
+            raise ValueError('optimizer state is not offloaded with pipeline stages (mesh axis pp) yet: set "saved" or "off"')
+        return offload
 
     @field_validator("schedule", "virtual_stages")
     @classmethod
@@ -253,6 +253,8 @@ def _made_with(plan: Plan) -> dict[str, Any]:
         if graph.microbatches is not None:
             found["microbatches"] = graph.microbatches.count
         if (pipe := graph.pipeline) is not None:
+            if (kept := pipe.stages[0].kept) is not None:
+                found["memory_budget"] = kept.budget_bytes
             found |= {"mesh": dict(plan.mesh), "schedule": pipe.schedule, "virtual_stages": pipe.virtual_stages}
     return found
 

@@ -27,6 +27,7 @@ from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.base import Pass
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM, CheckpointDecision
 from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
+from passes.checkpointing.other_microbatches import CountOtherMicrobatches
 from passes.checkpointing.solve_checkpointing import AdoptCheckpointing, SolveCheckpointing
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.decision import Decision
@@ -43,6 +44,7 @@ from passes.pipeline.stage_body import AdoptStages, AnalyzeStageBody
 from passes.sharding.formulation.problem_entities import Pin
 from passes.sharding.search.mesh_search import SearchConfig
 from passes.sharding.search.placement_passes import AdoptPlacements, DecidePlacements, ObeyPlacements
+from passes.simulation.memory.storage_program import Microbatches
 from passes.transforms.cleanup.channels_last import ChannelsLast
 from passes.transforms.cleanup.common_subexpressions import Deduplicate
 from passes.transforms.cleanup.normalization import Normalize
@@ -91,6 +93,13 @@ def deciding(conditions: SearchConfig, mesh: Mapping[str, int] | None, pins: Map
 def building_storage_program(tape: BuildStorageProgram) -> PassManager:
     """Build the storage program of a joint graph that is ready to be partitioned."""
     return PassManager((*((ChannelsLast(), UnaliasCat()) if tape.fuses else ()), HoistToForward(), Shapes(), Flops(), tape))
+
+
+def counting_microbatches(microbatches: Microbatches) -> PassManager:
+    """Count other microbatches in a storage program."""
+    manager = PassManager((CountOtherMicrobatches(microbatches),))
+    manager.check(available=(STORAGE_PROGRAM,))
+    return manager
 
 
 def solving_checkpointing(forward_outputs: int, keep: SolveCheckpointing) -> PassManager:

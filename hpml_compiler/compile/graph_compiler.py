@@ -243,7 +243,7 @@ class GraphCompiler:
         if traced is None or decision.stages is None and not (self.alone and looped):
             self.entry.watch()
             return None
-        source = PlanSource(traced, self.options, self.cluster, decision, decided.planned)
+        source = PlanSource(traced, self.options, self.cluster, decision, decided.planned, self.sharing)
         self.entry.enter_later(source, decision, {} if self.program is None else self.program.reports)
         return source
 

@@ -125,13 +125,14 @@ def _in_stages(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | Non
                                    folded=step.folded)
         fitting = None if finish is None or fits() else stage_search(options, cluster, table, finish)
         planned, record = ranks.place(request, lambda request: request.place(step.allowance, fitting, hurried=ranks.running))
-    elif finish is not None:  # one rank has no choice
+    elif finish is not None and not (ranks.running and step.sharing is not None):
+        # One rank has no choice. Those of a run decide what they save once their stages are cut, and check it then.
         record = ranks.agreed("checking that the stages fit",
                               lambda: None if fits() else check_fits(finish(None), options, cluster))
     decision = StepDecision(
         dict(options.mesh or {}), planned and planned.decision, times, table.name,
         None if finish is None else finish.stages, pinned=pinned_by(options))
-    return DecidedStep(decision, step, planned, record)
+    return DecidedStep(decision, step, planned, record, fullest=None if finish is None else finish.fullest)
 
 
 def decide_unpipelined(step: StepProblem, ranks: Ranks) -> DecidedStep:

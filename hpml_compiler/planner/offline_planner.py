@@ -64,7 +64,8 @@ class OfflinePlanner:
 
     def plan(self, traces: TracedModel, allowance: WorkLimit) -> list[GraphPlan]:
         """Plans of all graphs: of a deep model from the trace of a few of its layers, where that is sound."""
-        if traces.shortened is not None:
+        every = self.options.memory_budget is not None and self.options.stage_ranks > 1
+        if not every and traces.shortened is not None:
             folded, annotated = traces.shortened
             try:
                 return [self._of_few_layers(self.problem("graph_0", traces.few, annotated, allowance, folded))]
@@ -98,7 +99,7 @@ class OfflinePlanner:
             traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded)
         if count > 1 and folded is None:
             step = replace(step, whole=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs))
-        if self.options.memory_budget is None or self.options.stage_ranks > 1:
+        if self.options.memory_budget is None:
             return step
         sharing = self._sharing(step)
         gradients = tuple(step.outputs + k for k, position in enumerate(step.annotated.interface.positions.values())
@@ -115,7 +116,9 @@ class OfflinePlanner:
             warn_of_empty_stages(step.name, decision.stages)
         kept = decision.checkpointing
         record, rejected = decided.record, () if planned is None else planned.rejected
-        if sharing is not None and kept is not None:
+        if decided.fullest is not None:
+            self.graphs[step.name] = decided.fullest
+        elif sharing is not None and kept is not None:
             held = sharing.whole if planned is None else DryRun(step, decision.microbatches).held(planned)
             self.graphs[step.name] = replace(held, saved=kept.saved_bytes)
         if record is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.planner.graph.memory_budget import GraphMemory
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.plans.schema import GraphPlan
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
@@ -26,7 +27,8 @@ class StepDecision:
     redistributions between them; None where a stage has one rank. microbatches: placements on the microbatch axis, by which an
     operation is in the loop or around it; None with one microbatch. schedule, stages: of the pipeline; the stages are None
     without one, and until the loop is cut out, which they are found in. checkpointing: activations that are saved, offloaded,
-    or else recomputed; None where the partitioner decides. pinned: the parts that the user decided.
+    or else recomputed; None where the partitioner decides. stage_checkpointing: the same of each stage, once they are cut out.
+    pinned: the parts that the user decided.
     """
 
     mesh: Mapping[str, int] = NO_AXES
@@ -35,6 +37,7 @@ class StepDecision:
     schedule: str | None = None
     stages: StageAssignment | None = None
     checkpointing: CheckpointDecision | None = None
+    stage_checkpointing: tuple[CheckpointDecision, ...] = ()
     pinned: frozenset[str] = frozenset()
 
     @property
@@ -53,7 +56,8 @@ class StepDecision:
                                                        f"{self.microbatches.share:.0%} of the work on rows in the loop",
                  "stages": self.stages and f"{self.stages.count} under {self.schedule}",
                  "checkpointing": self.checkpointing and f"{len(self.checkpointing.names)} values saved, "
-                                                         f"{self.checkpointing.again} calls recomputed"}
+                                                         f"{self.checkpointing.again} calls recomputed",
+                 "stage checkpointing": ", ".join(f"{each.again} calls recomputed" for each in self.stage_checkpointing)}
         return "\n".join(f"{name}: {text} ({'pinned' if name in self.pinned else 'decided'})"
                          for name, text in parts.items() if text)
 
@@ -62,13 +66,15 @@ class StepDecision:
 class DecidedStep:
     """A decision, and what was made on the way. step: the problem as it was decided. planned: the answer of the placement
     search, where there was one. record: the plan of the step; None where it is made on demand. loop: the microbatch loop, if
-    deciding took cutting it out of the analyzed graph already."""
+    deciding took cutting it out of the analyzed graph already. fullest: under a memory budget, memory of the rank of a planned
+    pipeline that holds most."""
 
     decision: StepDecision
     step: StepProblem | None = field(default=None, repr=False)
     planned: PlanResult | None = None
     record: GraphPlan | None = None
     loop: LoopSplit | None = field(default=None, repr=False)
+    fullest: GraphMemory | None = None
 
 
 def pinned_by(options: Options) -> frozenset[str]:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.record_fields import Count, Microseconds, Names, Record
 
 
@@ -45,7 +46,9 @@ class StagePlan(Record):
     stage), saved_bytes: per microbatch. in_flight: the largest number of microbatches with saved activations at a time;
     memory_bytes: memory of its rank for this stage then, with parameters, gradients and optimizer state as they are stored.
     weight_us: the part of backward_us for weight gradients, where the schedule runs it separately; saved_bytes is then the
-    larger of the bytes before that part and after the other part of backward, so saved_bytes * in_flight is an upper bound."""
+    larger of the bytes before that part and after the other part of backward, so saved_bytes * in_flight is an upper bound.
+    kept: activation checkpointing, where it was decided under a memory budget: for all microbatches of a step, with what other
+    stages of its rank have in memory at its peaks."""
 
     blocks: Names
     rank: Count
@@ -61,6 +64,12 @@ class StagePlan(Record):
     in_flight: Count
     memory_bytes: Count
     sends: Annotated[tuple[SentPlan, ...], Field(strict=False)]
+    kept: CheckpointingPlan | None = None
+
+    @property
+    def again_us(self) -> float:
+        """Time of recomputation and offloading in a step."""
+        return 0.0 if self.kept is None else self.kept.again_us + self.kept.offload_us
 
 
 class PipelinePlan(Record):

@@ -96,7 +96,8 @@ def stages_of(pipe: PipelinePlan, times: Sequence[StageTimes], sends: Sequence[t
     found = []
     for k, (stage, own) in enumerate(zip(pipe.stages, times, strict=True)):
         share = held[k] / most if most else 0.0
-        backward_us = own.backward_us + share * accumulate_us * (pipe.microbatches - 1) / pipe.microbatches
+        once_us = share * accumulate_us * (pipe.microbatches - 1) + stage.again_us
+        backward_us = own.backward_us + once_us / pipe.microbatches
         send_us, return_us = (stage.send_us, stage.return_us) if sends is None else sends[k]
         found.append(TimedStage(
             own.forward_us, backward_us, send_us, return_us, reduce_us=own.reduce_us, around_us=own.around_us,

@@ -33,6 +33,8 @@ from passes.registry import register
 from passes.simulation.memory.storage_program import Microbatches, ProgramOp, Storage, StorageProgram
 
 LEAST_OFFLOADED_BYTES = 4096
+RECEIVE, SEND = "receive", "send"
+"""Names of operations of a pipeline stage that its graph does not have."""
 INLINED_SHARE = 0.25
 """Cost of computing a result inside another kernel, as a fraction of writing it."""
 
@@ -47,7 +49,8 @@ class BuildStorageProgram(AnalysisPass):
     that each call changes when forward is over: what was computed from one cannot be computed again. axis_of: number of the
     mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists: blocks
     of the graph that stand for `layers` layers, of each list of them (`passes.checkpointing.layer_folding`). microbatches: what
-    others of these hold meanwhile, where the graph is what each of them runs."""
+    others of these hold meanwhile, where the graph is what each of them runs. received: names of inputs that a pipeline stage
+    receives for each microbatch; None if the graph is not that of a stage, whose outputs are sent on or collected."""
 
     name = "build_storage_program"
     requires = (FLOPS,)
@@ -63,6 +66,7 @@ class BuildStorageProgram(AnalysisPass):
     lists: tuple[tuple[str, ...], ...] = ()
     layers: int = 0
     microbatches: Microbatches = Microbatches()
+    received: frozenset[str] | None = None
 
     def run(self, graph_module: GraphModule) -> None:
         tape = replace(_StorageProgramReader(graph_module, self).tape(), microbatches=self.microbatches)
@@ -74,7 +78,7 @@ class _StorageProgramReader:
         self.gm, self.forward_outputs = gm, options.forward_outputs
         self.prices, self.fuses, self.written = options.prices, options.fuses, options.written
         self.axis_of = options.axis_of
-        self.offload_us, self.device = options.offload_us, options.device
+        self.offload_us, self.device, self.received = options.offload_us, options.device, options.received
         self.changed: set[int] = set()  # storages that are mutated after forward
         self.storages: list[Storage] = []
         self.runs: list[ProgramOp] = []
@@ -94,6 +98,9 @@ class _StorageProgramReader:
         returned = frozenset(self._numbers(outputs[: self.forward_outputs]))
         gradients = frozenset(self._numbers(outputs[self.forward_outputs:]))
         there = {s for s, storage in enumerate(self.storages) if storage.given == "forward"}
+        if self.received is not None:  # nobody has them until backward: they are sent on, or collected, when forward is over
+            self.runs.append(ProgramOp(SEND, False, 0.0, tuple(returned - there), ()))
+            returned = frozenset[int]()
         named = tuple(replace(storage, name=base, said=said)
                       for storage, base, said in zip(self.storages, self.bases, self.said, strict=True))
         return StorageProgram(tuple(self.runs), named, returned - there, gradients - there)
@@ -112,7 +119,12 @@ class _StorageProgramReader:
         where = memory_of(node)
         if where is not None and where not in self.number:
             self.number[where] = len(self.storages)
-            self.storages.append(Storage(node.name, _nbytes(node.meta["val"]), None, "backward" if tangent else "forward"))
+            received = self.received is not None and node.name in self.received
+            maker = len(self.runs) if received else None
+            given = "" if received else "backward" if tangent else "forward"
+            self.storages.append(Storage(node.name, _nbytes(node.meta["val"]), maker, given))
+            if received:
+                self.runs.append(ProgramOp(f"{RECEIVE} {node.name}", False, 0.0, (), (self.number[where],), repeatable=False))
             self.bases.append(node.name)
             self.said.append("")
             if input_position(node) in self.written or node.name in self.written:
@@ -151,23 +163,19 @@ class _StorageProgramReader:
         if leaves and not new:
             return  # a view, too
         makes = []
-        pointwise, fusing = self.fuses and is_inlined(node.target), self.fuses and is_fusing(node)
+        pointwise, fusing = self.fuses and is_inlined(node), self.fuses and is_fusing(node)
         for where, leaf in new.items():
             self.number[where] = len(self.storages)
             makes.append(len(self.storages))
             self.bases.append(node.name if isinstance(node.meta["val"], torch.Tensor) else "")
             self.said.append(self._said(node, reads))
             self.storages.append(Storage(
-                "", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise), self._offload_us(leaf),
-                gathered=self._gathers_inputs(node, reads)))
+                "", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise), self._offload_us(leaf)))
         self.runs.append(ProgramOp(
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
             self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing,
-            pointwise and (self.device or leaves[0].device.type) == "cpu" and is_costly(node.target), self.blocks[node],
+            pointwise and is_costly(node, self.device or leaves[0].device.type), self.blocks[node],
             _workspace(node, leaves, self.device), scratch_bytes=scratch_bytes(node)))
-
-    def _gathers_inputs(self, node: Node, reads: tuple[int, ...]) -> bool:
-        return "all_gather" in view_name(node.target) and all(self.storages[s].given for s in reads)
 
     def _is_repeatable(self, node: Node) -> bool:
         return is_recomputable(node) and (

@@ -35,7 +35,7 @@ import pulp
 
 from passes.simulation.memory.memory_trace import MemoryTrace
 from passes.simulation.memory.phase_timeline import PhaseTimeline
-from passes.simulation.memory.storage_program import FoldedLayer, StorageProgram
+from passes.simulation.memory.storage_program import FoldedLayer, OtherMicrobatches, StorageProgram
 from passes.solver.solvers import SolverOptions, rows_of, run
 from passes.solver.work_limit import WorkLimit
 
@@ -153,7 +153,7 @@ def _forward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]:
 
     def held(position: int) -> Held:
         constant, terms = phase.workspace_bytes[position], {}
-        constant += _add_others(program, around, tape.microbatches.forward(), terms)
+        constant += _add_others(program, around, tape.microbatches.others(False, around.kept_bytes), terms)
         for s, (start, nbytes) in others.items():  # of layers that are over
             if position >= start and s in program.keep:
                 terms[program.keep[s]] = terms.get(program.keep[s], 0) + nbytes
@@ -198,7 +198,7 @@ def _backward_rows(program: CheckpointILP, around: MemoryTrace) -> Iterator[Row]
         over = {each for each, stretch in stretches.items() if position >= stretch.end or each == last_layer}
         constant, terms = phase.workspace_bytes[position] + returned + sum(stretches[each].made for each in over), {}
         later = dict[pulp.LpVariable, int]()
-        constant += _add_others(program, around, tape.microbatches.backward(around.kept_bytes), later)
+        constant += _add_others(program, around, tape.microbatches.others(True, around.kept_bytes), later)
         for s, life in lives.items():
             if s not in program.keep and life.first <= position <= life.last:
                 constant += tape.storages[s].nbytes
@@ -234,14 +234,13 @@ def _moments(phase: PhaseTimeline) -> Iterator[tuple[int, FoldedLayer | None]]:
                 yield position, stretch.stand_in
 
 
-def _add_others(program: CheckpointILP, around: MemoryTrace, others: tuple[int, int], terms: dict[pulp.LpVariable, int]) -> int:
-    """Memory of other microbatches: adds their saved values to the terms, and returns the bytes of accumulated gradients.
-    others: number of microbatches with saved values, and bytes of gradients."""
-    number, added_bytes = others
-    if number:
+def _add_others(program: CheckpointILP, around: MemoryTrace, others: OtherMicrobatches,
+                terms: dict[pulp.LpVariable, int]) -> int:
+    """Memory of other microbatches: adds their saved values to the terms, and returns the bytes of the rest."""
+    if others.in_flight:
         for v, x in program.keep.items():
-            terms[x] = terms.get(x, 0) + number * around.tape.bytes_of([v])
-    return added_bytes
+            terms[x] = terms.get(x, 0) + others.in_flight * around.tape.bytes_of([v])
+    return others.saved_bytes + others.gradient_bytes
 
 
 def _between_row(program: CheckpointILP, around: MemoryTrace) -> Row:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.single_device_checkpointing import plan_single_device
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.graph.microbatch_estimate import in_time
 from hpml_compiler.planner.graph.microbatching import joint_of_loss
 from hpml_compiler.planner.graph.step_problem import StepProblem
@@ -34,7 +35,7 @@ class PlanSource:
     """A graph as it was traced, before any pass, and the decisions about it. It is plain data, and its graph is not changed.
 
     options: with the budget in bytes. cluster: of all ranks. planned: the plan of the ranks that share a stage, where there are
-    several.
+    several. sharing: under a memory budget, what the graphs of its step share.
     """
 
     traced: JointTrace
@@ -42,6 +43,7 @@ class PlanSource:
     cluster: Cluster
     decision: StepDecision
     planned: PlanResult | None = None
+    sharing: StepContext | None = None
 
     def plan(self, name: str) -> GraphPlan:
         """The plan, without this process's compile times and block reports; see `LazyPlan`."""
@@ -51,8 +53,9 @@ class PlanSource:
         annotated = annotate(joint, traced.inputs, traced.forward_outputs, self.decision.microbatch_count, leaves=not in_stages)
         if in_stages:
             step = StepProblem(name, lambda: annotated, traced.forward_outputs, self.options, self.cluster,
-                               WorkLimit(self.options.time_limit), traced=traced)
-            return CutPlan(step, times, self.decision.stage_starts)(self.planned)
+                               WorkLimit(self.options.time_limit), traced=traced, sharing=self.sharing,
+                               written=frozenset(compat.mutated_inputs(traced.gm)))
+            return CutPlan(step, times, self.decision.stage_starts, self.decision.stage_checkpointing)(self.planned)
         options = self.options.model_copy(update={"mesh": None})
         if kept is not None:
             return plan_single_device(annotated, kept, options, self.cluster, name, times=times).record

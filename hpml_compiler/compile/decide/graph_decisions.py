@@ -2,7 +2,7 @@
 
 Every rank traces and rewrites the full graph. Where its mesh has a `pp` axis, each rank cuts out its own stages. Parameters are
 placed on the other axes. Along `pp`, a parameter that only one rank's stages read is on that rank alone, with its gradient
-(`hpml_compiler.compile.program.stage_parameters`); others are on every rank, and the rank of their stage computes their
+(`hpml_compiler.planner.pipeline.stage_parameters`); others are on every rank, and the rank of their stage computes their
 gradients and broadcasts them. A graph that is not pipelined borrows such parameters from their owners at each call.
 """
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.decide.plan_entry import PlanEntry
 from hpml_compiler.compile.decide.running_ranks import RunningRanks
+from hpml_compiler.compile.decide.stage_agreement import StageSplits, agreed_splits
 from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
-from hpml_compiler.compile.program.stage_cutter import StageCutter
+from hpml_compiler.compile.program.stage_cutter import StageCutter, has_effects
 from hpml_compiler.compile.program.step_program import StepProgram, one_stage_program
 from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
 from hpml_compiler.compile.wrapper.sharded_outputs import sharded_outputs_of, sharded_tangents_of
@@ -30,9 +32,11 @@ from hpml_compiler.planner.decide import decide, decide_unpipelined
 from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
 from hpml_compiler.planner.graph.microbatching import fitting_microbatches, joint_of_loss, loop_of, mark_loop
 from hpml_compiler.planner.graph.step_problem import StepProblem
+from hpml_compiler.planner.pipeline.stage_checkpointing import StagedStep, given_stages
 from hpml_compiler.planner.pipeline.stage_halves import warn_without_stages
 from hpml_compiler.planner.search.dry_run import DryRun
 from hpml_compiler.planner.step_decision import DecidedStep, StepDecision
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.runtime.consistency.input_check import draws_random_numbers
 from hpml_compiler.runtime.consistency.rank_sync import GraphMismatch, same_graph
 from hpml_compiler.runtime.process.world_group import this_rank, world_size
@@ -43,7 +47,6 @@ from passes.errors import HpmlError
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
-from passes.op_rules.recomputable import is_recomputable
 from passes.pipeline.find_stages import TooFewBlocks
 from passes.presets import after_planning, annotate, building_storage_program, one_device
 from passes.solver.work_limit import WorkLimit
@@ -208,12 +211,11 @@ class GraphDecisions:
         """Cut a forward graph into stages; None, with a warning, where that is not possible."""
         if self.stages is None or has_effects(gm):
             return None
-        starts = self.session.stage_starts.get(compat.frame_being_compiled(), ())
         try:
             step = self._problem(self.analyze(gm, None, self.microbatches), None, self.microbatches)
             decided = decide(step, self.ranks)
             self._note_stages(decided)
-            return self._cut(decided, step, False, starts)
+            return self._cut(decided, step, False, self.session.stage_starts.get(compat.frame_being_compiled(), ()))
         except GraphMismatch:
             raise
         except HpmlError as error:
@@ -246,17 +248,17 @@ class GraphDecisions:
             building_storage_program(self._trial(decided).tape(planned, self.session.groups(planned.mesh)))(gm)
 
     def _cut(self, decided: DecidedStep, step: StepProblem, others: bool, starts: tuple[str, ...] = ()) -> StepProgram:
-        """This rank's stages, and the graphs around their loop. starts: first block of each stage but stage 0, if known. Raises
-        TooFewBlocks."""
+        """This rank's stages, and the graphs around their loop. starts: see `StageCutter`. Raises TooFewBlocks."""
         assert self.stages is not None, "there are stages"
-        annotated, decision = step.annotated, decided.decision
-        gm, training = annotated.gm, step.forward_outputs is not None
-        outputs = step.outputs if training else len(returned_nodes(gm))
+        annotated, decision, training = step.annotated, decided.decision, step.forward_outputs is not None
+        gm, outputs = annotated.gm, step.outputs if training else len(returned_nodes(annotated.gm))
+        keep = None if self.sharing is None or not training else partial(self._keep, decided, step, given_stages(step))
         with self.entry.doing("rewrite", "rewriting"):
             mark_loop(gm, annotated.graph, decision.placements, decision.microbatches, self.stages.groups(), outputs,
                       step.kept_gradients if training else (), self.options.compiler == "inductor")
         with self.entry.doing("rewrite", "cutting into stages"):
-            cutter = StageCutter(self.options, gm, decision.microbatch_count, outputs, annotated.interface, starts)
+            cutter = StageCutter(self.options, gm, decision.microbatch_count, outputs, annotated.interface, starts, keep)
+        decision = decision if keep is None else self.decided.decision
         self.decided = replace(decided, decision=replace(decision, stages=cutter.staged.stages))
         if self.takes.owned is None:  # else the graph is cut once more, for gradients at other outputs
             positions = annotated.interface.positions
@@ -264,6 +266,17 @@ class GraphDecisions:
                                           self.inputs.described, self.stages, training)
         assert self.takes.owned is not None, "it was decided"
         return cutter.given_to(self.takes.owned, step.written if training else (), others)
+
+    def _keep(self, decided: DecidedStep, step: StepProblem, given: GraphPlan | None, cut: StagedStep) -> StageSplits:
+        """Decide what each stage saves under the memory budget. Returns how this rank's are split. given: a plan to apply."""
+        assert self.stages and self.sharing, "there are stages, and a budget"
+        with self.entry.doing("solve", "deciding which activations stages save"):
+            kept, splits, fullest = agreed_splits(step, cut, decided.planned, self.stages, given)
+        self.decided = replace(decided, decision=replace(decided.decision, stage_checkpointing=kept))
+        if step.traced is not None:
+            self.session.step.graphs[self.sharing.frame] = fullest
+            self.takes = replace(self.takes, budgeted=fullest)
+        return splits
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -285,8 +298,3 @@ class GraphDecisions:
         shapes = [x.shape for x, its in zip(inputs.examples, inputs.described, strict=True) if its.kind == "batch"]
         ranks = world_size() if inputs.rows else (options.mesh or {}).get("dp", 1)
         return fitting_microbatches(shapes, options.microbatches, ranks, speaks=this_rank() == 0)
-
-
-def has_effects(gm: GraphModule) -> bool:
-    """True if a graph has side effects or draws random numbers."""
-    return any(node.op == "call_function" and not is_recomputable(node) for node in gm.graph.nodes)

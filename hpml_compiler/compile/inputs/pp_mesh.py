@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpml_compiler.options import Options
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, axes_of_stage, is_split
 from hpml_compiler.session import session
 from passes.graph.decision import Hop, Route
@@ -38,9 +37,10 @@ class PipelineMesh:
         return MeshGroups(device_axes(self.axes), tuple(mesh.get_local_rank(name) for name in self.axes),
                           session.names_of_groups(mesh, self.axes))
 
-    def options(self, options: Options) -> Options:
-        """Options for the plan that all stages share, which is made as if the ranks of one stage ran the full graph."""
-        return options.model_copy(update={"mesh": self.axes})
+    def place(self) -> tuple[int, bool]:
+        """This rank's place in the pipeline, and whether it is the first of the ranks that share its stages."""
+        mesh = session.current().device_mesh(self.sizes)
+        return mesh.get_local_rank(PP_AXIS), all(mesh.get_local_rank(name) == 0 for name in self.axes)
 
     def over_all(self, layout: Layout) -> Layout:
         """The layout over all axes of the mesh, replicated along `pp`."""

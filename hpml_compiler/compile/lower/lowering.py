@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 
 from hpml_compiler.compile.lower.compile_lock import CompileJob, Prefetch, compile_in_order, job_key
 from hpml_compiler.compile.lower.compile_timer import part, tell
-from hpml_compiler.compile.lower.halves import cut_as_kept, drop_unused
 from hpml_compiler.compile.lower.inductor_cache_dir import check_cache_dir
 from hpml_compiler.compile.lower.regional_compile import RegionalCall
+from hpml_compiler.planner.checkpointing.checkpointed_halves import cut_as_kept, drop_unused
 from hpml_compiler.plans.schema import BlocksReport
 from passes import compat
 from passes.checkpointing.checkpoint_keys import CheckpointDecision

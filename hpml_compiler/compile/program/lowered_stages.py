@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hpml_compiler.compile.lower.lowering import lowering_of_part
 from hpml_compiler.options import Options
-from hpml_compiler.planner.pipeline.stage_halves import StageHalves, halves_of
+from hpml_compiler.planner.pipeline.stage_halves import StageHalves, StageSplit, halves_of
 from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.program.dummy_collectives import collectives_of
 from hpml_compiler.runtime.program.stage_executor import BoxedCall, StageCallables
@@ -24,9 +24,10 @@ class StageProgram:
     time_us: float
 
     @staticmethod
-    def of(graph: StageGraph, compiler: str, splits_backward: bool, time_us: float) -> StageProgram:
-        """splits_backward: whether gradients of weights are a separate graph, as zero-bubble schedules need it."""
-        halves = halves_of(graph, compiler, splits_backward)
+    def of(graph: StageGraph, compiler: str, splits_backward: bool, time_us: float, split: StageSplit | None) -> StageProgram:
+        """splits_backward: whether gradients of weights are a separate graph, as zero-bubble schedules need it. split: under a
+        memory budget."""
+        halves = halves_of(graph, compiler, splits_backward, split)
         return StageProgram(graph.ends(), halves, _sent(graph) | _waiting(graph, halves), time_us)
 
 

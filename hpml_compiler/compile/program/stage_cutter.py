@@ -2,36 +2,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch.distributed as dist
 from torch.fx import GraphModule
 
 from hpml_compiler.compile.program.lowered_stages import StageProgram
-from hpml_compiler.compile.program.stage_parameters import StageDependencies
 from hpml_compiler.compile.program.step_program import PipelineLinks, StepInterface, StepProgram
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.microbatching import prepare_around_loop
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody, stage_body, structure_of
+from hpml_compiler.planner.pipeline.stage_checkpointing import StagedStep
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageSplit, stage_body, structure_of
 from hpml_compiler.runtime.consistency.rank_sync import from_rank_0, same_graph, when_all_succeed
 from hpml_compiler.session import session
 from hpml_compiler.session.run_cluster import local_cluster
 from passes.errors import BadInput
 from passes.graph.graph_signature import GraphSignature
+from passes.op_rules.recomputable import is_recomputable
 from passes.pipeline.find_stages import TooFewBlocks
 from passes.transforms.microbatch.loop_split import split_at_markers
 
 log = logging.getLogger("hpml")
+KeepsInStages = Callable[[StagedStep], Mapping[int, StageSplit]]
+
+
+def has_effects(gm: GraphModule) -> bool:
+    """True if a graph has side effects or draws random numbers."""
+    return any(node.op == "call_function" and not is_recomputable(node) for node in gm.graph.nodes)
 
 
 class StageCutter:
     """Cuts a graph into stages, all ranks together. interface: of the marked graph. starts: first block of each stage but stage
-    0; if empty, or if an inference graph does not have these blocks, boundaries balance the predicted times."""
+    0; if empty, or if an inference graph does not have these blocks, boundaries balance the predicted times. keep: under a
+    memory budget, decides how the stages of this rank are split into forward and backward."""
 
     def __init__(self, options: Options, marked: GraphModule, microbatches: int, forward_outputs: int,
-                 interface: GraphSignature,
-                 starts: tuple[str, ...] = ()):
+                 interface: GraphSignature, starts: tuple[str, ...] = (), keep: KeepsInStages | None = None):
         self.options, self.marked, self.microbatches, self.forward_outputs = options, marked, microbatches, forward_outputs
         self.interface, self.starts, self.loop = interface, starts, split_at_markers(marked)
         self.place = session.current().device_mesh(options.mesh or {}).get_local_rank(PP_AXIS)
@@ -39,10 +46,11 @@ class StageCutter:
         same_graph(lambda: structure_of(self.loop.body))
         self.staged = self._staged()
         times = self.staged.stages.time_us  # of one microbatch
+        step = StagedStep(marked, interface, self.loop, self.staged, self.table, forward_outputs)
+        splits, self.counted, self.needs = {} if keep is None else keep(step), keep is not None, step.needs
         self.stages = when_all_succeed("cut its stages in two", lambda: tuple(
-            StageProgram.of(graph, options.compiler, self.table.splits_backward, times[graph.index])
+            StageProgram.of(graph, options.compiler, self.table.splits_backward, times[graph.index], splits.get(graph.index))
             for graph in self.staged.graphs if self.table.ranks[graph.index] == self.place))
-        self.needs = StageDependencies(marked, self.loop, self.staged, self.table, interface)
         if dist.get_rank() == 0:
             log.info("%d stages under %s with %d microbatches: %s", self.table.stages, self.table.name, microbatches,
                      "; ".join(", ".join(blocks) for blocks in self.staged.stages.blocks))
@@ -74,4 +82,4 @@ class StageCutter:
         parts = StepInterface.of(self.marked, around, self.microbatches, self.forward_outputs, written, others, saved)
         links = PipelineLinks(self.staged.reads, self.staged.outputs, self.staged.gradients, self.needs.gradients_alone(own),
                               elsewhere, lent)
-        return StepProgram(parts, self.stages, links)
+        return StepProgram(parts, self.stages, links, self.counted)

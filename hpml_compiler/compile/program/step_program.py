@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from hpml_compiler.compile.lower.halves import cut_as_kept
 from hpml_compiler.compile.lower.lowering import values_of
 from hpml_compiler.compile.program.lowered_stages import StageProgram
 from hpml_compiler.compile.program.rerun import rerun_state_of, saved_for_rerun
+from hpml_compiler.planner.checkpointing.checkpointed_halves import cut_as_kept
 from hpml_compiler.planner.graph.microbatching import loss_of
 from hpml_compiler.planner.pipeline.stage_halves import StageHalves, half_of
 from hpml_compiler.runtime.program.fused_forward_backward import RerunState

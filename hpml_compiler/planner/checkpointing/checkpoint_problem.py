@@ -15,15 +15,16 @@ from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.visualize.formatting import format_bytes
 from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.annotations import read
-from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM, CheckpointDecision
+from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, STORAGE_PROGRAM, CheckpointDecision
 from passes.checkpointing.layer_folding import middle_layers
 from passes.checkpointing.loop_memory import LoopMemory, loop_memory
+from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
 from passes.errors import Infeasible
 from passes.graph.graph_copy import copy_graph
 from passes.graph.graph_signature import input_position
 from passes.graph.loops.loop_parts import LoopSplit
 from passes.graph.module_blocks import assign_blocks
-from passes.presets import building_storage_program
+from passes.presets import building_storage_program, obeying_checkpointing
 from passes.simulation.memory.storage_program import StorageProgram
 from passes.solver.work_limit import WorkLimit
 
@@ -54,6 +55,12 @@ class CheckpointProblem:
         kept = apply_checkpointing_plan(self.gm, self._room_of_gm, pinned, self.name)
         return None if kept is None else self._of_step(kept)
 
+    def recounted(self, kept: CheckpointDecision) -> CheckpointDecision:
+        """A decision made for this graph, with the bytes of this problem."""
+        room = self._room_of_gm
+        obeying_checkpointing(ObeyCheckpointing(kept.names, kept.offloaded, room.left, round(room.after)))(self.gm)
+        return self._of_step(read(CHECKPOINT_DECISION, self.gm))
+
     @property
     def _room_of_gm(self) -> BudgetShare:
         """Budget share of `gm`; for a loop body, without the memory in use around the loop and without the optimizer step."""
@@ -82,15 +89,21 @@ def problem_of_loop(marked: GraphModule, loop: LoopSplit, microbatches: int, tap
     program. tape: the pass that builds it for the full graph on this mesh. folded: the deeper model of which a few layers were
     traced."""
 
+    around = loop_memory(marked, loop, tape.forward_outputs, microbatches, loss_of(marked) is not None, tape_of_segment(tape),
+                         _layers(marked, folded))
+    building_storage_program(replace(tape_of_body(marked, loop, tape), microbatches=around.others))(loop.body)
+    return CheckpointProblem(loop.body, len(loop.forward), room, name, around)
+
+
+def tape_of_segment(tape: BuildStorageProgram) -> Callable[[GraphModule, int], StorageProgram]:
+    """Builds the storage program of a graph around the loop, with so many outputs."""
+
     def tape_of(gm: GraphModule, outputs: int) -> StorageProgram:
         gm = copy_graph(gm)
         building_storage_program(replace(tape, forward_outputs=outputs, written=frozenset(), lists=(), layers=0))(gm)
         return read(STORAGE_PROGRAM, gm)
 
-    around = loop_memory(marked, loop, tape.forward_outputs, microbatches, loss_of(marked) is not None, tape_of,
-                         _layers(marked, folded))
-    building_storage_program(replace(tape_of_body(marked, loop, tape), microbatches=around.others))(loop.body)
-    return CheckpointProblem(loop.body, len(loop.forward), room, name, around)
+    return tape_of
 
 
 def tape_of_body(marked: GraphModule, loop: LoopSplit, tape: BuildStorageProgram) -> BuildStorageProgram:

@@ -13,6 +13,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.single_device_checkpointing import NO_LIMIT
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.memory_budget import GraphMemory
 from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
 from hpml_compiler.planner.graph.microbatching import loss_of, mark_loop
 from hpml_compiler.planner.graph.step_problem import StepProblem
@@ -29,15 +30,18 @@ from hpml_compiler.planner.pipeline.pp_axis import (
     over_all_axes,
     schedule_of,
 )
+from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, StagedStep, given_stages
 from hpml_compiler.planner.pipeline.stage_halves import StagedBody, stage_body
 from hpml_compiler.planner.search.fitting_search import FittingSearch
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.errors import BadInput
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
+from passes.graph.loops.loop_parts import LoopSplit
 from passes.hardware.axis import device_axes
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
@@ -45,15 +49,18 @@ from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.pipeline.stage_assignment import StageAssignment
 from passes.sharding.formulation.depth_extrapolation import DepthsDiffer
 from passes.sharding.microbatch_axis import MicrobatchPlacement
+from passes.sharding.oracle.memory_model import MemoryModel
 from passes.transforms.microbatch.loop_split import split_at_markers
 from passes.transforms.shard.redistributor import MeshGroups
 
 
 class MakesPlan(Protocol):
     """Makes the plan of a pipelined step from the plan of the ranks that share a stage, None where a stage has one rank.
-    stages: those of the latest plan. Raises TooFewBlocks."""
+    stages, fullest: those of the latest plan, and under a memory budget the memory of its fullest rank. Raises
+    TooFewBlocks."""
 
     stages: StageAssignment | None
+    fullest: GraphMemory | None
 
     def __call__(self, planned: PlanResult | None) -> GraphPlan: ...
 
@@ -64,20 +71,29 @@ def cut_plan_of(step: StepProblem, times: MicrobatchPlacement | None) -> MakesPl
 
 class CutPlan:
     """Makes the plan of a traced graph. times: placements on the microbatch axis; None with one microbatch. starts: first block
-    of each stage but stage 0, if known."""
+    of each stage but stage 0, if known. kept: under a memory budget, the decisions of all stages; if empty, they are made,
+    whether they fit or not. fullest: under a budget, memory of the fullest rank of the latest plan."""
 
-    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, starts: tuple[str, ...] = ()):
-        self.step, self.times, self.starts = step, times, starts
+    def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, starts: tuple[str, ...] = (),
+                 kept: tuple[CheckpointDecision, ...] = ()):
+        self.step, self.times, self.starts, self.kept = step, times, starts, kept
         self.stages: StageAssignment | None = None
+        self.fullest: GraphMemory | None = None
 
     def __call__(self, planned: PlanResult | None) -> GraphPlan:
         step, traced = self.step, self.step.traced
         assert traced is not None, "a graph is cut as it was traced"
         table = schedule_of(step.options, 1 if self.times is None else self.times.microbatches)
         gm = copy_graph(step.annotated.gm)
-        staged = _staged(gm, step, planned, self.times, table.stages, self.starts)
-        self.stages = staged.stages
-        made = PipelinePlanBuilder(traced.gm, traced.inputs, step.outputs, step.options, step.cluster, self.times, planned)
+        loop, staged, groups = _staged(gm, step, planned, self.times, table.stages, self.starts)
+        self.stages, checkpointing, kept = staged.stages, None, self.kept
+        if step.sharing is not None:
+            cut = StagedStep(gm, step.annotated.interface, loop, staged, table, step.outputs)
+            checkpointing = StageCheckpointing.of(step, cut, planned, groups)
+            kept = kept or checkpointing.of_all(given_stages(step))
+            self.fullest = checkpointing.fullest(kept)
+        made = PipelinePlanBuilder(traced.gm, traced.inputs, step.outputs, step.options, step.cluster, self.times, planned,
+                                   checkpointing, kept)
         return made.plan(step.name, gm, staged, table)
 
 
@@ -88,6 +104,7 @@ class FoldedCutPlan:
     def __init__(self, step: StepProblem, times: MicrobatchPlacement | None, folded: FewLayerTrace):
         self.step, self.times, self.folded = step, times, folded
         self.stages: StageAssignment | None = None
+        self.fullest: GraphMemory | None = None
 
     def __call__(self, planned: PlanResult | None) -> GraphPlan:
         step, times, folded, options = self.step, self.times, self.folded, self.step.options
@@ -104,7 +121,7 @@ class FoldedCutPlan:
         lists = lists_in_order(record, folded)
         starts = starts_of(lists)
         try:
-            staged = _staged(copy_graph(step.annotated.gm), step, planned, times, len(starts) + 1, starts)
+            _, staged, _ = _staged(copy_graph(step.annotated.gm), step, planned, times, len(starts) + 1, starts)
         except BadInput as error:
             raise DepthsDiffer(f"its layers do not follow each other: {error.what}") from error
         self.stages = staged.stages
@@ -116,20 +133,23 @@ class FoldedCutPlan:
 
 
 def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, times: MicrobatchPlacement | None, stages: int,
-            starts: tuple[str, ...]) -> StagedBody:
-    """The stages of a graph, which gets its loop markers as on the first rank of a stage."""
+            starts: tuple[str, ...]) -> tuple[LoopSplit, StagedBody, MeshGroups]:
+    """The loop and the stages of a graph, which gets its loop markers as on the first rank of a stage, with its groups."""
     annotated, axes = step.annotated, device_axes(planned.mesh if planned is not None else {})
     groups = MeshGroups(axes, (0,) * len(axes), tuple(f"planned_{axis.name}" for axis in axes))
     mark_loop(gm, annotated.graph, planned and planned.decision, times, groups, step.outputs,
-              range(step.outputs, len(returned_nodes(gm))))
-    return stage_body(gm, annotated.interface.kinds, split_at_markers(gm), stages, step.cluster.device, lambda find: find(),
-                      starts)
+              range(step.outputs, len(returned_nodes(gm))), step.options.compiler == "inductor")
+    loop = split_at_markers(gm)
+    staged = stage_body(gm, annotated.interface.kinds, loop, stages, step.cluster.device, lambda find: find(), starts)
+    return loop, staged, groups
 
 
 def stage_search(options: Options, cluster: Cluster, table: PipelineSchedule,
                  finish: Callable[[PlanResult], GraphPlan]) -> FittingSearch:
     """The search for placements that fit, which counts the bytes of all stages."""
-    return FittingSearch(options, cluster, finish, memory_model_of(table), options.stage_ranks)
+    # Under a memory budget, saved values are decided for each answer, so that the search leaves them out.
+    lifetimes = memory_model_of(table) if options.memory_budget is None else MemoryModel(0.0)
+    return FittingSearch(options, cluster, finish, lifetimes, options.stage_ranks)
 
 
 def unpipelined_search(options: Options, cluster: Cluster) -> FittingSearch:

@@ -4,7 +4,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from hpml_compiler.planner.graph.memory_budget import GraphMemory
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, over_all_axes
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.peak_memory import peak_of_stages
 from hpml_compiler.plans.pipeline_records import PipelinePlan, SentPlan, StagePlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
@@ -22,7 +25,8 @@ from passes.simulation.step_timeline import breakdown
 class StagePart:
     """Contents of one stage. operations: how often it runs each operation of the record. reads: its parameters, and whether it
     sums their gradients. saved_bytes: for one microbatch; sends: to the next stage's rank, then back to that of the previous
-    stage, for one microbatch. weight_share: share of backward that runs later, where the schedule splits it in two."""
+    stage, for one microbatch. weight_share: share of backward that runs later, where the schedule splits it in two. in_flight,
+    kept: under a memory budget."""
 
     blocks: tuple[str, ...]
     operations: Mapping[str, int]
@@ -30,13 +34,14 @@ class StagePart:
     saved_bytes: int
     sends: tuple[SentPlan, ...]
     weight_share: float | None = None
+    in_flight: int | None = None
+    kept: CheckpointingPlan | None = None
 
 
 def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, mesh: Mapping[str, int],
-                  cluster: Cluster,
-                  states: int) -> GraphPlan:
+                  cluster: Cluster, states: int, memory: Sequence[GraphMemory] = ()) -> GraphPlan:
     """Add the pipeline to a plan. record: the full graph on the ranks of one stage. mesh: of all ranks. states: of the
-    optimizer."""
+    optimizer. memory: under a memory budget, that of each rank besides saved activations."""
     record = over_all_axes(record, mesh)
     # The solved problem places the full graph on the ranks of one stage.
     record = record.model_copy(update={"solver": record.solver.of_another()})
@@ -46,7 +51,7 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Pipeline
     prices = MeshPrices(mesh_from_pin(mesh, cluster), states)
     times = times_of_stages(record, [part.operations for part in parts], PlannedPrices(record, RepricedPlan(record, prices)))
     in_flight = table.in_flight()
-    stages = tuple(_stage(k, record, parts, table, times[k], in_flight[k]) for k in range(table.stages))
+    stages = tuple(_stage(k, record, parts, table, times[k], part.in_flight or in_flight[k]) for k, part in enumerate(parts))
     pipe = PipelinePlan(schedule=table.name, ranks=mesh[PP_AXIS], microbatches=table.microbatches, step_us=0.0, bubble=0.0,
                         stages=stages)
     pipe = pipe.model_copy(update={"stages": tuple(
@@ -57,7 +62,8 @@ def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: Pipeline
     known = stages_of(pipe, times, None, prices.optimizer_us(), prices.accumulate_us())
     played = simulate_pipeline(table, known)
     pipe = pipe.model_copy(update={"step_us": played.step_us, "bubble": played.bubble})
-    return _with_times(record.model_copy(update={"pipeline": pipe}), known)
+    record = _with_times(record.model_copy(update={"pipeline": pipe}), known)
+    return _with_counted_peak(record, pipe, memory) if memory else record
 
 
 def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, times: StageTimes,
@@ -67,13 +73,15 @@ def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: Pipelin
     held = {name for name in part.reads
             if not any(name in parts[j].reads for j in range(k) if table.ranks[j] == table.ranks[k])}
     parameters = tuple(name for name, makes in part.reads.items() if makes)
+    again_us = 0.0 if part.kept is None else (part.kept.again_us + part.kept.offload_us) / table.microbatches
+    backward_us = times.backward_us + again_us
     return StagePlan(
         blocks=part.blocks, rank=table.ranks[k], operations={name: n for name, n in part.operations.items() if n},
         parameters=parameters, parameter_bytes=sum(record.parameters[name].bytes_whole for name in parameters),
-        forward_us=times.forward_us, backward_us=times.backward_us,
-        weight_us=None if part.weight_share is None else times.backward_us * part.weight_share,
+        forward_us=times.forward_us, backward_us=backward_us,
+        weight_us=None if part.weight_share is None else backward_us * part.weight_share,
         send_us=0.0, return_us=0.0, saved_bytes=part.saved_bytes, in_flight=in_flight,
-        memory_bytes=sum(_held(record, held)) + part.saved_bytes * in_flight, sends=part.sends)
+        memory_bytes=sum(_held(record, held)) + part.saved_bytes * in_flight, sends=part.sends, kept=part.kept)
 
 
 def _stages_of_ranks(table: PipelineSchedule) -> list[list[int]]:
@@ -97,6 +105,20 @@ def _with_memory(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, in
         "memory": record.memory.model_copy(update={
             "parameters": held[0], "gradients": held[1], "optimizer": held[2], "activations": activations,
             "peak": sum(held) + activations})})
+
+
+def _with_counted_peak(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMemory]) -> GraphPlan:
+    """The plan with the peak of the rank that has the highest, as its stages' storage programs count it."""
+    peaks = []
+    for rank, own in enumerate(memory):
+        state = {"parameters": round(own.parameters), "optimizer": round(own.optimizer)}
+        kept = [stage.kept for stage in pipe.stages if stage.rank == rank and stage.kept is not None]
+        peaks.append(peak_of_stages(record, kept, state))
+    fullest = max(peaks, key=lambda peak: peak.bytes)
+    again_us = sum(stage.again_us for stage in pipe.stages) / pipe.ranks
+    return record.model_copy(update={
+        "memory": record.memory.model_copy(update={"peak": fullest.bytes}), "at_peak": fullest,
+        "predicted": record.predicted.model_copy(update={"again_us": again_us})})
 
 
 def _with_times(record: GraphPlan, stages: Sequence[TimedStage]) -> GraphPlan:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from hpml_compiler.options import Options
 from hpml_compiler.plans.record_fields import Placements
@@ -58,8 +59,11 @@ def cluster_of_stage(cluster: Cluster, stages: int) -> Cluster:
 
 def options_of_stage(options: Options) -> Options:
     """Options for planning the ranks of one stage, as if they ran the full graph."""
-    mesh = options.mesh or {}
-    return options.model_copy(update={"mesh": axes_of_stage(mesh)} if is_split(mesh) else {"mesh": None, "plan": None})
+    mesh, budget = options.mesh or {}, options.memory_budget
+    update: dict[str, Any] = {"mesh": axes_of_stage(mesh)} if is_split(mesh) else {"mesh": None, "plan": None}
+    if isinstance(budget, int):  # as the memory of these devices, of which a fraction is taken
+        update["memory_budget"] = options.stage_ranks * budget
+    return options.model_copy(update=update)
 
 
 def schedule_of(options: Options, microbatches: int) -> PipelineSchedule:

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule
 
+from hpml_compiler.planner.checkpointing.checkpointed_halves import cut_as_kept
 from passes import compat
+from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.annotations import read
+from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.errors import BadInput, HpmlError
 from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
@@ -22,8 +25,8 @@ from passes.graph.placement_graph import InputKind
 from passes.hardware.device import Device
 from passes.op_rules.recomputable import uses_rng
 from passes.pipeline.stage_assignment import STAGES, StageAssignment
-from passes.presets import adopting_stages, analyzing_stage_body, finding_stages, one_stage
-from passes.transforms.pipeline.backward_split import split_backward
+from passes.presets import adopting_stages, analyzing_stage_body, building_storage_program, finding_stages, one_stage
+from passes.transforms.pipeline.backward_split import split_backward, weight_part_last
 from passes.transforms.pipeline.stage_graphs import StageGraph, makers_of_gradients, split_stages
 
 log = logging.getLogger("hpml")
@@ -134,14 +137,44 @@ class StageHalves:
     saved: Mapping[str, torch.Tensor]
 
 
-def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False) -> StageHalves:
+@dataclass(frozen=True)
+class StageSplit:
+    """How a memory budget splits a stage into forward and backward. kept: its checkpointing decision. tape: the pass that
+    builds its storage program. folder: for offloaded activations."""
+
+    kept: CheckpointDecision
+    tape: BuildStorageProgram
+    folder: str = ""
+
+
+def joint_of_stage(graph: StageGraph, compiler: str) -> GraphModule:
+    """A copy of a stage's joint graph, ready to be partitioned."""
     joint = copy_graph(graph.gm)
     one_stage(compiler, graph.forward_outputs)(joint)
-    if len(returned_nodes(joint)) == graph.forward_outputs:
-        return StageHalves(half_of(joint), None, None, {})
-    given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-    # The partition that saves least, with either compiler: saved values of many microbatches are in memory at once.
-    forward, whole = compat.min_cut_partition(joint, given, graph.forward_outputs, None)
+    return joint
+
+
+def counted_stage(graph: StageGraph, compiler: str, splits_backward: bool, tape: BuildStorageProgram) -> GraphModule:
+    """The same with its storage program, in which the two parts of backward follow each other."""
+    joint = joint_of_stage(graph, compiler)
+    if splits_backward:
+        weight_part_last(joint, len(graph.own_sent_back))
+    building_storage_program(tape)(joint)
+    return joint
+
+
+def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False, split: StageSplit | None = None) -> StageHalves:
+    """split: under a memory budget; without one, the values that are saved are the fewest bytes."""
+    if split is not None:
+        joint = counted_stage(graph, compiler, splits_backward, split.tape)
+        forward, whole = cut_as_kept(joint, split.kept, graph.forward_outputs, split.folder)
+    else:
+        joint = joint_of_stage(graph, compiler)
+        if len(returned_nodes(joint)) == graph.forward_outputs:
+            return StageHalves(half_of(joint), None, None, {})
+        given = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+        # The partition that saves least, with either compiler: saved values of many microbatches are in memory at once.
+        forward, whole = compat.min_cut_partition(joint, given, graph.forward_outputs, None)
     parts = split_backward(whole, len(graph.gradients)) if splits_backward else (whole, None)
     backward, weight = (None if part is None else half_of(part) for part in parts)
     made = {node.name: node for node in returned_nodes(forward)[graph.forward_outputs:] if node is not None}

@@ -61,7 +61,7 @@ class FittingSearch:
 
         Raises Infeasible with the least memory that was found to work."""
         limit = memory_limit(self.options, self.cluster)
-        again = partial(search, lifetimes=MemoryModel(self.lifetimes.in_flight))
+        again = partial(search, lifetimes=MemoryModel(self._saved_share))
         is_least = False
         try:
             planned = search(lifetimes=self.lifetimes)
@@ -83,7 +83,7 @@ class FittingSearch:
                 break
             log.info("%s: a device would hold %s and has %s; searching for placements that hold less", record.name,
                      format_bytes(record.memory.peak), format_bytes(limit))
-            budget = min(budget, _held(planned.record, self.lifetimes.in_flight)) - self.devices * excess
+            budget = min(budget, _held(planned.record, self._saved_share)) - self.devices * excess
             if budget <= 0 or len(tried) == MOST_SEARCHES - 1:
                 budget = LEAST
             try:
@@ -93,6 +93,12 @@ class FittingSearch:
             planned = _without_bound(planned)
             record = self.finish(planned)
         raise over_budget(min(tried, key=lambda record: record.memory.peak), limit, self.options)
+
+    @property
+    def _saved_share(self) -> float:
+        """Part of the saved values that further searches count."""
+        share = self.lifetimes.saved_share
+        return self.lifetimes.in_flight if share is None else share
 
     def _counted(self, record: GraphPlan) -> GraphPlan:
         return with_peak(record, self.options, str(self.cluster))

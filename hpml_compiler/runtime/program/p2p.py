@@ -35,14 +35,20 @@ class P2P:
     def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None,
                  everybody: dist.ProcessGroup | None = None):
         self.ranks, self.device, self.group, self.everybody = tuple(ranks), device, group, everybody
-        self.sent: list[tuple[Any, torch.Tensor]] = []
-        """Pending sends, each with the buffer that it reads."""
+        self.sent: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+        """The last sends to each rank, with the buffers that they read."""
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """Start a message. The one before it to this rank is waited for, so that the memory of no more than one is in use."""
+        self._wait(to)
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
-            self.sent.append((dist.isend(flat, self.ranks[to], self.group), flat))
+            self.sent.setdefault(to, []).append((dist.isend(flat, self.ranks[to], self.group), flat))
             note_sent(flat.nbytes)
+
+    def _wait(self, to: int) -> None:
+        for work, _ in self.sent.pop(to, ()):
+            work.wait()
 
     def receive(self, like: Sequence[torch.Tensor], source: int) -> Received:
         """like: fakes of the tensors to come; these are contiguous, whatever the fakes' strides."""
@@ -94,9 +100,8 @@ class P2P:
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
-        for work, _ in self.sent:
-            work.wait()
-        self.sent.clear()
+        for to in list(self.sent):
+            self._wait(to)
 
 
 @dataclass

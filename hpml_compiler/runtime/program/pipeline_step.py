@@ -18,10 +18,9 @@ from hpml_compiler.runtime.program.stage_executor import StageCallables, StageEx
 from hpml_compiler.runtime.watchdog.attribution import is_distributed
 from passes.graph.loops.loop_order import BACKWARD, FORWARD
 from passes.graph.loops.loop_parts import LoopInput, LoopOutput, PrologueEpilogue
+from passes.pipeline.microbatches_in_flight import FORWARD_KINDS
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.transforms.microbatch.loop_markers import taken
-
-FORWARD_KINDS = ("forward", "send_forward", "receive_forward")
 
 
 def of_loop(*_values: Any) -> Any:

@@ -35,21 +35,22 @@ class MemoryTrace:
     @cached_property
     def forward(self) -> PhaseTimeline:
         return _phase(self.tape, forward_order(self.tape, self.kept), frozenset(), self._handed_on, self.offloaded,
-                      self._others(*self.tape.microbatches.forward()))
+                      self._others(backward=False))
 
     @cached_property
     def backward(self) -> PhaseTimeline:
         held = self.tape.returned | self.tape.gradients
         return _phase(self.tape, self.backward_order, self._handed_on, held, self.offloaded,
-                      self._others(*self.tape.microbatches.backward(self.kept_bytes)))
+                      self._others(backward=True))
 
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes that one microbatch saves in memory."""
         return self.tape.bytes_of(self.kept - self.offloaded)
 
-    def _others(self, number: int, added_bytes: int) -> tuple[int, int]:
-        return number * self.kept_bytes, added_bytes
+    def _others(self, backward: bool) -> tuple[int, int]:
+        others = self.tape.microbatches.others(backward, self.kept_bytes)
+        return others.in_flight * self.kept_bytes + others.saved_bytes, others.gradient_bytes
 
     @property
     def _handed_on(self) -> frozenset[int]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,7 @@ class Storage:
     maker: index of the op that writes it; None for inputs. given: "" or, for inputs, "forward"
     (parameters, a batch: in memory all the time) or "backward" (tangents). save_us: time of writing it in forward and reading
     it in backward; offload_us: of moving it out of the device's memory and back, infinite if that is impossible. said: the
-    script's own activation checkpointing: nothing, "keep" or "again". gathered: a copy of an input in another layout, such as
-    an unsharded parameter."""
+    script's own activation checkpointing: nothing, "keep" or "again"."""
 
     name: str
     nbytes: int
@@ -54,7 +54,6 @@ class Storage:
     save_us: float = 0.0
     offload_us: float = math.inf
     said: str = ""
-    gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +71,43 @@ class FoldedLayer:
         return *range(*self.forward), *range(*self.backward)
 
 
+class OtherMicrobatches(NamedTuple):
+    """Memory of other microbatches at one moment. in_flight: how many are between their forward and their backward, each with
+    the values in memory that it saves of this program. saved_bytes: saved of other programs, or received. gradient_bytes:
+    accumulated gradients."""
+
+    in_flight: int = 0
+    saved_bytes: int = 0
+    gradient_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """Memory of the other microbatches while one runs the program. in_flight: most microbatches between their forward and their
-    backward; each has its saved values in memory. added_bytes: accumulated gradients, from the second backward on. drains: all
-    forwards run before the first backward, so that fewer microbatches are in flight with each backward."""
+    """Memory of the other microbatches while one runs the program. forward, backward: the different moments of a step at which
+    one runs its forward, or its backward."""
 
-    in_flight: int = 1
-    added_bytes: int = 0
-    drains: bool = False
+    forward: tuple[OtherMicrobatches, ...] = (OtherMicrobatches(),)
+    backward: tuple[OtherMicrobatches, ...] = (OtherMicrobatches(),)
 
-    def forward(self) -> tuple[int, int]:
-        """Number of other microbatches in flight during forward, and bytes of gradients."""
-        return self.in_flight - 1, 0 if self.drains else self.added_bytes
+    @staticmethod
+    def of_loop(count: int, gradient_bytes: int, at_once: bool) -> Microbatches:
+        """Of a loop over `count` microbatches. at_once: backward of each microbatch follows its forward; otherwise all forwards
+        run first, and fewer microbatches are in flight with each backward."""
+        if at_once:
+            alone = OtherMicrobatches(gradient_bytes=gradient_bytes)
+            return Microbatches((alone,), (alone,))
+        first, second = OtherMicrobatches(count - 1), OtherMicrobatches(max(count - 2, 0), 0, gradient_bytes)
+        return Microbatches((first,), (first, second))
 
-    def backward(self, kept_bytes: int) -> tuple[int, int]:
-        """The same during backward, at its peak. kept_bytes: saved by one microbatch."""
-        if self.drains and self.added_bytes > kept_bytes:
-            return max(self.in_flight - 2, 0), self.added_bytes
-        return self.in_flight - 1, 0 if self.drains else self.added_bytes
+    @property
+    def in_flight(self) -> int:
+        """Most microbatches between their forward and their backward, this one included."""
+        return 1 + max(each.in_flight for each in (*self.forward, *self.backward))
+
+    def others(self, backward: bool, kept_bytes: int) -> OtherMicrobatches:
+        """The moment of forward, or of backward, at which most is in memory. kept_bytes: saved by one microbatch."""
+        return max(self.backward if backward else self.forward,
+                   key=lambda each: each.in_flight * kept_bytes + each.saved_bytes + each.gradient_bytes)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from passes.compat import OpOverload
 from passes.graph.fx_nodes import WAIT, is_collective, returned_nodes
+from passes.simulation.memory.storage_program import StorageProgram
 
 
 def split_backward(gm: GraphModule, gradients: int) -> tuple[GraphModule | None, GraphModule | None]:
@@ -39,6 +40,36 @@ def split_backward(gm: GraphModule, gradients: int) -> tuple[GraphModule | None,
     early = [None if later is not None else node for node, later in zip(own, late)]
     return (_part(gm, first, [*early, *results[gradients:], *handed]),
             _part(gm, second, late, handed))
+
+
+def weight_part_last(gm: GraphModule, sent: int) -> None:
+    """Move the calls of backward that the values to send do not depend on behind all others, in a joint graph that returns
+    `sent` values to send last. A split backward runs them in this order."""
+    (output,) = gm.graph.find_nodes(op="output")
+    for node in _weight_part(gm, sent):
+        output.prepend(node)
+
+
+def weight_part_bytes(tape: StorageProgram, gm: GraphModule, sent: int) -> int:
+    """Bytes of the values that the second part of backward reads from forward or from the first part. gm: as for
+    `weight_part_last`, with its storage program."""
+    late = {node.name for node in _weight_part(gm, sent)}
+    runs = [run for run in tape.runs if run.name in late]
+    made = {s for run in runs for s in run.makes}
+    return tape.bytes_of(frozenset(s for run in runs for s in run.reads
+                                   if s not in made and tape.storages[s].given != "forward"))
+
+
+def _weight_part(gm: GraphModule, sent: int) -> list[Node]:
+    """The calls of backward that the values to send do not depend on."""
+    wanted = [node for node in returned_nodes(gm)[-sent:] if node is not None] if sent else []
+    first, backward, found = _with_ancestors(wanted, gm), set[Node](), list[Node]()
+    for node in gm.graph.nodes:
+        if (node.op == "placeholder" and "tangent" in str(node.target)) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+            if node.op == "call_function" and node not in first:
+                found.append(node)
+    return found
 
 
 def _with_ancestors(wanted: Sequence[Node], gm: GraphModule) -> set[Node]:

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[dict[str, Any], type[nn.Module], tuple, float]] = {
     "another end": ({}, TwoEnds, (), 2.0),
     "a break before the loss": ({}, Small, (), 2.0),
     "one microbatch": ({"microbatches": 1}, Deep, (), 2.0),
+    "a budget": ({"memory_budget": "64MiB"}, Deep, (), 2.0),
 }
 GRAPHS = {"1f1b": 3, "another end": 1, "a break before the loss": 4}
 SPLIT = {"each stage on two ranks": ({"mesh": {"pp": 2, "tp": 2}}, Deep, (), 2.0)}

@@ -1,0 +1,294 @@
+"""Activation checkpointing of pipeline stages under a memory budget: the values that each stage saves for backward.
+
+Each stage is a checkpointing problem of its own: its joint graph runs one microbatch, and the schedule says how many others of
+this stage, and of other stages on its rank, are in memory meanwhile (`passes.pipeline.microbatches_in_flight`). A rank with
+several stages decides them one after another, each beside those decided so far.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch.fx import GraphModule
+
+from hpml_compiler.options import Options
+from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, tape_of_segment
+from hpml_compiler.planner.checkpointing.offload_cost import offload_price
+from hpml_compiler.planner.graph.graph_planning import PlanResult
+from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
+from hpml_compiler.planner.graph.microbatching import loss_of
+from hpml_compiler.planner.graph.step_problem import StepProblem
+from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageSplit, counted_stage
+from hpml_compiler.planner.pipeline.stage_parameters import StageDependencies
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
+from hpml_compiler.plans.schema import GraphPlan
+from passes.analyses.storage_program_builder import BuildStorageProgram
+from passes.annotations import read
+from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM, CheckpointDecision
+from passes.checkpointing.loop_memory import LoopMemory, loop_memory
+from passes.cost_model.measured.mesh_prices import MeshPrices
+from passes.graph.analyzed_graph import AnalyzedGraph
+from passes.graph.graph_signature import GraphSignature, input_position
+from passes.graph.loops.loop_parts import LoopSplit
+from passes.hardware.mesh import enumerate_meshes, mesh_from_pin
+from passes.pipeline.microbatches_in_flight import Moment, moments_of
+from passes.pipeline.pipeline_schedule import PipelineSchedule
+from passes.presets import counting_microbatches
+from passes.simulation.memory.storage_program import Microbatches, OtherMicrobatches
+from passes.solver.work_limit import WorkLimit
+from passes.transforms.pipeline.backward_split import weight_part_bytes
+from passes.transforms.pipeline.stage_graphs import StageGraph
+from passes.transforms.shard.redistributor import MeshGroups
+
+MOST_SWEEPS = 3
+"""How often the stages of a rank are decided, each beside the others as they were decided last."""
+
+
+@dataclass(frozen=True)
+class StagedStep:
+    """A step that is cut into stages. marked: the graph that the loop was cut out of; interface: its signature;
+    forward_outputs: number of its outputs that are forward's."""
+
+    marked: GraphModule
+    interface: GraphSignature
+    loop: LoopSplit
+    staged: StagedBody
+    table: PipelineSchedule
+    forward_outputs: int
+
+    @cached_property
+    def needs(self) -> StageDependencies:
+        return StageDependencies(self.marked, self.loop, self.staged, self.table, self.interface)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether backward of a microbatch runs within the graph's forward, since the loss is inside."""
+        return loss_of(self.marked) is not None
+
+    def waits(self, stage: int) -> bool:
+        """Whether a stage's saved values are all in memory until the weight part of its backward: it has no other part."""
+        return self.table.splits_backward and not self.staged.graphs[stage].own_sent_back
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, its in enumerate(self.table.ranks) if its == rank]
+
+
+def memory_of_parameters(annotated: AnalyzedGraph, planned: PlanResult | None, states: int) -> dict[str, tuple[float, ...]]:
+    """Bytes of each parameter on a rank that has it, of its gradient and of its optimizer state, by placeholder. planned: the
+    plan of the ranks that share a stage, where there are several. states: number of optimizer state tensors in memory."""
+    values = [value for value in annotated.graph.values if value.kind == "parameter"]
+    if planned is None:
+        return {v.name: (float(v.bytes), v.trainable * float(v.bytes), v.trainable * states * float(v.bytes)) for v in values}
+    record = planned.record
+    stored = {v.name: float(record.parameters[annotated.interface.names[v.name]].bytes_per_device) for v in values}
+    everything = sum(stored.values()) or 1.0
+    trained = sum(stored[v.name] for v in values if v.trainable) or 1.0
+    memory = record.memory
+    return {v.name: (memory.parameters * stored[v.name] / everything,
+                     v.trainable * memory.gradients * stored[v.name] / trained,
+                     v.trainable * memory.optimizer * stored[v.name] / trained) for v in values}
+
+
+def given_stages(step: StepProblem) -> GraphPlan | None:
+    """The plan of this graph that the options give, before the graph is changed; none for a step that is compiled again. Raises
+    PlanMismatch."""
+    given = None if step.traced is None else step.options.load_plan()
+    return given and given.check(step.annotated.hash(), torch.__version__, step.cluster.world_size)
+
+
+class StageCheckpointing:
+    """Decides what the stages of a step save. tape: the pass that builds the storage program of the full graph on the ranks of
+    one stage. parameters: see `memory_of_parameters`."""
+
+    def __init__(self, step: StagedStep, sharing: StepContext, tape: BuildStorageProgram,
+                 parameters: Mapping[str, tuple[float, ...]]):
+        self.step, self.sharing, self.tape, self.parameters = step, sharing, tape, parameters
+        self.owners = step.needs.owners(parameters)
+
+    @staticmethod
+    def of(problem: StepProblem, step: StagedStep, planned: PlanResult | None, groups: MeshGroups) -> StageCheckpointing:
+        """step: the problem's graph in stages. planned, groups: the plan of the ranks that share a stage, where there are
+        several, and their process groups."""
+        options, cluster = problem.options, problem.cluster
+        assert problem.sharing is not None, "there is a memory budget"
+        alone = cluster_of_stage(cluster, options.stage_ranks)
+        mesh = enumerate_meshes(alone)[0] if planned is None else mesh_from_pin(planned.mesh, alone)
+        tape = BuildStorageProgram(problem.outputs, MeshPrices(mesh, options.optimizer_states), options.compiler == "inductor",
+                                   problem.written, groups.axis_of, offload_price(options, cluster), problem.device)
+        parameters = memory_of_parameters(problem.annotated, planned, options.resident_states)
+        return StageCheckpointing(step, problem.sharing, tape, parameters)
+
+    @property
+    def options(self) -> Options:
+        return self.sharing.options
+
+    def memory(self, rank: int) -> GraphMemory:
+        """Memory of a rank besides what its stages save."""
+        own = [each for name, each in self.parameters.items() if self.owners.get(name, rank) == rank]
+        held, gradients, states = (sum(each[k] for each in own) for k in range(3))
+        return GraphMemory(self.sharing.whole.name, held, gradients, states, max((each[1] for each in own), default=0.0))
+
+    def fullest(self, kept: Sequence[CheckpointDecision]) -> GraphMemory:
+        """Memory of the rank that holds most, with what its stages save; other graphs of the step count it on all ranks. kept:
+        decisions for all stages."""
+        memory = [replace(self.memory(rank), saved=sum(kept[k].saved_bytes for k in self.step.stages_of(rank)))
+                  for rank in range(len(self.step.table.actions))]
+        return max(memory, key=lambda each: each.parameters + each.optimizer + max(each.gradients, each.saved))
+
+    def in_flight(self, stage: int) -> int:
+        """Most microbatches of a stage that have saved values at a time."""
+        waits = self.step.waits(stage)
+        moments = moments_of(self.step.table, self.step.table.ranks[stage], self.step.at_once)[stage]
+        return 1 + max(load.saved + waits * load.waiting for each in moments for load in (moment[stage] for moment in each))
+
+    def split(self, stage: int, kept: CheckpointDecision) -> StageSplit:
+        """How to split a stage into forward and backward as decided."""
+        return StageSplit(kept, self._tape(stage), self.options.offload_folder or "")
+
+    def decided(self, rank: int, strict: bool, allowance: WorkLimit | None = None) -> tuple[CheckpointDecision, ...]:
+        """The decisions for the stages of a rank, in order. strict: raise Infeasible if nothing fits; otherwise return the
+        choices with the lowest peak."""
+        own = _RankStages(self, rank)
+        if len(own.joints) == 1:
+            return (own.problem(own.stages[0], {}).solved(self.options, strict, allowance),)
+        saved, decisions, found = own.equal_shares(), dict[int, CheckpointDecision](), dict[int, CheckpointDecision]()
+        for _ in range(MOST_SWEEPS):
+            for k in own.stages:
+                problem = own.problem(k, saved)
+                decisions[k] = problem.solved(self.options, False, allowance)
+                saved[k] = decisions[k].saved_bytes // self.in_flight(k)
+            found = {k: own.problem(k, saved).recounted(decisions[k]) for k in own.stages}
+            if all(kept.fits for kept in found.values()):
+                break
+        for k, kept in found.items():
+            if strict and not kept.fits:
+                own.problem(k, saved).solved(self.options, True, allowance)
+        return tuple(found.values())
+
+    def obeyed_or_decided(self, rank: int, strict: bool, given: GraphPlan | None = None,
+                          allowance: WorkLimit | None = None) -> tuple[CheckpointDecision, ...]:
+        """given: a saved plan to apply, where it fits."""
+        stages = () if given is None or given.pipeline is None else given.pipeline.stages
+        pinned = [stages[k].kept for k in self.step.stages_of(rank) if k < len(stages)]
+        if pinned and None not in pinned:
+            found = self.obeyed(rank, [each for each in pinned if each is not None])
+            if found is not None:
+                return found
+        return self.decided(rank, strict, allowance)
+
+    def of_all(self, given: GraphPlan | None = None) -> tuple[CheckpointDecision, ...]:
+        """The decisions for all stages, whether they fit or not."""
+        table = self.step.table
+        found = {k: kept for rank in range(len(table.actions))
+                 for k, kept in zip(self.step.stages_of(rank), self.obeyed_or_decided(rank, False, given), strict=True)}
+        return tuple(found[k] for k in range(table.stages))
+
+    def obeyed(self, rank: int, pinned: Sequence[CheckpointingPlan]) -> tuple[CheckpointDecision, ...] | None:
+        """Apply the choices of a saved plan for the stages of a rank. None if they were made for another budget and exceed this
+        one. Raises BadInput if they do not match."""
+        own = _RankStages(self, rank)
+        saved = {k: each.saved_bytes // self.in_flight(k) for k, each in zip(own.stages, pinned, strict=True)}
+        found = [own.problem(k, saved).obeyed(each) for k, each in zip(own.stages, pinned, strict=True)]
+        return None if None in found else tuple(each for each in found if each is not None)
+
+    def _tape(self, stage: int) -> BuildStorageProgram:
+        graph, step = self.step.staged.graphs[stage], self.step
+        written = {node.name for k, node in enumerate(step.marked.graph.find_nodes(op="placeholder"))
+                   if input_position(node, k) in self.tape.written}
+        changed = frozenset(name for name, read in step.staged.reads.items() if read.name in written)
+        return replace(self.tape, forward_outputs=graph.forward_outputs, written=changed, received=frozenset(graph.read))
+
+
+class _RankStages:
+    """The checkpointing problems of the stages of one rank."""
+
+    def __init__(self, found: StageCheckpointing, rank: int):
+        step, self.step, self.name = found.step, found.step, found.sharing.whole.name
+        self.stages = step.stages_of(rank)
+        self.graphs = {k: step.staged.graphs[k] for k in self.stages}
+        self.moments = moments_of(step.table, rank, step.at_once)
+        self.room = found.sharing.room(found.memory(rank))
+        self.joints = {k: counted_stage(self.graphs[k], found.options.compiler, step.table.splits_backward, found._tape(k))
+                       for k in self.stages}
+        self.tapes = {k: read(STORAGE_PROGRAM, joint) for k, joint in self.joints.items()}
+        self.around = self._around(found, rank)
+        self.options, self.in_flight = found.options, {k: found.in_flight(k) for k in self.stages}
+
+    def problem(self, stage: int, saved: Mapping[int, int]) -> CheckpointProblem:
+        """saved: bytes that one microbatch saves in the other stages of this rank."""
+        others = self.others(stage, saved)
+        counting_microbatches(others)(self.joints[stage])
+        return CheckpointProblem(self.joints[stage], self.graphs[stage].forward_outputs, self.room,
+                                 f"{self.name}, stage {stage}", replace(self.around, others=others))
+
+    def others(self, stage: int, saved: Mapping[int, int]) -> Microbatches:
+        forward, backward = (tuple(dict.fromkeys(self._moment(stage, moment, saved) for moment in moments))
+                             for moments in self.moments[stage])
+        return Microbatches(forward, backward)
+
+    def _moment(self, stage: int, moment: Moment, saved: Mapping[int, int]) -> OtherMicrobatches:
+        number = nbytes = gradients = 0
+        for k, load in moment.items():
+            graph = self.graphs[k]
+            mine = load.saved + self.step.waits(k) * load.waiting
+            nbytes += load.waiting * self.late_bytes[k]
+            nbytes += load.ahead * _bytes(graph, graph.received) + load.ahead_back * _bytes(graph, graph.received_back)
+            nbytes += self.sent_bytes[k]
+            gradients += load.summed * self.gradient_bytes[k]
+            if k == stage:
+                number = mine
+            else:
+                nbytes += mine * saved.get(k, 0)
+        return OtherMicrobatches(number, nbytes, gradients)
+
+    def equal_shares(self) -> dict[int, int]:
+        """Bytes that one microbatch saves in each stage, if all stages save the same part of what costs no time to save."""
+        free = replace(self.room, left=float("inf"))
+        found, peaks, total = {}, [], 0
+        for k in self.stages:
+            problem = replace(self.problem(k, {}), room=free)
+            kept = problem.solved(self.options, False)
+            found[k] = kept.saved_bytes // self.in_flight[k]
+            peaks.append(kept.peak_bytes - kept.saved_bytes)
+            total += kept.saved_bytes
+        share = min(max((self.room.left - max(peaks)) / total, 0.0), 1.0) if total else 1.0
+        return {k: round(share * nbytes) for k, nbytes in found.items()}
+
+    @cached_property
+    def gradient_bytes(self) -> dict[int, int]:
+        """Accumulated gradients of each stage."""
+        backward = self.step.loop.backward
+        return {k: sum(torch.Size(backward[place].shape).numel() * backward[place].dtype.itemsize
+                       for place in graph.gradients if place is not None) for k, graph in self.graphs.items()}
+
+    @cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """The message that is being sent to the next stage."""
+        ranks = self.step.table.ranks
+        return {k: _bytes(graph, graph.own_sent) if k + 1 < len(ranks) and ranks[k + 1] != ranks[k] else 0
+                for k, graph in self.graphs.items()}
+
+    @cached_property
+    def late_bytes(self) -> dict[int, int]:
+        """Bytes of a microbatch between the two parts of backward, besides saved values where `StagedStep.waits`."""
+        return {k: _bytes(graph, graph.received_back) if self.step.waits(k) else
+                weight_part_bytes(self.tapes[k], self.joints[k], len(graph.own_sent_back)) for k, graph in self.graphs.items()}
+
+    def _around(self, found: StageCheckpointing, rank: int) -> LoopMemory:
+        """Memory around the loop on this rank: of its own computations, and of the gradients that it has."""
+        step, needs, owners = self.step, self.step.needs, found.owners
+        loop, alone = needs.around(rank, owners), needs.gradients_alone(owners)
+        elsewhere = needs.gradients_elsewhere(rank, owners)
+        made = {place for k in self.stages for place in self.graphs[k].gradients}
+        here = tuple(each for place, each in enumerate(loop.backward) if place in made or place not in alone)
+        results = tuple(None if name in elsewhere else name for name in loop.results)
+        loop = replace(loop, backward=here, results=results)
+        return loop_memory(step.marked, loop, step.forward_outputs, step.table.microbatches, step.at_once,
+                           tape_of_segment(found.tape), lambda _: 1)
+
+
+def _bytes(graph: StageGraph, names: Sequence[str]) -> int:
+    return sum(graph.fakes[name].numel() * graph.fakes[name].element_size() for name in names)

@@ -1,0 +1,66 @@
+"""Microbatches that a rank of a pipeline has in memory at each moment of a schedule, by stage."""
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from passes.pipeline.pipeline_schedule import PipelineSchedule, ScheduleAction
+
+FORWARD_KINDS = ("forward", "send_forward", "receive_forward")
+"""Actions that run before the first backward if the loss is computed outside of the graph."""
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """Microbatches of one stage in memory while a rank computes, without the one that it computes. saved: between their forward
+    and their backward. waiting: between the two parts of backward, where a schedule splits it. ahead, ahead_back: received from
+    the previous, or the next, stage, and not read yet. summed: whether gradients of some are accumulated."""
+
+    saved: int = 0
+    waiting: int = 0
+    ahead: int = 0
+    ahead_back: int = 0
+    summed: bool = False
+
+
+Moment = dict[int, StageLoad]
+"""By stage of the rank."""
+
+
+@dataclass
+class _Counts:
+    done: Counter[str] = field(default_factory=Counter)
+
+    def load(self, running: str) -> StageLoad:
+        """running: kind of the computation of this stage that runs; "" if another stage computes."""
+        done, backward = self.done, self.done["backward"] + self.done["backward_input"]
+        finished = done["backward"] + done["backward_weight"]
+        return StageLoad(
+            done["forward"] - backward - (running in ("backward", "backward_input")),
+            backward - finished - (running == "backward_weight"),
+            max(done["receive_forward"] - done["forward"] - (running == "forward"), 0),
+            max(done["receive_backward"] - backward - (running in ("backward", "backward_input")), 0), finished > 0)
+
+
+def moments_of(table: PipelineSchedule, rank: int, at_once: bool) -> dict[int, tuple[list[Moment], list[Moment]]]:
+    """For each stage of a rank, the different moments at which it runs forward, and backward. at_once: backward of a microbatch
+    runs as soon as the schedule has it; otherwise forward of all of them runs first."""
+    actions = table.actions[rank] if at_once else (*_of(table, rank, True), *_of(table, rank, False))
+    counts = {stage: _Counts() for stage, its in enumerate(table.ranks) if its == rank}
+    found: dict[int, tuple[list[Moment], list[Moment]]] = {stage: ([], []) for stage in counts}
+    for action in actions:
+        if action.computes:
+            moment = {stage: own.load(action.kind if stage == action.stage else "") for stage, own in counts.items()}
+            moments = found[action.stage][action.kind != "forward"]
+            if moment not in moments:
+                moments.append(moment)
+        counts[action.stage].done[action.kind] += 1
+        if action.kind == "forward" and action.stage + 1 in counts:  # handed on without a message
+            counts[action.stage + 1].done["receive_forward"] += 1
+        if action.kind in ("backward", "backward_input") and action.stage - 1 in counts:
+            counts[action.stage - 1].done["receive_backward"] += 1
+    return found
+
+
+def _of(table: PipelineSchedule, rank: int, forward: bool) -> list[ScheduleAction]:
+    return [action for action in table.actions[rank] if (action.kind in FORWARD_KINDS) == forward]
