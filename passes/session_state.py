@@ -19,8 +19,10 @@ class SessionState:
 
     def of(self, kind: type[T]) -> T:
         """The session's object of this class, made by `kind()` when it is first asked for (0.1 us later on)."""
-        found = self._parts.get(kind)
-        return self._parts.setdefault(kind, kind()) if found is None else found
+        try:
+            return self._parts[kind]
+        except KeyError:
+            return self._parts.setdefault(kind, kind())
 
     def has(self, kind: type) -> bool:
         return kind in self._parts

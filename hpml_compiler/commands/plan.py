@@ -84,11 +84,10 @@ def _make(target: str, options: dict[str, Any], progress: Any) -> Any:
 
 
 def peak_of(found: Any) -> Any:
-    """Memory peak of a plan; simulated if the plan, written by hand, has none."""
-    from hpml_compiler.simulate.peak_moment import simulated_peak
-    from hpml_compiler.simulate.simulator import steady
+    """Memory peak of a plan; counted now if the plan, written by hand, has none."""
+    from hpml_compiler.simulate.simulator import peak_of_plan
 
-    return found.peak or simulated_peak(found, steady(found))
+    return found.peak or peak_of_plan(found)
 
 
 def _memory(found: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import statistics
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from hpml_compiler.energy.power_meter import PowerMeter
 from hpml_compiler.monitor import tensorboard_scalars
 from hpml_compiler.monitor.measured_window import FEWEST, MeasuredWindow
-from hpml_compiler.monitor.prediction import GraphCost, GraphRuns, PredictedStep, expected, graph_cost
+from hpml_compiler.monitor.prediction import GraphCost, GraphRuns, PredictedStep, expected, graph_cost, peak_bytes_alone
 from hpml_compiler.monitor.profile_trigger import ProfileTrigger
 from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.monitor.report import PredictedFigure, Report, compared
@@ -29,8 +29,8 @@ LONGEST_WAIT = 10
 
 class Monitor:
     """Compares the measured steps of a run with the predictions of its graphs' plans. Only a monitor that `speaks` (rank 0's)
-    logs, and writes TensorBoard scalars into `folder`, if given. `complete`: adds the predicted peak to a graph's plan; it is
-    called for a report, so that the first step does not wait for it.
+    logs, and writes TensorBoard scalars into `folder`, if given. `complete`: adds the predicted peak to a graph's plan;
+    `peak_bytes`: of a step of several graphs. These are called for a report, so that the first step does not wait for them.
 
     The monitor does not communicate, and only a report synchronizes with the device. After an error in the monitor, which is
     logged once, monitoring stops and the run continues.
@@ -39,14 +39,15 @@ class Monitor:
     def __init__(self, device_type: str, *, speaks: bool = True, folder: str | None = None, clock: Clock | None = None,
                  window: MeasuredWindow | None = None, make_profile: Callable[[], StepProfile] | None = None,
                  power: PowerMeter | None = None, rival_us: Callable[[], float | None] = lambda: None,
-                 complete: Callable[[GraphPlan], GraphPlan] = lambda plan: plan) -> None:
+                 complete: Callable[[GraphPlan], GraphPlan] = lambda plan: plan,
+                 peak_bytes: Callable[[Sequence[GraphPlan]], int] = peak_bytes_alone) -> None:
         self.device_type, self.speaks, self.folder = device_type, speaks, folder
         self.clock = clock or clock_for(device_type)
         self.recorder = StepRecorder(self.clock, self._step_ended)
         self.window = window or MeasuredWindow()
         self.profiling = ProfileTrigger(make_profile or self._start_profile)
         self.power, self.rival_us = power or PowerMeter(None), rival_us
-        self.complete = complete
+        self.complete, self.peak_bytes = complete, peak_bytes
         self.plans: list[GraphPlan] = []
         self.costs: list[GraphCost] = []
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -204,7 +205,7 @@ class Monitor:
         times = _median([step.times(self.clock) for step in steps])
         runs = steps[0].runs
         self.plans = [self.complete(plan) for plan in self.plans]
-        prediction = expected(self.plans, self.costs, runs)
+        prediction = expected(self.plans, self.costs, runs, self.peak_bytes)
         seen = self.profiling.result_for(runs)
         classes = compared(prediction.classes_us, seen.of_step(times)) if seen else ()
         peak_bytes, source = self._peak(seen.peak_bytes if seen else None)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpml_compiler.monitor.kernel_classes import CLASSES, class_of_kind
@@ -93,9 +93,15 @@ def _is_backward(plan: GraphPlan, move: Redistribution) -> bool:
     return plan.training and (maker is None or maker.backward)
 
 
-def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Sequence[GraphRuns]) -> PredictedStep:
+def peak_bytes_alone(plans: Sequence[GraphPlan]) -> int:
+    """Peak bytes of the one graph whose step has most, as if each ran alone."""
+    return max((plan.memory.peak for plan in plans), default=0)
+
+
+def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Sequence[GraphRuns],
+             peak_bytes: Callable[[Sequence[GraphPlan]], int] = peak_bytes_alone) -> PredictedStep:
     """Predict a step that ran these graphs: their calls, and one optimizer step over all parameters whose gradients were
-    computed."""
+    computed. peak_bytes: counts the peak of a step of several graphs."""
     classes: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     optimizer: dict[str, float] = {}
     step_us = 0.0
@@ -109,7 +115,8 @@ def expected(plans: Sequence[GraphPlan], costs: Sequence[GraphCost], runs: Seque
             optimizer.update(cost.optimizer_us)
     classes["optimizer"] = sum(optimizer.values())
     trained = [run for run in runs if run.backward] or list(runs)
-    parts = expected_parts([plans[run.graph] for run in trained])
+    graphs = [plans[run.graph] for run in trained]
+    parts = expected_parts(graphs, peak_bytes(graphs))
     if len(trained) == 1 and trained[0].forward > 1:
         # From the second call on, all gradients are in memory.
         plan = plans[trained[0].graph]
@@ -124,12 +131,9 @@ def _joules(cost: GraphCost, runs: GraphRuns) -> float | None:
     return None if cost.energy_j is None or not cost.graph_us else cost.energy_j * cost.calls_us(runs) / cost.graph_us
 
 
-def expected_parts(plans: Sequence[GraphPlan]) -> dict[str, int]:
-    """Predicted bytes by part of the graphs of one step; a parameter that several of them use counts once.
-
-    `activations`: saved activations and temporary values, summed over all graphs, since those of a model with graph breaks are
-    in memory at the same time. The parts of one graph add up to its predicted peak.
-    """
+def expected_parts(plans: Sequence[GraphPlan], peak_bytes: int) -> dict[str, int]:
+    """Predicted bytes by part of the graphs of one step; a parameter that several of them use counts once. `activations`: saved
+    activations and temporary values, the rest of the step's peak."""
     parts: dict[str, float] = dict.fromkeys(MEMORY_PARTS, 0.0)
     seen: set[str] = set()
     for plan in plans:
@@ -137,11 +141,10 @@ def expected_parts(plans: Sequence[GraphPlan]) -> dict[str, int]:
         total = sum(here.values())
         new = sum(size for name, size in here.items() if name not in seen) / total if total else 1.0
         seen.update(here)
-        held = _held(plan.memory)
-        for part, size in held.items():
+        for part, size in _held(plan.memory).items():
             parts[part] += size * new
-        parts["activations"] += max(plan.memory.peak - sum(held.values()), 0)
-    return {part: round(size) for part, size in parts.items()}
+    found = {part: round(size) for part, size in parts.items()}
+    return {**found, "activations": max(peak_bytes - sum(found.values()), 0)}
 
 
 def _held(memory: MemoryBytes) -> dict[str, int]:

@@ -1,9 +1,12 @@
 """Records of activation checkpointing under a memory budget: saved, offloaded and recomputed values of one graph."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Annotated
+
 from pydantic import Field
 
-from hpml_compiler.plans.record_fields import Count, Microseconds, Record
+from hpml_compiler.plans.record_fields import Count, Microseconds, Names, Record
 
 
 class SavedValue(Record):
@@ -43,13 +46,26 @@ class PeakRecord(Record):
         return sum(self.parts.values())
 
 
+class PhaseMemory(Record):
+    """Bytes by part over forward or backward of one graph, in the order of execution. nodes: the node that runs, wherever the
+    bytes change; parts: for each part, the bytes while each of these runs. Empty in plans that are written by hand."""
+
+    nodes: Names = ()
+    parts: dict[str, Annotated[tuple[Count, ...], Field(strict=False)]] = Field(default_factory=dict)
+
+    def moments(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Each node with the bytes by part while it runs."""
+        for k, node in enumerate(self.nodes):
+            yield node, {part: column[k] for part, column in self.parts.items() if column[k]}
+
+
 class CheckpointingPlan(Record):
     """Activation checkpointing of one graph under a memory budget. Names are those of the nodes that a rank runs; bytes are on
     one device and leave out parameters, optimizer state and inputs. `budget_bytes`: memory budget of a whole step;
     `saved_bytes`: activations between forward and backward; `gradient_bytes`: gradients until the optimizer has read them;
     `step_bytes`: memory of the optimizer step, parameters and state included, for the graphs known when this was decided;
     `ahead`: all-gathers of parameters are prefetched during the previous block; `saved`, `offloaded`, `again` (recomputed): by
-    node; `forward`, `backward`: the memory peak of each."""
+    node; `forward`, `backward`: the memory peak of each; `forward_memory`, `backward_memory`: the bytes over each."""
 
     budget_bytes: Count
     saved_bytes: Count
@@ -61,6 +77,8 @@ class CheckpointingPlan(Record):
     again: dict[str, RecomputedCall]
     forward: PeakRecord
     backward: PeakRecord
+    forward_memory: PhaseMemory = PhaseMemory()
+    backward_memory: PhaseMemory = PhaseMemory()
 
     @property
     def again_us(self) -> float:

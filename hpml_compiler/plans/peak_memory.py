@@ -1,55 +1,101 @@
-"""Peak memory of a step by part, for graphs whose activation checkpointing was decided under a memory budget."""
+"""Memory of a step over time, by part: its graphs' own memory, put together with parameters and optimizer state.
+
+For graphs whose activation checkpointing was decided under a memory budget, a plan has that memory; for others,
+`hpml_compiler.simulate.memory_timeline` makes it of the plan's operations.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from hpml_compiler.plans.checkpointing_records import CheckpointingPlan, PeakRecord
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.memory_records import PARTS, Peak
 from hpml_compiler.plans.schema import GraphPlan, ParameterPlan
+
+
+@dataclass(frozen=True)
+class GraphTimeline:
+    """Memory of one graph without parameters and optimizer state: wherever it changes in forward and in backward; the bytes
+    that it saves in between; and those of its gradients. step_bytes: during the optimizer step, everything included, for the
+    graphs up to this one; None if unknown."""
+
+    forward: tuple[Peak, ...]
+    backward: tuple[Peak, ...]
+    saved_bytes: int
+    gradient_bytes: int
+    step_bytes: int | None = None
 
 
 def counted_peak(graphs: Sequence[GraphPlan]) -> Peak | None:
     """The memory peak of a step that runs forward of these graphs in order and backward in reverse; None unless each of them
     has a checkpointing plan (`GraphPlan.kept`)."""
-    kept = [graph.kept for graph in graphs if graph.kept is not None]
-    if not kept or len(kept) < len(graphs):
-        return None
+    kept = [counted_timeline(graph, graph.kept) for graph in graphs if graph.kept is not None]
+    return fullest_moment(step_moments(graphs, kept)) if kept and len(kept) == len(graphs) else None
+
+
+def fullest_moment(moments: Iterable[Peak]) -> Peak:
+    """The first with the most bytes."""
+    return max(moments, key=lambda moment: moment.bytes)
+
+
+def counted_timeline(graph: GraphPlan, kept: CheckpointingPlan) -> GraphTimeline:
+    """The memory of a graph as counted when its activation checkpointing was decided."""
+    return GraphTimeline(_recorded(graph, kept, False), _recorded(graph, kept, True), kept.saved_bytes, kept.gradient_bytes,
+                         kept.step_bytes)
+
+
+def _recorded(graph: GraphPlan, kept: CheckpointingPlan, backward: bool) -> tuple[Peak, ...]:
+    at, memory = (kept.backward, kept.backward_memory) if backward else (kept.forward, kept.forward_memory)
+    phase = "backward" if backward else "forward"
+    if not memory.nodes:
+        return (Peak(parts=at.parts, graph=graph.name, node=at.node, block=at.block, phase="recompute" if at.again else phase),)
+    found = []
+    for node, parts in memory.moments():
+        listed = graph.operations.get(node)
+        block = at.block if node == at.node else "" if listed is None else listed.block
+        again = backward and node in kept.again
+        found.append(Peak(parts=parts, graph=graph.name, node=node, block=block, phase="recompute" if again else phase))
+    return tuple(found)
+
+
+def step_moments(graphs: Sequence[GraphPlan], timelines: Sequence[GraphTimeline], update_bytes: float = 0.0) -> list[Peak]:
+    """Bytes by part wherever they change in a step that runs forward of these graphs in order, backward in reverse, and the
+    optimizer. The first moment is what is in memory all the time. update_bytes: of temporary tensors of the optimizer, where
+    the last graph's memory does not tell."""
     state = _state(graphs)
-    moments = [_moment(graph, each, state, kept, number, backward) for number, (graph, each) in enumerate(zip(graphs, kept))
-               for backward in (False, True)]
-    return max((*moments, _optimizer(state, kept)), key=lambda moment: moment.bytes)
+    state["gradients"] = sum(max(round(graph.memory.gradients) - each.gradient_bytes, 0)  # of no operation that a plan lists
+                             for graph, each in zip(graphs, timelines, strict=True) if each.step_bytes is None)
+    found = [Peak(parts=_sum(state, {}), phase="start")]
+    for backward in (False, True):
+        for number in reversed(range(len(graphs))) if backward else range(len(graphs)):
+            others = {"saved": sum(each.saved_bytes for each in timelines[:number]),
+                      "gradients": backward * sum(each.gradient_bytes for each in timelines[number + 1:])}
+            own = timelines[number].backward if backward else timelines[number].forward
+            found += (moment.model_copy(update={"parts": _sum(moment.parts, others, state)}) for moment in own)
+    return [*found, _optimizer(state, timelines, update_bytes)]
 
 
 def peak_of_stages(graph: GraphPlan, kept: Sequence[CheckpointingPlan], state: Mapping[str, int]) -> Peak:
     """The memory peak of a rank that runs these stages of a graph. state: bytes of its parameters and optimizer state."""
-    moments = [_moment(graph, each, state, [each], 0, backward) for each in kept for backward in (False, True)]
-    return max((*moments, _optimizer(state, kept[-1:])), key=lambda moment: moment.bytes)
+    timelines = [counted_timeline(graph, each) for each in kept]
+    found = [moment.model_copy(update={"parts": _sum(moment.parts, state)})
+             for each in timelines for moment in (*each.forward, *each.backward)]
+    return fullest_moment([*found, _optimizer(state, timelines[-1:], 0.0)])
 
 
-def _optimizer(state: Mapping[str, int], kept: Sequence[CheckpointingPlan]) -> Peak:
-    """Memory during the optimizer step. It is read from the graph compiled last, whose plan knows of all graphs before it."""
-    rest = max(kept[-1].step_bytes - sum(state.values()), 0)
-    gradients = min(rest, sum(each.gradient_bytes for each in kept))
-    parts = {**state, "gradients": gradients, "transient": rest - gradients}
-    return Peak(parts=_shown(parts), node="optimizer", phase="optimizer")
+def _optimizer(state: Mapping[str, int], timelines: Sequence[GraphTimeline], update_bytes: float) -> Peak:
+    """Memory during the optimizer step. Where it is known, that is from the graph compiled last, whose plan knows of all graphs
+    before it."""
+    gradients, known = sum(each.gradient_bytes for each in timelines), timelines[-1].step_bytes if timelines else None
+    rest = gradients + round(update_bytes) if known is None else max(known - sum(state.values()), 0)
+    gradients = min(rest, gradients)
+    return Peak(parts=_sum(state, {"gradients": gradients, "transient": rest - gradients}), node="optimizer", phase="optimizer")
 
 
-def _moment(graph: GraphPlan, kept: CheckpointingPlan, state: Mapping[str, int], of_step: Sequence[CheckpointingPlan],
-            number: int,
-            backward: bool) -> Peak:
-    """Memory peak of one graph's forward or backward, plus the activations saved by the graphs before it and, in backward, the
-    gradients of the graphs after it."""
-    at: PeakRecord = kept.backward if backward else kept.forward
-    parts = {**at.parts, **state}
-    parts["saved"] = parts.get("saved", 0) + sum(other.saved_bytes for other in of_step[:number])
-    if backward:
-        parts["gradients"] = parts.get("gradients", 0) + sum(other.gradient_bytes for other in of_step[number + 1:])
-    phase = "recompute" if at.again else "backward" if backward else "forward"
-    return Peak(parts=_shown(parts), graph=graph.name, node=at.node, block=at.block, phase=phase)
-
-
-def _shown(parts: Mapping[str, int]) -> dict[str, int]:
-    return {part: parts[part] for part in PARTS if parts.get(part)}
+def _sum(*several: Mapping[str, int]) -> dict[str, int]:
+    """Sums by part, in the order in which parts are shown, without empty ones."""
+    sums = {part: sum(each.get(part, 0) for each in several) for part in PARTS}
+    return {part: nbytes for part, nbytes in sums.items() if nbytes}
 
 
 def _state(graphs: Sequence[GraphPlan]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from hpml_compiler.energy.power_meter import PowerMeter
 from hpml_compiler.monitor.monitor import Monitor
 from hpml_compiler.monitor.stage_monitor import StageMonitor, StagesReport, gathered, say
 from hpml_compiler.options import Options
-from hpml_compiler.planner.graph.plan_assembly import with_peak
+from hpml_compiler.planner.graph.plan_assembly import step_peak_bytes, with_peak
 from hpml_compiler.runtime.process.compute_device import device_type
 from hpml_compiler.runtime.process.device_clock import clock_for
 from hpml_compiler.runtime.process.world_group import control_group
@@ -23,7 +23,8 @@ def monitor_of(options: Options) -> Monitor:
         speaks, kind = dist.get_rank() == 0, device_type()
         current.monitor = Monitor(kind, speaks=speaks, folder=options.tensorboard,
                                   power=PowerMeter.here(kind) if speaks else None, rival_us=lambda: rival_us(current),
-                                  complete=lambda plan: with_peak(plan, current.options, current.cluster))
+                                  complete=lambda plan: with_peak(plan, current.options, current.cluster),
+                                  peak_bytes=lambda plans: step_peak_bytes(plans, current.options, current.cluster))
     return current.monitor
 
 

@@ -33,6 +33,9 @@ class LocalView:
     @cached_property
     def calls(self) -> tuple[StepCall, ...]:
         """The calls of the graph, without times and bytes."""
+        from passes.analyses.inductor_fusion import is_costly, is_fusing_target, is_inlined, target_of
+
+        targets = {name: target_of(each.op) for name, each in self.graph.operations.items()}
         found = tuple(
             StepCall(
                 name=name,
@@ -43,7 +46,9 @@ class LocalView:
                 saved=each.saved if self.kept is None else self.kept.saved[name],
                 view_of=each.sources[0] if each.sources and view_name(each.op) in VIEWS else None,
                 kernel=each.kind,
-                fused=each.class_id,
+                inlined=is_inlined(targets[name]),
+                fusing=is_fusing_target(targets[name]),
+                costly=is_costly(targets[name]),
                 runs=self.graph.runs(each),
                 again_us=None if self.kept is None else self.kept.again_us.get(name),
                 when=self.when.get(name, "loop"),

@@ -8,6 +8,9 @@ from typing import Literal
 from hpml_compiler.options import Options
 from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
+from hpml_compiler.plans.memory_records import Peak
+from hpml_compiler.plans.peak_memory import fullest_moment
+from hpml_compiler.simulate.memory_timeline import moments_of, simulated_peak, with_memory
 from hpml_compiler.simulate.optimizer_transient import transient_of
 from hpml_compiler.simulate.plan_prices import PlannedPrices, PlanPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
@@ -27,8 +30,6 @@ from passes.simulation.rank_lanes import CONTENTION, RankLanes, one_lane, side_b
 from passes.simulation.step_timeline import breakdown, events
 
 MOST_MICROBATCHES = 4096
-STEADY = 3
-"""Microbatches after which memory no longer grows, if backward of each follows its forward."""
 
 
 def simulate(
@@ -79,20 +80,28 @@ def simulate(
     else:
         built = _plan(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", microbatches, overlap)
     found = _simulation(built, built.run(contention))
-    if isinstance(plan, Plan) and stages is None and recompute == "none" and microbatches == 1 and (
-            plan.peak is not None and plan.peak.counted):
-        return replace(found, peak_bytes=plan.peak.bytes)
-    return found
+    if stages is not None or isinstance(plan, Plan) and any(graph.pipeline for graph in plan.step_graphs):
+        return found
+    plans = [plan] if isinstance(plan, Plan) else [group.plan for group in plan.groups]
+    return with_memory(found, [
+        _moments(each, _device_of(each, cluster), recompute == "full", microbatches) if each else [Peak()] for each in plans])
 
 
-def steady(plan: Plan) -> Simulation:
-    """`simulate` with the plan's own settings; without stages, with at most `STEADY` microbatches, which reach the peak."""
-    mesh = _mesh(plan, None)
+def peak_of_plan(plan: Plan) -> Peak:
+    """The memory peak of a step of the plan."""
     if any(graph.pipeline for graph in plan.step_graphs):
-        built = _planned_pipeline(plan, mesh, None, False, False, True, None)
-    else:
-        built = _plan(plan, mesh, None, False, False, 1, True, STEADY)
-    return _simulation(built, built.run())
+        built = _planned_pipeline(plan, _mesh(plan, None), None, False, False, True, None)
+        return simulated_peak(plan, _simulation(built, built.run()))
+    return fullest_moment(_moments(plan, _device_of(plan, None)))
+
+
+def _moments(plan: Plan, device: str, recompute: bool = False, microbatches: int = 1) -> list[Peak]:
+    return moments_of(plan.step_graphs, _update_bytes(plan, device), device, recompute, microbatches)
+
+
+def _device_of(plan: Plan, cluster: Cluster | str | None) -> str:
+    mesh = _mesh(plan, cluster)
+    return mesh.device.kind if mesh else "cpu"
 
 
 def _check_microbatches(plan: Plan | MixedPlan, count: int) -> None:
@@ -153,8 +162,8 @@ def _parsed(cluster: str | None) -> Cluster | None:
 
 
 def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, recompute: bool, microbatches: int,
-          overlap: bool, most: int = MOST_MICROBATCHES) -> RankLanes:
-    """The lane of a plan without stages. most: limit on the number of a graph's own microbatches."""
+          overlap: bool) -> RankLanes:
+    """The lane of a plan without stages."""
     graphs = plan.step_graphs
     if cost is not None and mesh is None:
         raise BadInput("a cost model needs the mesh's links", "simulate", "give the cluster, too")
@@ -164,9 +173,8 @@ def _plan(plan: Plan, mesh: Mesh | None, cost: CostModel | None, anew: bool, rec
         model = RepricedPlan(graph, MeshPrices(mesh, states, cost=cost)) if mesh else None
         prices.append(model if model and (anew or cost is not None) else PlannedPrices(graph, model))
     steps = [step_graph(graph, each, 1.0 / microbatches, not recompute) for graph, each in zip(graphs, prices)]
-    return one_lane([replace(step, microbatches=min(step.microbatches, most)) if step.at_once else step for step in steps],
-                    ranks=plan.world_size, device=mesh.device if mesh else None, microbatches=microbatches,
-                    recompute=recompute, overlap=overlap, update_bytes=_update_bytes(plan, mesh))
+    return one_lane(steps, ranks=plan.world_size, device=mesh.device if mesh else None, microbatches=microbatches,
+                    recompute=recompute, overlap=overlap)
 
 
 def _options(plan: Plan) -> Options:
@@ -175,11 +183,11 @@ def _options(plan: Plan) -> Options:
     return Options.parse({name: value for name, value in known.items() if value != "saved"})  # "saved" needs a budget
 
 
-def _update_bytes(plan: Plan, mesh: Mesh | None) -> float:
+def _update_bytes(plan: Plan, device: str) -> float:
     """Bytes of temporary tensors in the optimizer step."""
     trained = {name: each.bytes_per_device for graph in plan.step_graphs if graph.training
                for name, each in graph.parameters.items() if each.trainable}
-    made = transient_of(_options(plan), mesh.device.kind if mesh else "cpu")
+    made = transient_of(_options(plan), device)
     return made.bytes_of(sum(trained.values()), max(trained.values(), default=0))
 
 

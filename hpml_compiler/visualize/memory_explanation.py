@@ -12,11 +12,11 @@ from hpml_compiler.visualize.formatting import format_bytes, format_us
 
 MOST_NAMES = 10
 COUNTED = "counted along what a rank runs"
-SIMULATED = "simulated, with what torch's partitioner would save"
+UNDECIDED = "counted along the plan's operations, with what torch's partitioner would save"
 
 
 def memory_text(plan: PlanContent, peak: Peak) -> str:
-    lines = [f"a device holds {format_bytes(peak.bytes)} when it holds most ({COUNTED if peak.counted else SIMULATED})"]
+    lines = [f"a device holds {format_bytes(peak.bytes)} when it holds most ({COUNTED if peak.counted else UNDECIDED})"]
     lines += [f"  {part:<12} {format_bytes(nbytes):>9}" for part, nbytes in peak.parts.items()]
     lines.append(f"  then runs {describe_moment(peak)}")
     if budget := budget_of(plan):

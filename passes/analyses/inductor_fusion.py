@@ -3,6 +3,9 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportCallIssue=false
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -26,20 +29,33 @@ NOT_ADDED_TO = {torch.bfloat16, torch.int64, torch.bool}
 """dtypes without atomic additions in inductor's CPU kernels: the operator's own kernel is called."""
 
 
-def is_inlined(node: Node) -> bool:
-    return is_pointwise(node.target) or view_name(node.target) in INLINED
+def is_inlined(target: Any) -> bool:
+    return is_pointwise(target) or view_name(target) in INLINED
 
 
-def is_costly(node: Node, device: str) -> bool:
-    """device: the type of the device that runs it."""
-    return device == "cpu" and view_name(node.target) in COSTLY
+def is_costly(target: Any) -> bool:
+    """True on CPUs alone."""
+    return view_name(target) in COSTLY
 
 
 def is_fusing(node: Node) -> bool:
-    name = view_name(node.target)
-    if name in SCATTERING:
+    if view_name(node.target) in SCATTERING:
         return not _calls_adding_kernel(node) and node.args[0].meta["val"].dtype not in NOT_ADDED_TO
-    return is_inlined(node) or name in FUSING
+    return is_fusing_target(node.target)
+
+
+def is_fusing_target(target: Any) -> bool:
+    """As `is_fusing`, where only the operator is known."""
+    return is_inlined(target) or view_name(target) in FUSING
+
+
+@functools.cache
+def target_of(op: str) -> Any:
+    """The operator of a name such as `aten.mm.default`; the name itself where there is none."""
+    namespace, *rest = op.split(".")
+    if len(rest) != 2:
+        return op
+    return getattr(getattr(getattr(torch.ops, namespace), rest[0], None), rest[1], op)
 
 
 def scratch_bytes(node: Node) -> int:

@@ -163,19 +163,23 @@ class _StorageProgramReader:
         if leaves and not new:
             return  # a view, too
         makes = []
-        pointwise, fusing = self.fuses and is_inlined(node), self.fuses and is_fusing(node)
+        pointwise, fusing = self.fuses and is_inlined(node.target), self.fuses and is_fusing(node)
         for where, leaf in new.items():
             self.number[where] = len(self.storages)
             makes.append(len(self.storages))
             self.bases.append(node.name if isinstance(node.meta["val"], torch.Tensor) else "")
             self.said.append(self._said(node, reads))
             self.storages.append(Storage(
-                "", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise), self._offload_us(leaf)))
+                "", _nbytes(leaf), len(self.runs), "", self._save_us(leaf, pointwise), self._offload_us(leaf),
+                gathered=self._gathers_inputs(node, reads)))
         self.runs.append(ProgramOp(
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
             self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing,
-            pointwise and is_costly(node, self.device or leaves[0].device.type), self.blocks[node],
+            pointwise and (self.device or leaves[0].device.type) == "cpu" and is_costly(node.target), self.blocks[node],
             _workspace(node, leaves, self.device), scratch_bytes=scratch_bytes(node)))
+
+    def _gathers_inputs(self, node: Node, reads: tuple[int, ...]) -> bool:
+        return "all_gather" in view_name(node.target) and all(self.storages[s].given for s in reads)
 
     def _is_repeatable(self, node: Node) -> bool:
         return is_recomputable(node) and (

@@ -17,7 +17,7 @@ from passes.graph.fx_nodes import memory_of
 from passes.graph.loops.loop_order import AFTER, BACKWARD, BEFORE, FORWARD, loop_parts, read_later
 from passes.graph.loops.loop_parts import GraphFragment, LoopOutput, PrologueEpilogue
 from passes.json_records import FrozenMap
-from passes.simulation.memory.memory_breakdown import TracePeak
+from passes.simulation.memory.memory_breakdown import MemoryMoment, fullest
 from passes.simulation.memory.memory_trace import simulate_memory
 from passes.simulation.memory.storage_program import Microbatches, StorageProgram
 
@@ -32,8 +32,8 @@ class LoopMemory:
     others: Microbatches
     forward: FrozenMap[str, int]
     backward: FrozenMap[str, int]
-    first: TracePeak
-    last: TracePeak
+    first: MemoryMoment
+    last: MemoryMoment
     gradient_bytes: int
 
     @property
@@ -44,15 +44,17 @@ class LoopMemory:
     def of_step(self, kept: CheckpointDecision, budget_bytes: float, after_bytes: float) -> CheckpointDecision:
         """The decision of the whole graph, given that of its body. budget_bytes: of the graph. after_bytes: in memory besides
         during the optimizer step."""
-        ahead = max(_with(kept.account.forward, self.forward), self.first, key=_bytes)
-        back = max(_with(kept.account.backward, self.backward), self.last, key=_bytes)
+        account = kept.account
+        ahead = self.first, *(_with(each, self.forward) for each in account.forward_moments or (MemoryMoment(),))
+        back = *(_with(each, self.backward) for each in account.backward_moments or (MemoryMoment(),)), self.last
         account = replace(
-            kept.account, forward=ahead, backward=back, gradient_bytes=self.gradient_bytes,
-            offloaded=tuple((name, block, nbytes, self.count * us) for name, block, nbytes, us in kept.account.offloaded),
-            again=tuple((name, block, self.count * us) for name, block, us in kept.account.again))
+            account, forward_moments=ahead, backward_moments=back, gradient_bytes=self.gradient_bytes,
+            offloaded=tuple((name, block, nbytes, self.count * us) for name, block, nbytes, us in account.offloaded),
+            again=tuple((name, block, self.count * us) for name, block, us in account.again))
         return replace(
             kept, again_us=self.count * kept.again_us, offload_us=self.count * kept.offload_us,
-            forward_bytes=_bytes(ahead), backward_bytes=_bytes(back), saved_bytes=self.others.in_flight * kept.saved_bytes,
+            forward_bytes=account.forward.nbytes, backward_bytes=account.backward.nbytes,
+            saved_bytes=self.others.in_flight * kept.saved_bytes,
             after_bytes=round(self.gradient_bytes + after_bytes), budget_bytes=budget_bytes, account=account)
 
 
@@ -85,8 +87,8 @@ class _Around:
         first = [BEFORE[0], BEFORE[1] if at_once else AFTER[0]]
         returned = frozenset(name for name in loop.results[forward_outputs:] if name is not None)
         return LoopMemory(
-            count, others, FrozenMap(ahead), FrozenMap(back), max((moments[name] for name in first), key=_bytes),
-            max((moments[name] for name in moments if name not in first), key=_bytes), sum(self._bytes(returned).values()))
+            count, others, FrozenMap(ahead), FrozenMap(back), fullest([moments[name] for name in first]),
+            fullest([moments[name] for name in moments if name not in first]), sum(self._bytes(returned).values()))
 
     def _there(self) -> dict[str, frozenset[str]]:
         """Values in memory while each part of the loop runs: made before it and read by it or later."""
@@ -115,20 +117,20 @@ class _Around:
         return sum(self.layers(self.nodes[each.name]) * torch.Size(each.shape).numel() * each.dtype.itemsize
                    for each in collected)
 
-    def _moment(self, name: str, segment: GraphFragment) -> TracePeak:
+    def _moment(self, name: str, segment: GraphFragment) -> MemoryMoment:
         """Peak of a segment around the loop."""
         there = self._bytes(self.there[name])
         if segment.gm is None:
-            return TracePeak(name, parts=FrozenMap(there))
+            return MemoryMoment(name, parts=FrozenMap(there))
         own = simulate_memory(self.tape_of(segment.gm, len(segment.makes)), ()).forward.most_bytes
         for made in segment.makes:  # of layers that a traced one stands for
             value, layers = self.nodes[made].meta.get("val"), self.layers(self.nodes[made])
             if layers > 1 and isinstance(value, torch.Tensor):
                 own += (layers - 1) * value.numel() * value.element_size()
-        return TracePeak(name, parts=FrozenMap(_sum(there, {"transient": own})))
+        return MemoryMoment(name, parts=FrozenMap(_sum(there, {"transient": own})))
 
 
-def _with(moment: TracePeak, more: Mapping[str, int]) -> TracePeak:
+def _with(moment: MemoryMoment, more: Mapping[str, int]) -> MemoryMoment:
     return replace(moment, parts=FrozenMap(_sum(moment.parts, more)))
 
 
@@ -137,7 +139,3 @@ def _sum(*parts: Mapping[str, int]) -> dict[str, int]:
     for each in parts:
         found.update(each)
     return {part: nbytes for part, nbytes in found.items() if nbytes}
-
-
-def _bytes(moment: TracePeak) -> int:
-    return sum(moment.parts.values())

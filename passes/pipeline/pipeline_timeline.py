@@ -14,8 +14,7 @@ from passes.errors import BadInput
 from passes.pipeline.pipeline_schedule import PipelineSchedule, ScheduleAction, make_schedule
 from passes.pipeline.schedule_orders import ScheduleName, stages_of
 from passes.simulation.event_simulator import COMMUNICATION, StreamTask, simulate_tasks
-from passes.simulation.step_timeline import NOTHING, EmbeddedCommunication, TaskLabel
-from passes.simulation.storage_liveness import SAVED, LiveInterval
+from passes.simulation.step_timeline import NOTHING, EmbeddedCommunication, LiveInterval, TaskLabel
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def tasks_of(table: PipelineSchedule, stages: Sequence[TimedStage]) -> PipelineT
         if action.kind == "forward":
             end = number[ScheduleAction(last, action.stage, action.microbatch)]
             built.intervals[table.ranks[action.stage]].append(
-                LiveInterval(stages[action.stage].activation_bytes, index, end, part=SAVED))
+                LiveInterval(stages[action.stage].activation_bytes, index, end, "saved"))
     for stage, rank in zip(stages, table.ranks):
         built.held_bytes[rank] += stage.held_bytes
     return built

@@ -33,6 +33,11 @@ class CallInstance:
         return self.group[1]
 
 
+def layer_label(each: CallInstance) -> str:
+    """Suffix of the name of a call that runs in several layers."""
+    return f" [{each.layer}]" if each.runs > 1 else ""
+
+
 def unroll_layers(graph: StepGraph) -> dict[Phase, list[CallInstance]]:
     """The call instances of forward and of backward."""
     groups = _groups(graph)

@@ -9,8 +9,7 @@ from passes.simulation.event_simulator import COMMUNICATION, StreamTask, TaskSpa
 from passes.simulation.rank_program import OPTIMIZER
 from passes.simulation.step_graph import StepGraph
 from passes.simulation.step_lowering import lower_step
-from passes.simulation.step_timeline import TaskLabel, memory_over_time
-from passes.simulation.storage_liveness import GRADIENTS, LiveInterval
+from passes.simulation.step_timeline import LiveInterval, TaskLabel, memory_over_time
 
 CONTENTION = {"cpu": 2.0, "cuda": 1.19}
 """Slowdown of both streams while both run, by kind of device. cpu: gloo moves and adds the bytes on the cores that
@@ -21,8 +20,9 @@ GPU-accelerated distributed deep learning", 2025, arXiv 2507.03114)."""
 
 @dataclass(frozen=True)
 class RankLanes:
-    """Tasks, with the label and the kernel kind of each ("" for communication); for each lane, the live intervals of bytes,
-    the bytes in memory all the time by part, its ranks and their device (None: unknown); and joules on links."""
+    """Tasks, with the label and the kernel kind of each ("" for communication); for each lane, its ranks and their device
+    (None: unknown); and joules on links. intervals, held: for each lane of a pipeline, the live intervals of bytes, and the
+    bytes in memory all the time by part."""
 
     tasks: list[StreamTask]
     labels: list[TaskLabel]
@@ -59,22 +59,12 @@ class RankLanes:
 
 
 def one_lane(graphs: Sequence[StepGraph], *, ranks: int = 1, device: Device | None = None, microbatches: int = 1,
-             recompute: bool = False, overlap: bool = True, update_bytes: float = 0.0) -> RankLanes:
+             recompute: bool = False, overlap: bool = True) -> RankLanes:
     """The lane of `ranks` equal devices that run these graphs, one after the other, in every step; see `lower_step`."""
-    made = lower_step(graphs, microbatches, recompute, update_bytes)
+    made = lower_step(graphs, microbatches, recompute)
     entries = made.entries
-    # Gradients without a listed producer count all the time.
-    unseen = max(0.0, sum(graph.gradient_bytes for graph in graphs) - made.ledger.gradient_bytes)
-    held = {"parameters": sum(graph.parameter_bytes for graph in graphs),
-            "optimizer": sum(graph.optimizer_bytes for graph in graphs), GRADIENTS: unseen}
-    return RankLanes(made.tasks(overlap), [TaskLabel(e.name, e.kind, e.is_work) for e in entries], [made.ledger.intervals],
-                     [held], [tuple(range(ranks))], [device], [e.kernel for e in entries],
-                     sum(e.link_j for e in entries) * ranks)
-
-
-def peak_bytes(lanes: RankLanes, contention: float | None = None) -> int:
-    """Peak bytes of a rank."""
-    return max(nbytes for curve in lanes.memory(lanes.run(contention)) for _, nbytes in curve)
+    return RankLanes(made.tasks(overlap), [TaskLabel(e.name, e.kind, e.is_work) for e in entries], [[]], [{}],
+                     [tuple(range(ranks))], [device], [e.kernel for e in entries], sum(e.link_j for e in entries) * ranks)
 
 
 def side_by_side(parts: Sequence[RankLanes], summing: Sequence[int], sum_us: float, sum_j: float) -> RankLanes:
@@ -96,20 +86,6 @@ def side_by_side(parts: Sequence[RankLanes], summing: Sequence[int], sum_us: flo
         tasks.append(StreamTask(sum_us, COMMUNICATION, tuple(before), tuple(summing), priority=len(tasks)))
         labels.append(TaskLabel("gradients of all groups", "all_reduce", False))
         kernels.append("")
-    intervals = [
-        [replace(each, first=_moved(each.first, offset), last=_moved(each.last, offset)) for each in part.intervals[0]]
-        for part, offset in zip(parts, _offsets(parts))
-    ]
-    return RankLanes(tasks, labels, intervals, [part.held[0] for part in parts], ranks,
-                     [part.devices[0] for part in parts], kernels, sum_j + sum(part.link_j for part in parts))
+    return RankLanes(tasks, labels, [[] for _ in parts], [{} for _ in parts], ranks, [part.devices[0] for part in parts],
+                     kernels, sum_j + sum(part.link_j for part in parts))
 
-
-def _offsets(parts: Sequence[RankLanes]) -> list[int]:
-    found = [0]
-    for part in parts:
-        found.append(found[-1] + len(part.tasks))
-    return found[:-1]
-
-
-def _moved(index: int | None, offset: int) -> int | None:
-    return None if index is None else index + offset

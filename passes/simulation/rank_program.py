@@ -1,4 +1,4 @@
-"""Program of one rank: tasks of its two streams in a step, in order, and the live intervals of bytes.
+"""Program of one rank: tasks of its two streams in a step, in order.
 
 Compute runs in the order of the graph. A redistribution is issued when its value is ready and waited for by its first
 reader; one whose value is a parameter or comes from an earlier phase (a gather of weights, redistribution of a saved value)
@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from passes.graph.step_phase import BACKWARD, FORWARD
 from passes.simulation.event_simulator import COMMUNICATION, COMPUTE, StreamTask
-from passes.simulation.storage_liveness import RECOMPUTE, LivenessLedger
 
-OPTIMIZER = "optimizer"
+RECOMPUTE, OPTIMIZER = "recompute", "optimizer"
 
 
 @dataclass(slots=True)
@@ -40,11 +39,10 @@ class ProgramEntry:
 
 
 class RankProgram:
-    """Entries of one step in the order in which they are issued, and the ledger of bytes."""
+    """Entries of one step in the order in which they are issued."""
 
     def __init__(self) -> None:
         self.entries: list[ProgramEntry] = []
-        self.ledger = LivenessLedger()
         self._compute: int | None = None  # the last entry of the compute stream
         self._segments: list[tuple[object, int | None]] = []  # (block instance, last compute entry before it)
         self._pending: list[int] = []
@@ -72,11 +70,6 @@ class RankProgram:
         """The index if it is that of a collective: the compute stream is in order, so its entries need no wait."""
         return [index] if index is not None and self.entries[index].stream == COMMUNICATION else []
 
-    @property
-    def now(self) -> int | None:
-        """The last entry of the compute stream so far."""
-        return self._compute
-
     def enter(self, block: object) -> None:
         """Attribute the following compute entries to this run of a block."""
         if not self._segments or self._segments[-1][0] != block:
@@ -87,13 +80,11 @@ class RankProgram:
         own = self._segments[-1][1]
         return next((before for _, before in reversed(self._segments) if before != own), None)
 
-    def optimizer(self, us: float, nbytes: float) -> None:
-        """Append the optimizer: it waits for everything not waited for yet, and allocates `nbytes` while it runs."""
+    def optimizer(self, us: float) -> None:
+        """Append the optimizer: it waits for everything not waited for yet."""
         read = {before for entry in self.entries for before in entry.after}
         waits = [i for i, entry in enumerate(self.entries) if entry.stream == COMMUNICATION and i not in read]
         self.compute("optimizer" if us else "end", OPTIMIZER, us, [*waits, *self._pending])
-        last = len(self.entries) - 1 if self.entries else None
-        self.ledger.add(nbytes, last, last)
 
     def tasks(self, overlap: bool) -> list[StreamTask]:
         """Tasks with their index as priority, so that of two ready collectives the one needed first starts. Without

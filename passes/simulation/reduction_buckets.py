@@ -57,7 +57,5 @@ class ReductionBuckets:
         more = len(bucket.members) - 1
         label = bucket.members[0][3] + (f" and {more} more" if more else "")
         index = self.program.communicate(label, key[1], bucket.us, sorted(bucket.after), bucket.link_j)
-        if more:  # they are copied into one buffer
-            self.program.ledger.add(bucket.nbytes, index, index)
         for leg, k, layer, name in bucket.members:
             self.done(leg, k, index, layer, name)

@@ -23,8 +23,9 @@ class StepCall:
     reads: each value read (name of a call or of a graph input) with the layout in which it is read.
     result_bytes: of each result; saved: True for results that are saved for backward. view_of: the value whose storage
     the results share, if they are views. scratch_bytes: temporary memory of the call.
-    block: its path, such as `h.3`; kernel: kernel kind; fused: calls of equal block, phase and `fused` are one
-    kernel. gradient: the optimizer reads its results, or views of them, so they stay in memory until the step ends.
+    block: its path, such as `h.3`; kernel: kernel kind. inlined, fusing, costly: how the compiler fuses it, as in
+    `passes.simulation.memory.storage_program.ProgramOp`.
+    gradient: the optimizer reads its results, or views of them, so they stay in memory until the step ends.
     runs: number of runs in a step of the whole model, where one listed layer stands for many. again_us: time of recomputing it
     in backward, where its results are not saved. when: in the loop over microbatches, or once,
     before it or after it.
@@ -40,7 +41,9 @@ class StepCall:
     view_of: str | None = None
     scratch_bytes: float = 0.0
     kernel: str = "pointwise"
-    fused: Hashable = None
+    inlined: bool = False
+    fusing: bool = False
+    costly: bool = False
     gradient: bool = False
     runs: int = 1
     again_us: float | None = None

@@ -2,22 +2,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from passes.graph.step_phase import BACKWARD, FORWARD, Phase
-from passes.simulation.layer_unrolling import OUTSIDE, CallInstance, Group, unroll_layers
-from passes.simulation.rank_program import RankProgram
+from passes.simulation.layer_unrolling import OUTSIDE, CallInstance, Group, layer_label, unroll_layers
+from passes.simulation.rank_program import RECOMPUTE, RankProgram
 from passes.simulation.reduction_buckets import ReductionBuckets
-from passes.simulation.step_graph import StepCall, StepGraph, Transfer, TransferHop
-from passes.simulation.storage_liveness import RECOMPUTE, GraphLedger
+from passes.simulation.step_graph import StepCall, StepGraph, Transfer, TransferHop, storage_of
 from passes.simulation.transfer_instances import TransferInstances
 
 
-def lower_step(graphs: Sequence[StepGraph], microbatches: int = 1, recompute: bool = False,
-               update_bytes: float = 0.0) -> RankProgram:
+def lower_step(graphs: Sequence[StepGraph], microbatches: int = 1, recompute: bool = False) -> RankProgram:
     """The program of a step. microbatches: runs of forward and backward; recompute: repeated blocks run their forward
-    again for backward (all of forward if there are none); update_bytes: allocated by the optimizer."""
+    again for backward (all of forward if there are none)."""
     made = RankProgram()
     walks = [_MicrobatchedLowering(made, graph, recompute) for graph in graphs]
     for microbatch in range(microbatches):
@@ -27,7 +25,7 @@ def lower_step(graphs: Sequence[StepGraph], microbatches: int = 1, recompute: bo
             walk.backward(microbatch, last=microbatch == microbatches - 1)
     for walk in walks:
         walk.close()
-    made.optimizer(sum(graph.optimizer_us for graph in graphs), update_bytes)
+    made.optimizer(sum(graph.optimizer_us for graph in graphs))
     return made
 
 
@@ -44,8 +42,6 @@ class _MicrobatchedLowering:
             self.walks[0].forward(microbatch, last)
         for number in range(self.count if self.count > 1 else 0):
             walk = self.walks[0 if self.at_once else number]
-            if walk is not self.walks[0]:
-                walk.memory.continue_from(self.walks[0].memory)
             walk.forward(number, last=number == self.count - 1)
             if self.at_once:
                 walk.backward(number, last=number == self.count - 1)
@@ -75,18 +71,16 @@ class _GraphLowering:
                 self.recomputed[each.group if blocks else OUTSIDE].append(each)
         self.again = {(each.call.name, each.layer): replace(each, call=replace(each.call, us=each.call.again_us))
                       for each in self.phases[FORWARD] if each.call.again_us is not None}
-        self.memory = GraphLedger(program.ledger, graph, self.recomputed)
+        self.storage = {call.name: storage_of(call.name, graph.by_name) for call in graph.calls}
         self.buckets = ReductionBuckets(program, self._after_bucket)
         self.microbatch, self.last = 0, True
         self.returned: list[int | None] = []  # last entries of the transfers of a phase's outputs
-        self.entry: int | None = None  # entry of the last call,
-        self.kernel: tuple[object, int] = ("", 0)  # and its kernel: key of the fused calls, and the layer
 
     def forward(self, microbatch: int, last: bool) -> None:
         self.microbatch, self.last = microbatch, last
         self.made: dict[tuple[str, int], int | None] = {}
         self.latest: dict[str, int | None] = {}
-        self.memory.begin()
+        self.copied: dict[tuple[str, int, Hashable], int] = {}  # entry of the transfer that made each copy
         self.program.compute(f"call {self.graph.name}", FORWARD, self.graph.call_us)
         self._run(self.phases[FORWARD], FORWARD)
         self._wait_for_returned()
@@ -95,7 +89,6 @@ class _GraphLowering:
         """last: gradients are reduced after this microbatch."""
         if self.graph.training:
             self.program.compute(f"call {self.graph.name}", BACKWARD, self.graph.call_us)
-            self.memory.backward_begins(self.program.now)
         self.microbatch, self.brought = microbatch, set[tuple[str, int]]()
         phase = self.phases[BACKWARD]
         waiting = dict(self.recomputed) if phase else {}
@@ -110,7 +103,6 @@ class _GraphLowering:
         self._wait_for_returned()
         if last:
             self.buckets.flush()
-        self.memory.end(self.program.now, last)
 
     def close(self) -> None:
         """Transfers without a waiting call in the graph: the optimizer waits for them."""
@@ -127,7 +119,7 @@ class _GraphLowering:
     def _bring(self, each: CallInstance) -> None:
         """Recompute the operands that forward has dropped, and their dropped operands."""
         for source, _ in each.call.reads:
-            name = self.memory.storage.get(source, source)
+            name = self.storage.get(source, source)
             made = self.again.get((name, each.layer), self.again.get((name, 0)))
             if made is not None and (name, made.layer) not in self.brought:
                 self.brought.add((name, made.layer))
@@ -135,7 +127,7 @@ class _GraphLowering:
                 self._run_one(made, RECOMPUTE, False)
 
     def _run_one(self, each: CallInstance, phase: str, reduce: bool) -> None:
-        program, call, label = self.program, each.call, each.call.name + _layer(each)
+        program, call, label = self.program, each.call, each.call.name + layer_label(each)
         if call.when == "before" and self.microbatch or call.when == "after" and not self.last:
             return
         program.enter((phase, each.group, self.microbatch) if each.group != OUTSIDE else (phase, self.microbatch))
@@ -147,9 +139,6 @@ class _GraphLowering:
         for source, _ in call.reads:
             program.wait(self.made.get((source, each.layer), self.latest.get(source)))
         index = program.compute(label, phase, call.us, kernel=call.kernel)
-        if self._is_new(index):
-            self.kernel = call.fused, each.layer
-        self.memory.call(each, phase, index, late=self.kernel != (call.fused, each.layer))
         self._set_made(each, index)
         for leg, repeats in into:
             if leg.value == call.name:  # a sum reduced where it is computed
@@ -159,7 +148,7 @@ class _GraphLowering:
         for leg, repeats in self.legs.out_of(each):
             for _ in range(repeats):
                 if not leg.gradient:
-                    self._return(leg, self._hops(leg.hops, label, [index]))
+                    self.returned.append(self._hops(leg.hops, label, [index]))
                 elif reduce:
                     self._reduce(leg, 0, index, each.layer, label)
 
@@ -169,12 +158,8 @@ class _GraphLowering:
         made = self.graph.by_name.get(leg.value)
         return reader.again_us is None or made is None or made is reader or made.again_us is not None
 
-    def _return(self, leg: Transfer, index: int | None) -> None:
-        """Outputs of a phase are waited for when it ends, and stay with the caller until the microbatch ends."""
-        self.returned.append(index)
-        self.memory.output(leg, index)
-
     def _wait_for_returned(self) -> None:
+        """Outputs of a phase are waited for when it ends."""
         for index in self.returned:
             self.program.wait(index)
         self.returned.clear()
@@ -185,12 +170,12 @@ class _GraphLowering:
         here: Phase = BACKWARD if phase == BACKWARD else FORWARD
         ready = self.made.get((leg.value, each.layer), self.latest.get(leg.value)) if (
             made is not None and made.phase == here) else self.program.prefetch_after()
-        earlier = self.memory.copy_of(leg, each)
+        earlier = self.copied.get((leg.value, each.layer, leg.source))
         index: int | None = None
         for _ in range(repeats):
-            index = self._hops(leg.hops, leg.value + _layer(each), [ready if index is None else index, earlier])
+            index = self._hops(leg.hops, leg.value + layer_label(each), [ready if index is None else index, earlier])
         if index is not None:
-            self.memory.copy(leg, each, phase, index)
+            self.copied[leg.value, each.layer, leg.target] = index
             self.program.wait(index)
 
     def _hops(self, hops: Sequence[TransferHop], label: str, after: list[int | None]) -> int | None:
@@ -205,12 +190,6 @@ class _GraphLowering:
                     each for b in before for each in self.program.collective(b)])
         return index
 
-    def _is_new(self, index: int | None) -> bool:
-        """True if this is a new entry, not one that stands for a call that takes no time."""
-        new = index is not None and index != self.entry
-        self.entry = index
-        return new
-
     def _set_made(self, each: CallInstance, index: int | None) -> None:
         self.made[each.call.name, each.layer] = self.latest[each.call.name] = index
 
@@ -220,12 +199,8 @@ class _GraphLowering:
         """The collectives of a gradient's reduction from k on: into a bucket, or at once where buckets do not apply."""
         if k < len(leg.hops) and self.buckets.takes(leg.hops[k]):
             self.buckets.add(leg, k, ready, layer, label)
-        else:
-            self.memory.reduced(leg, layer, self._hops(leg.hops[k:], label, [ready]) if k < len(leg.hops) else ready)
+        elif k < len(leg.hops):
+            self._hops(leg.hops[k:], label, [ready])
 
     def _after_bucket(self, leg: Transfer, k: int, index: int, layer: int, label: str) -> None:
         self._reduce(leg, k + 1, index, layer, label)
-
-
-def _layer(each: CallInstance) -> str:
-    return f" [{each.layer}]" if each.runs > 1 else ""

@@ -8,11 +8,20 @@ from dataclasses import dataclass
 
 from passes.simulation.event_simulator import COMMUNICATION, StreamTask, TaskSpans
 from passes.simulation.rank_program import OPTIMIZER
-from passes.simulation.storage_liveness import LiveInterval
 
 STREAMS = ("compute", "communication")
 SHORTEST_US = 2e-3
 """Shorter local steps are not reported as events: there are so many that they would hide the rest of a trace."""
+
+
+@dataclass(slots=True)
+class LiveInterval:
+    """Bytes in memory from the start of one task to the end of another (None: of the step). part: what they are."""
+
+    nbytes: float
+    first: int | None
+    last: int | None
+    part: str
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,7 @@ def memory_over_time(intervals: Sequence[LiveInterval], spans: TaskSpans, consta
     allocations, except for values that one entry both reads and makes."""
     changes: dict[float, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for each in intervals:
-        start = 0.0 if each.first is None else (spans.stop_us if each.late else spans.start_us)[each.first]
+        start = 0.0 if each.first is None else spans.start_us[each.first]
         stop = spans.end_us if each.last is None else spans.stop_us[each.last]
         if stop >= start:
             changes[start][1] += each.nbytes

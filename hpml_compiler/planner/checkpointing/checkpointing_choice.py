@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -10,7 +11,14 @@ from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpointing_cache import cached_checkpointing
 from hpml_compiler.planner.graph.graph_planning import solver_options
 from hpml_compiler.planner.graph.memory_budget import BudgetShare
-from hpml_compiler.plans.checkpointing_records import CheckpointingPlan, OffloadedValue, PeakRecord, RecomputedCall, SavedValue
+from hpml_compiler.plans.checkpointing_records import (
+    CheckpointingPlan,
+    OffloadedValue,
+    PeakRecord,
+    PhaseMemory,
+    RecomputedCall,
+    SavedValue,
+)
 from hpml_compiler.plans.peak_memory import counted_peak
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.visualize.formatting import format_bytes, format_us
@@ -21,7 +29,7 @@ from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
 from passes.checkpointing.solve_checkpointing import SolveCheckpointing
 from passes.errors import BadInput, Infeasible
 from passes.presets import obeying_checkpointing, solving_checkpointing
-from passes.simulation.memory.memory_breakdown import report_memory
+from passes.simulation.memory.memory_breakdown import MemoryMoment, report_memory
 from passes.simulation.memory.memory_trace import MemoryTrace
 from passes.solver.work_limit import WorkLimit
 
@@ -148,4 +156,11 @@ def checkpointing_plan(kept: CheckpointDecision, options: Options) -> Checkpoint
                    for name, block, nbytes, us in account.offloaded},
         again={name: RecomputedCall(block=block, predicted_us=us, layers=layers.get(name, 1)) for name, block,
                us in account.again},
-        forward=forward, backward=backward, ahead=kept.ahead)
+        forward=forward, backward=backward, forward_memory=_phase_memory(account.forward_moments),
+        backward_memory=_phase_memory(account.backward_moments), ahead=kept.ahead)
+
+
+def _phase_memory(moments: Sequence[MemoryMoment]) -> PhaseMemory:
+    parts = dict.fromkeys(part for each in moments for part in each.parts)
+    return PhaseMemory(nodes=tuple(each.name for each in moments),
+                       parts={part: tuple(each.parts.get(part, 0) for each in moments) for part in parts})

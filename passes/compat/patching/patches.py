@@ -25,7 +25,7 @@ _lock = threading.RLock()
 @dataclass(frozen=True)
 class Patch:
     """target: module, and the name in it, of a function, of a class, or of a dict of functions. parameters: the leading
-    parameters of the function, the class or each function of the dict, by name. seen: the first and the last release of torch
+    parameters of the function, the class or a function of the dict, by name. seen: the first and the last release of torch
     in which the probe succeeds. cache: name beside it of a cache that depends on it. A replacement must accept further
     parameters."""
 
@@ -66,8 +66,9 @@ class Patch:
             all_found = {tuple(_parameters(function))[:len(self.parameters)] for function in functions}
         except (TypeError, ValueError):
             return f"{self.name} is no function that can be looked into"
-        found = next(iter(all_found - {self.parameters}), None)
-        return None if found is None else f"its parameters are {', '.join(found) or 'none'}"
+        if not all_found or self.parameters in all_found:
+            return None
+        return f"its parameters are {', '.join(next(iter(all_found))) or 'none'}"
 
 
 def _parameters(function: Any) -> Iterable[str]:

@@ -69,10 +69,10 @@ class _DecisionStepGraph:
                 kernel = kernels.get(op.index)
                 us = price(kernel, self.prices) if kernel else 0.0
                 kind = op.kind if op.heavy else "pointwise" if us else "view"
-                found[op.index] = self._call(op, us, kind, group.index, blocks[op.index])
+                found[op.index] = self._call(op, us, kind, blocks[op.index])
         return tuple(found[i] for i in sorted(found))
 
-    def _call(self, op: Operation, us: float, kernel: str, fused: int, block: str) -> StepCall:
+    def _call(self, op: Operation, us: float, kernel: str, block: str) -> StepCall:
         layouts = self.decision.operations[op.index]
         return StepCall(
             name=op.name,
@@ -84,7 +84,6 @@ class _DecisionStepGraph:
             saved=tuple(v in self.held for v in op.outputs),
             view_of=self._name(op.inputs[0]) if op.inputs and view_name(op.target) in VIEWS else None,
             kernel=kernel,
-            fused=fused,
         )
 
     def legs(self) -> Iterator[Transfer]:

@@ -1,8 +1,10 @@
-"""Report of a memory trace: saved and recomputed values by name, and the breakdown of the peaks."""
+"""Report of a memory trace: saved and recomputed values by name, and the bytes by part at each op."""
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from passes.json_records import FrozenMap
 from passes.simulation.memory.memory_trace import MemoryTrace
@@ -10,37 +12,57 @@ from passes.simulation.memory.phase_timeline import PhaseTimeline
 
 
 @dataclass(frozen=True)
-class TracePeak:
-    """Peak of forward or backward. name: of the running op, block: its path; again:
-    True for a forward op recomputed in backward. parts: bytes of gradients, of saved values, of recomputed values,
-    and of the rest, which is transient."""
+class MemoryMoment:
+    """Bytes in memory while one op runs. name: of the op, block: its path; again: True for a forward op recomputed in
+    backward. parts: bytes of gradients, of saved values, of recomputed values, of gathered inputs, and of the rest, which is
+    transient."""
 
     name: str = ""
     block: str = ""
     again: bool = False
     parts: FrozenMap[str, int] = FrozenMap({})
 
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def fullest(moments: Sequence[MemoryMoment]) -> MemoryMoment:
+    """The first moment with the most bytes."""
+    return max(moments, key=lambda moment: moment.nbytes, default=MemoryMoment())
+
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """saved: (name, block, bytes) of saved values, the largest first; offloaded: with the us of moving each, of
-    values kept out of the device's memory. again: (name, block, us) of recomputed calls. All of these are per layer; layers:
-    number of layers, by name, where that is more than one. gradient_bytes: of backward's outputs."""
+    """forward_moments, backward_moments: the timeline of each phase, wherever its bytes change. saved: (name, block, bytes) of
+    saved values, the largest first; offloaded: with the us of moving each, of values kept out of the device's memory. again:
+    (name, block, us) of recomputed calls. All of these are per layer; layers: number of layers, by name, where that is more
+    than one. gradient_bytes: of backward's outputs."""
 
-    forward: TracePeak = TracePeak()
-    backward: TracePeak = TracePeak()
+    forward_moments: tuple[MemoryMoment, ...] = ()
+    backward_moments: tuple[MemoryMoment, ...] = ()
     saved: tuple[tuple[str, str, int], ...] = ()
     offloaded: tuple[tuple[str, str, int, float], ...] = ()
     again: tuple[tuple[str, str, float], ...] = ()
     gradient_bytes: int = 0
     layers: FrozenMap[str, int] = FrozenMap({})
 
+    @property
+    def forward(self) -> MemoryMoment:
+        """The peak of forward."""
+        return fullest(self.forward_moments)
+
+    @property
+    def backward(self) -> MemoryMoment:
+        """The peak of backward."""
+        return fullest(self.backward_moments)
+
 
 def report_memory(walk: MemoryTrace) -> MemoryReport:
     tape = walk.tape
     kept = sorted(walk.kept, key=lambda s: -tape.storages[s].nbytes)
     return MemoryReport(
-        _fullest(walk, walk.forward), _fullest(walk, walk.backward),
+        phase_moments(walk, walk.forward), phase_moments(walk, walk.backward),
         tuple((tape.storages[s].name, tape.runs[tape.maker(s)].block, tape.storages[s].nbytes)
               for s in kept if s not in walk.offloaded),
         tuple((tape.storages[s].name, tape.runs[tape.maker(s)].block, tape.storages[s].nbytes, tape.storages[s].offload_us)
@@ -51,25 +73,35 @@ def report_memory(walk: MemoryTrace) -> MemoryReport:
                    **{tape.runs[k].name: tape.layers_again[k] for k in walk.again if tape.layers_again[k] > 1}}))
 
 
-def _fullest(walk: MemoryTrace, phase: PhaseTimeline) -> TracePeak:
-    if not phase.order:
-        return TracePeak()
-    position = phase.nbytes.index(max(phase.nbytes))
-    number = phase.order[position]
-    run = walk.tape.runs[number if number >= 0 else -1 - number]
-    return TracePeak(run.name, run.block, number < 0, FrozenMap(_parts(walk, phase, position)))
+def phase_moments(walk: MemoryTrace, phase: PhaseTimeline) -> tuple[MemoryMoment, ...]:
+    """The moments of a phase in order, each op whose bytes by part differ from those of the op before it."""
+    found: list[MemoryMoment] = []
+    for number, parts in zip(phase.order, _parts(walk, phase), strict=True):
+        if not found or found[-1].parts != parts:
+            run = walk.tape.runs[number if number >= 0 else -1 - number]
+            found.append(MemoryMoment(run.name, run.block, number < 0, FrozenMap(parts)))
+    return tuple(found)
 
 
-def _parts(walk: MemoryTrace, phase: PhaseTimeline, position: int) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for storage in phase.alive(position):
-        found[_part(walk, storage, phase is walk.backward)] += walk.tape.storages[storage].nbytes
-    before, after = phase.others(position)
-    found["saved"] += before + phase.others_saved
-    found["gradients"] += phase.others_added
-    found["gradients" if phase is walk.backward else "saved"] += after
-    found["transient"] += phase.workspace_bytes[position]
-    return {part: nbytes for part, nbytes in found.items() if nbytes}
+def _parts(walk: MemoryTrace, phase: PhaseTimeline) -> list[dict[str, int]]:
+    """Bytes by part at each position of a phase; their sums are `phase.nbytes`."""
+    count, backward = len(phase.order), phase is walk.backward
+    change: dict[str, list[int]] = defaultdict(lambda: [0] * (count + 2))
+    for life in phase.lives:
+        own, nbytes = change[_part(walk, life.storage, backward)], walk.tape.storages[life.storage].nbytes
+        own[max(life.first, 0)] += nbytes
+        own[life.last + 1] -= nbytes
+    held = {part: [*accumulate(own)] for part, own in change.items()}
+    found = []
+    for position in range(count):
+        parts = Counter({part: own[position] for part, own in held.items()})
+        before, after = phase.others(position)
+        parts["saved"] += before + phase.others_saved
+        parts["gradients"] += phase.others_added
+        parts["gradients" if backward else "saved"] += after
+        parts["transient"] += phase.workspace_bytes[position]
+        found.append({part: nbytes for part, nbytes in parts.items() if nbytes})
+    return found
 
 
 def _part(walk: MemoryTrace, storage: int, backward: bool) -> str:
@@ -78,4 +110,6 @@ def _part(walk: MemoryTrace, storage: int, backward: bool) -> str:
         return "saved"
     if backward and storage in tape.gradients:
         return "gradients"
+    if tape.storages[storage].gathered:
+        return "gathered"
     return "recomputed" if backward and tape.is_forward(storage) else "transient"

@@ -45,7 +45,8 @@ class Storage:
     maker: index of the op that writes it; None for inputs. given: "" or, for inputs, "forward"
     (parameters, a batch: in memory all the time) or "backward" (tangents). save_us: time of writing it in forward and reading
     it in backward; offload_us: of moving it out of the device's memory and back, infinite if that is impossible. said: the
-    script's own activation checkpointing: nothing, "keep" or "again"."""
+    script's own activation checkpointing: nothing, "keep" or "again". gathered: a copy of an input in another layout, such as
+    an unsharded parameter."""
 
     name: str
     nbytes: int
@@ -54,6 +55,7 @@ class Storage:
     save_us: float = 0.0
     offload_us: float = math.inf
     said: str = ""
+    gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

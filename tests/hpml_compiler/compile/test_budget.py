@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import hpml_compiler
 from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.runtime.optimizer.resident_memory import storage_bytes
+from tests.helpers.frozen import fresh
 
 WIDTH, ROWS = 64, 512
 
@@ -45,7 +46,7 @@ class Deep(nn.Module):
 def trained(options: dict[str, Any] | None, dropout: float = 0.0, kind: Callable[[float], nn.Module] = Deep,
             ) -> tuple[list[torch.Tensor], int]:
     """Losses, gradients and parameters of three steps, and the peak bytes of the last; features have their loss outside."""
-    hpml_compiler.reset()
+    fresh()
     model = kind(dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     call = torch.compile(model, backend="hpml", options=options)
@@ -156,7 +157,7 @@ def test_graphs_of_one_step_share_the_budget(caplog):
                 x = block(x)
             return x.square().mean()
 
-    hpml_compiler.reset()
+    fresh()
     model = Broken()
     with caplog.at_level(logging.INFO, "hpml"):
         call = torch.compile(model, backend="hpml", options={"compiler": "eager", "memory_budget": "64MiB"})
@@ -187,7 +188,7 @@ def two_ranks(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], s
     local = [t.to_local() if isinstance(t, DTensor) else t for t in [*model.parameters(), *state]]
     assert profile is not None
     peak = profile.stop(storage_bytes(local)).peak_bytes
-    hpml_compiler.reset()
+    fresh()
     return losses, "\n".join(stream), peak
 
 
@@ -210,8 +211,8 @@ def test_two_ranks_keep_less_under_a_budget_with_the_same_losses(launch):
 
 def refused(rank: int) -> str:
     with pytest.raises(Exception, match="the step holds .* at least") as caught:
-        two_ranks(rank, {"memory_budget": "2MiB", "time_limit": 8.0})
-    hpml_compiler.reset()
+        two_ranks(rank, {"memory_budget": "2MiB", "time_limit": 4.0})
+    fresh()
     return str(caught.value)
 
 

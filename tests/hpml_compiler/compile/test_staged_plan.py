@@ -10,7 +10,7 @@ from hpml_compiler.plan_api.model_plan import Plan, PlanMismatch
 from hpml_compiler.runtime.process.device_clock import HostClock
 from hpml_compiler.runtime.program.stage_timer import recording
 from hpml_compiler.simulate import simulate
-from hpml_compiler.simulate.peak_moment import simulated_peak
+from hpml_compiler.simulate.memory_timeline import simulated_peak
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from hpml_compiler.simulate.scheduled_stages import times_of_stages

@@ -6,6 +6,8 @@ import pytest
 import hpml_compiler
 from hpml_compiler.monitor.kernel_classes import CLASSES
 from hpml_compiler.monitor.prediction import GraphRuns, expected, graph_cost
+from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.plan_assembly import step_peak_bytes
 from tests.helpers.plans import gpt_graph
 
 
@@ -76,12 +78,14 @@ def test_calls_take_the_overhead_that_was_measured():
 
 def test_graphs_of_one_model_share_its_optimizer_and_parameters():
     """Two batch sizes in one step: two graphs with the same parameters."""
-    one, two = of([gpt_graph()] * 2, (0, 1, 1)), of([gpt_graph()] * 2, (0, 1, 1), (1, 1, 1))
+    def counted(plans) -> int:
+        return step_peak_bytes(plans, Options(), "1x8:cpu")
+
+    graphs, runs = [gpt_graph()] * 2, [GraphRuns(0, 1, 1), GraphRuns(1, 1, 1)]
+    one, two = (expected(graphs, [graph_cost(each) for each in graphs], runs[:n], counted) for n in (1, 2))
     assert two.classes_us["optimizer"] == pytest.approx(one.classes_us["optimizer"])
     assert two.parts_bytes["parameters"] == one.parts_bytes["parameters"]
-    memory = gpt_graph().memory
-    largest = memory.peak - memory.parameters - memory.gradients - memory.optimizer
-    assert two.parts_bytes["activations"] == 2 * largest
+    assert two.peak_bytes == counted(graphs) == sum(two.parts_bytes.values()) > one.peak_bytes == counted(graphs[:1])
 
 
 def test_an_evaluation_takes_time_but_holds_nothing_of_training():

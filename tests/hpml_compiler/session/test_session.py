@@ -67,12 +67,14 @@ def run_closed_sessions(rank: int, ranks: int) -> None:
         assert [len(each) for each in hooks] == given
         del model
         gc.collect()
-        assert ranks > 1 or weight() is None  # Dynamo keeps the code of frames that read placed parameters
+        assert weight() is None
         opened.close()  # does nothing to the session after it
         assert session.current() is not opened and not session.current().graphs
     assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_closed_session_leaves_nothing_and_the_next_one_is_as_the_first(launch, ranks):
+def test_a_closed_session_leaves_nothing_and_the_next_one_is_as_the_first(launch, ranks, monkeypatch):
+    # or torch keeps the code that made each of the latest collectives, and with it what it was compiled to
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     launch(run_closed_sessions, world_size=ranks, args=(ranks,))

@@ -1,4 +1,4 @@
-"""A decision and the plan that was made of it before -> one step after: the same events, time and bytes."""
+"""A decision and the plan that was made of it before -> one step after: the same events and time."""
 from __future__ import annotations
 
 import pytest
@@ -62,14 +62,12 @@ def test_a_step_of_the_decision_is_the_step_of_its_plan(annotated, cluster, pin,
         ours, theirs = (played(one_lane([each], device=mesh.device, **options)) for each in both)
         assert ours[0] == theirs[0]
         assert ours[1] == pytest.approx(theirs[1], rel=1e-9)
-        assert ours[2] == theirs[2]
     assert ours[1][-1] == pytest.approx(answer.cost.step)  # one after another: what the planner adds up
 
 
-def played(lanes: RankLanes) -> tuple[list[tuple[str, str]], list[float], list[int]]:
-    """What happens in which order, when, and the bytes held from time to time."""
+def played(lanes: RankLanes) -> tuple[list[tuple[str, str]], list[float]]:
+    """What happens in which order, and when."""
     spans = lanes.run()
     found = events(lanes.tasks, lanes.labels, spans)
-    (curve,) = lanes.memory(spans)
     times = [us for event in found for us in (event.start_us, event.stop_us)]
-    return [(e.stream, e.kind) for e in found], [*times, spans.end_us], [nbytes for _, nbytes in curve]
+    return [(e.stream, e.kind) for e in found], [*times, spans.end_us]

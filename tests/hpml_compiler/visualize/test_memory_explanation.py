@@ -6,7 +6,7 @@ import json
 import pytest
 
 from hpml_compiler.simulate import simulate
-from hpml_compiler.simulate.peak_moment import simulated_peak
+from hpml_compiler.simulate.simulator import peak_of_plan
 from hpml_compiler.visualize.memory_explanation import memory_json, memory_text
 from tests.helpers.plans import gpt_plan
 from tests.hpml_compiler.plans.test_peak_memory import with_kept
@@ -31,13 +31,13 @@ def test_a_budget_is_told_with_what_is_kept_and_what_runs_again():
     assert graph == {"saved": {"gelu_0": 2048}, "offloaded": {}, "recomputed_s": {"fc_0": pytest.approx(10e-6)}}
 
 
-def test_without_a_budget_it_is_simulated():
+def test_without_a_budget_the_plan_s_operations_are_counted():
     plan = chain_plan(3)
     found = simulate(plan)
-    peak = simulated_peak(plan, found)
-    assert peak.bytes == found.peak_bytes and peak.node
+    peak = peak_of_plan(plan)
+    assert peak.bytes == found.peak_bytes and peak.node and not peak.counted
     text = memory_text(plan, peak)
-    assert "simulated" in text and "the budget" not in text and "then runs the optimizer" in text
+    assert "counted along the plan's operations" in text and "the budget" not in text and "then runs" in text
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"microbatches": 2}, {"overlap": False}])
@@ -46,4 +46,3 @@ def test_parts_add_up_at_every_moment(options):
     for us, nbytes in found.memory:
         parts = [next(size for start, size in reversed(curve) if start <= us) for curve in found.parts.values()]
         assert sum(parts) == pytest.approx(nbytes, abs=len(parts))
-    assert ("recomputed" in found.parts) == ("recompute" in options)

@@ -68,7 +68,7 @@ def in_stages(stages: list[tuple[StageGraph, ...]], groups: list[MeshGroups], gi
 
 
 @pytest.mark.parametrize(("name", "count", "sizes"), [
-    ("gpt2", 3, (2,)), ("mixtral", 2, (2, 2)), ("losses", 2, (2,)),
+    ("gpt2", 3, (2, 2)), ("mixtral", 2, (2,)), ("losses", 2, (2,)),
 ])
 def test_stages_of_ranks_together_give_what_their_graphs_give(name, count, sizes):
     step = traced(name)[0]

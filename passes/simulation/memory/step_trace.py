@@ -1,0 +1,40 @@
+"""Memory trace of a step graph, with the values saved that the graph says."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from passes.simulation.memory.memory_trace import MemoryTrace, simulate_memory
+from passes.simulation.memory.step_graph_program import step_program
+from passes.simulation.memory.storage_program import Microbatches, StorageProgram
+from passes.simulation.step_graph import StepGraph
+
+
+def trace_step(graph: StepGraph, device: str = "", recompute: bool = False, microbatches: int = 1) -> MemoryTrace:
+    """The memory trace of a step graph, with the values saved that it says. device: type of the device, whose collectives may
+    need workspace. recompute: backward recomputes repeated blocks (all of forward if there are none). microbatches: runs of
+    forward and backward besides those of the graph's own loop."""
+    tape, kept = step_program(graph, device, recompute)
+    added = tape.bytes_of(tape.gradients)
+    if graph.microbatches > 1:
+        at_once = graph.at_once
+        tape = replace(tape, microbatches=Microbatches(1 if at_once else graph.microbatches, added, not at_once))
+    elif microbatches > 1:
+        tape = replace(tape, microbatches=Microbatches(1, added))
+    return simulate_memory(tape, _read_in_backward(tape, kept))
+
+
+def _read_in_backward(tape: StorageProgram, kept: frozenset[int]) -> set[int]:
+    """Those of the saved storages that backward reads, itself or to recompute what it reads: such as a copy, but not what it
+    was made from."""
+    found: set[int] = set()
+    stack = [s for run in tape.runs if run.backward for s in run.reads if tape.is_forward(s)]
+    seen = set(stack)
+    while stack:
+        storage = stack.pop()
+        if storage in kept or not tape.repeatable(storage):
+            found.add(storage)
+            continue
+        more = {s for s in tape.runs[tape.maker(storage)].reads if tape.is_forward(s)} - seen
+        seen |= more
+        stack += more
+    return found
