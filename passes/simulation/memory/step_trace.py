@@ -16,10 +16,9 @@ def trace_step(graph: StepGraph, device: str = "", recompute: bool = False, micr
     tape, kept = step_program(graph, device, recompute)
     added = tape.bytes_of(tape.gradients)
     if graph.microbatches > 1:
-        at_once = graph.at_once
-        tape = replace(tape, microbatches=Microbatches(1 if at_once else graph.microbatches, added, not at_once))
+        tape = replace(tape, microbatches=Microbatches.of_loop(graph.microbatches, added, graph.at_once))
     elif microbatches > 1:
-        tape = replace(tape, microbatches=Microbatches(1, added))
+        tape = replace(tape, microbatches=Microbatches.of_loop(microbatches, added, True))
     return simulate_memory(tape, _read_in_backward(tape, kept))
 
 
