@@ -80,8 +80,11 @@ def simulate(
     else:
         built = _plan(plan, _mesh(plan, cluster), cost, cluster is not None, recompute == "full", microbatches, overlap)
     found = _simulation(built, built.run(contention))
-    if stages is not None or isinstance(plan, Plan) and any(graph.pipeline for graph in plan.step_graphs):
+    if stages is not None:
         return found
+    if isinstance(plan, Plan) and any(graph.pipeline for graph in plan.step_graphs):
+        peak = plan.peak if recompute == "none" else None
+        return found if peak is None or not peak.counted else replace(found, peak_bytes=peak.bytes)
     plans = [plan] if isinstance(plan, Plan) else [group.plan for group in plan.groups]
     return with_memory(found, [
         _moments(each, _device_of(each, cluster), recompute == "full", microbatches) if each else [Peak()] for each in plans])
