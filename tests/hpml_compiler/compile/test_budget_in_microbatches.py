@@ -14,6 +14,7 @@ from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.runtime.optimizer.resident_memory import storage_bytes
 from hpml_compiler.session import session
 from hpml_compiler.simulate import simulate
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.compile.test_budget import ROWS, WIDTH, Deep, trained
 
 COUNTED_WITHIN = 0.05
@@ -110,7 +111,7 @@ def on_two_ranks(rank: int, cases: list[dict[str, Any]]) -> list[tuple[list[torc
     """Losses, measured peak, and how many operations are recomputed."""
     seen = []
     for options in cases:
-        hpml_compiler.reset()
+        fresh()
         model = Deep(0.2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         call = torch.compile(model, backend="hpml", options={"compiler": "eager", "microbatches": 2, **options})

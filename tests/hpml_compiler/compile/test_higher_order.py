@@ -13,6 +13,7 @@ from torch._higher_order_ops import associative_scan
 from torch._higher_order_ops import map as map_rows
 
 from hpml_compiler.session import session
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import full
 
 MESHES = ({"dp": 2}, {"tp": 2})  # one for each case, in turn
@@ -136,8 +137,7 @@ FLEX = {
 
 
 def script(middle: Any, mesh: dict[str, int] | None) -> list[Any]:
-    torch._dynamo.reset()
-    session.reset()
+    fresh()
     torch.manual_seed(0)
     model = Between(middle)
     for parameter in model.parameters():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-import hpml_compiler
+from tests.helpers.frozen import fresh
 from tests.passes.traced import mlp, transformer
 
 ROWS = 8
@@ -77,7 +77,7 @@ def apart(rank: int, cases: dict[str, tuple[Any, dict[str, Any]]]) -> dict[str, 
     """How far each is from one device."""
     found = {}
     for name, (make, options) in cases.items():
-        hpml_compiler.reset()
+        fresh()
         torch.manual_seed(0)
         model, batch = make()
         model, reference = model.double(), copy.deepcopy(model).double()
@@ -106,7 +106,7 @@ def reductions(rank: int, options: dict[str, Any]) -> dict[int, Counter[str]]:
     """By how many microbatches there are, what one step reduces over ranks."""
     found = {}
     for microbatches in (1, 4):
-        hpml_compiler.reset()
+        fresh()
         model, batch = gpt()
         call = torch.compile(model, backend="hpml", options=options | {"microbatches": microbatches, "compiler": "eager",
                                                                        "monitor": False})

@@ -21,11 +21,12 @@ from passes.cost_model.measured.mesh_prices import MeshPrices
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
 from passes.pipeline.pipeline_schedule import make_schedule
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.compile.test_pipeline_parallel import Tied, batch
 
 
 def recorded(rank, schedule, virtual, microbatches):
-    hpml_compiler.reset()
+    fresh()
     torch.manual_seed(0)
     model = Tied()
     call = torch.compile(model, backend="hpml", options={
@@ -92,7 +93,7 @@ def check_all_is_counted(plan):
 
 
 def split(rank, mesh, microbatches):
-    hpml_compiler.reset()
+    fresh()
     torch.manual_seed(0)
     options = {"mesh": mesh, "compiler": "eager", "microbatches": microbatches}
     model = Tied()
@@ -114,7 +115,7 @@ def split(rank, mesh, microbatches):
 
 def check_obeyed(rank, plan):
     """A plan alone says stages, microbatches and placements, of a run as of what is planned without one."""
-    hpml_compiler.reset()
+    fresh()
     torch.manual_seed(0)
     torch.compile(Tied(), backend="hpml", options={"plan": plan, "compiler": "eager"})(*batch())[0].backward()
     again = hpml_compiler.last_plan()

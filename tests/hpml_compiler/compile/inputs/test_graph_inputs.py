@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hpml_compiler.session import session
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import assert_close, assert_same_parameters, full
 
 X = torch.linspace(-1, 1, 8 * 16, dtype=torch.float64).view(8, 16).sin()
@@ -366,8 +367,7 @@ def run(rank, names, mesh):
     options: Any = {"compiler": "eager", "mesh": mesh}
     for script in SCRIPTS[names]:
         expected, references = script(lambda model: model)
-        torch._dynamo.reset()
-        session.reset()
+        fresh()
         actual, models = script(lambda model: torch.compile(model, backend="hpml", options=options))
         try:
             assert session.current().graphs, "the backend was used"

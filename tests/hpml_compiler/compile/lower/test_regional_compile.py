@@ -11,10 +11,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-import hpml_compiler
 from hpml_compiler.compile.lower.lowering import interpreted
 from hpml_compiler.compile.lower.regional_compile import RegionalCall
 from passes.transforms.regional.graph_segments import cut_segments
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import full
 
 
@@ -56,7 +56,7 @@ def trained(model: nn.Module, call, steps: int = 2) -> list:
 
 def with_blocks(model: nn.Module, blocks: str, **options) -> list:
     torch.compiler.reset()
-    hpml_compiler.reset()
+    fresh()
     copied = copy.deepcopy(model)
     return trained(copied, torch.compile(copied, backend="hpml", options={"compile_blocks": blocks, **options}))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import hpml_compiler
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import full
 
 ROWS = 8
@@ -36,7 +36,7 @@ def gradients(model, call, x, scale):
 
 
 def scaled(rank, options):
-    hpml_compiler.reset()
+    fresh()
     torch.manual_seed(0)
     ours, x = Half(), torch.randn(ROWS, 16).half()
     theirs = copy.deepcopy(ours)
@@ -59,7 +59,7 @@ def test_a_loss_scale_in_a_pipeline(launch):
 
 def test_a_scale_that_overflows_is_no_loss_where_the_next_does_not():
     """As GradScaler finds its scale: downwards, until there is no infinity among the gradients."""
-    hpml_compiler.reset()
+    fresh()
     torch.manual_seed(0)
     ours, x = Half(), torch.randn(ROWS, 16).half()
     call = torch.compile(ours, backend="hpml", options={"microbatches": 2, "compiler": "eager"})
@@ -108,7 +108,7 @@ def features_alone(loss, features):
 
 
 def trained(rank, options, losses):
-    hpml_compiler.reset()
+    fresh()
     torch.manual_seed(0)
     ours = TwoOutputs().double()
     theirs = copy.deepcopy(ours)
@@ -130,12 +130,12 @@ def test_they_do_in_a_pipeline(launch):
 
 
 def test_inductor_draws_the_same_numbers_again():
-    hpml_compiler.reset()
+    fresh()
     torch.manual_seed(0)
     model = TwoOutputs().double()
     found = []
     for microbatches in (1, 2):
-        hpml_compiler.reset()
+        fresh()
         own = copy.deepcopy(model)
         call = torch.compile(own, backend="hpml", options={"microbatches": microbatches})
         found.append(steps(own, call, (with_features, loss_alone)))

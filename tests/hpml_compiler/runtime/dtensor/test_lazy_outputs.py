@@ -20,6 +20,7 @@ from hpml_compiler.runtime.dtensor import lazy_outputs
 from hpml_compiler.runtime.dtensor.lazy_outputs import LazyOutput
 from hpml_compiler.runtime.watchdog.barrier_check import RankDiverged
 from passes.errors import BadInput, HpmlError
+from tests.helpers.frozen import fresh
 from tests.hpml_compiler.runtime.common import full
 
 X = torch.linspace(-1, 1, 256 * 16, dtype=torch.float64).view(256, 16).sin()
@@ -217,7 +218,7 @@ def run_uses(rank, options):
             results.append(plain([use(call, model), [p.grad for p in model.parameters()]]))
         torch.testing.assert_close(results[1], results[0], rtol=1e-7, atol=1e-7,
                                    msg=lambda told, use=use: f"{use.__name__}: {told}")
-        hpml_compiler.reset()
+        fresh()
     assert LazyOutput in stayed
 
 
