@@ -236,13 +236,13 @@ class GraphDecisions:
             if self.stages is not None:
                 after_planning(planned.decision, self.stages.groups(), compiler, forward_outputs, gradients)(gm)
                 return
-            left, tangents = sharded_outputs_of(annotated, planned.decision), sharded_tangents_of(annotated, planned.decision)
+            left = sharded_outputs_of(annotated, planned.decision)
             after_planning(
                 planned.decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
                 compact=budgeted or self.options.zero in (1, 2, 3), ahead=planned.kept is None or planned.kept.ahead,
                 outside=() if budgeted else self.inputs.only_read(annotated))(gm)
             taken = {annotated.interface.positions[name]: each for name, each in batch_slices_of(gm).items()}
-            self.takes = replace(self.takes, left=left, taken=taken, tangents=tangents)
+            self.takes = replace(self.takes, left=left, taken=taken, tangents=sharded_tangents_of(annotated, planned.decision))
         self.entry.log_plan(annotated.graph.unruled)
         if planned.kept is not None:
             building_storage_program(self._trial(decided).tape(planned, self.session.groups(planned.mesh)))(gm)
