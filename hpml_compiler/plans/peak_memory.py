@@ -77,10 +77,21 @@ def step_moments(graphs: Sequence[GraphPlan], timelines: Sequence[GraphTimeline]
 
 def peak_of_stages(graph: GraphPlan, kept: Sequence[CheckpointingPlan], state: Mapping[str, int]) -> Peak:
     """The memory peak of a rank that runs these stages of a graph. state: bytes of its parameters and optimizer state."""
+    stages, optimizer = stage_moments(graph, kept, state)
+    return fullest_moment([*(moment for stage in stages for moment in stage), optimizer])
+
+
+def stage_moments(graph: GraphPlan, kept: Sequence[CheckpointingPlan], state: Mapping[str, int],
+                  ) -> tuple[list[tuple[Peak, Peak]], Peak]:
+    """The peaks of forward and of backward of each of a rank's stages, and the optimizer's moment."""
     timelines = [counted_timeline(graph, each) for each in kept]
-    found = [moment.model_copy(update={"parts": _sum(moment.parts, state)})
-             for each in timelines for moment in (*each.forward, *each.backward)]
-    return fullest_moment([*found, _optimizer(state, timelines[-1:], 0.0)])
+
+    def fullest(moments: Sequence[Peak]) -> Peak:
+        moment = fullest_moment(moments)
+        return moment.model_copy(update={"parts": _sum(moment.parts, state)})
+
+    stages = [(fullest(each.forward), fullest(each.backward)) for each in timelines]
+    return stages, _optimizer(state, timelines[-1:], 0.0)
 
 
 def _optimizer(state: Mapping[str, int], timelines: Sequence[GraphTimeline], update_bytes: float) -> Peak:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hpml_compiler.plans.content import PlanContent
 from hpml_compiler.plans.memory_records import PARTS, Peak
-from hpml_compiler.plans.peak_memory import GraphTimeline, counted_timeline, step_moments
+from hpml_compiler.plans.peak_memory import GraphTimeline, counted_timeline, peak_of_stages, stage_moments, step_moments
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlannedPrices
 from hpml_compiler.simulate.plan_step_graph import step_graph
@@ -70,6 +70,29 @@ def with_memory(found: Simulation, lanes: Sequence[Sequence[Peak]]) -> Simulatio
     return replace(
         found, peak_bytes=fullest[lane], memory=tuple((us, moment.bytes) for us, moment in curve), fullest_lane=lane,
         parts={part: tuple((us, moment.parts.get(part, 0)) for us, moment in curve) for part in parts})
+
+
+def with_stage_memory(found: Simulation, graph: GraphPlan) -> Simulation:
+    """The simulation of a pipelined plan whose stages' activation checkpointing was decided under a memory budget: the fullest
+    rank has the peak of each stage's forward and backward while that runs for a microbatch."""
+    pipe, peak = graph.pipeline, graph.at_peak
+    assert pipe is not None and peak is not None, "the caller has looked"
+    state = {part: peak.parts.get(part, 0) for part in ("parameters", "optimizer")}
+    lanes: list[list[Peak]] = [[Peak()] for _ in range(pipe.ranks)]
+    for rank in range(pipe.ranks):
+        own = {number: stage.kept for number, stage in enumerate(pipe.stages) if stage.rank == rank and stage.kept is not None}
+        if not own or peak_of_stages(graph, list(own.values()), state) != peak:
+            continue
+        stages, optimizer = stage_moments(graph, list(own.values()), state)
+        lanes[rank] = [Peak(parts=state, phase="start")]
+        for event in found.events:
+            number = event.name.rpartition(" of stage ")[2]
+            if event.lane == rank and event.stream == "compute" and number.isdecimal():
+                forward, backward = stages[list(own).index(int(number))]
+                moment = forward if event.kind == FORWARD else backward
+                lanes[rank].append(moment.model_copy(update={"phase": event.kind, "node": event.name}))
+        lanes[rank].append(optimizer)
+    return with_memory(found, lanes)
 
 
 def _runs(found: Simulation, lane: int, graphs: set[str]) -> Iterator[tuple[Key, float]]:

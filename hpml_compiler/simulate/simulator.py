@@ -10,7 +10,7 @@ from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.peak_memory import fullest_moment
-from hpml_compiler.simulate.memory_timeline import moments_of, simulated_peak, with_memory
+from hpml_compiler.simulate.memory_timeline import moments_of, simulated_peak, with_memory, with_stage_memory
 from hpml_compiler.simulate.optimizer_transient import transient_of
 from hpml_compiler.simulate.plan_prices import PlannedPrices, PlanPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
@@ -83,8 +83,9 @@ def simulate(
     if stages is not None:
         return found
     if isinstance(plan, Plan) and any(graph.pipeline for graph in plan.step_graphs):
-        peak = plan.peak if recompute == "none" else None
-        return found if peak is None or not peak.counted else replace(found, peak_bytes=peak.bytes)
+        graph = plan.step_graphs[0]
+        is_counted = graph.at_peak is not None and graph.at_peak.counted and recompute == "none"
+        return with_stage_memory(found, graph) if is_counted else found
     plans = [plan] if isinstance(plan, Plan) else [group.plan for group in plan.groups]
     return with_memory(found, [
         _moments(each, _device_of(each, cluster), recompute == "full", microbatches) if each else [Peak()] for each in plans])
