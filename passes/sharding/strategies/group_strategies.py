@@ -45,8 +45,8 @@ Ends = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 """Placements of a group's inputs and outputs."""
 _Done = tuple["_Done", OperationStrategy] | None
 """Strategies of the operations so far, the last one first: a shared linked list."""
-_Step = tuple[dict[int, Placement], tuple[Placement, ...], float, OperationStrategy]
-"""Placements that change, by index among the live values; placements of inputs; the price; the strategies."""
+_Step = tuple[dict[int, str], str, float, OperationStrategy]
+"""Placements that change, by index among the live values; placements that are added; the price; the strategies."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,9 @@ def strategies_on_axis(
     outside, boundary = {*group.inputs}, {*group.inputs, *group.outputs}
     unsplittable = {v for op in operations if not any(s.splits for s in op.strategies) for v in op.outputs}
     live: list[int] = []
-    # state: placement of every live value -> (cost, strategies of the operations so far, the latest first)
-    states: dict[tuple[Placement, ...], tuple[float, _Done]] = {(): (0.0, None)}
+    letters = _Letters()
+    # state: placement of every live value, by letter -> (cost, strategies of the operations so far, the latest first)
+    states: dict[str, tuple[float, _Done]] = {"": (0.0, None)}
     for k, op in enumerate(operations):
         options = [(taken, _price(op, taken, graph, size, reduce_cost, cost_per_byte, cost_per_flop))
                    for taken in _options(op, graph, size, largest // SMALL_FRACTION, allowed)]
@@ -137,19 +138,19 @@ def strategies_on_axis(
         known = [*live, *dict.fromkeys(v for v, slot in zip(op.inputs, read) if slot is None), *op.outputs]
         kept = [slot for slot, v in enumerate(known) if v in boundary or last_use.get(v, -1) > k]
         names, pick = [known[slot] for slot in kept], _picker(kept)
-        steps: dict[tuple[Placement | None, ...], list[_Step]] = {}
-        following: dict[tuple[Placement, ...], tuple[float, _Done]] = {}
+        steps: dict[tuple[str | None, ...], list[_Step]] = {}
+        following: dict[str, tuple[float, _Done]] = {}
         allowance.spend("joint step", len(states) * len(options))
         for state, (cost, done) in states.items():
             have = tuple(None if slot is None else state[slot] for slot in read)
             if have not in steps:
-                steps[have] = [*_steps(op, have, options, known[:len(live)], outside, unsplittable)]
+                steps[have] = [*_steps(op, have, options, known[:len(live)], outside, unsplittable, letters)]
             for changes, added, price, taken in steps[have]:
-                env = (*state, *added)
-                if changes:
-                    env = tuple(changes.get(slot, p) for slot, p in enumerate(env))
+                env = state + added
+                for slot, letter in changes.items():
+                    env = env[:slot] + letter + env[slot + 1:]
                 key, price = pick(env), cost + price
-                if wanted and _misses(zip(names, key), wanted, outside):
+                if wanted and _misses(zip(names, letters.read(key)), wanted, outside):
                     continue
                 if key not in following or following[key][0] > price:
                     following[key] = price, (done, taken)
@@ -157,8 +158,8 @@ def strategies_on_axis(
             following = dict(sorted(following.items(), key=lambda kv: kv[1][0])[:most])
         states, live = following, names
     final = sorted(states.items(), key=lambda kv: kv[1][0])
-    inputs, outputs = ([*map(_picker([live.index(v) for v in values]), (state for state, _ in final))]
-                       for values in (group.inputs, group.outputs))
+    inputs, outputs = ([tuple(letters.read(state[slot] for slot in slots)) for state, _ in final]
+                       for slots in ([live.index(v) for v in values] for values in (group.inputs, group.outputs)))
     joints = [GroupStrategy(inputs[k], outputs[k], _in_order(final[k][1][1])) for k in undominated_ends(inputs, outputs)]
     return joints if whole is None or whole in joints else [*joints, whole]
 
@@ -175,11 +176,33 @@ def _whole(group: OpGroup, operations: Sequence[Operation], allowed: Callable) -
     return GroupStrategy((REPLICATE,) * len(group.inputs), (REPLICATE,) * len(group.outputs), tuple(taken))
 
 
-def _picker(slots: Sequence[int]) -> Callable[[tuple[Placement, ...]], tuple[Placement, ...]]:
-    """Function that returns some elements of a tuple."""
-    if len(slots) > 1:
-        return operator.itemgetter(*slots)
-    return lambda env: tuple([env[slot] for slot in slots])
+class _Letters:
+    """A letter for each placement: strings are joined, cut and compared much faster than tuples, and groups have hundreds of
+    live values."""
+
+    def __init__(self) -> None:
+        self._of: dict[Placement, str] = {}
+        self._placements: list[Placement] = []
+
+    def write(self, placements: Iterable[Placement]) -> str:
+        return "".join([self._of.get(p) or self._add(p) for p in placements])
+
+    def read(self, letters: Iterable[str]) -> list[Placement]:
+        return [self._placements[ord(letter)] for letter in letters]
+
+    def _add(self, placement: Placement) -> str:
+        letter = self._of[placement] = chr(len(self._placements))
+        self._placements.append(placement)
+        return letter
+
+
+def _picker(slots: Sequence[int]) -> Callable[[str], str]:
+    """Function that returns the letters of a string at some places, which ascend."""
+    starts = [k for k, slot in enumerate(slots) if k == 0 or slots[k - 1] != slot - 1]
+    parts = [slice(slots[start], slots[stop - 1] + 1) for start, stop in zip(starts, [*starts[1:], len(slots)])]
+    if len(parts) == 1:
+        return operator.itemgetter(parts[0])
+    return lambda env: "".join([env[part] for part in parts])
 
 
 def undominated_ends(inputs: Sequence[Sequence[Placement]], outputs: Sequence[Sequence[Placement]]) -> list[int]:
@@ -212,16 +235,16 @@ def _in_order(done: _Done) -> tuple[OperationStrategy, ...]:
     return tuple(reversed(found))
 
 
-def _steps(op: Operation, have: Sequence[Placement | None], options: Sequence[tuple[OperationStrategy, float]],
-           live: Sequence[int], outside: set[int], unsplittable: set[int]) -> Iterator[_Step]:
+def _steps(op: Operation, have: Sequence[str | None], options: Sequence[tuple[OperationStrategy, float]],
+           live: Sequence[int], outside: set[int], unsplittable: set[int], letters: _Letters) -> Iterator[_Step]:
     """Strategies of the operation given the placements of its operands (None: not decided yet)."""
-    there = {v: p for v, p in zip(op.inputs, have) if p is not None}
+    there = {v: letters.read(p)[0] for v, p in zip(op.inputs, have) if p is not None}
     missing = [*dict.fromkeys(v for v in op.inputs if v not in there)]
     for taken, price in options:
         new = _read(op, taken.strategy.inputs, there, outside, unsplittable)
         if new is not None:
-            changes = {live.index(v): p for v, p in new.items() if v in there}
-            yield changes, (*(new[v] for v in missing), *taken.placed()), price, taken
+            changes = {live.index(v): letters.write([p]) for v, p in new.items() if v in there}
+            yield changes, letters.write([*(new[v] for v in missing), *taken.placed()]), price, taken
 
 
 def _read(op: Operation, wanted: Sequence[Placement], known: dict[int, Placement], outside: set[int],
