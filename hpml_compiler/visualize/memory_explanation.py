@@ -35,16 +35,24 @@ def memory_json(plan: PlanContent, peak: Peak) -> dict[str, Any]:
         "at": {"graph": peak.graph, "node": peak.node, "block": peak.block, "phase": peak.phase},
         "graphs": {graph.name: {
             "saved": {name: nbytes for name, (_, nbytes) in saved_values(graph).items()},
-            "offloaded": {name: each.bytes * each.layers for name, each in graph.kept.offloaded.items()} if graph.kept else {},
-            "recomputed_s": {name: each.predicted_us * each.layers * 1e-6 for name, each in graph.kept.again.items()}
-            if graph.kept else {},
+            "offloaded": {name: each.bytes * each.layers for kept in _decided(graph).values()
+                          for name, each in kept.offloaded.items()},
+            "recomputed_s": {name: each.predicted_us * each.layers * 1e-6 for kept in _decided(graph).values()
+                             for name, each in kept.again.items()},
         } for graph in plan.step_graphs},
     }
 
 
 def budget_of(plan: PlanContent) -> int | None:
-    budgets = [graph.kept.budget_bytes for graph in plan.step_graphs if graph.kept]
+    budgets = [kept.budget_bytes for graph in plan.step_graphs for kept in _decided(graph).values()]
     return budgets[0] if budgets else None
+
+
+def _decided(graph: GraphPlan) -> dict[str, CheckpointingPlan]:
+    """Activation checkpointing of a graph, or of each of its stages, under a memory budget."""
+    if graph.pipeline is None:
+        return {} if graph.kept is None else {graph.name: graph.kept}
+    return {f"{graph.name}, stage {k}": stage.kept for k, stage in enumerate(graph.pipeline.stages) if stage.kept is not None}
 
 
 def describe_moment(peak: Peak) -> str:
@@ -57,8 +65,9 @@ def describe_moment(peak: Peak) -> str:
 
 def saved_values(graph: GraphPlan) -> dict[str, tuple[str, int]]:
     """Block and bytes of each saved value, the largest first; a value that represents several layers counts for all of them."""
-    if graph.kept is not None:
-        found = {name: (value.block, value.bytes * value.layers) for name, value in graph.kept.saved.items()}
+    if decided := _decided(graph):
+        found = {name: (value.block, value.bytes * value.layers) for kept in decided.values()
+                 for name, value in kept.saved.items()}
     else:
         found = {}
         for name, operation in graph.operations.items():
@@ -72,29 +81,29 @@ def _of_graph(graph: GraphPlan) -> Iterator[str]:
     saved = saved_values(graph)
     yield f"{graph.name} saves {_values(len(saved))}, {format_bytes(sum(size for _, size in saved.values()))}"
     yield from _largest({name: (block, size, format_bytes(size)) for name, (block, size) in saved.items()})
-    if graph.kept is not None:
-        yield from _offloaded(graph, graph.kept)
-        yield from _recomputed(graph, graph.kept)
+    for name, kept in _decided(graph).items():
+        yield from _offloaded(name, kept)
+        yield from _recomputed(name, kept, graph.predicted.step_time_us)
 
 
-def _offloaded(graph: GraphPlan, kept: CheckpointingPlan) -> Iterator[str]:
+def _offloaded(decided_for: str, kept: CheckpointingPlan) -> Iterator[str]:
     if kept.offloaded:
         values = kept.offloaded.values()
         sizes = {name: (value.block, value.bytes * value.layers) for name, value in kept.offloaded.items()}
-        yield (f"{graph.name} offloads {_values(sum(value.layers for value in values))}, "
+        yield (f"{decided_for} offloads {_values(sum(value.layers for value in values))}, "
                f"{format_bytes(sum(nbytes for _, nbytes in sizes.values()))}: "
                f"{format_us(sum(value.predicted_us * value.layers for value in values))} to move them")
         yield from _largest({name: (block, nbytes, format_bytes(nbytes)) for name, (block, nbytes) in sizes.items()})
 
 
-def _recomputed(graph: GraphPlan, kept: CheckpointingPlan) -> Iterator[str]:
+def _recomputed(decided_for: str, kept: CheckpointingPlan, step_us: float) -> Iterator[str]:
     if not kept.again:
-        yield f"{graph.name} recomputes nothing"
+        yield f"{decided_for} recomputes nothing"
         return
-    share = f", {kept.again_us / graph.predicted.step_time_us:.1%} of a step" if graph.predicted.step_time_us else ""
+    share = f", {kept.again_us / step_us:.1%} of a step" if step_us else ""
     count = sum(call.layers for call in kept.again.values())
     calls = "1 call" if count == 1 else f"{count} calls"
-    yield f"{graph.name} runs {calls} of forward once more in backward: {format_us(kept.again_us)}{share}"
+    yield f"{decided_for} runs {calls} of forward once more in backward: {format_us(kept.again_us)}{share}"
     took = {name: (call.block, call.predicted_us * call.layers) for name, call in kept.again.items()}
     slowest = sorted(took.items(), key=lambda item: -item[1][1])
     yield from _largest({name: (block, us, format_us(us)) for name, (block, us) in slowest})
