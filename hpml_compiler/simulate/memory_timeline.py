@@ -81,7 +81,7 @@ def with_stage_memory(found: Simulation, graph: GraphPlan) -> Simulation:
     lanes: list[list[Peak]] = [[Peak()] for _ in range(pipe.ranks)]
     for rank in range(pipe.ranks):
         own = {number: stage.kept for number, stage in enumerate(pipe.stages) if stage.rank == rank and stage.kept is not None}
-        if not own or peak_of_stages(graph, list(own.values()), state) != peak:
+        if not own or peak_of_stages(graph, list(own.values()), state).bytes != peak.bytes:
             continue
         stages, optimizer = stage_moments(graph, list(own.values()), state)
         lanes[rank] = [Peak(parts=state, phase="start")]
