@@ -46,5 +46,5 @@ def plan(model: nn.Module, batch: Any, cluster: str | os.PathLike[str] | Cluster
                            "leave it out; `simulate` can run such a plan with microbatches")
         return plan_mixed(model, batch, cluster, parsed)
     parsed = parsed.with_plan(cluster.world_size)
-    alone = cluster.world_size == 1 and parsed.memory_budget is not None and parsed.microbatches == 1
+    alone = cluster.world_size == 1 and parsed.chooses_saved and parsed.microbatches == 1
     return plan_traces(TracedModel(model, batch, parsed, alone, run_breaks), cluster)

@@ -13,7 +13,8 @@ from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.schema import Objective
 from hpml_compiler.plans.validation_errors import describe_errors
-from hpml_compiler.units import in_mesh_order, parse_axes, parse_budget, parse_names, parse_watts
+from hpml_compiler.units import in_mesh_order, parse_axes, parse_budget, parse_names, parse_recompute, parse_watts
+from passes.checkpointing.pinned_recomputation import Recompute
 from passes.errors import BadInput
 from passes.pipeline.schedule_orders import ScheduleName
 
@@ -46,6 +47,7 @@ Watts = Annotated[float, BeforeValidator(parse_watts)]
 ZeroLevel = Annotated[Literal["auto", 0, 1, 2, 3], BeforeValidator(_level)]
 AxisSizes = Annotated[dict[str, int], BeforeValidator(parse_axes)]
 Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+RecomputeByBlock = Annotated[dict[str, Recompute], BeforeValidator(parse_recompute)]
 Folder = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 PlanOrPath = Annotated[str | Plan, BeforeValidator(_path_text)]
 
@@ -71,6 +73,11 @@ class Options(BaseModel):
         None, description='memory limit per device in bytes: an integer, or text such as "64MiB" or "24GB"; or a '
         'fraction of device memory, such as 0.8 or "80%"; activations that do not fit are recomputed in backward'
     )
+    recompute: RecomputeByBlock = Field(
+        default_factory=dict, description='activations that blocks (such as layers) recompute in backward: "auto" decides by '
+        'cost; "none" saves all; "selective" recomputes the inside of attention; "full" saves nothing but the inputs of each '
+        'block; or values by pattern of block paths, such as {"layers.*": "full", "layers.0": "none"}, of which the last match '
+        'counts')
     microbatches: int = Field(
         1, ge=1, description="number of microbatches per training step; they run one after another, so that the saved "
         "activations of one are in memory at a time; results are those of the whole batch")
@@ -197,6 +204,11 @@ class Options(BaseModel):
     def optimizer_states(self) -> int:
         """Number of optimizer state tensors per trainable parameter, each of its shape and dtype."""
         return OPTIMIZER_STATES[self.optimizer_name]
+
+    @property
+    def chooses_saved(self) -> bool:
+        """True if hpml, not the partitioner, decides which activations are saved."""
+        return self.memory_budget is not None or bool(self.recompute)
 
     def budget_bytes(self, memory_bytes: int) -> int | None:
         """memory_budget in bytes, for a device with `memory_bytes`; None without a budget."""

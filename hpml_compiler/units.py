@@ -89,6 +89,17 @@ def parse_names(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def parse_recompute(value: object) -> object:
+    """Values of recompute by pattern of block paths: "full" is {"*": "full"}, "auto" is {}; a text such as
+    "layers.*=full,layers.0=none" is split. Other values are returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    if "=" in value:
+        pairs = (each.partition("=") for each in value.split(","))
+        return {pattern.strip(): mode.strip() for pattern, _, mode in pairs}
+    return {} if value == "auto" else {"*": value}
+
+
 def in_mesh_order(mesh: Mapping[str, int] | None, order: Sequence[str] | None) -> dict[str, int] | None:
     """Sort the axes of a mesh, outermost first: by `order` if given, else pp, dp, axes of other names as given, tp.
 

@@ -59,7 +59,7 @@ class GraphCompiler:
         self.name = f"graph_{len(self.session.graphs) + len(self.session.unplanned)}"
         self.cluster, self.alone = local_cluster(options, world_size()), world_size() == 1
         self.sharing: StepContext | None = None
-        if options.memory_budget is not None:
+        if options.chooses_saved:
             self.sharing = step_context(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
         self.all_ranks = CompiledTogether(self.name)

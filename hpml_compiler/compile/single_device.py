@@ -22,7 +22,7 @@ def compile_single_device(gm: GraphModule, example_inputs: Sequence[Any], option
     if options.offloads("optimizer"):
         offload_state((x for x in example_inputs if isinstance(x, torch.nn.Parameter)), options.offload_folder or "")
         watch_steps()
-    ours = options.memory_budget is not None or options.microbatches > 1 or options.compile_blocks == "on"
+    ours = options.chooses_saved or options.microbatches > 1 or options.compile_blocks == "on"
     if (ours and torch.is_grad_enabled()) or options.passes:
         check_supported(gm)
         return GraphCompiler(gm, example_inputs, options).compile()

@@ -5,6 +5,7 @@ its devices needs no placements, so that its plan is made on demand.
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,10 +31,13 @@ from hpml_compiler.planner.search.placement_request import PlacementRequest
 from hpml_compiler.planner.step_decision import DecidedStep, StepDecision, pinned_by
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.schema import GraphPlan
+from passes.checkpointing.pinned_recomputation import unmatched
 from passes.graph.graph_copy import copy_graph
+from passes.graph.module_blocks import assign_blocks
 from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.transforms.shard.redistributor import MeshGroups
 
+log = logging.getLogger("hpml")
 T = TypeVar("T")
 Search = Callable[[PlacementRequest], tuple[PlanResult, GraphPlan]]
 
@@ -75,6 +79,7 @@ def _on_one_device(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement |
     sharing = step.sharing
     if sharing is None:
         return DecidedStep(decision, step)
+    _warn_unmatched(step)
     options, outputs, loop = step.options, step.outputs, None
     if not ranks.running:
         _saved_checkpointing(step)
@@ -93,6 +98,8 @@ def _on_one_device(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement |
 def _on_devices(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | None) -> DecidedStep:
     options = step.options
     trial = DryRun(step, times) if step.sharing is not None and step.forward_outputs is not None else None
+    if trial is not None:
+        _warn_unmatched(step)
 
     def finish(planned: PlanResult) -> GraphPlan:
         record = planned.record if step.folded is None else step.folded.of_all_layers(planned.record)
@@ -151,6 +158,17 @@ def decide_unpipelined(step: StepProblem, ranks: Ranks) -> DecidedStep:
                      lambda: fits_replicated(step.annotated, options, cluster) or search(request) and True)
     decision = StepDecision(dict(options.mesh or {}), planned and planned.decision, pinned=pinned_by(options))
     return DecidedStep(decision, step, planned, record)
+
+
+def _warn_unmatched(step: StepProblem) -> None:
+    """Warn of patterns of options['recompute'] that match no block of the graph."""
+    pins = tuple(step.options.recompute.items())
+    if all(pattern == "*" for pattern, _ in pins):
+        return
+    blocks = sorted({*assign_blocks(step.joint() if step.traced is not None else step.annotated.gm).values()} - {""})
+    for pattern in unmatched(blocks, pins):
+        log.warning("%s: recompute: %r matches none of its blocks, which are %s", step.name, pattern,
+                    ", ".join(blocks[:8]) or "none: it has no list of layers")
 
 
 def _saved_checkpointing(step: StepProblem) -> CheckpointingPlan | None:

@@ -99,7 +99,7 @@ class OfflinePlanner:
             traced.forward_outputs, self.options, self.cluster, allowance, count, traced, folded=folded)
         if count > 1 and folded is None:
             step = replace(step, whole=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs))
-        if self.options.memory_budget is None:
+        if not self.options.chooses_saved:
             return step
         sharing = self._sharing(step)
         gradients = tuple(step.outputs + k for k, position in enumerate(step.annotated.interface.positions.values())

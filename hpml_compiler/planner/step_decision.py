@@ -81,5 +81,5 @@ def pinned_by(options: Options) -> frozenset[str]:
     """The parts of a decision that the options pin."""
     given = {"mesh": options.mesh is not None, "placements": options.plan is not None,
              "microbatches": options.microbatches > 1, "stages": options.stage_ranks > 1,
-             "checkpointing": options.plan is not None}
+             "checkpointing": options.plan is not None or bool(options.recompute)}
     return frozenset(name for name, pins in given.items() if pins)

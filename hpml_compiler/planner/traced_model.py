@@ -66,7 +66,8 @@ class TracedModel:
     def shortened(self) -> tuple[FewLayerTrace, AnalyzedGraph] | None:
         """Four layers of a deep model, and their relation to it; None if that is not worth it."""
         layers = depth(self.model)
-        if layers is None or self.options.trace_all_layers or self.options.plan is not None:
+        by_layer = any(pattern != "*" for pattern in self.options.recompute)
+        if layers is None or self.options.trace_all_layers or self.options.plan is not None or by_layer:
             return None
         long = self._cut(LONG)
         if long is None:
@@ -92,7 +93,7 @@ class TracedModel:
         return (found[0], self._annotated(found[0])) if len(found) == 1 and not found[0].breaks else None
 
     def _annotated(self, traced: JointTrace) -> AnalyzedGraph:
-        budget = self.options.memory_budget is not None
+        budget = self.options.chooses_saved
         return _annotate(replace(traced, gm=copy_graph(traced.gm)) if budget else traced, self.options)
 
 

@@ -19,6 +19,7 @@ from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM
 from passes.checkpointing.layer_folding import fold_layers
+from passes.checkpointing.pinned_recomputation import Pins, pin_recomputation
 from passes.cost_model.cost_terms import Kernel, Prices, copy, price
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
 from passes.graph.graph_signature import input_position
@@ -50,7 +51,8 @@ class BuildStorageProgram(AnalysisPass):
     mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists: blocks
     of the graph that stand for `layers` layers, of each list of them (`passes.checkpointing.layer_folding`). microbatches: what
     others of these hold meanwhile, where the graph is what each of them runs. received: names of inputs that a pipeline stage
-    receives for each microbatch; None if the graph is not that of a stage, whose outputs are sent on or collected."""
+    receives for each microbatch; None if the graph is not that of a stage, whose outputs are sent on or collected. recompute:
+    see `pin_recomputation`."""
 
     name = "build_storage_program"
     requires = (FLOPS,)
@@ -67,9 +69,11 @@ class BuildStorageProgram(AnalysisPass):
     layers: int = 0
     microbatches: Microbatches = Microbatches()
     received: frozenset[str] | None = None
+    recompute: Pins = ()
 
     def run(self, graph_module: GraphModule) -> None:
         tape = replace(_StorageProgramReader(graph_module, self).tape(), microbatches=self.microbatches)
+        tape = pin_recomputation(tape, self.recompute) if self.recompute else tape
         write(STORAGE_PROGRAM, graph_module, fold_layers(tape, self.lists, self.layers) if self.lists else tape)
 
 
@@ -176,7 +180,9 @@ class _StorageProgramReader:
             node.name, node in self.backward, self._us(node, leaves, pointwise), reads, tuple(makes),
             self._is_repeatable(node) and not self.changed.intersection(reads), pointwise, fusing,
             pointwise and (self.device or leaves[0].device.type) == "cpu" and is_costly(node.target), self.blocks[node],
-            _workspace(node, leaves, self.device), scratch_bytes=scratch_bytes(node)))
+            _workspace(node, leaves, self.device), scratch_bytes=scratch_bytes(node),
+            multiplies_activations="bmm" in view_name(node.target) and not any(self.storages[s].given for s in reads),
+            of_backward=node.meta.get("partitioner_tag") == "is_backward"))
 
     def _gathers_inputs(self, node: Node, reads: tuple[int, ...]) -> bool:
         return "all_gather" in view_name(node.target) and all(self.storages[s].given for s in reads)

@@ -43,7 +43,7 @@ class ObeyCheckpointing(AnalysisPass):
         if wrong := _named(tape, offloaded - tape.offloadable):
             raise BadInput(f"{wrong} cannot be offloaded here", WHERE, 'give offload="saved", if the plan was made with it')
         if wrong := _named(tape, (kept | offloaded) & tape.never_kept):
-            raise BadInput(f"the script's own checkpointing recomputes {wrong}", WHERE, AGAIN)
+            raise BadInput(f"the script's own checkpointing, or options['recompute'], recomputes {wrong}", WHERE, AGAIN)
         walked = simulate_memory(tape, kept, offloaded)
         if wrong := _named(tape, walked.kept - kept - offloaded):
             raise BadInput(f"{wrong} is not saved and cannot be recomputed", WHERE, AGAIN)

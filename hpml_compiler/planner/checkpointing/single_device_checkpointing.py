@@ -73,7 +73,7 @@ def tape_on_one_device(gm: GraphModule, forward_outputs: int, options: Options, 
     lists, layers = layers_of(folded)
     return BuildStorageProgram(forward_outputs, MeshPrices(mesh, options.optimizer_states), options.compiler == "inductor",
                                frozenset(compat.mutated_inputs(gm)), offload_us=offload_price(options, cluster), lists=lists,
-                               layers=layers)
+                               layers=layers, recompute=tuple(options.recompute.items()))
 
 
 def given_checkpointing(options: Options, graph_hash: Callable[[], str]) -> CheckpointingPlan | None:

@@ -84,4 +84,5 @@ class DryRun:
         step = self.step
         prices = MeshPrices(mesh_from_pin(planned.mesh, step.cluster), step.options.optimizer_states)
         return BuildStorageProgram(step.outputs, prices, step.options.compiler == "inductor", step.written, groups.axis_of,
-                                   offload_price(step.options, step.cluster), step.device, *layers_of(step.folded))
+                                   offload_price(step.options, step.cluster), step.device, *layers_of(step.folded),
+                                   recompute=tuple(step.options.recompute.items()))

@@ -21,7 +21,8 @@ class ProgramOp:
     memory if all of these are `fusing`. costly: True if such a compiler would rather materialize results computed with it
     than compute them in several kernels. block: its path. workspace_bytes: of a collective, besides its operands
     and results, until its wait. waits_for: the op that this one only waits for. scratch_bytes: temporary memory of any op
-    while it runs.
+    while it runs. multiplies_activations: a batched product without parameters, as in attention.
+    of_backward: part of backward by its tag, although it needs no gradient.
     """
 
     name: str
@@ -37,6 +38,8 @@ class ProgramOp:
     workspace_bytes: int = 0
     waits_for: int | None = None
     scratch_bytes: int = 0
+    multiplies_activations: bool = False
+    of_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,9 @@ class Storage:
     """name: of the node that writes it, by which it is saved; "" for a result without readers. nbytes: of one rank.
     maker: index of the op that writes it; None for inputs. given: "" or, for inputs, "forward"
     (parameters, a batch: in memory all the time) or "backward" (tangents). save_us: time of writing it in forward and reading
-    it in backward; offload_us: of moving it out of the device's memory and back, infinite if that is impossible. said: the
-    script's own activation checkpointing: nothing, "keep" or "again". gathered: a copy of an input in another layout, such as
-    an unsharded parameter."""
+    it in backward; offload_us: of moving it out of the device's memory and back, infinite if that is impossible. said: pinned
+    by the script's own activation checkpointing or by options: nothing, "keep" or "again". gathered: a copy of an input in
+    another layout, such as an unsharded parameter."""
 
     name: str
     nbytes: int

@@ -1,0 +1,126 @@
+"""recompute per block: the numbers stay the same bit for bit, and the pinned activations are recomputed or saved."""
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hpml_compiler
+from passes.errors import BadInput
+from tests.hpml_compiler.runtime.common import full
+
+WIDTH, HEADS, ROWS, LENGTH = 32, 4, 8, 16
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        scores = F.dropout((q @ k.transpose(-1, -2) / 4).softmax(-1), 0.2, self.training)
+        x = x + self.out((scores @ v).transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Layer() for _ in range(layers)), nn.Linear(WIDTH, 8)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64), torch.randint(0, 8, (ROWS, LENGTH))
+
+
+def trained(recompute: Any, **options: Any):
+    """Loss and gradients of a step, and the plan's record of its saved activations."""
+    hpml_compiler.reset()
+    call = torch.compile(found := model(), backend="hpml", options={"compiler": "eager", "recompute": recompute, **options})
+    torch.manual_seed(2)
+    loss = call(*batch())
+    loss.backward()
+    return [loss.detach(), *(full(p.grad) for p in found.parameters())], hpml_compiler.last_plan().graphs[0].kept
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_blocks_save_or_recompute_as_pinned(microbatches):
+    found = {mode: trained(mode, microbatches=microbatches) for mode in ("none", "selective", "full")}
+    numbers, kept = found["none"]
+    assert not kept.again and all(same(numbers, each) for each, _ in found.values()), "dropout masks included"
+    saved = [kept.saved_bytes for _, kept in found.values()]
+    assert saved[0] > saved[1] > saved[2]
+    inside = found["selective"][1].again
+    assert {call.block for call in inside.values() if call.block} == {f"layers.{k}" for k in range(3)}
+    assert not any("addmm" in name or "gelu" in name or name.startswith("mm") for name in inside), "linear layers run once"
+    own = [value for value in found["full"][1].saved.values() if value.block == "layers.1"]
+    assert sum(value.bytes for value in own) < 0.2 * sum(
+        value.bytes for value in kept.saved.values() if value.block == "layers.1")
+
+
+def test_of_several_patterns_the_last_match_counts():
+    (numbers, kept), (reference, _) = trained({"layers.*": "full", "layers.1": "none"}), trained("none")
+    assert same(numbers, reference)
+    assert {call.block for call in kept.again.values() if call.block} == {"layers.0", "layers.2"}
+
+
+def test_a_plan_pins_the_same_activations_as_a_run():
+    _, kept = trained("selective")
+    plan = hpml_compiler.plan(model(), batch(), cluster="1x1:cpu", compiler="eager", recompute="selective")
+    assert plan.graphs[0].kept.again.keys() == kept.again.keys()
+    assert plan.graphs[0].kept.saved_bytes == kept.saved_bytes
+
+
+def test_few_layers_stand_for_all():
+    deep = Model(12).double()
+    few, whole = (hpml_compiler.plan(deep, batch(), cluster="1x1:cpu", compiler="eager", recompute="full",
+                                     trace_all_layers=every).graphs[0].kept for every in (False, True))
+    assert few.saved_bytes == pytest.approx(whole.saved_bytes, rel=0.02), "traced with other decompositions"
+
+
+def test_a_pattern_without_a_block_is_named(caplog):
+    with caplog.at_level(logging.WARNING):
+        trained({"layrs.*": "full"})
+    assert "'layrs.*' matches none of its blocks, which are layers.0, layers.1, layers.2" in caplog.text
+
+
+def on_ranks(_rank: int, options: dict[str, Any]):
+    numbers, kept = trained("full", **options)
+    return numbers, sorted(kept.again)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("options", [{"mesh": {"dp": 2}, "zero": 3}, {"mesh": {"tp": 2}, "microbatches": 2}])
+def test_ranks_recompute_alike(launch, options):
+    expected, _ = trained("none")
+    (ours, again), (_, others) = launch(on_ranks, 2, (options,), timeout_s=50)
+    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+    assert again == others and again, "both ranks recompute the same calls"
+
+
+def test_values_are_checked():
+    with pytest.raises(BadInput, match="recompute"):
+        torch.compile(copy.deepcopy(model()), backend="hpml", options={"recompute": "everything"})(*batch())
