@@ -148,7 +148,7 @@ def stage_search(options: Options, cluster: Cluster, table: PipelineSchedule,
                  finish: Callable[[PlanResult], GraphPlan]) -> FittingSearch:
     """The search for placements that fit, which counts the bytes of all stages."""
     # Under a memory budget, saved values are decided for each answer, so that the search leaves them out.
-    lifetimes = memory_model_of(table) if options.memory_budget is None else MemoryModel(0.0)
+    lifetimes = memory_model_of(table) if not options.chooses_saved else MemoryModel(0.0)
     return FittingSearch(options, cluster, finish, lifetimes, options.stage_ranks)
 
 

@@ -117,7 +117,8 @@ class StageCheckpointing:
         alone = cluster_of_stage(cluster, options.stage_ranks)
         mesh = enumerate_meshes(alone)[0] if planned is None else mesh_from_pin(planned.mesh, alone)
         tape = BuildStorageProgram(problem.outputs, MeshPrices(mesh, options.optimizer_states), options.compiler == "inductor",
-                                   problem.written, groups.axis_of, offload_price(options, cluster), problem.device)
+                                   problem.written, groups.axis_of, offload_price(options, cluster), problem.device,
+                                   recompute=tuple(options.recompute.items()))
         parameters = memory_of_parameters(problem.annotated, planned, options.resident_states)
         return StageCheckpointing(step, problem.sharing, tape, parameters)
 
