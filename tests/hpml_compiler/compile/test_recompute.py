@@ -70,7 +70,8 @@ def test_blocks_save_or_recompute_as_pinned(microbatches):
     found = {mode: trained(mode, microbatches=microbatches) for mode in ("none", "selective", "full")}
     numbers, kept = found["none"]
     assert all(same(numbers, each) for each, _ in found.values()), "dropout masks included"
-    assert kept.again_us < 0.1 * found["full"][1].again_us, "nothing but factors of gradients, which need no gradient themselves"
+    # Factors of gradients need no gradient themselves: they belong to backward, which computes them in any case.
+    assert not any(op in name for name in kept.again for op in ("mm", "amax", "var_mean", "native_dropout")), "saves the rest"
     saved = [kept.saved_bytes for _, kept in found.values()]
     assert saved[0] > saved[1] > saved[2]
     inside = found["selective"][1].again
