@@ -9,6 +9,7 @@ decided or rewritten.
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,7 @@ from passes.graph.graph_copy import copy_graph
 from passes.tracing.joint_trace import JointTrace, decompositions
 from passes.tracing.named_passes import run_named_passes
 
+log = logging.getLogger("hpml")
 Halves = Sequence[GraphModule]
 
 
@@ -62,6 +64,8 @@ class GraphCompiler:
         if options.chooses_saved:
             self.sharing = step_context(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
+            if options.compile_blocks == "on" and this_rank() == 0:
+                log.warning("%s: compile_blocks is off: memory_budget and recompute count the bytes of whole graphs", self.name)
         self.all_ranks = CompiledTogether(self.name)
         self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
         self.holding = UnshardedInputs()
@@ -203,7 +207,8 @@ class GraphCompiler:
                 return program
         decided = made.decide_inference(gm)
         self._planned(decided)
-        self.holding.note(made.takes.held)
+        if made.stages is not None:
+            self.holding.note(made.takes.held)
         made.rewrite(gm, decided, None)
         self.all_ranks.agreed = True
         self._finish(None)

@@ -49,6 +49,6 @@ def agreed_decisions(found: StageCheckpointing, place: int, decides: bool, stric
     decisions: dict[int, CheckpointDecision] = {}
     for rank, outcome in told:
         if isinstance(outcome, HpmlError):
-            raise own if outcome is not None and isinstance(own, HpmlError) else outcome
+            raise own if isinstance(own, HpmlError) else outcome
         decisions.update(zip(found.step.stages_of(rank), outcome or ()))
     return tuple(decisions[stage] for stage in sorted(decisions))
