@@ -86,9 +86,10 @@ def simulate(
         graph = plan.step_graphs[0]
         is_counted = graph.at_peak is not None and graph.at_peak.counted and recompute == "none"
         return with_stage_memory(found, graph) if is_counted else found
-    plans = [plan] if isinstance(plan, Plan) else [group.plan for group in plan.groups]
+    # Groups of a mixed plan are on clusters of their own.
+    plans, on = ([plan], cluster) if isinstance(plan, Plan) else ([group.plan for group in plan.groups], None)
     return with_memory(found, [
-        _moments(each, _device_of(each, cluster), recompute == "full", microbatches) if each else [Peak()] for each in plans])
+        _moments(each, _device_of(each, on), recompute == "full", microbatches) if each else [Peak()] for each in plans])
 
 
 def peak_of_plan(plan: Plan) -> Peak:
