@@ -11,7 +11,7 @@ from tests.combinations.covering import covering, pairs_of
 from tests.combinations.judge import judged
 from tests.combinations.space import chosen_of, is_meant, refusal, values
 
-SAMPLE = 6
+SAMPLE = 3
 
 
 def cases() -> list[str]:
