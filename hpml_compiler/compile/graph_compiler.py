@@ -26,7 +26,7 @@ from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.lower.lowering import Call, Lowering
 from hpml_compiler.compile.program.step_program import StepProgram
 from hpml_compiler.compile.program.step_runtime import MakesWhole, StepRuntime
-from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, held_by
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
 from hpml_compiler.compile.wrapper.runtime_wrapper import backward_wrapper, runtime_wrapper
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import StepContext
@@ -181,8 +181,7 @@ class GraphCompiler:
         self._planned(made.decide(joint, forward_outputs, traced))
         whole = self._whole_step(traced, forward_outputs)
         program = made.program(joint, made.decided, whole is not None)
-        if made.stages is not None:
-            self.holding.note(made.takes.held)
+        self.holding.note(made.takes.held)
         if program is not None:
             self.program = StepRuntime(self.options, program, whole)
             self.earlier.note(program, program.parts.saved, self._finish(traced))
@@ -207,8 +206,7 @@ class GraphCompiler:
                 return program
         decided = made.decide_inference(gm)
         self._planned(decided)
-        if made.stages is not None:
-            self.holding.note(made.takes.held)
+        self.holding.note(made.takes.held)
         made.rewrite(gm, decided, None)
         self.all_ranks.agreed = True
         self._finish(None)
@@ -235,7 +233,6 @@ class GraphCompiler:
         planned, step = decided.planned, decided.step
         if self.made.stages is not None or planned is None or step is None:
             return
-        self.holding.note(held_by(step.annotated, planned.decision))
         self.entry.enter(planned.record, planned.cluster, planned.rejected, step.annotated.interface.training)
         self.lowering.step_us = self.entry.step_us
         self.session.device_mesh(planned.mesh)  # the last collective setup that all ranks meet for

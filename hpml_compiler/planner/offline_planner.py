@@ -140,7 +140,7 @@ class OfflinePlanner:
                 replace(step, analyze=lambda: annotate(step.joint(), traced.inputs, traced.forward_outputs)), self.ranks)
 
     def _sharing(self, step: StepProblem) -> StepContext:
-        """What a graph shares with the graphs before it."""
+        """Step context of a graph after the graphs planned before it."""
         options, annotated, traced = self.options, step.annotated, step.traced
         options = options.model_copy(update={"memory_budget": memory_limit(options, self.cluster)})
         own = {annotated.interface.names[value.name]: value for value in annotated.graph.values if value.kind == "parameter"}

@@ -96,7 +96,7 @@ def with_stage_memory(found: Simulation, graph: GraphPlan) -> Simulation:
 
 
 def _runs(found: Simulation, lane: int, graphs: set[str]) -> Iterator[tuple[Key, float]]:
-    """What the lane computes, with its start. Each graph begins with the overhead of its call."""
+    """Computations of the lane, with their starts. Each graph begins with the overhead of its call."""
     graph = next(iter(graphs)) if len(graphs) == 1 else ""
     for event in found.events:
         if event.lane == lane and event.stream == "compute":

@@ -23,7 +23,7 @@ from hpml_compiler.compile.inputs.graph_inputs import GraphInputs
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
 from hpml_compiler.compile.program.stage_cutter import StageCutter, has_effects
 from hpml_compiler.compile.program.step_program import StepProgram, one_stage_program
-from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, held_by
 from hpml_compiler.compile.wrapper.sharded_outputs import sharded_outputs_of, sharded_tangents_of
 from hpml_compiler.compile.wrapper.stage_placements import owned_parameters, placed_in_stages
 from hpml_compiler.options import Options
@@ -104,7 +104,7 @@ class GraphDecisions:
         elif self.stages is None or self.stages.is_split:
             step = self._problem(self.analyze(gm, None), None, 1)
             self.decided = decide(step, self.ranks) if self.stages is None else decide_unpipelined(step, self.ranks)
-            self._note_stages(self.decided)
+            self._note_placements(self.decided)
         return self.decided
 
     def analyze(self, gm: GraphModule, forward_outputs: int | None, microbatches: int = 1) -> AnalyzedGraph:
@@ -148,7 +148,7 @@ class GraphDecisions:
             decided = decide(step, self.ranks, first)
         except TooFewBlocks as error:
             return self._unpipelined(joint, step, error)
-        self._note_stages(decided)
+        self._note_placements(decided)
         return decided
 
     def _unpipelined(self, joint: GraphModule, step: StepProblem, why: TooFewBlocks) -> DecidedStep:
@@ -161,20 +161,19 @@ class GraphDecisions:
         else:
             step = self._unchanged(joint, step.outputs, step.traced)
         decided = decide_unpipelined(step, self.ranks)
-        self._note_stages(decided)
+        self._note_placements(decided)
         return decided
 
-    def _note_stages(self, decided: DecidedStep) -> None:
-        """Note the placements of parameters inside the stages."""
-        if self.stages is None or decided.planned is None or decided.step is None:
-            return
+    def _note_placements(self, decided: DecidedStep) -> None:
+        """Note the parameters that are taken unsharded and, in a pipeline, all placements inside the stages."""
         planned = decided.planned
-        for what in planned.record.seconds.keys() & {"look", "solve"}:
-            self.entry.seconds[what] = self.entry.seconds.get(what, 0.0) + planned.record.seconds[what]
+        if planned is None or decided.step is None:
+            return
+        if self.stages is None:
+            self.takes = replace(self.takes, held=held_by(decided.step.annotated, planned.decision))
+            return
         self.takes = placed_in_stages(self.takes, decided.step.annotated, planned, self.stages)
-        if this_rank() == 0:
-            log.info("%s: each stage on the mesh %s, planned in %.2f s", self.name, planned.mesh,
-                     sum(planned.record.seconds.values()))
+        self.entry.note_stage(planned)
 
     # -- rewrite -------------------------------------------------------------------------------------------------------
 
@@ -214,7 +213,7 @@ class GraphDecisions:
         try:
             step = self._problem(self.analyze(gm, None, self.microbatches), None, self.microbatches)
             decided = decide(step, self.ranks)
-            self._note_stages(decided)
+            self._note_placements(decided)
             return self._cut(decided, step, False, self.session.stage_starts.get(compat.frame_being_compiled(), ()))
         except GraphMismatch:
             raise

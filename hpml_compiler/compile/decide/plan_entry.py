@@ -9,6 +9,7 @@ from hpml_compiler.compile.lower.compile_timer import compile_phase
 from hpml_compiler.compile.wrapper.runtime_wrapper import Watched
 from hpml_compiler.monitor.hooks import WatchedGraph
 from hpml_compiler.options import Options
+from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, schedule_of
 from hpml_compiler.planner.pipeline.stage_halves import warn_of_empty_stages
 from hpml_compiler.planner.step_decision import StepDecision
@@ -80,6 +81,14 @@ class PlanEntry:
             place = self.session.device_mesh(decision.mesh).get_local_rank(PP_AXIS)
             table = schedule_of(self.options, decision.microbatch_count)
             self.watched = watch_of(self.name, table, place, found, self.options)
+
+    def note_stage(self, planned: PlanResult) -> None:
+        """Note the times of planning the ranks of a stage; the plan of the pipeline is made on demand."""
+        for what in planned.record.seconds.keys() & {"look", "solve"}:
+            self.seconds[what] = self.seconds.get(what, 0.0) + planned.record.seconds[what]
+        if this_rank() == 0:
+            log.info("%s: each stage on the mesh %s, planned in %.2f s", self.name, planned.mesh,
+                     sum(planned.record.seconds.values()))
 
     def log_plan(self, unruled: Mapping[str, Sequence[str]]) -> None:
         record = self.record

@@ -1,7 +1,7 @@
 """Runtime metadata: the data that a runtime wrapper needs besides compiled code, whichever way the graph was compiled."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from hpml_compiler.runtime.placements.unsharded_params import GatheredInput
 from hpml_compiler.session import session
 from passes import compat
 from passes.graph.analyzed_graph import AnalyzedGraph
-from passes.graph.decision import Decision
-from passes.graph.layouts import stored_layout
+from passes.graph.decision import Decision, Route
+from passes.graph.layouts import Layout, stored_layout
 from passes.transforms.shard.hoist_batch_slice import Taken
 
 
@@ -85,19 +85,21 @@ class RuntimeMetadata:
                 stages and (stages.blocks, stages.time_us), kept and sorted(kept.names)]
 
 
-def held_by(annotated: AnalyzedGraph, decision: Decision) -> dict[str, GatheredInput]:
-    """Parameters that a graph takes unsharded, by placeholder."""
+def held_by(annotated: AnalyzedGraph, decision: Decision, over: Callable[[Route], Route] = lambda route: route,
+            ) -> dict[str, GatheredInput]:
+    """Parameters that a graph takes unsharded, by placeholder. over: extends a route to all axes of the mesh."""
     positions, values = annotated.interface.positions, annotated.graph.values
     named = {values[v].name: route for v, route in decision.held.items()}
-    return {name: GatheredInput.along(route, positions[name]) for name, route in named.items()}
+    return {name: GatheredInput.along(over(route), positions[name]) for name, route in named.items()}
 
 
-def placements_of(annotated: AnalyzedGraph, decision: Decision) -> dict[int, tuple[Placement, ...]]:
-    """Placements of every parameter that gets placed now, by position."""
+def placements_of(annotated: AnalyzedGraph, decision: Decision, over: Callable[[Layout], Layout] = lambda layout: layout,
+                  ) -> dict[int, tuple[Placement, ...]]:
+    """Placements of every parameter that gets placed now, by position. over: extends a layout to all axes of the mesh."""
     values, interface = annotated.graph.values, annotated.interface
     if not interface.training:
         return {}
-    return {interface.positions[values[v].name]: session.to_dtensor(stored_layout(values[v], decision.stored(v)))
+    return {interface.positions[values[v].name]: session.to_dtensor(stored_layout(values[v], over(decision.stored(v))))
             for v in decision.inputs if values[v].kind == "parameter" and values[v].name not in interface.stored}
 
 

@@ -10,29 +10,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
 from hpml_compiler.compile.inputs.pp_mesh import PipelineMesh
-from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata
+from hpml_compiler.compile.wrapper.runtime_metadata import RuntimeMetadata, held_by, placements_of
 from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS
 from hpml_compiler.runtime.placements.single_rank_placement import SingleRank, owner_of
-from hpml_compiler.runtime.placements.unsharded_params import GatheredInput
-from hpml_compiler.session import session
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_signature import GraphInput
-from passes.graph.layouts import stored_layout
 
 
 def placed_in_stages(takes: RuntimeMetadata, annotated: AnalyzedGraph, planned: PlanResult, mesh: PipelineMesh,
                      ) -> RuntimeMetadata:
     """The metadata with the placements of a graph that was planned on the ranks of one stage."""
-    values, positions, interface = annotated.graph.values, annotated.interface.positions, annotated.interface
-    held = {values[v].name: GatheredInput.along(mesh.route_over_all(route), positions[values[v].name])
-            for v, route in planned.decision.held.items()}
+    held = held_by(annotated, planned.decision, mesh.route_over_all)
     takes = replace(takes, held=held, graph_hash=planned.record.graph_hash)
-    if not interface.training:
+    if not annotated.interface.training:
         return takes
-    return replace(takes, placements={
-        positions[values[v].name]: session.to_dtensor(stored_layout(values[v], mesh.over_all(planned.decision.stored(v))))
-        for v in planned.decision.inputs if values[v].kind == "parameter" and values[v].name not in interface.stored})
+    return replace(takes, placements=placements_of(annotated, planned.decision, mesh.over_all))
 
 
 def owned_parameters(takes: RuntimeMetadata, found: Mapping[str, int], positions: Mapping[str, int], given: Sequence[Any],

@@ -44,7 +44,7 @@ from passes.transforms.pipeline.stage_graphs import StageGraph
 from passes.transforms.shard.redistributor import MeshGroups
 
 MOST_SWEEPS = 3
-"""How often the stages of a rank are decided, each beside the others as they were decided last."""
+"""Limit of sweeps over the stages of a rank, each decided beside the others as they were decided last."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class StagedStep:
 
     @property
     def at_once(self) -> bool:
-        """Whether backward of a microbatch runs within the graph's forward, since the loss is inside."""
+        """True if backward of a microbatch runs within the graph's forward, since the loss is inside."""
         return loss_of(self.marked) is not None
 
     def waits(self, stage: int) -> bool:
-        """Whether a stage's saved values are all in memory until the weight part of its backward: it has no other part."""
+        """True if a stage's saved values are all in memory until the weight part of its backward: it has no other part."""
         return self.table.splits_backward and not self.staged.graphs[stage].own_sent_back
 
     def stages_of(self, rank: int) -> list[int]:
@@ -146,7 +146,7 @@ class StageCheckpointing:
         return 1 + max(load.saved + waits * load.waiting for each in moments for load in (moment[stage] for moment in each))
 
     def split(self, stage: int, kept: CheckpointDecision) -> StageSplit:
-        """How to split a stage into forward and backward as decided."""
+        """Split of a stage into forward and backward, as decided."""
         return StageSplit(kept, self._tape(stage), self.options.offload_folder or "")
 
     def decided(self, rank: int, strict: bool, allowance: WorkLimit | None = None) -> tuple[CheckpointDecision, ...]:

@@ -139,7 +139,7 @@ class StageHalves:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """How a memory budget splits a stage into forward and backward. kept: its checkpointing decision. tape: the pass that
+    """Split of a stage into forward and backward under a budget. kept: its checkpointing decision. tape: the pass that
     builds its storage program. folder: for offloaded activations."""
 
     kept: CheckpointDecision

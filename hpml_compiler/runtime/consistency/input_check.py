@@ -30,7 +30,7 @@ REMEDY = ("all ranks pass the same batch, and each computes its share: remove th
 
 
 class _CheckedHalves(list[str]):
-    """What is checked, by the number that ranks exchange: a graph, and forward or backward."""
+    """Checked halves of graphs, by the number that ranks exchange."""
 
 
 class RanksDiffer(HpmlError):
