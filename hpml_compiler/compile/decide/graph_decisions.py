@@ -7,7 +7,6 @@ gradients and broadcasts them. A graph that is not pipelined borrows such parame
 """
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,8 +51,6 @@ from passes.presets import after_planning, annotate, building_storage_program, o
 from passes.solver.work_limit import WorkLimit
 from passes.tracing.joint_trace import JointTrace
 from passes.transforms.shard.hoist_batch_slice import batch_slices_of
-
-log = logging.getLogger("hpml")
 
 
 class GraphDecisions:
