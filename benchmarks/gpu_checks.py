@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -208,6 +209,80 @@ def step_time(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": ratio < 1.1 or args.device == "cpu", "says": f"{says}; hpml {ratio:.2f} times inductor", "ms": found}
 
 
+def peak_of(step: Callable[[], Any], device: str, parameters_bytes: int) -> int:
+    """The most bytes that tensors occupied in one step of AdamW: of the allocator or, on a CPU, of a profile."""
+    if device == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated()
+    from hpml_compiler.monitor.profiled_step import StepProfile
+
+    profiled = StepProfile(device)
+    step()
+    found = profiled.stop(3 * parameters_bytes)  # with two moments each
+    assert found is not None
+    return found.peak_bytes
+
+
+def budget(args: argparse.Namespace) -> dict[str, Any]:
+    """One rank below memory budgets: the peak beside the budget and the prediction, and the loss beside eager mode's."""
+    import hpml_compiler
+    from hpml_compiler.session import session
+
+    cases: dict[str, dict[str, Any]] = {
+        "no budget": {}, "0.8": {"share": 0.8}, "0.6": {"share": 0.6}, "2 microbatches": {"microbatches": 2},
+        "2 microbatches, 0.8": {"microbatches": 2, "share": 0.8}, "0.6, offload": {"share": 0.6, "offload": "saved"},
+        "full recomputation": {"recompute": "full"},
+    }
+    found: dict[str, dict[str, Any]] = {}
+    whole: dict[int, int] = {}
+    for name, options in cases.items():
+        torch.compiler.reset()
+        session.reset()
+        gc.collect()
+        gpt, batch = timed_model(args.device)
+        with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
+            eager = float(loss_of(gpt(**batch)))
+        micro = options.get("microbatches", 1)
+        asked = {key: value for key, value in options.items() if key != "share"}
+        if "share" in options:
+            asked["memory_budget"] = int(options["share"] * whole[micro])
+        step = trainer(gpt, torch.compile(gpt, backend="hpml", options=asked), batch,
+                       lambda: torch.autocast(args.device, torch.bfloat16))
+        try:
+            apart = abs(float(step()) - eager)
+        except Exception as error:
+            if "Infeasible" not in str(error):
+                raise
+            found[name] = {"refused": one_line(error)}  # with the least budget that would do
+            continue
+        ms, peak = step_ms(step, args.device, 10), peak_of(step, args.device, sum(p.nbytes for p in gpt.parameters()))
+        whole.setdefault(micro, peak)
+        predicted = hpml_compiler.last_plan().peak if asked else None  # without options nothing is planned
+        found[name] = {"peak_bytes": peak, "budget_bytes": asked.get("memory_budget"), "ms": ms, "loss_apart": apart,
+                       "predicted_bytes": predicted.bytes if predicted else None}
+    return {"ok": all(map(kept_below, found.values())) or args.device == "cpu", "cases": found,
+            "says": "; ".join(f"{name}: {in_words(each)}" for name, each in found.items())}
+
+
+def kept_below(case: dict[str, Any]) -> bool:
+    if "refused" in case:
+        return True
+    budget_bytes = case["budget_bytes"] or case["peak_bytes"]
+    return case["loss_apart"] < LOW_PRECISION_TOLERANCE and case["peak_bytes"] <= 1.03 * budget_bytes
+
+
+def in_words(case: dict[str, Any]) -> str:
+    if "refused" in case:
+        return "refused"
+    parts = [f"{case['peak_bytes'] / 2**20:.1f} MiB"]
+    parts += [f"{case['peak_bytes'] / case['budget_bytes']:.3f} of the budget"] if case["budget_bytes"] else []
+    parts += [f"{case['predicted_bytes'] / case['peak_bytes']:.3f} predicted"] if case["predicted_bytes"] else []
+    return ", ".join([*parts, f"{case['ms']:.1f} ms"])
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Ranks with inductor: step time, memory and energy beside what was predicted, by the run's own monitor."""
     import hpml_compiler
@@ -270,7 +345,7 @@ def collectives(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": not wrong, "says": f"wrong: {', '.join(wrong)}" if wrong else f"all right over {backend}", "backend": backend}
 
 
-CHECKS = {check.__name__: check for check in (environment, energy, collectives, model, step_time, run, profile)}
+CHECKS = {check.__name__: check for check in (environment, energy, collectives, model, step_time, budget, run, profile)}
 
 
 @contextlib.contextmanager
