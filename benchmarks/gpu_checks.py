@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
 import importlib.util
 import json
@@ -226,31 +227,49 @@ def peak_of(step: Callable[[], Any], device: str, parameters_bytes: int) -> int:
     return found.peak_bytes
 
 
+def large_model(name: str, device: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model whose activations outweigh its parameters, on the device."""
+    cuda = device == "cuda"
+    if name == "gpt":
+        gpt, batch = timed_model(device)
+        return gpt, {key: x.repeat(4 if cuda else 2, 1) for key, x in batch.items()}
+    torch.manual_seed(0)
+    net = models_of(str(HERE / "small_models.py")).ConvNet(width=128 if cuda else 16, depth=8 if cuda else 3)
+    rows, size = (64, 56) if cuda else (8, 16)
+    return net.to(device), to({"pixels": torch.randn(rows, 3, size, size), "labels": torch.randint(0, 10, (rows,))}, device)
+
+
+BUDGETS: dict[str, dict[str, dict[str, Any]]] = {
+    "gpt": {
+        "ample": {"memory_budget": "64GiB"}, "0.8": {"share": 0.8}, "0.6": {"share": 0.6}, "0.5, offload": {
+            "share": 0.5, "offload": "saved"}, "full recomputation": {"recompute": "full"},
+        "2 microbatches": {"microbatches": 2}, "2 microbatches, 0.8": {"microbatches": 2, "share": 0.8}},
+    "convnet": {"ample": {"memory_budget": "64GiB"}, "0.8": {"share": 0.8}, "0.6": {"share": 0.6}},
+}
+"""Options by case; share: of the peak that the same step had without one."""
+
+
 def budget(args: argparse.Namespace) -> dict[str, Any]:
     """One rank below memory budgets: the peak beside the budget and the prediction, and the loss beside eager mode's."""
     import hpml_compiler
     from hpml_compiler.session import session
 
-    cases: dict[str, dict[str, Any]] = {
-        "no budget": {}, "0.8": {"share": 0.8}, "0.6": {"share": 0.6}, "2 microbatches": {"microbatches": 2},
-        "2 microbatches, 0.8": {"microbatches": 2, "share": 0.8}, "0.6, offload": {"share": 0.6, "offload": "saved"},
-        "full recomputation": {"recompute": "full"},
-    }
     found: dict[str, dict[str, Any]] = {}
     whole: dict[int, int] = {}
-    for name, options in cases.items():
+    for name, options in BUDGETS[args.name].items():
         torch.compiler.reset()
         session.reset()
+        gpt = batch = call = step = None  # of the case before
         gc.collect()
-        gpt, batch = timed_model(args.device)
-        with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
-            eager = float(loss_of(gpt(**batch)))
+        before = torch.cuda.memory_allocated() if args.device == "cuda" else 0
+        gpt, batch = large_model(args.name, args.device)
         micro = options.get("microbatches", 1)
         asked = {key: value for key, value in options.items() if key != "share"}
         if "share" in options:
             asked["memory_budget"] = int(options["share"] * whole[micro])
-        step = trainer(gpt, torch.compile(gpt, backend="hpml", options=asked), batch,
-                       lambda: torch.autocast(args.device, torch.bfloat16))
+        eager = float(loss_of(copy.deepcopy(gpt)(**batch)))  # a copy's BatchNorm changes its own buffers
+        call = torch.compile(gpt, backend="hpml", options=asked)
+        step = trainer(gpt, call, batch, lambda: torch.autocast(args.device, torch.bfloat16))
         try:
             apart = abs(float(step()) - eager)
         except Exception as error:
@@ -259,10 +278,11 @@ def budget(args: argparse.Namespace) -> dict[str, Any]:
             found[name] = {"refused": one_line(error)}  # with the least budget that would do
             continue
         ms, peak = step_ms(step, args.device, 10), peak_of(step, args.device, sum(p.nbytes for p in gpt.parameters()))
-        whole.setdefault(micro, peak)
-        predicted = hpml_compiler.last_plan().peak if asked else None  # without options nothing is planned
-        found[name] = {"peak_bytes": peak, "budget_bytes": asked.get("memory_budget"), "ms": ms, "loss_apart": apart,
-                       "predicted_bytes": predicted.bytes if predicted else None}
+        whole.setdefault(micro, peak - before)
+        plan = hpml_compiler.last_plan()
+        found[name] = {"peak_bytes": peak - before, "budget_bytes": asked.get("memory_budget") if "share" in options else None,
+                       "ms": ms, "loss_apart": apart, "predicted_bytes": plan.peak.bytes, "left_behind_bytes": before,
+                       "predicted_ms": plan.predicted.step_time_us / 1e3}
     return {"ok": all(map(kept_below, found.values())) or args.device == "cpu", "cases": found,
             "says": "; ".join(f"{name}: {in_words(each)}" for name, each in found.items())}
 
@@ -279,7 +299,9 @@ def in_words(case: dict[str, Any]) -> str:
         return "refused"
     parts = [f"{case['peak_bytes'] / 2**20:.1f} MiB"]
     parts += [f"{case['peak_bytes'] / case['budget_bytes']:.3f} of the budget"] if case["budget_bytes"] else []
-    parts += [f"{case['predicted_bytes'] / case['peak_bytes']:.3f} predicted"] if case["predicted_bytes"] else []
+    parts += [f"{case['predicted_bytes'] / case['peak_bytes']:.3f} predicted"]
+    left = case["left_behind_bytes"] / 2**20
+    parts += [f"{left:.0f} MiB left by the case before"] if left > 1 else []
     return ", ".join([*parts, f"{case['ms']:.1f} ms"])
 
 
@@ -311,15 +333,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def profile(args: argparse.Namespace) -> dict[str, Any]:
     """`hpml profile` on one rank, and the step that is then predicted from it."""
     os.environ["HPML_GPU_PASS_DEVICE"] = args.device
+    import hpml_compiler
     from hpml_compiler.planner.graph.measured_costs import sharing_key
     from hpml_compiler.profile.model_profile import profile_model
     from passes.cost_model.measured.measurement_cache import MeasurementCache
 
     with MeasurementCache() as cache:
         found = profile_model(*profile_target(), cache, seconds=6.0)
-    says = f"{len(found.operations)} operations on {found.device}, {len(found.failed)} failed"
-    return {"ok": bool(found.operations) and found.device == sharing_key(args.device, 1), "says": says,
-            "failed": dict(found.failed), "factors": dict(found.factors), "overheads_us": dict(found.overheads_us)}
+    gpt, batch = timed_model(args.device)
+    call = torch.compile(gpt, backend="hpml", options={"memory_budget": "64GiB"})  # one device is planned where it has one
+    step = trainer(gpt, call, batch, contextlib.nullcontext)
+    measured, predicted = step_ms(step, args.device, 20), hpml_compiler.last_plan().predicted
+    says = (f"{len(found.operations)} operations on {found.device}, {len(found.failed)} failed; a step predicted "
+            f"{predicted.step_time_us / 1e3:.2f} ms, measured {measured:.2f} ms")
+    return {"ok": bool(found.operations) and found.device == sharing_key(args.device, 1), "says": says, "measured_ms": measured,
+            "failed": dict(found.failed), "factors": dict(found.factors), "overheads_us": dict(found.overheads_us),
+            "predicted": predicted.model_dump(mode="json")}
 
 
 def collectives(args: argparse.Namespace) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def checks(models: list[str]) -> list[Check]:
         *(Check("model", 2, 150, name) for name in models),
         Check("energy", needs_hpml=False, limit_s=60, alone=True),
         Check("step_time", limit_s=150, alone=True),
-        Check("budget", limit_s=200, alone=True),
+        *(Check("budget", limit_s=200, model=name, alone=True) for name in ("gpt", "convnet")),
         Check("run", 2, 150, alone=True),
         Check("profile", limit_s=150, alone=True),
     ]

@@ -53,8 +53,11 @@ LONG_US, LONG_CALL_ROUNDS = 500.0, 3
 """Operations with a predicted time above LONG_US are timed LONG_CALL_ROUNDS times: long calls vary less."""
 LARGEST_BYTES, LONGEST_US = 2**26, 2e4
 """Limits of the operations that are timed: larger ones would take long, or would not fit on one device."""
-POINTWISE_ELEMENTS = (2**16, 2**20, 2**22)
-OPTIMIZER_TENSORS, OPTIMIZER_ELEMENTS = 8, 2**19
+POINTWISE_ELEMENTS = {"cpu": (2**16, 2**20, 2**22), "cuda": (2**22, 2**23, 2**24)}
+"""By device type: on a GPU, the time of a smaller kernel is that of its launch, which is charged apart."""
+POINTWISE_CALLS = {"cpu": 1, "cuda": 16}
+"""The fewest calls of a sample: the host waits for the device once in a sample."""
+OPTIMIZER_TENSORS, OPTIMIZER_ELEMENTS = 8, {"cpu": 2**19, "cuda": 2**21}
 
 
 def wanted(options: Options, cluster: Cluster, graph_hash: str) -> bool:
@@ -108,7 +111,8 @@ def _measure(annotated: AnalyzedGraph) -> QuickProfile:
     heavy = {key: replace(timed, warm=0, rounds=LONG_CALL_ROUNDS) if expected[key][2] > LONG_US else timed
              for key, timed in heavy.items()}
     adam = RooflineCost(mesh.device, mesh, OptimizerModel(4, 4, 2 * 4))
-    parameters = [torch.zeros(OPTIMIZER_ELEMENTS, dtype=torch.float32, device=device_type())] * OPTIMIZER_TENSORS
+    elements = OPTIMIZER_ELEMENTS[device_type()]
+    parameters = [torch.zeros(elements, dtype=torch.float32, device=device_type())] * OPTIMIZER_TENSORS
     with torch.enable_grad():
         step = optimizer_step(parameters)
     calls = {**heavy, **_pointwise_calls(), "optimizer": TimedCall(step), **collective_calls()}
@@ -118,11 +122,11 @@ def _measure(annotated: AnalyzedGraph) -> QuickProfile:
     for key, (_, kind, predicted_us) in expected.items():
         if key in us:
             ratios.setdefault(kind, []).append(us[key] / predicted_us)
-    for elements in POINTWISE_ELEMENTS:
+    for elements in POINTWISE_ELEMENTS[device_type()]:
         predicted_us = roofline.compute_us(0.0, 12.0 * elements, "float32", "pointwise") - launch_us
         ratios.setdefault("pointwise", []).append(us[f"add {elements}"] / predicted_us)
     factors = {kind: statistics.median(some) for kind, some in ratios.items()}
-    factors[OPTIMIZER] = us["optimizer"] / (OPTIMIZER_TENSORS * adam.optimizer_us(OPTIMIZER_ELEMENTS))
+    factors[OPTIMIZER] = us["optimizer"] / (OPTIMIZER_TENSORS * adam.optimizer_us(parameters[0].numel()))
     assert dist.group.WORLD is not None, "there is a process group"
     ranks = list(range(dist.get_world_size()))
     group = measured_group(len(ranks), 1)
@@ -158,8 +162,9 @@ def _heaviest(annotated: AnalyzedGraph, roofline: RooflineCost) -> dict[str, tup
 def _pointwise_calls() -> dict[str, TimedCall]:
     """Memory-bound kernels: additions of two tensors into a third."""
     calls: dict[str, TimedCall] = {}
-    for elements in POINTWISE_ELEMENTS:
+    for elements in POINTWISE_ELEMENTS[device_type()]:
         a, b, c = torch.ones(3, elements, dtype=torch.float32, device=device_type()).unbind()
         call: Callable[[], Any] = lambda a=a, b=b, c=c: torch.add(a, b, out=c)  # noqa: E731
-        calls[f"add {elements}"] = TimedCall(call, repeats=max(1, 2**20 // elements), warm=1)
+        calls[f"add {elements}"] = TimedCall(call, repeats=max(POINTWISE_CALLS[device_type()], 2**20 // elements),
+                                              warm=1)
     return calls
