@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import hpml_compiler
 from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.runtime.optimizer.resident_memory import storage_bytes
 from tests.helpers.frozen import fresh
+from tests.helpers.peaks import least_peak
 
 WIDTH, ROWS = 64, 512
 
@@ -177,17 +177,17 @@ def two_ranks(rank: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], s
     call = torch.compile(model, backend="hpml", options={"compiler": "eager", "mesh": {"dp": 2}, **options})
     x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).sin()
     losses = []
-    for step in range(3):
-        profile = StepProfile("cpu") if step == 2 else None
+
+    def step() -> None:
         loss = call(x)
         loss.backward()
         losses.append(loss.detach().clone())
         optimizer.step()
         optimizer.zero_grad()
-    state = [t for kept in optimizer.state.values() for t in kept.values() if isinstance(t, torch.Tensor)]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in [*model.parameters(), *state]]
-    assert profile is not None
-    peak = profile.stop(storage_bytes(local)).peak_bytes
+
+    step()
+    step()
+    peak = least_peak(step, model, optimizer)
     fresh()
     return losses, "\n".join(stream), peak
 

@@ -6,18 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import hpml_compiler
-from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.schema import GraphPlan
-from hpml_compiler.runtime.optimizer.resident_memory import storage_bytes
+from hpml_compiler.runtime.optimizer.resident_memory import local
 from hpml_compiler.session import session
 from hpml_compiler.simulate import simulate
 from passes.errors import Infeasible
 from passes.hardware.cluster import Cluster
+from tests.helpers.peaks import least_peak
 from tests.hpml_compiler.compile.test_budget import WIDTH, Deep
 from tests.hpml_compiler.compile.test_budget_in_microbatches import COUNTED_WITHIN, Features
 
@@ -30,33 +29,28 @@ def batch() -> torch.Tensor:
 
 
 def trained(options: dict[str, Any], kind: type[Deep] = Deep, dropout: float = 0.2) -> tuple[list[torch.Tensor], int, int]:
-    """Loss and gradients of a step, the peak bytes of a second one, and the most that any rank holds."""
+    """Loss and gradients of a step, the peak bytes of later ones, and the most that any rank holds."""
     hpml_compiler.reset()
     model = kind(dropout, LAYERS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     call = torch.compile(model, backend="hpml", options=options)
     torch.manual_seed(1)
-    x, seen, profile = batch(), [], None
-    for step in range(2):
-        profile = StepProfile("cpu") if step else None
+    x, gradients = batch(), []
+
+    def step() -> torch.Tensor:
         out = call(x)
         loss = out.square().mean() if out.dim() else out
         loss.backward()
-        seen += [loss.detach().clone(), *(local(p.grad).clone() for p in model.parameters())] if profile is None else []
+        if not gradients:
+            gradients.extend(local(p.grad).clone() for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-        del out, loss
-    state = [t for each in optimizer.state.values() for t in each.values() if isinstance(t, torch.Tensor)]
-    assert profile is not None
-    measured = profile.stop(storage_bytes([local(t) for t in (*model.parameters(), *state)]))
-    assert measured is not None and measured.peak_bytes is not None
+        return loss.detach().clone()
+
+    loss, peak = step(), least_peak(step, model, optimizer)
     peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, measured.peak_bytes)
-    return seen, measured.peak_bytes, max(peaks)
-
-
-def local(x: Any) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    dist.all_gather_object(peaks, peak)
+    return [loss, *gradients], peak, max(peaks)
 
 
 def kept_in(graph: GraphPlan) -> list[CheckpointingPlan]:
