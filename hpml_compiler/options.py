@@ -150,13 +150,6 @@ class Options(BaseModel):
             raise ValueError("offloading saved activations needs a memory_budget: set one")
         return offload
 
-    @field_validator("offload")
-    @classmethod
-    def _state_without_stages(cls, offload: str, others: ValidationInfo) -> str:
-        if (others.data.get("mesh") or {}).get("pp", 1) > 1 and offload in ("optimizer", "all"):
-            raise ValueError('optimizer state is not offloaded with pipeline stages (mesh axis pp) yet: set "saved" or "off"')
-        return offload
-
     @field_validator("schedule", "virtual_stages")
     @classmethod
     def _with_stages(cls, value: Any, others: ValidationInfo) -> Any:

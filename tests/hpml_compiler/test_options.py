@@ -76,7 +76,6 @@ def test_optimizer_states_are_those_torch_keeps():
     ("gap=1", "options are a dict, not str"),
     ({"memory_budget": "24 G"}, "'24 G' is not a number of bytes"),
     ({"offload": "saved"}, "needs a memory_budget"),
-    ({"mesh": {"pp": 2}, "memory_budget": "1GB", "offload": "all"}, "not offloaded with pipeline stages"),
     ({"mesh": {"dp": 2}, "schedule": "gpipe"}, "it needs pipeline stages"),
     ({"mesh": {"dp": 0}}, "size of axis 'dp' is 0"),
     ({"mesh": {"dp": 2.0}}, "size of axis 'dp' is 2.0"),

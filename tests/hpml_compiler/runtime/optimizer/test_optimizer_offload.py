@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import copy
+import os
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ import hpml_compiler
 from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.runtime.optimizer import optimizer_offload
 from hpml_compiler.runtime.optimizer.optimizer_step import ELEMENTWISE
+from hpml_compiler.runtime.optimizer.resident_memory import local
 from passes.errors import BadInput
+from passes.hardware.cluster import Cluster
 from passes.transforms.memory.offload_storage import is_offload_storage
+from tests.helpers.peaks import least_peak, state_tensors
 
 KINDS = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
 
@@ -173,10 +178,10 @@ def two_ranks(rank: int, options: dict) -> tuple[list[torch.Tensor], list[bool],
         loss.backward()
         optimizer.step()
         losses.append(loss.detach().clone())
-    local = [getattr(value, "_local_tensor", value) for value in state_of(optimizer)]
+    state_here = state_tensors(optimizer)
     state = hpml_compiler.full_state_dict(model, optimizer)
     hpml_compiler.reset()
-    return losses, [is_offload_storage(value) for value in local if value.numel() >= 1024], state
+    return losses, [is_offload_storage(value) for value in state_here if value.numel() >= 1024], state
 
 
 def test_parts_of_two_ranks_are_offloaded_too(launch):
@@ -184,3 +189,61 @@ def test_parts_of_two_ranks_are_offloaded_too(launch):
     for (expected, inside, state), (losses, elsewhere, same) in zip(plain, ours, strict=True):
         assert equal(losses, expected) and elsewhere and all(elsewhere) and not any(inside)
         assert same.keys() == state.keys() and str(same) == str(state)
+
+
+STAGES = {"compiler": "eager", "mesh": {"pp": 2}, "microbatches": 4, "optimizer": "adam"}
+
+
+def in_stages(rank: int, options: dict[str, Any], folder: str) -> None:
+    """Without offloading, with it, as in a next launch, by the plan of the run, and below a budget."""
+    os.environ |= {"HPML_CACHE": "1", "HPML_CACHE_DIR": folder}
+    away = {"offload": "optimizer", "offload_folder": folder}
+    expected, highest, state = stages_trained(options)
+    for _ in range(2):
+        found, peak, _ = stages_trained({**options, **away})
+        assert equal(found, expected) and peak < state < highest
+    plan = hpml_compiler.last_plan()
+    assert plan.graphs[0].memory.optimizer == 0
+    by_plan = {"compiler": "eager", "optimizer": "adam", "plan": plan, **away}
+    for each in by_plan, {**options, "offload": "all", "memory_budget": state}:
+        assert equal(stages_trained(each)[0], expected)
+    planned = hpml_compiler.plan(stages_model(), (stages_batch(),), Cluster.local(2, "cpu"), **options, offload="optimizer")
+    assert (planned.graphs[0].pipeline, planned.graphs[0].memory) == (plan.graphs[0].pipeline, plan.graphs[0].memory)
+
+
+def stages_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(18)))
+
+
+def stages_batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 8 * 128).view(8, 128).sin()
+
+
+def stages_trained(options: dict[str, Any]) -> tuple[list[torch.Tensor], int, int]:
+    """Losses of steps, an evaluation, and this rank's parameters; the peak of further steps; bytes of this rank's state."""
+    hpml_compiler.reset()
+    model, x, losses = stages_model(), stages_batch(), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, amsgrad=True)
+    call = torch.compile(model, backend="hpml", options=options)
+
+    def step() -> None:
+        loss = call(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+
+    step()
+    with torch.no_grad():
+        losses.append(call(x[:4]).clone())
+    peak = least_peak(step, model, optimizer)
+    state = [x for x in state_tensors(optimizer) if x.numel() >= 1024]
+    if "offload" in options:
+        assert state and all(map(is_offload_storage, state))
+    return [*losses, *(local(p).detach().clone() for p in model.parameters())], peak, sum(x.nbytes for x in state)
+
+
+@pytest.mark.parametrize("schedule", [{}, {"schedule": "zero_bubble", "zero": 3}], ids=["1f1b", "zero_bubble"])
+def test_state_of_pipeline_stages_is_offloaded(launch, tmp_path, schedule):
+    launch(in_stages, args=({**STAGES, **schedule}, str(tmp_path)))
