@@ -258,7 +258,7 @@ def _made_with(plan: Plan) -> dict[str, Any]:
         if graph.microbatches is not None:
             found["microbatches"] = graph.microbatches.count
         if (pipe := graph.pipeline) is not None:
-            if (kept := pipe.stages[0].kept) is not None:
+            if (kept := pipe.stages[0].kept) is not None and kept.budget_bytes is not None:
                 found["memory_budget"] = kept.budget_bytes
             found |= {"mesh": dict(plan.mesh), "schedule": pipe.schedule, "virtual_stages": pipe.virtual_stages}
     return found

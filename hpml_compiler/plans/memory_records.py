@@ -11,8 +11,8 @@ PARTS = ("parameters", "optimizer", "gradients", "saved", "recomputed", "gathere
 
 class Peak(Record):
     """The memory peak of a step. parts: bytes on the fullest device by part (`PARTS`); their sum is the peak. graph, node,
-    block, phase: where in the step it is. counted: on the graphs that ranks run, whose activation checkpointing
-    was decided under a memory budget; otherwise on the plan's operations."""
+    block, phase: where in the step it is. counted: on the graphs that ranks run: pipeline stages, and others
+    whose activation checkpointing was decided under a memory budget; otherwise on the plan's operations."""
 
     parts: dict[str, Count] = Field(default_factory=dict)
     graph: str = ""

@@ -47,8 +47,8 @@ class StagePlan(Record):
     memory_bytes: memory of its rank for this stage then, with parameters, gradients and optimizer state as they are stored.
     weight_us: the part of backward_us for weight gradients, where the schedule runs it separately; saved_bytes is then the
     larger of the bytes before that part and after the other part of backward, so saved_bytes * in_flight is an upper bound.
-    kept: activation checkpointing, where it was decided under a memory budget: for all microbatches of a step, with what other
-    stages of its rank have in memory at its peaks."""
+    kept: what it saves for backward, for all microbatches of a step, and its peaks, with what other stages of its rank have in
+    memory then."""
 
     blocks: Names
     rank: Count

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpml_compiler.plans.pipeline_records import PipelinePlan, StagePlan
-from hpml_compiler.plans.schema import GraphPlan, MemoryBytes
+from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlanPrices
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from passes.cost_model.measured.mesh_prices import MeshPrices
@@ -109,10 +109,3 @@ def stages_of(pipe: PipelinePlan, times: Sequence[StageTimes], sends: Sequence[t
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 1.0
-
-
-def held_by_part(held_bytes: float, memory: MemoryBytes) -> Mapping[str, float]:
-    """Split a rank's resident memory into parameters, optimizer state and gradients, in the proportions of the fullest rank."""
-    total = memory.parameters + memory.optimizer + memory.gradients
-    parts = {"parameters": memory.parameters, "optimizer": memory.optimizer, "gradients": memory.gradients}
-    return {part: held_bytes * nbytes / total for part, nbytes in parts.items()} if total else {}

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 from hpml_compiler.options import Options
@@ -10,11 +9,11 @@ from hpml_compiler.plan_api.mixed_plan import MixedPlan
 from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.plans.memory_records import Peak
 from hpml_compiler.plans.peak_memory import fullest_moment
-from hpml_compiler.simulate.memory_timeline import moments_of, simulated_peak, with_memory, with_stage_memory
+from hpml_compiler.simulate.memory_timeline import moments_of, with_memory, with_stage_memory
 from hpml_compiler.simulate.optimizer_transient import transient_of
 from hpml_compiler.simulate.plan_prices import PlannedPrices, PlanPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
-from hpml_compiler.simulate.scheduled_stages import held_by_part, sends_us, stages_of, times_of_stages
+from hpml_compiler.simulate.scheduled_stages import sends_us, stages_of, times_of_stages
 from hpml_compiler.simulate.simulation import ESTIMATED, Simulation
 from passes.cost_model import CostModel
 from passes.cost_model.cross_group_allreduce import sum_between_groups_j, sum_between_groups_us
@@ -84,7 +83,7 @@ def simulate(
         return found
     if isinstance(plan, Plan) and any(graph.pipeline for graph in plan.step_graphs):
         graph = plan.step_graphs[0]
-        is_counted = graph.at_peak is not None and graph.at_peak.counted and recompute == "none"
+        is_counted = all(stage.kept for stage in graph.pipeline.stages) if graph.pipeline and graph.at_peak else False
         return with_stage_memory(found, graph) if is_counted else found
     # Groups of a mixed plan are on clusters of their own.
     plans, on = ([plan], cluster) if isinstance(plan, Plan) else ([group.plan for group in plan.groups], None)
@@ -93,10 +92,7 @@ def simulate(
 
 
 def peak_of_plan(plan: Plan) -> Peak:
-    """The memory peak of a step of the plan."""
-    if any(graph.pipeline for graph in plan.step_graphs):
-        built = _planned_pipeline(plan, _mesh(plan, None), None, False, False, True, None)
-        return simulated_peak(plan, _simulation(built, built.run()))
+    """The memory peak of a step of the plan, which is not pipelined: stages are counted when they are planned."""
     return fullest_moment(_moments(plan, _device_of(plan, None)))
 
 
@@ -219,8 +215,7 @@ def _planned_pipeline(plan: Plan, mesh: Mesh | None, cost: CostModel | None, ane
         prices.optimizer_us() * memory.parameters / trained if trained else 0.0)
     sends = sends_us(pipe, own) if own is not None and prices is model else None
     stages = stages_of(pipe, times, sends, optimizer_us, prices.accumulate_us())
-    built = _pipeline(plan, mesh, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
-    return replace(built, held=[held_by_part(sum(held.values()), memory) for held in built.held])
+    return _pipeline(plan, mesh, stages, pipe.microbatches, pipe.schedule, pipe.virtual_stages)
 
 
 def _pipeline(plan: Plan, mesh: Mesh | None, stages: Sequence[TimedStage], microbatches: int, schedule: ScheduleName,

@@ -44,12 +44,11 @@ def memory_json(plan: PlanContent, peak: Peak) -> dict[str, Any]:
 
 
 def budget_of(plan: PlanContent) -> int | None:
-    budgets = [kept.budget_bytes for graph in plan.step_graphs for kept in _decided(graph).values()]
-    return budgets[0] if budgets else None
+    return next((kept.budget_bytes for graph in plan.step_graphs for kept in _decided(graph).values()), None)
 
 
 def _decided(graph: GraphPlan) -> dict[str, CheckpointingPlan]:
-    """Activation checkpointing of a graph, or of each of its stages, under a memory budget."""
+    """Activation checkpointing of a graph under a memory budget, or of each of its stages."""
     if graph.pipeline is None:
         return {} if graph.kept is None else {graph.name: graph.kept}
     return {f"{graph.name}, stage {k}": stage.kept for k, stage in enumerate(graph.pipeline.stages) if stage.kept is not None}
@@ -83,7 +82,8 @@ def _of_graph(graph: GraphPlan) -> Iterator[str]:
     yield from _largest({name: (block, size, format_bytes(size)) for name, (block, size) in saved.items()})
     for name, kept in _decided(graph).items():
         yield from _offloaded(name, kept)
-        yield from _recomputed(name, kept, graph.predicted.step_time_us)
+        if kept.budget_bytes is not None:
+            yield from _recomputed(name, kept, graph.predicted.step_time_us)
 
 
 def _offloaded(decided_for: str, kept: CheckpointingPlan) -> Iterator[str]:

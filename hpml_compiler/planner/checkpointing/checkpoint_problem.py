@@ -1,7 +1,7 @@
 """Checkpointing problem of one graph: its storage program and its share of the memory budget."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
@@ -19,12 +19,14 @@ from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, STORAGE_PR
 from passes.checkpointing.layer_folding import middle_layers
 from passes.checkpointing.loop_memory import LoopMemory, loop_memory
 from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
+from passes.checkpointing.solve_checkpointing import decision_of_trace
 from passes.errors import Infeasible
 from passes.graph.graph_copy import copy_graph
 from passes.graph.graph_signature import input_position
 from passes.graph.loops.loop_parts import LoopSplit
 from passes.graph.module_blocks import assign_blocks
 from passes.presets import building_storage_program, obeying_checkpointing
+from passes.simulation.memory.memory_trace import simulate_memory
 from passes.simulation.memory.storage_program import StorageProgram
 from passes.solver.work_limit import WorkLimit
 
@@ -60,6 +62,13 @@ class CheckpointProblem:
         room = self._room_of_gm
         obeying_checkpointing(ObeyCheckpointing(kept.names, kept.offloaded, room.left, round(room.after)))(self.gm)
         return self._of_step(read(CHECKPOINT_DECISION, self.gm))
+
+    def counted(self, names: Collection[str]) -> CheckpointDecision:
+        """The decision to save these values, and others that backward needs and nothing recomputes, whether it fits or not."""
+        room = self._room_of_gm
+        tape = replace(read(STORAGE_PROGRAM, self.gm), after_bytes=round(room.after))
+        kept = [s for s in tape.candidates if tape.storages[s].name in names]
+        return self._of_step(decision_of_trace(simulate_memory(tape, kept), room.left, 0.0))
 
     @property
     def _room_of_gm(self) -> BudgetShare:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpointing_cache import cached_checkpointing
 from hpml_compiler.planner.graph.graph_planning import solver_options
-from hpml_compiler.planner.graph.memory_budget import BudgetShare
+from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, BudgetShare
 from hpml_compiler.plans.checkpointing_records import (
     CheckpointingPlan,
     OffloadedValue,
@@ -29,7 +29,7 @@ from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
 from passes.checkpointing.solve_checkpointing import SolveCheckpointing
 from passes.errors import BadInput, Infeasible
 from passes.presets import obeying_checkpointing, solving_checkpointing
-from passes.simulation.memory.memory_breakdown import MemoryMoment, report_memory
+from passes.simulation.memory.memory_breakdown import MemoryMoment, MemoryReport, report_memory
 from passes.simulation.memory.memory_trace import MemoryTrace
 from passes.solver.work_limit import WorkLimit
 
@@ -141,23 +141,39 @@ def with_checkpointing(record: GraphPlan, kept: CheckpointDecision, options: Opt
 
 
 def checkpointing_plan(kept: CheckpointDecision, options: Options) -> CheckpointingPlan:
-    """A checkpointing decision as a plan records it. options: with the budget in bytes."""
-    assert isinstance(options.memory_budget, int), "there is a budget, in bytes"
+    """A checkpointing decision as a plan records it. options: with the budget in bytes, or `NO_LIMIT`."""
+    assert isinstance(options.memory_budget, int), "in bytes"
+    if options.memory_budget == NO_LIMIT:
+        return _partitioned_plan(kept)
     account, layers = kept.account, kept.account.layers
-    forward, backward = (
-        PeakRecord(node=each.name, block=each.block, again=each.again, parts=dict(each.parts))
-        for each in (account.forward, account.backward))
     return CheckpointingPlan(
         budget_bytes=options.memory_budget, saved_bytes=kept.saved_bytes, gradient_bytes=account.gradient_bytes,
         step_bytes=max(round(kept.after_bytes + options.memory_budget - kept.budget_bytes), 0),
-        saved={name: SavedValue(block=block, bytes=nbytes, layers=layers.get(name, 1)) for name, block,
-               nbytes in account.saved},
+        saved=_saved(account),
         offloaded={name: OffloadedValue(block=block, bytes=nbytes, predicted_us=us, layers=layers.get(name, 1))
                    for name, block, nbytes, us in account.offloaded},
         again={name: RecomputedCall(block=block, predicted_us=us, layers=layers.get(name, 1)) for name, block,
                us in account.again},
-        forward=forward, backward=backward, forward_memory=_phase_memory(account.forward_moments),
+        forward=_peak(account.forward), backward=_peak(account.backward), forward_memory=_phase_memory(account.forward_moments),
         backward_memory=_phase_memory(account.backward_moments), ahead=kept.ahead)
+
+
+def _partitioned_plan(kept: CheckpointDecision) -> CheckpointingPlan:
+    """Without a budget. Torch's partitioner recomputes what costs next to nothing, and no time is predicted for it."""
+    account = kept.account
+    return CheckpointingPlan(
+        saved_bytes=kept.saved_bytes, gradient_bytes=account.gradient_bytes,
+        step_bytes=max(round(kept.after_bytes + NO_LIMIT - kept.budget_bytes), 0), saved=_saved(account), again={},
+        forward=_peak(account.forward), backward=_peak(account.backward))
+
+
+def _saved(account: MemoryReport) -> dict[str, SavedValue]:
+    return {name: SavedValue(block=block, bytes=nbytes, layers=account.layers.get(name, 1))
+            for name, block, nbytes in account.saved}
+
+
+def _peak(moment: MemoryMoment) -> PeakRecord:
+    return PeakRecord(node=moment.name, block=moment.block, again=moment.again, parts=dict(moment.parts))
 
 
 def _phase_memory(moments: Sequence[MemoryMoment]) -> PhaseMemory:

@@ -14,7 +14,7 @@ from hpml_compiler.planner.checkpointing.checkpointing_choice import with_checkp
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace, layers_of
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
-from hpml_compiler.planner.graph.memory_budget import StepContext
+from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, StepContext
 from hpml_compiler.planner.graph.microbatch_estimate import in_time
 from hpml_compiler.planner.graph.optimality_gap import with_gap
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
@@ -30,9 +30,6 @@ from passes.presets import building_storage_program
 from passes.presets import one_device as prepare
 from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.sharding.oracle.memory_model import MemoryModel
-
-NO_LIMIT = 10.0**15
-"""Bytes that no device has."""
 
 
 def checkpoint_single_device(joint: GraphModule, forward_outputs: int, sharing: StepContext, cluster: Cluster,

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hpml_compiler.options import Options
-from hpml_compiler.simulate.optimizer_transient import OptimizerTransient
+from hpml_compiler.simulate.optimizer_transient import OptimizerTransient, transient_of
 
+NO_LIMIT = 10**15
+"""Bytes that no device has."""
 UNKNOWN_REST = 0.5
 """Part of the budget share left to graphs after one that ends at a graph break, if nothing is known of them."""
 
@@ -71,6 +73,12 @@ class StepContext:
     graphs: Mapping[str, GraphMemory] = field(default_factory=dict)
     unseen: float = 0.0
     breaks: bool = False
+
+    @staticmethod
+    def unlimited(name: str, options: Options, device: str) -> StepContext:
+        """For a step of one graph without a memory budget, whose memory is only counted. device: its type."""
+        free = options.model_copy(update={"memory_budget": NO_LIMIT})
+        return StepContext(GraphMemory(name, 0.0, 0.0, 0.0), free, transient_of(options, device))
 
     @property
     def budget(self) -> int:

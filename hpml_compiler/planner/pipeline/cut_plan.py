@@ -10,16 +10,17 @@ from typing import Protocol
 from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
-from hpml_compiler.planner.checkpointing.single_device_checkpointing import NO_LIMIT
+from hpml_compiler.planner.checkpointing.checkpointing_choice import checkpointing_plan
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
-from hpml_compiler.planner.graph.memory_budget import GraphMemory
+from hpml_compiler.planner.graph.memory_budget import NO_LIMIT, GraphMemory
 from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
 from hpml_compiler.planner.graph.microbatching import loss_of, mark_loop
 from hpml_compiler.planner.graph.step_problem import StepProblem
-from hpml_compiler.planner.pipeline.extrapolated_stages import extrapolated_parts, lists_in_order
-from hpml_compiler.planner.pipeline.layer_costs import LayerCosts, starts_of
-from hpml_compiler.planner.pipeline.pipeline_estimate import with_pipeline
+from hpml_compiler.planner.pipeline.extrapolated_stages import ExtrapolatedStages, lists_in_order
+from hpml_compiler.planner.pipeline.layer_costs import LayerCosts, LayerPieces
+from hpml_compiler.planner.pipeline.layer_memory import LayerMemory, piece_table
+from hpml_compiler.planner.pipeline.pipeline_estimate import resident_memory, with_pipeline
 from hpml_compiler.planner.pipeline.pipeline_graph_plan import PipelinePlanBuilder
 from hpml_compiler.planner.pipeline.pp_axis import (
     PP_AXIS,
@@ -31,8 +32,9 @@ from hpml_compiler.planner.pipeline.pp_axis import (
     schedule_of,
 )
 from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing, StagedStep, given_stages
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody, stage_body
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, halves_of, stage_body
 from hpml_compiler.planner.search.fitting_search import FittingSearch
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.schema import GraphPlan
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
@@ -86,14 +88,19 @@ class CutPlan:
         table = schedule_of(step.options, 1 if self.times is None else self.times.microbatches)
         gm = copy_graph(step.annotated.gm)
         loop, staged, groups = _staged(gm, step, planned, self.times, table.stages, self.starts)
-        self.stages, checkpointing, kept = staged.stages, None, self.kept
+        self.stages, kept, compiler = staged.stages, self.kept, step.options.compiler
+        cut = StagedStep(gm, step.annotated.interface, loop, staged, table, step.outputs)
+        checkpointing = StageCheckpointing.of(step, cut, planned, groups)
         if step.sharing is not None:
-            cut = StagedStep(gm, step.annotated.interface, loop, staged, table, step.outputs)
-            checkpointing = StageCheckpointing.of(step, cut, planned, groups)
             kept = kept or checkpointing.of_all(given_stages(step))
             self.fullest = checkpointing.fullest(kept)
+            splits = [checkpointing.split(k, each) for k, each in enumerate(kept)]
+            halves = [halves_of(each, compiler, table.splits_backward, own) for each, own in zip(staged.graphs, splits)]
+        else:
+            halves = [halves_of(each, compiler, table.splits_backward) for each in staged.graphs]
+            kept = checkpointing.as_partitioned(halves)
         made = PipelinePlanBuilder(traced.gm, traced.inputs, step.outputs, step.options, step.cluster, self.times, planned,
-                                   checkpointing, kept)
+                                   checkpointing, kept, halves)
         return made.plan(step.name, gm, staged, table)
 
 
@@ -118,18 +125,31 @@ class FoldedCutPlan:
         if times is not None:
             graph = step.annotated
             record = with_microbatches(record, graph.graph, times, loss_of(graph.gm) is not None, prices.mesh, states)
-        lists = lists_in_order(record, folded)
-        starts = starts_of(lists)
+        calls = step_graph(record, PlannedPrices(record, RepricedPlan(record, prices)))
+        stages = ExtrapolatedStages(record, calls, lists_in_order(record, folded), table)
+        costs, checkpointing = self._pieces(stages, planned)
+        layers = LayerMemory(checkpointing, costs, table, [costs.pieces.within(stages.places(k)) for k in range(table.stages)])
+        memory, kept = [], dict[int, CheckpointingPlan]()
+        for rank in range(len(table.actions)):
+            memory.append(resident_memory(record, stages.reads_of(rank)))
+            kept.update((k, checkpointing_plan(each, checkpointing.options))
+                        for k, each in layers.decisions(rank, memory[-1]).items())
+        return with_pipeline(record, stages.parts(costs, layers, kept), table,
+                             mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster, states, memory)
+
+    def _pieces(self, stages: ExtrapolatedStages, planned: PlanResult | None) -> tuple[LayerCosts, StageCheckpointing]:
+        """The traced layers, cut into pieces."""
+        step, gm, table = self.step, copy_graph(self.step.annotated.gm), stages.table
+        pieces = LayerPieces.cut(stages.sections(), stages.lists)
         try:
-            _, staged, _ = _staged(copy_graph(step.annotated.gm), step, planned, times, len(starts) + 1, starts)
+            loop, staged, groups = _staged(gm, step, planned, self.times, len(pieces.starts) + 1, pieces.starts)
         except BadInput as error:
             raise DepthsDiffer(f"its layers do not follow each other: {error.what}") from error
         self.stages = staged.stages
-        cut = LayerCosts(staged, len(lists), options.compiler, table)
-        parts = extrapolated_parts(record, step_graph(record, PlannedPrices(record, RepricedPlan(record, prices))), lists, cut,
-                                   table)
-        return with_pipeline(record, parts, table, mesh if is_split(mesh) else {PP_AXIS: options.stage_ranks}, step.cluster,
-                             states)
+        cut = StagedStep(gm, step.annotated.interface, loop, staged, piece_table(table, range(staged.stages.count)),
+                         step.outputs)
+        costs = LayerCosts(staged, pieces, stages.lists, step.options.compiler, table.splits_backward)
+        return costs, StageCheckpointing.of(step, cut, planned, groups)
 
 
 def _staged(gm: GraphModule, step: StepProblem, planned: PlanResult | None, times: MicrobatchPlacement | None, stages: int,

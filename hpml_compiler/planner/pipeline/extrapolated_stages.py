@@ -9,8 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpml_compiler.planner.graph.few_layer_trace import FewLayerTrace
-from hpml_compiler.planner.pipeline.layer_costs import LayerCosts, LayerPosition
+from hpml_compiler.planner.pipeline.layer_costs import LayerCosts, LayerPosition, ModelSection
+from hpml_compiler.planner.pipeline.layer_memory import LayerMemory
 from hpml_compiler.planner.pipeline.pipeline_estimate import StagePart
+from hpml_compiler.planner.pipeline.stage_memory import sends_on
+from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.schema import ROOT, GraphPlan
 from passes.graph.placement_graph import block_class
 from passes.graph.step_phase import BACKWARD, FORWARD
@@ -28,35 +31,55 @@ def lists_in_order(record: GraphPlan, folded: FewLayerTrace) -> tuple[str, ...]:
     return tuple(sorted(first, key=first.__getitem__))
 
 
-def extrapolated_parts(record: GraphPlan, step: StepGraph, lists: Sequence[str], cut: LayerCosts,
-                       table: PipelineSchedule) -> list[StagePart]:
-    """The stages of `record`, which lists a few layers for a deeper model. step: of one microbatch. Raises TooFewBlocks."""
-    units = _Units(step, lists)
-    ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages)
-    if ends is None:
-        raise TooFewBlocks(f"the graph has fewer than {table.stages} consecutive parts that compute something",
-                           "options['mesh']['pp']", f"take at most {len(units.times_us)} stages")
-    stage_of = [sum(end <= unit for end in ends) for unit in range(len(units.times_us))]
-    counts = [Counter[str]() for _ in range(table.stages)]
-    for each, unit in units.placed:
-        counts[stage_of[unit]][each.call.name] += 1
-    reads = _reads(record, units, stage_of, table.stages)
-    parts = []
-    for k in range(table.stages):
-        own = [unit for unit, stage in enumerate(stage_of) if stage == k]
-        first, last = units.places[own[0]], units.places[own[-1]]
-        on = cut.over(last, units.places[own[-1] + 1], FORWARD) if _sends(table, k, k + 1) else ()
-        back = cut.over(units.places[own[0] - 1], first, BACKWARD) if _sends(table, k, k - 1) else ()
-        # The first stage sends nothing back, so all of its backward may run later.
-        share = cut.weight_share(first) if k or not table.splits_backward else 1.0
-        parts.append(StagePart(
-            tuple(name for unit in own for name in units.blocks[unit]), counts[k], reads[k],
-            sum(cut.saved_bytes(units.places[unit]) for unit in own), (*on, *back), share))
-    return parts
+class ExtrapolatedStages:
+    """The stages of `record`, which lists a few layers for a deeper model. step: of one microbatch. lists: paths of the lists
+    of layers. table: the schedule. reads: parameters of each stage. Raises TooFewBlocks."""
 
+    def __init__(self, record: GraphPlan, step: StepGraph, lists: Sequence[str], table: PipelineSchedule):
+        self.units, self.lists, self.table = (units := _Units(step, lists)), lists, table
+        ends = equal_cut(units.times_us, [0.0] * (len(units.times_us) - 1), table.stages)
+        if ends is None:
+            raise TooFewBlocks(f"the graph has fewer than {table.stages} consecutive parts that compute something",
+                               "options['mesh']['pp']", f"take at most {len(units.times_us)} stages")
+        self.stage_of = [sum(end <= unit for end in ends) for unit in range(len(units.times_us))]
+        self.reads = _reads(record, units, self.stage_of, table.stages)
 
-def _sends(table: PipelineSchedule, stage: int, other: int) -> bool:
-    return 0 <= other < table.stages and table.ranks[stage] != table.ranks[other]
+    def sections(self) -> list[ModelSection]:
+        """Lists of layers, and the calls around them."""
+        places, found = self.units.places, list[ModelSection]()
+        for unit, (place, stage, later) in enumerate(zip(places, self.stage_of, [*self.stage_of[1:], self.stage_of[-1]])):
+            here = ModelSection(place.list, None if place.layer is not None else self.units.blocks[unit][0], later != stage)
+            if found and here[:2] == found[-1][:2]:
+                found.pop()
+            found.append(here)
+        return found
+
+    def reads_of(self, rank: int) -> set[str]:
+        """Parameters of a rank."""
+        return {name for own, names in zip(self.table.ranks, self.reads) if own == rank for name in names}
+
+    def places(self, stage: int) -> list[LayerPosition]:
+        return [place for place, its in zip(self.units.places, self.stage_of) if its == stage]
+
+    def parts(self, costs: LayerCosts, memory: LayerMemory, kept: Mapping[int, CheckpointingPlan]) -> list[StagePart]:
+        """kept: see `StagePlan`."""
+        table, units = self.table, self.units
+        counts = [Counter[str]() for _ in range(table.stages)]
+        for each, unit in units.placed:
+            counts[self.stage_of[unit]][each.call.name] += 1
+        found = []
+        for k in range(table.stages):
+            own = [unit for unit, stage in enumerate(self.stage_of) if stage == k]
+            first, last = units.places[own[0]], units.places[own[-1]]
+            on = costs.over(last, units.places[own[-1] + 1], FORWARD) if sends_on(table, k) else ()
+            back = costs.over(units.places[own[0] - 1], first, BACKWARD) if k and sends_on(table, k - 1) else ()
+            # The first stage sends nothing back, so all of its backward may run later.
+            share = costs.weight_share(first) if k or not table.splits_backward else 1.0
+            blocks = tuple(name for unit in own for name in units.blocks[unit])
+            in_flight = memory.in_flight(k)
+            found.append(StagePart(blocks, counts[k], self.reads[k], kept[k].saved_bytes // in_flight, (*on, *back), in_flight,
+                                   kept[k], share))
+        return found
 
 
 class _Units:

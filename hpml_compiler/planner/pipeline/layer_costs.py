@@ -1,20 +1,20 @@
-"""Saved and sent bytes of each layer of a deep model, from a few layers cut into stages of one layer each.
+"""Pieces of a deep model of which a few layers are traced: what its stages consist of, and what they send.
 
-In every list of layers, the second traced layer represents all. Calls before a list are in the stage of its first layer, and
-calls after it in that of its last layer.
+A piece is one traced layer, or the calls before, between or after lists of layers, with the layers next to them, if these are
+in the same stage. In every list of layers, the second traced layer represents all.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from hpml_compiler.planner.graph.few_layer_trace import LONG
-from hpml_compiler.planner.pipeline.pipeline_graph_plan import saved_by, sent
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody
+from hpml_compiler.planner.pipeline.pipeline_graph_plan import sent, share_of_weights
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageHalves, halves_of
 from hpml_compiler.plans.pipeline_records import SentPlan
 from passes.graph.step_phase import Phase
-from passes.pipeline.pipeline_schedule import PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -25,47 +25,91 @@ class LayerPosition:
     layer: int | None = None
 
 
-def starts_of(lists: Sequence[str]) -> tuple[str, ...]:
-    """First block of each stage but stage 0. lists: paths, in the order of forward."""
-    return tuple(f"{path}.{k}" for path in lists for k in range(1, LONG))
+class ModelSection(NamedTuple):
+    """A list of layers, or the calls before it, with the first block of these. ends: a stage ends with it."""
+
+    list: int
+    block: str | None
+    ends: bool
+
+
+@dataclass(frozen=True)
+class LayerPieces:
+    """starts: first block of each piece but the first. of: piece of each traced layer, and of the calls around lists."""
+
+    starts: tuple[str, ...]
+    of: Mapping[LayerPosition, int]
+
+    @staticmethod
+    def cut(sections: Sequence[ModelSection], lists: Sequence[str]) -> LayerPieces:
+        """sections: in the order of forward. lists: paths of the lists of layers."""
+        starts, of, ended = list[str](), dict[LayerPosition, int](), False
+        for section in sections:
+            first = f"{lists[section.list]}.0" if section.block is None else section.block
+            starts += [first] if ended else []
+            if section.block is not None:
+                of[LayerPosition(section.list)] = len(starts)
+            else:
+                for layer in range(LONG):
+                    starts += [f"{lists[section.list]}.{layer}"] if layer else []
+                    of[LayerPosition(section.list, layer)] = len(starts)
+            ended = section.ends
+        return LayerPieces(tuple(starts), of)
+
+    def layer(self, number: int) -> int:
+        """The piece that represents all layers of a list."""
+        return self.of[LayerPosition(number, 1)]
+
+    def within(self, places: Sequence[LayerPosition]) -> list[tuple[int, int]]:
+        """The pieces of a stage in order, each with how often it is there."""
+        runs: list[tuple[LayerPosition, int]] = []
+        for place in places:
+            here = LayerPosition(place.list, None if place.layer is None else 1)
+            count = runs.pop()[1] if runs and runs[-1][0] == here else 0
+            runs.append((here, count + 1))
+        counts = [count for _, count in runs]
+        for k, (place, _) in enumerate(runs):
+            if place.layer is None:  # its piece has layers of the lists before and after it
+                counts[k - 1] -= k > 0 and self.of[LayerPosition(place.list - 1, LONG - 1)] == self.of[place]
+                if k + 1 < len(runs):
+                    counts[k + 1] -= self.of[LayerPosition(place.list, 0)] == self.of[place]
+        return [(self.of[place], count) for (place, _), count in zip(runs, counts) if count]
+
+    def border(self, before: LayerPosition, after: LayerPosition) -> int:
+        """The last piece before the border between two neighboring positions of different stages."""
+        if before.layer is None:
+            return self.of[before]
+        return self.layer(before.list) if after.layer is not None and after.list == before.list else (
+            self.of[LayerPosition(before.list, LONG - 1)])
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """staged: cut at `starts_of` all lists; lists: their number. table: the schedule, which may split backward in two."""
+    """staged: cut into pieces. lists: paths of the lists of layers. splits_backward: whether the schedule splits backward."""
 
     staged: StagedBody
-    lists: int
+    pieces: LayerPieces
+    lists: Sequence[str]
     compiler: str
-    table: PipelineSchedule
+    splits_backward: bool
 
     @cached_property
-    def _stages(self) -> list[tuple[int, float | None]]:
-        return [saved_by(k, self.staged, self.compiler, self.table) for k in range(self.staged.stages.count)]
+    def halves(self) -> Callable[[int], StageHalves]:
+        """Forward and backward of a piece."""
+        known: dict[int, StageHalves] = {}
 
-    def saved_bytes(self, place: LayerPosition) -> int:
-        """Bytes saved for one microbatch."""
-        if place.layer is not None:
-            return self._stages[self._layer(place.list)][0]
-        # One stage has these calls, with the last layer of the list before and the first of the one after.
-        layers = [self._layer(k) for k in (place.list - 1, place.list) if 0 <= k < self.lists]
-        return max(0, self._stages[(LONG - 1) * place.list][0] - sum(self._stages[k][0] for k in layers))
+        def find(piece: int) -> StageHalves:
+            if piece not in known:
+                known[piece] = halves_of(self.staged.graphs[piece], self.compiler, self.splits_backward)
+            return known[piece]
+
+        return find
 
     def weight_share(self, place: LayerPosition) -> float | None:
         """Share of a layer's backward that runs later, where the schedule splits it; elsewhere, that of a neighbor layer."""
-        return self._stages[self._layer(min(place.list, self.lists - 1))][1]
+        piece = self.pieces.layer(min(place.list, len(self.lists) - 1))
+        return share_of_weights(self.staged.graphs[piece], self.halves(piece)) if self.splits_backward else None
 
     def over(self, before: LayerPosition, after: LayerPosition, phase: Phase) -> tuple[SentPlan, ...]:
-        """Values sent between two neighboring positions, for one microbatch."""
-        if before.layer is not None and after.layer is not None and before.list == after.list:
-            border = self._layer(before.list)
-        elif before.layer is None:
-            border = (LONG - 1) * after.list
-        else:
-            border = (LONG - 1) * (before.list + 1) - 1
-        return sent(self.staged.stages.over(border, phase))
-
-    @staticmethod
-    def _layer(number: int) -> int:
-        """Stage of the layer that represents all of a list."""
-        return (LONG - 1) * number + 1
+        """Values sent between two neighboring positions of different stages, for one microbatch."""
+        return sent(self.staged.stages.over(self.pieces.border(before, after), phase))

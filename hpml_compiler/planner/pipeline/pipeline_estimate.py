@@ -25,100 +25,92 @@ from passes.simulation.step_timeline import breakdown
 class StagePart:
     """Contents of one stage. operations: how often it runs each operation of the record. reads: its parameters, and whether it
     sums their gradients. saved_bytes: for one microbatch; sends: to the next stage's rank, then back to that of the previous
-    stage, for one microbatch. weight_share: share of backward that runs later, where the schedule splits it in two. in_flight,
-    kept: under a memory budget."""
+    stage, for one microbatch. in_flight: most microbatches that have saved values at a time. kept: see `StagePlan`.
+    weight_share: share of backward that runs later, where the schedule splits it in two."""
 
     blocks: tuple[str, ...]
     operations: Mapping[str, int]
     reads: Mapping[str, bool]
     saved_bytes: int
     sends: tuple[SentPlan, ...]
+    in_flight: int
+    kept: CheckpointingPlan
     weight_share: float | None = None
-    in_flight: int | None = None
-    kept: CheckpointingPlan | None = None
 
 
 def with_pipeline(record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, mesh: Mapping[str, int],
-                  cluster: Cluster, states: int, memory: Sequence[GraphMemory] = ()) -> GraphPlan:
+                  cluster: Cluster, states: int, memory: Sequence[GraphMemory]) -> GraphPlan:
     """Add the pipeline to a plan. record: the full graph on the ranks of one stage. mesh: of all ranks. states: of the
-    optimizer. memory: under a memory budget, that of each rank besides saved activations."""
+    optimizer. memory: of each rank besides saved activations."""
     record = over_all_axes(record, mesh)
     # The solved problem places the full graph on the ranks of one stage.
     record = record.model_copy(update={"solver": record.solver.of_another()})
-    held = [sum(_held(record, {name for k in own for name in parts[k].reads})) for own in _stages_of_ranks(table)]
-    most = max(range(len(held)), key=held.__getitem__)
-    fullest = _held(record, {name for k in _stages_of_ranks(table)[most] for name in parts[k].reads})
     prices = MeshPrices(mesh_from_pin(mesh, cluster), states)
     times = times_of_stages(record, [part.operations for part in parts], PlannedPrices(record, RepricedPlan(record, prices)))
-    in_flight = table.in_flight()
-    stages = tuple(_stage(k, record, parts, table, times[k], part.in_flight or in_flight[k]) for k, part in enumerate(parts))
+    stages = tuple(_stage(k, record, parts, table, times[k]) for k in range(len(parts)))
     pipe = PipelinePlan(schedule=table.name, ranks=mesh[PP_AXIS], microbatches=table.microbatches, step_us=0.0, bubble=0.0,
                         stages=stages)
     pipe = pipe.model_copy(update={"stages": tuple(
         stage.model_copy(update={"send_us": on, "return_us": back})
         for stage, (on, back) in zip(stages, sends_us(pipe, prices), strict=True))})
-    record = _with_memory(record, pipe, fullest)
+    record = _with_memory(record, pipe, memory)
     prices = PlannedPrices(record, RepricedPlan(record, prices))
     known = stages_of(pipe, times, None, prices.optimizer_us(), prices.accumulate_us())
     played = simulate_pipeline(table, known)
     pipe = pipe.model_copy(update={"step_us": played.step_us, "bubble": played.bubble})
-    record = _with_times(record.model_copy(update={"pipeline": pipe}), known)
-    return _with_counted_peak(record, pipe, memory) if memory else record
+    return _with_times(record.model_copy(update={"pipeline": pipe}), known)
 
 
-def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, times: StageTimes,
-           in_flight: int) -> StagePlan:
+def _stage(k: int, record: GraphPlan, parts: Sequence[StagePart], table: PipelineSchedule, times: StageTimes) -> StagePlan:
     part = parts[k]
     # Parameters that an earlier stage of its rank reads, too, are in memory once.
     held = {name for name in part.reads
             if not any(name in parts[j].reads for j in range(k) if table.ranks[j] == table.ranks[k])}
     parameters = tuple(name for name, makes in part.reads.items() if makes)
-    again_us = 0.0 if part.kept is None else (part.kept.again_us + part.kept.offload_us) / table.microbatches
-    backward_us = times.backward_us + again_us
+    backward_us = times.backward_us + (part.kept.again_us + part.kept.offload_us) / table.microbatches
     return StagePlan(
         blocks=part.blocks, rank=table.ranks[k], operations={name: n for name, n in part.operations.items() if n},
         parameters=parameters, parameter_bytes=sum(record.parameters[name].bytes_whole for name in parameters),
         forward_us=times.forward_us, backward_us=backward_us,
         weight_us=None if part.weight_share is None else backward_us * part.weight_share,
-        send_us=0.0, return_us=0.0, saved_bytes=part.saved_bytes, in_flight=in_flight,
-        memory_bytes=sum(_held(record, held)) + part.saved_bytes * in_flight, sends=part.sends, kept=part.kept)
+        send_us=0.0, return_us=0.0, saved_bytes=part.saved_bytes, in_flight=part.in_flight,
+        memory_bytes=sum(resident_bytes(record, held)) + part.saved_bytes * part.in_flight, sends=part.sends, kept=part.kept)
 
 
-def _stages_of_ranks(table: PipelineSchedule) -> list[list[int]]:
-    return [[stage for stage, rank in enumerate(table.ranks) if rank == own] for own in range(len(table.actions))]
+def resident_memory(record: GraphPlan, names: Collection[str]) -> GraphMemory:
+    """Memory of a rank that has these parameters, besides saved activations."""
+    parameters, gradients, optimizer = resident_bytes(record, names)
+    sizes = [record.parameters[name].bytes_per_device for name in names if record.parameters[name].trainable]
+    return GraphMemory(record.name, parameters, gradients, optimizer, max(sizes, default=0))
 
 
-def _held(record: GraphPlan, names: Collection[str]) -> tuple[int, int, int]:
+def resident_bytes(record: GraphPlan, names: Collection[str]) -> tuple[int, int, int]:
     """Bytes of these parameters, of their gradients and of their optimizer state, in proportion to those of all parameters."""
     memory, total = record.memory, sum(each.bytes_per_device for each in record.parameters.values())
     share = sum(record.parameters[name].bytes_per_device for name in names) / total if total else 0.0
     return round(memory.parameters * share), round(memory.gradients * share), round(memory.optimizer * share)
 
 
-def _with_memory(record: GraphPlan, pipe: PipelinePlan, held: tuple[int, int, int]) -> GraphPlan:
-    """held: see `_held`, of the rank with the highest sum; the optimizer's time shrinks in the same proportion."""
-    share = held[0] / record.memory.parameters if record.memory.parameters else 0.0
-    of_rank = [[stage for stage in pipe.stages if stage.rank == rank] for rank in range(pipe.ranks)]
-    activations = max(sum(stage.saved_bytes * stage.in_flight for stage in own) for own in of_rank)
-    return record.model_copy(update={
-        "predicted": record.predicted.model_copy(update={"optimizer_us": record.predicted.optimizer_us * share}),
-        "memory": record.memory.model_copy(update={
-            "parameters": held[0], "gradients": held[1], "optimizer": held[2], "activations": activations,
-            "peak": sum(held) + activations})})
-
-
-def _with_counted_peak(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMemory]) -> GraphPlan:
-    """The plan with the peak of the rank that has the highest, as its stages' storage programs count it."""
-    peaks = []
+def _with_memory(record: GraphPlan, pipe: PipelinePlan, memory: Sequence[GraphMemory]) -> GraphPlan:
+    """The plan with the memory of the rank that holds most besides saved activations, in proportion to which the optimizer's
+    time shrinks; and with the peak of the rank that has the highest, as its stages' storage programs count it."""
+    most = max(memory, key=lambda own: own.parameters + own.gradients + own.optimizer)
+    share = most.parameters / record.memory.parameters if record.memory.parameters else 0.0
+    peaks, activations = [], 0
     for rank, own in enumerate(memory):
+        stages = [stage for stage in pipe.stages if stage.rank == rank]
         state = {"parameters": round(own.parameters), "optimizer": round(own.optimizer)}
-        kept = [stage.kept for stage in pipe.stages if stage.rank == rank and stage.kept is not None]
-        peaks.append(peak_of_stages(record, kept, state))
+        peaks.append(peak_of_stages(record, [stage.kept for stage in stages if stage.kept is not None], state))
+        activations = max(activations, sum(stage.saved_bytes * stage.in_flight for stage in stages))
     fullest = max(peaks, key=lambda peak: peak.bytes)
     again_us = sum(stage.again_us for stage in pipe.stages) / pipe.ranks
     return record.model_copy(update={
-        "memory": record.memory.model_copy(update={"peak": fullest.bytes}), "at_peak": fullest,
-        "predicted": record.predicted.model_copy(update={"again_us": again_us})})
+        "predicted": record.predicted.model_copy(update={
+            "optimizer_us": record.predicted.optimizer_us * share, "again_us": again_us}),
+        "memory": record.memory.model_copy(update={
+            "parameters": round(most.parameters), "gradients": round(most.gradients), "optimizer": round(most.optimizer),
+            "activations": activations, "peak": fullest.bytes}),
+        "at_peak": fullest})
 
 
 def _with_times(record: GraphPlan, stages: Sequence[TimedStage]) -> GraphPlan:

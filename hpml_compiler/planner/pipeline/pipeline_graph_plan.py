@@ -1,26 +1,24 @@
 """Plan of a pipelined graph, made on demand.
 
 A rank has the parameters that its stages read. Times of a stage are those of the calls of its blocks, at the plan's costs;
-sends and saved values are read off the graphs that run.
+sends and memory are read off the graphs that run.
 """
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
 
 from torch.fx import GraphModule
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpointing_choice import checkpointing_plan
-from hpml_compiler.planner.checkpointing.single_device_checkpointing import NO_LIMIT
 from hpml_compiler.planner.graph.graph_planning import PlanResult, plan_graph
+from hpml_compiler.planner.graph.memory_budget import NO_LIMIT
 from hpml_compiler.planner.graph.microbatch_estimate import with_microbatches
 from hpml_compiler.planner.graph.microbatching import joint_of_loss, loss_of
 from hpml_compiler.planner.pipeline.pipeline_estimate import StagePart, with_pipeline
 from hpml_compiler.planner.pipeline.pp_axis import PP_AXIS, cluster_of_stage, memory_model_of
 from hpml_compiler.planner.pipeline.stage_checkpointing import StageCheckpointing
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageHalves, StageSplit, halves_of
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageHalves
 from hpml_compiler.plans.pipeline_records import SentPlan
 from hpml_compiler.plans.schema import GraphPlan
 from passes.analyses.flops import FLOPS
@@ -41,15 +39,15 @@ from passes.transforms.pipeline.stage_graphs import StageGraph
 
 class PipelinePlanBuilder:
     """joint: the traced graph. times: placements on the microbatch axis, None with one microbatch. cluster: of all ranks.
-    planned: the plan of the ranks that share a stage; None where a stage has one rank. checkpointing, kept: of all stages,
-    under a memory budget."""
+    planned: the plan of the ranks that share a stage; None where a stage has one rank. checkpointing, kept, halves: of all
+    stages."""
 
     def __init__(self, joint: GraphModule, inputs: Sequence[GraphInput], forward_outputs: int, options: Options,
-                 cluster: Cluster, times: MicrobatchPlacement | None, planned: PlanResult | None = None,
-                 checkpointing: StageCheckpointing | None = None, kept: Sequence[CheckpointDecision] = ()):
+                 cluster: Cluster, times: MicrobatchPlacement | None, planned: PlanResult | None,
+                 checkpointing: StageCheckpointing, kept: Sequence[CheckpointDecision], halves: Sequence[StageHalves]):
         self.joint, self.inputs, self.forward_outputs = joint, inputs, forward_outputs
         self.options, self.cluster, self.times, self.planned = options, cluster, times, planned
-        self.checkpointing, self.kept = checkpointing, kept
+        self.checkpointing, self.kept, self.halves = checkpointing, kept, halves
 
     def plan(self, name: str, marked: GraphModule, staged: StagedBody, table: PipelineSchedule) -> GraphPlan:
         """marked, staged: the graph before and after it is cut into stages. table: the schedule."""
@@ -70,8 +68,7 @@ class PipelinePlanBuilder:
         read = _parameters(marked, staged, annotated.interface.names)
         listed = _listed(annotated.gm, staged.stages, record.operations)
         parts = [self._part(k, listed[k], staged, table, read[k]) for k in range(table.stages)]
-        found = self.checkpointing
-        memory = [] if found is None else [found.memory(rank) for rank in range(len(table.actions))]
+        memory = [self.checkpointing.memory(rank) for rank in range(len(table.actions))]
         return with_pipeline(record, parts, table, mesh, self.cluster, self.options.optimizer_states, memory)
 
     def _part(self, k: int, listed: Collection[str], staged: StagedBody, table: PipelineSchedule, read: Mapping[str, bool],
@@ -79,25 +76,14 @@ class PipelinePlanBuilder:
         stages = staged.stages
         on = stages.over(k, FORWARD) if k + 1 < table.stages and table.ranks[k + 1] != table.ranks[k] else ()
         back = stages.over(k - 1, BACKWARD) if k and table.ranks[k - 1] != table.ranks[k] else ()
-        split = None if self.checkpointing is None else self.checkpointing.split(k, self.kept[k])
-        saved, share = saved_by(k, staged, self.options.compiler, table, split)
-        part = StagePart(stages.blocks[k], dict.fromkeys(listed, 1), read, saved, sent((*on, *back)), share)
-        if self.checkpointing is None:
-            return part
+        share = share_of_weights(staged.graphs[k], self.halves[k]) if table.splits_backward else None
         in_flight, kept = self.checkpointing.in_flight(k), self.kept[k]
-        return replace(part, saved_bytes=kept.saved_bytes // in_flight, in_flight=in_flight,
-                       kept=checkpointing_plan(kept, self.options))
+        return StagePart(stages.blocks[k], dict.fromkeys(listed, 1), read, kept.saved_bytes // in_flight, sent((*on, *back)),
+                         in_flight, checkpointing_plan(kept, self.checkpointing.options), share)
 
 
 def sent(values: Iterable[SentValue]) -> tuple[SentPlan, ...]:
     return tuple(SentPlan(value=each.value, bytes=round(each.bytes), backward=each.phase == BACKWARD) for each in values)
-
-
-def saved_by(k: int, staged: StagedBody, compiler: str, table: PipelineSchedule, split: StageSplit | None = None,
-             ) -> tuple[int, float | None]:
-    """Bytes that a stage saves for one microbatch, and the share of its backward that runs later, if the schedule splits it."""
-    halves = halves_of(staged.graphs[k], compiler, table.splits_backward, split)
-    return _saved_bytes(staged, halves), _share_of_weights(staged.graphs[k], halves) if table.splits_backward else None
 
 
 def _listed(gm: GraphModule, stages: StageAssignment, names: Container[str]) -> list[list[str]]:
@@ -117,20 +103,7 @@ def _listed(gm: GraphModule, stages: StageAssignment, names: Container[str]) -> 
     return found
 
 
-def _saved_bytes(staged: StagedBody, halves: StageHalves) -> int:
-    """Bytes for one microbatch: values that backward takes from forward, without those that are not split by rows. If the
-    weight part of backward takes more, that."""
-    whole = {name for name, read in staged.reads.items() if read.rows is None}
-
-    def held(values: Mapping[str, Any]) -> int:
-        return sum(value.numel() * value.element_size() for name, value in values.items()
-                   if name not in whole and hasattr(value, "element_size"))
-
-    late = [] if halves.weight is None else halves.weight.gm.graph.find_nodes(op="placeholder")
-    return max(held(halves.saved), held({node.name: node.meta["val"] for node in late}))
-
-
-def _share_of_weights(graph: StageGraph, halves: StageHalves) -> float:
+def share_of_weights(graph: StageGraph, halves: StageHalves) -> float:
     """Share of the weight part in backward's work, by FLOPs."""
     if halves.backward is None or halves.weight is None:
         return float(halves.backward is None)

@@ -1,17 +1,18 @@
-"""Activation checkpointing of pipeline stages under a memory budget: the values that each stage saves for backward.
+"""Activation checkpointing of pipeline stages: the values that each stage saves for backward, and its memory.
 
 Each stage is a checkpointing problem of its own: its joint graph runs one microbatch, and the schedule says how many others of
-this stage, and of other stages on its rank, are in memory meanwhile (`passes.pipeline.microbatches_in_flight`). A rank with
-several stages decides them one after another, each beside those decided so far.
+this stage, and of other stages on its rank, are in memory meanwhile (`passes.pipeline.microbatches_in_flight`). Under a memory
+budget, a rank with several stages decides them one after another, each beside those decided so far. Without one, torch's
+partitioner has chosen what each stage saves, and only its memory is counted.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, tape_of_segment
@@ -21,10 +22,12 @@ from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
 from hpml_compiler.planner.graph.microbatching import loss_of
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage
-from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageSplit, counted_stage
+from hpml_compiler.planner.pipeline.stage_halves import StagedBody, StageHalves, StageSplit, base_names, counted_stage
+from hpml_compiler.planner.pipeline.stage_memory import RankMemory, StageBytes, bytes_of, in_flight, sends_on
 from hpml_compiler.planner.pipeline.stage_parameters import StageDependencies
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
 from hpml_compiler.plans.schema import GraphPlan
+from passes import compat
 from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM, CheckpointDecision
@@ -34,13 +37,11 @@ from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.graph.graph_signature import GraphSignature, input_position
 from passes.graph.loops.loop_parts import LoopSplit
 from passes.hardware.mesh import enumerate_meshes, mesh_from_pin
-from passes.pipeline.microbatches_in_flight import Moment, moments_of
+from passes.pipeline.microbatches_in_flight import moments_of
 from passes.pipeline.pipeline_schedule import PipelineSchedule
 from passes.presets import counting_microbatches
-from passes.simulation.memory.storage_program import Microbatches, OtherMicrobatches
 from passes.solver.work_limit import WorkLimit
 from passes.transforms.pipeline.backward_split import weight_part_bytes
-from passes.transforms.pipeline.stage_graphs import StageGraph
 from passes.transforms.shard.redistributor import MeshGroups
 
 MOST_SWEEPS = 3
@@ -99,28 +100,44 @@ def given_stages(step: StepProblem) -> GraphPlan | None:
     return given and given.check(step.annotated.hash(), torch.__version__, step.cluster.world_size)
 
 
+def stage_bytes(step: StagedStep, stage: int, joint: GraphModule) -> StageBytes:
+    """joint: of the stage, with its storage program."""
+    graph, waits, collected = step.staged.graphs[stage], step.waits(stage), step.loop.backward
+    received_back = bytes_of(graph, graph.received_back)
+    late = received_back if waits else weight_part_bytes(read(STORAGE_PROGRAM, joint), joint, len(graph.own_sent_back))
+    gradients = sum(torch.Size(collected[place].shape).numel() * collected[place].dtype.itemsize
+                    for place in graph.gradients if place is not None)
+    sent = bytes_of(graph, graph.own_sent) if sends_on(step.table, stage) else 0
+    return StageBytes(bytes_of(graph, graph.received), received_back, sent, late, gradients, waits)
+
+
 class StageCheckpointing:
-    """Decides what the stages of a step save. tape: the pass that builds the storage program of the full graph on the ranks of
-    one stage. parameters: see `memory_of_parameters`."""
+    """Decides what the stages of a step save, and counts their memory. tape: the pass that builds the storage program of the
+    full graph on the ranks of one stage. parameters: see `memory_of_parameters`."""
 
     def __init__(self, step: StagedStep, sharing: StepContext, tape: BuildStorageProgram,
                  parameters: Mapping[str, tuple[float, ...]]):
         self.step, self.sharing, self.tape, self.parameters = step, sharing, tape, parameters
         self.owners = step.needs.owners(parameters)
+        self._stages_of: dict[int, _RankStages] = {}
 
     @staticmethod
     def of(problem: StepProblem, step: StagedStep, planned: PlanResult | None, groups: MeshGroups) -> StageCheckpointing:
         """step: the problem's graph in stages. planned, groups: the plan of the ranks that share a stage, where there are
         several, and their process groups."""
         options, cluster = problem.options, problem.cluster
-        assert problem.sharing is not None, "there is a memory budget"
+        sharing, written, device = problem.sharing, problem.written, problem.device
+        if sharing is None:
+            assert problem.traced is not None, "without a budget, a plan is made of the traced graph"
+            sharing = StepContext.unlimited(problem.name, options, cluster.device.kind)
+            written, device = frozenset(compat.mutated_inputs(problem.traced.gm)), cluster.device.kind
         alone = cluster_of_stage(cluster, options.stage_ranks)
         mesh = enumerate_meshes(alone)[0] if planned is None else mesh_from_pin(planned.mesh, alone)
         tape = BuildStorageProgram(problem.outputs, MeshPrices(mesh, options.optimizer_states), options.compiler == "inductor",
-                                   problem.written, groups.axis_of, offload_price(options, cluster), problem.device,
+                                   written, groups.axis_of, offload_price(options, cluster), device,
                                    recompute=tuple(options.recompute.items()))
         parameters = memory_of_parameters(problem.annotated, planned, options.resident_states)
-        return StageCheckpointing(step, problem.sharing, tape, parameters)
+        return StageCheckpointing(step, sharing, tape, parameters)
 
     @property
     def options(self) -> Options:
@@ -141,18 +158,22 @@ class StageCheckpointing:
 
     def in_flight(self, stage: int) -> int:
         """Most microbatches of a stage that have saved values at a time."""
-        waits = self.step.waits(stage)
-        moments = moments_of(self.step.table, self.step.table.ranks[stage], self.step.at_once)[stage]
-        return 1 + max(load.saved + waits * load.waiting for each in moments for load in (moment[stage] for moment in each))
+        table = self.step.table
+        return in_flight(stage, moments_of(table, table.ranks[stage], self.step.at_once), self.step.waits(stage))
+
+    def stages_of(self, rank: int) -> _RankStages:
+        if rank not in self._stages_of:
+            self._stages_of[rank] = _RankStages(self, rank)
+        return self._stages_of[rank]
 
     def split(self, stage: int, kept: CheckpointDecision) -> StageSplit:
         """Split of a stage into forward and backward, as decided."""
-        return StageSplit(kept, self._tape(stage), self.options.offload_folder or "")
+        return StageSplit(kept, self.tape_of(stage), self.options.offload_folder or "")
 
     def decided(self, rank: int, strict: bool, allowance: WorkLimit | None = None) -> tuple[CheckpointDecision, ...]:
         """The decisions for the stages of a rank, in order. strict: raise Infeasible if nothing fits; otherwise return the
         choices with the lowest peak."""
-        own = _RankStages(self, rank)
+        own = self.stages_of(rank)
         if len(own.joints) == 1:
             return (own.problem(own.stages[0], {}).solved(self.options, strict, allowance),)
         saved, decisions, found = own.equal_shares(), dict[int, CheckpointDecision](), dict[int, CheckpointDecision]()
@@ -174,8 +195,9 @@ class StageCheckpointing:
         """given: a saved plan to apply, where it fits."""
         stages = () if given is None or given.pipeline is None else given.pipeline.stages
         pinned = [stages[k].kept for k in self.step.stages_of(rank) if k < len(stages)]
-        if pinned and None not in pinned:
-            found = self.obeyed(rank, [each for each in pinned if each is not None])
+        decided = [each for each in pinned if each is not None and each.budget_bytes is not None]
+        if decided and len(decided) == len(pinned):
+            found = self.obeyed(rank, decided)
             if found is not None:
                 return found
         return self.decided(rank, strict, allowance)
@@ -190,12 +212,37 @@ class StageCheckpointing:
     def obeyed(self, rank: int, pinned: Sequence[CheckpointingPlan]) -> tuple[CheckpointDecision, ...] | None:
         """Apply the choices of a saved plan for the stages of a rank. None if they were made for another budget and exceed this
         one. Raises BadInput if they do not match."""
-        own = _RankStages(self, rank)
+        own = self.stages_of(rank)
         saved = {k: each.saved_bytes // self.in_flight(k) for k, each in zip(own.stages, pinned, strict=True)}
         found = [own.problem(k, saved).obeyed(each) for k, each in zip(own.stages, pinned, strict=True)]
         return None if None in found else tuple(each for each in found if each is not None)
 
-    def _tape(self, stage: int) -> BuildStorageProgram:
+    def as_partitioned(self, halves: Sequence[StageHalves]) -> tuple[CheckpointDecision, ...]:
+        """What all stages save, and their memory, as torch's partitioner has split them. halves: of all stages."""
+        table, found = self.step.table, dict[int, CheckpointDecision]()
+        for rank in range(len(table.actions)):
+            own = self.stages_of(rank)
+            names = {k: base_names(own.joints[k], halves[k].saved) for k in own.stages}
+            saved = {k: own.problem(k, {}).counted(names[k]).saved_bytes // self.in_flight(k)
+                     for k in own.stages if len(own.stages) > 1}
+            found.update((k, own.problem(k, saved).counted(names[k])) for k in own.stages)
+        return tuple(found[k] for k in range(table.stages))
+
+    def around(self, rank: int, layers: Callable[[Node], int] = lambda _: 1) -> LoopMemory:
+        """Memory around the loop on a rank: of its own computations, and of the gradients that it has. layers: number of nodes
+        of the model that a traced node stands for."""
+        step, needs, owners = self.step, self.step.needs, self.owners
+        loop, alone = needs.around(rank, owners), needs.gradients_alone(owners)
+        elsewhere = needs.gradients_elsewhere(rank, owners)
+        made = {place for k in step.stages_of(rank) for place in step.staged.graphs[k].gradients}
+        here = tuple(each for place, each in enumerate(loop.backward) if place in made or place not in alone)
+        results = tuple(None if name in elsewhere else name for name in loop.results)
+        loop = replace(loop, backward=here, results=results)
+        return loop_memory(step.marked, loop, step.forward_outputs, step.table.microbatches, step.at_once,
+                           tape_of_segment(self.tape), layers)
+
+    def tape_of(self, stage: int) -> BuildStorageProgram:
+        """The pass that builds the storage program of a stage."""
         graph, step = self.step.staged.graphs[stage], self.step
         written = {node.name for k, node in enumerate(step.marked.graph.find_nodes(op="placeholder"))
                    if input_position(node, k) in self.tape.written}
@@ -207,43 +254,23 @@ class _RankStages:
     """The checkpointing problems of the stages of one rank."""
 
     def __init__(self, found: StageCheckpointing, rank: int):
-        step, self.step, self.name = found.step, found.step, found.sharing.whole.name
+        step, self.name, self.options = found.step, found.sharing.whole.name, found.options
         self.stages = step.stages_of(rank)
         self.graphs = {k: step.staged.graphs[k] for k in self.stages}
-        self.moments = moments_of(step.table, rank, step.at_once)
         self.room = found.sharing.room(found.memory(rank))
-        self.joints = {k: counted_stage(self.graphs[k], found.options.compiler, step.table.splits_backward, found._tape(k))
+        self.joints = {k: counted_stage(self.graphs[k], found.options.compiler, step.table.splits_backward, found.tape_of(k))
                        for k in self.stages}
-        self.tapes = {k: read(STORAGE_PROGRAM, joint) for k, joint in self.joints.items()}
-        self.around = self._around(found, rank)
-        self.options, self.in_flight = found.options, {k: found.in_flight(k) for k in self.stages}
+        self.around = found.around(rank)
+        self.memory = RankMemory(moments_of(step.table, rank, step.at_once), {
+            k: stage_bytes(step, k, joint) for k, joint in self.joints.items()})
+        self.in_flight = {k: found.in_flight(k) for k in self.stages}
 
     def problem(self, stage: int, saved: Mapping[int, int]) -> CheckpointProblem:
         """saved: bytes that one microbatch saves in the other stages of this rank."""
-        others = self.others(stage, saved)
+        others = self.memory.others(stage, saved)
         counting_microbatches(others)(self.joints[stage])
         return CheckpointProblem(self.joints[stage], self.graphs[stage].forward_outputs, self.room,
                                  f"{self.name}, stage {stage}", replace(self.around, others=others))
-
-    def others(self, stage: int, saved: Mapping[int, int]) -> Microbatches:
-        forward, backward = (tuple(dict.fromkeys(self._moment(stage, moment, saved) for moment in moments))
-                             for moments in self.moments[stage])
-        return Microbatches(forward, backward)
-
-    def _moment(self, stage: int, moment: Moment, saved: Mapping[int, int]) -> OtherMicrobatches:
-        number = nbytes = gradients = 0
-        for k, load in moment.items():
-            graph = self.graphs[k]
-            mine = load.saved + self.step.waits(k) * load.waiting
-            nbytes += load.waiting * self.late_bytes[k]
-            nbytes += load.ahead * _bytes(graph, graph.received) + load.ahead_back * _bytes(graph, graph.received_back)
-            nbytes += self.sent_bytes[k]
-            gradients += load.summed * self.gradient_bytes[k]
-            if k == stage:
-                number = mine
-            else:
-                nbytes += mine * saved.get(k, 0)
-        return OtherMicrobatches(number, nbytes, gradients)
 
     def equal_shares(self) -> dict[int, int]:
         """Bytes that one microbatch saves in each stage, if all stages save the same part of what costs no time to save."""
@@ -257,39 +284,3 @@ class _RankStages:
             total += kept.saved_bytes
         share = min(max((self.room.left - max(peaks)) / total, 0.0), 1.0) if total else 1.0
         return {k: round(share * nbytes) for k, nbytes in found.items()}
-
-    @cached_property
-    def gradient_bytes(self) -> dict[int, int]:
-        """Accumulated gradients of each stage."""
-        backward = self.step.loop.backward
-        return {k: sum(torch.Size(backward[place].shape).numel() * backward[place].dtype.itemsize
-                       for place in graph.gradients if place is not None) for k, graph in self.graphs.items()}
-
-    @cached_property
-    def sent_bytes(self) -> dict[int, int]:
-        """The message that is being sent to the next stage."""
-        ranks = self.step.table.ranks
-        return {k: _bytes(graph, graph.own_sent) if k + 1 < len(ranks) and ranks[k + 1] != ranks[k] else 0
-                for k, graph in self.graphs.items()}
-
-    @cached_property
-    def late_bytes(self) -> dict[int, int]:
-        """Bytes of a microbatch between the two parts of backward, besides saved values where `StagedStep.waits`."""
-        return {k: _bytes(graph, graph.received_back) if self.step.waits(k) else
-                weight_part_bytes(self.tapes[k], self.joints[k], len(graph.own_sent_back)) for k, graph in self.graphs.items()}
-
-    def _around(self, found: StageCheckpointing, rank: int) -> LoopMemory:
-        """Memory around the loop on this rank: of its own computations, and of the gradients that it has."""
-        step, needs, owners = self.step, self.step.needs, found.owners
-        loop, alone = needs.around(rank, owners), needs.gradients_alone(owners)
-        elsewhere = needs.gradients_elsewhere(rank, owners)
-        made = {place for k in self.stages for place in self.graphs[k].gradients}
-        here = tuple(each for place, each in enumerate(loop.backward) if place in made or place not in alone)
-        results = tuple(None if name in elsewhere else name for name in loop.results)
-        loop = replace(loop, backward=here, results=results)
-        return loop_memory(step.marked, loop, step.forward_outputs, step.table.microbatches, step.at_once,
-                           tape_of_segment(found.tape), lambda _: 1)
-
-
-def _bytes(graph: StageGraph, names: Sequence[str]) -> int:
-    return sum(graph.fakes[name].numel() * graph.fakes[name].element_size() for name in names)

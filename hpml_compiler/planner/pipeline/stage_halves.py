@@ -6,7 +6,7 @@ which are drawn before the loop, are the same on all ranks. A run and an offline
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.errors import BadInput, HpmlError
-from passes.graph.fx_nodes import returned_nodes
+from passes.graph.fx_nodes import memory_of, returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import LoopInput, LoopSplit
 from passes.graph.placement_graph import InputKind
@@ -161,6 +161,12 @@ def counted_stage(graph: StageGraph, compiler: str, splits_backward: bool, tape:
         weight_part_last(joint, len(graph.own_sent_back))
     building_storage_program(tape)(joint)
     return joint
+
+
+def base_names(joint: GraphModule, names: Container[str]) -> frozenset[str]:
+    """Names of all calls of a joint graph that write the same memory as one of `names`, of which some are views."""
+    saved = {memory_of(node) for node in joint.graph.nodes if node.name in names} - {None}
+    return frozenset(node.name for node in joint.graph.nodes if memory_of(node) in saved)
 
 
 def halves_of(graph: StageGraph, compiler: str, splits_backward: bool = False, split: StageSplit | None = None) -> StageHalves:

@@ -10,7 +10,6 @@ from hpml_compiler.plan_api.model_plan import Plan, PlanMismatch
 from hpml_compiler.runtime.process.device_clock import HostClock
 from hpml_compiler.runtime.program.stage_timer import recording
 from hpml_compiler.simulate import simulate
-from hpml_compiler.simulate.memory_timeline import simulated_peak
 from hpml_compiler.simulate.plan_prices import PlannedPrices, RepricedPlan
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from hpml_compiler.simulate.scheduled_stages import times_of_stages
@@ -56,7 +55,6 @@ def recorded(rank, schedule, virtual, microbatches):
     played = simulate(plan, contention=1.0)  # as when the cut was made: sends slow nothing down
     assert played.step_us == pytest.approx(graph.predicted.step_time_us)
     assert len(played.ranks_of_lane) == 2 and played.peak_bytes <= graph.memory.peak
-    assert simulated_peak(plan, played).bytes == pytest.approx(played.peak_bytes, abs=4)
     assert "stages on 2 ranks" in stages_text(graph) and "stages on 2 ranks" in plan.table()
     source = digraph(plan).source  # a frame for each stage, around the blocks that are in it alone
     for k, stage in enumerate(pipe.stages):
