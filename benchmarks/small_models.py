@@ -50,6 +50,24 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Biased(nn.Module):
+    """Attention with a learned bias whose rows are not as long as kernels on a GPU want them, and a padding mask."""
+
+    def __init__(self, width: int = 64, heads: int = 4, length: int = 10, vocab: int = 128):
+        super().__init__()
+        self.heads, self.embed = heads, nn.Embedding(vocab, width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.bias, self.head = nn.Parameter(torch.randn(heads, length, length)), nn.Linear(width, vocab)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        q, k, v = (each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        bias = self.bias + (ids == 0)[:, None, None, :] * -100.0
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def _ids(*shape: int, vocab: int = 128) -> torch.Tensor:
     return torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1))
 
@@ -57,6 +75,7 @@ def _ids(*shape: int, vocab: int = 128) -> torch.Tensor:
 MODELS: dict[str, Any] = {
     "mlp": lambda: (MLP(64, 128, 2), {"x": torch.randn(16, 64)}),
     "gpt": lambda: (GPT(width=64, layers=2, heads=4, vocab=128, length=16), {"ids": _ids(8, 16), "labels": _ids(8, 16)}),
+    "biased": lambda: (Biased(), {"ids": _ids(8, 10), "labels": _ids(8, 10)}),
     "convnet": lambda: (ConvNet(), {"pixels": torch.randn(8, 3, 16, 16), "labels": _ids(8, vocab=10)}),
     "tied": lambda: (Tied(), {"ids": _ids(8, 16), "labels": _ids(8, 16)}),
 }
