@@ -31,10 +31,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import pulp
+
 from passes.simulation.memory.memory_trace import MemoryTrace
 from passes.simulation.memory.phase_timeline import PhaseTimeline
 from passes.simulation.memory.storage_program import FoldedLayer, OtherMicrobatches, StorageProgram
-from passes.solver.pulp_module import pulp
 from passes.solver.solvers import SolverOptions, rows_of, run
 from passes.solver.work_limit import WorkLimit
 

@@ -33,9 +33,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pulp
 
 from passes.solver.problem import Arc
-from passes.solver.pulp_module import pulp
 from passes.solver.reduction import Reduced
 
 _INTEGRAL = 1e-6  # how far from 0 and 1 an x may lie and still count as integral

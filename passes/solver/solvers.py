@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pulp
+
 from passes.errors import BadInput, MissingDependency
-from passes.solver.pulp_module import pulp
 from passes.solver.work_limit import US, WorkLimit
 
 DEFAULT_TIME_LIMIT_S = 60.0

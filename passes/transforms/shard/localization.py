@@ -228,6 +228,13 @@ def _reads_memory(call: LocalCall, insert: CallInserter) -> Node:
     return insert(call.target, x, *call.args[1:], **call.kwargs)
 
 
+def _attention_backward(call: LocalCall, insert: CallInserter, lengths: int) -> Node:
+    """Backward of attention on GPUs, which is told the lengths of its queries and keys, in this order from `lengths` on."""
+    args = list(call.args)
+    args[lengths:lengths + 2] = (call.local[0][2], call.local[1][2])
+    return insert(call.target, *args, **call.kwargs)
+
+
 SPECIAL: dict[Any, Callable[[LocalCall, CallInserter], Node]] = {
     aten.slice.Tensor: lambda c, i: _window(c, i, 1),
     aten.slice_scatter.default: lambda c, i: _window(c, i, 2),
@@ -241,6 +248,8 @@ SPECIAL: dict[Any, Callable[[LocalCall, CallInserter], Node]] = {
     aten.as_strided.default: _reads_memory,
     aten.as_strided_scatter.default: _reads_memory,
     aten._scaled_mm.default: scaled_mm,
+    aten._scaled_dot_product_flash_attention_backward.default: lambda c, i: _attention_backward(c, i, 8),
+    aten._scaled_dot_product_cudnn_attention_backward.default: lambda c, i: _attention_backward(c, i, 11),
     **{op: factorization for op in FACTORS},
     prims.iota.default: _iota,
     aten.arange.default: _arange,

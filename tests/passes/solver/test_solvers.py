@@ -121,3 +121,22 @@ def told_to_highs(program, solver):
     matrix = model.a_matrix_
     return [list(part) for part in (model.col_cost_, model.col_lower_, model.col_upper_, model.row_lower_, model.row_upper_,
                                     model.integrality_, matrix.start_, matrix.index_, matrix.value_)]
+
+
+FRAMES = """
+import gc, weakref
+class Local: ...
+def imports():
+    local = Local()
+    import {}
+    return weakref.ref(local)
+found = imports()
+gc.collect()
+raise SystemExit(found() is not None)
+"""
+
+
+@pytest.mark.parametrize(("module", "stay"), [("pulp", True), ("passes.checkpointing.checkpoint_ilp", False)])
+def test_the_frames_of_an_import_are_freed(module, stay):
+    """The first case says when a new PuLP makes this unnecessary."""
+    assert subprocess.run([sys.executable, "-c", FRAMES.format(module)]).returncode == stay
