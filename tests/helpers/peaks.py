@@ -10,7 +10,7 @@ from hpml_compiler.monitor.profiled_step import StepProfile
 from hpml_compiler.runtime.optimizer.resident_memory import local, storage_bytes
 from passes.transforms.memory.offload_storage import is_offload_storage
 
-STEPS = 3
+STEPS = 8
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -19,10 +19,10 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def least_peak(step: Callable[[], object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The least peak of three steps, in bytes on this rank.
+    """The least peak of eight steps, in bytes on this rank.
 
     gloo's threads may be the last to refer to a tensor that ranks exchanged. The profiler of a step sees no frees on other
-    threads: such a tensor counts as held until the step ends, in about a third of the steps.
+    threads: such a tensor counts as held until the step ends, in about a third of the steps, and in more on a busy machine.
     """
     held = storage_bytes(x for x in [*map(local, model.parameters()), *state_tensors(optimizer)] if not is_offload_storage(x))
     peaks: list[int] = []

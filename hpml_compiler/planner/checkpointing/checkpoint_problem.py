@@ -76,7 +76,7 @@ class CheckpointProblem:
         if self.loop is None:
             return self.room
         between = self.room.between if self.loop.others.in_flight > 1 else 0.0
-        return replace(self.room, left=self.room.left - self.loop.around, between=between, after=0.0)
+        return replace(self.room, left=self.room.left - self.loop.around, between=between, after=0.0, around=self.loop.around)
 
     def _of_step(self, kept: CheckpointDecision) -> CheckpointDecision:
         return kept if self.loop is None else self.loop.of_step(kept, self.room.left, self.room.after)

@@ -100,8 +100,6 @@ def _too_small(least: MemoryTrace, room: BudgetShare, options: Options) -> Infea
              "fewer rows, or more devices which share them")
     remedies = [f"{room.remedy} (the optimizer)"] if room.made and least.after == least.peak and room.remedy else []
     remedies += [f"give {smallest} bytes", fewer]
-    if not least.tape.offloadable:
-        remedies.append("offload saved values")
     if room.others:
         remedies.append("take out the break between these graphs, which are decided together then")
     if not options.offloads("saved"):
@@ -118,7 +116,8 @@ def _too_small(least: MemoryTrace, room: BudgetShare, options: Options) -> Infea
 
 def _fullest(walk: MemoryTrace, room: BudgetShare) -> tuple[str, dict[str, float]]:
     """The moment of the peak, and bytes by part."""
-    parts = {"parameters and optimizer state": room.state, "gradients of other graphs of the step": room.later}
+    parts = {"parameters and optimizer state": room.state, "gradients of other graphs of the step": room.later,
+             "around the loop over microbatches": room.around}
     if walk.after == walk.peak:
         own = walk.tape.bytes_of(walk.tape.gradients)
         return "the optimizer makes its step", {**parts, "gradients": own, "what it makes": room.made}

@@ -45,7 +45,8 @@ class BudgetShare:
     """Budget share of one graph, in bytes. left: most that it may use besides memory that is in use anyway. between, after: the
     parts of this that it leaves to later graphs when its forward is over, and to the optimizer when its backward is. state:
     parameters and optimizer state, of all graphs; later: gradients of later graphs. made: temporary memory of the optimizer
-    step; remedy: how to reduce it. others: saved activations of earlier graphs, by name."""
+    step; remedy: how to reduce it. others: saved activations of earlier graphs, by name. around: memory in use around the
+    loop over microbatches, for the loop's body."""
 
     budget: int
     left: float
@@ -56,6 +57,7 @@ class BudgetShare:
     made: float
     remedy: str
     others: Mapping[str, float]
+    around: float = 0.0
 
 
 @dataclass(frozen=True)
