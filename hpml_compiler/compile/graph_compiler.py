@@ -64,8 +64,6 @@ class GraphCompiler:
         if options.chooses_saved:
             self.sharing = step_context(self.session.step, gm, given, options, self.cluster.device.memory_bytes)
             self.options = self.sharing.options
-            if options.compile_blocks == "on" and this_rank() == 0:
-                log.warning("%s: compile_blocks is off: memory_budget and recompute count the bytes of whole graphs", self.name)
         self.all_ranks = CompiledTogether(self.name)
         self.lowering = Lowering(options.compiler, blocks=options.compile_blocks)
         self.holding = UnshardedInputs()
@@ -246,7 +244,7 @@ class GraphCompiler:
             self.entry.watch()
             return None
         source = PlanSource(traced, self.options, self.cluster, decision, decided.planned, self.sharing)
-        self.entry.enter_later(source, decision, {} if self.program is None else self.program.reports)
+        self.entry.enter_later(source, decision, (self.lowering if self.program is None else self.program).reports)
         return source
 
     def _metadata(self) -> RuntimeMetadata:
@@ -294,4 +292,4 @@ class GraphCompiler:
             if this_rank() == 0:
                 warn_without_stages(self.name, "as in an earlier launch")
         if packed is not None:
-            self.entry.enter_later(packed, decision, {} if self.program is None else self.program.reports)
+            self.entry.enter_later(packed, decision, (self.lowering if self.program is None else self.program).reports)

@@ -23,7 +23,7 @@ from hpml_compiler.plans.schema import GraphPlan, MeshAttempt, UnplannedPart
 from hpml_compiler.runtime.process.gc_pause import gc_paused
 from hpml_compiler.simulate.optimizer_transient import transient_of
 from passes import compat
-from passes.checkpointing.layer_boundary import LayersDiffer
+from passes.checkpointing.layers.layer_boundary import LayersDiffer
 from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.hardware.cluster import Cluster
 from passes.pipeline.find_stages import TooFewBlocks

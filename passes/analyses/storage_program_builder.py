@@ -18,7 +18,7 @@ from passes.analyses.placement_graph_builder import kind_of
 from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.checkpointing.checkpoint_keys import STORAGE_PROGRAM
-from passes.checkpointing.layer_folding import fold_layers
+from passes.checkpointing.layers.layer_folding import fold_layers
 from passes.checkpointing.pinned_recomputation import Pins, pin_recomputation
 from passes.cost_model.cost_terms import Kernel, Prices, copy, price
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, WAIT, is_collective, memory_of
@@ -49,7 +49,7 @@ class BuildStorageProgram(AnalysisPass):
     compiles the graph computes light operations in the kernels of their readers. written: positions, or names, of the inputs
     that each call changes when forward is over: what was computed from one cannot be computed again. axis_of: number of the
     mesh axis by name of the process group, for the time of collectives; one of another group is never run again. lists: blocks
-    of the graph that stand for `layers` layers, of each list of them (`passes.checkpointing.layer_folding`). microbatches: what
+    of the graph that stand for `layers` layers, of each list of them (`passes.checkpointing.layers`). microbatches: what
     others of these hold meanwhile, where the graph is what each of them runs. received: names of inputs that a pipeline stage
     receives for each microbatch; None if the graph is not that of a stage, whose outputs are sent on or collected. recompute:
     see `pin_recomputation`."""

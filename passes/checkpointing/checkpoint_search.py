@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from passes.checkpointing import checkpoint_ilp
-from passes.checkpointing.layer_folding import split_layers
+from passes.checkpointing.layers.equal_layers import decide_alike
+from passes.checkpointing.layers.layer_folding import split_layers
 from passes.checkpointing.peak_moves import can_lower_peak
 from passes.errors import Infeasible
 from passes.simulation.memory.memory_trace import MemoryTrace, simulate_memory
@@ -63,9 +64,10 @@ class CheckpointSolution:
 
 
 def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptions | None = None,
-                 suggested: Iterable[frozenset[int]] = (), allowance: WorkLimit | None = None) -> CheckpointSolution:
+                 suggested: Iterable[frozenset[int]] = (), allowance: WorkLimit | None = None,
+                 alike: bool = False) -> CheckpointSolution:
     """Storages to save. suggested: choices by others; the first of them is taken if it fits. allowance: replaces the
-    options' time limit.
+    options' time limit. alike: equal layers save the same values, in at most two variants, where that fits.
 
     Raises BudgetTooSmall, with the smallest number of bytes that was found to work.
     """
@@ -90,7 +92,9 @@ def choose_saved(tape: StorageProgram, budget_bytes: float, options: SolverOptio
             "give more bytes, fewer rows or more devices",
             least)
     search.keep_more(best)
-    return search.answer() if not tape.stand_ins else _shared_out(search, search.answer())
+    if tape.stand_ins:
+        return _shared_out(search, search.answer())
+    return search.answer_alike() if alike else search.answer()
 
 
 def _shared_out(search: _CheckpointSearch, kept: CheckpointSolution) -> CheckpointSolution:
@@ -131,6 +135,11 @@ class _CheckpointSearch:
         best = self.best()
         assert best is not None, "something fits"
         return CheckpointSolution(best, time.perf_counter() - self.start, self.solves)
+
+    def answer_alike(self) -> CheckpointSolution:
+        found = self.answer()
+        return replace(found, walk=decide_alike(found.walk, self.budget_bytes, self.look),
+                       seconds=time.perf_counter() - self.start)
 
     def look(self, kept: frozenset[int], offloaded: frozenset[int] = frozenset()) -> MemoryTrace:
         choice = self._choice(kept, offloaded)

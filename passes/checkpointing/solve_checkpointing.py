@@ -10,8 +10,8 @@ from passes.annotations import read, write
 from passes.base import AnalysisPass
 from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, PARTITIONER_CHOICE, STORAGE_PROGRAM, CheckpointDecision
 from passes.checkpointing.checkpoint_search import BudgetTooSmall, choose_saved
-from passes.checkpointing.layer_boundary import LayersDiffer
-from passes.checkpointing.layer_unfolding import counts_alike
+from passes.checkpointing.layers.layer_boundary import LayersDiffer
+from passes.checkpointing.layers.layer_unfolding import counts_alike
 from passes.registry import register
 from passes.simulation.memory.memory_breakdown import report_memory
 from passes.simulation.memory.memory_trace import MemoryTrace
@@ -27,7 +27,8 @@ class SolveCheckpointing(AnalysisPass):
     backward.
 
     strict: raise `BudgetTooSmall` if nothing fits; otherwise the answer is the lowest peak found. Raises
-    `LayersDiffer` if layers cannot be folded. allowance: replaces the options' time limit.
+    `LayersDiffer` if layers cannot be folded. allowance: replaces the options' time limit. alike: equal layers save the same
+    values, where that fits.
     """
 
     name = "solve_checkpointing"
@@ -40,6 +41,7 @@ class SolveCheckpointing(AnalysisPass):
     between_bytes: int = 0
     after_bytes: int = 0
     allowance: WorkLimit | None = field(default=None, repr=False, compare=False)
+    alike: bool = False
 
     def run(self, graph_module: GraphModule) -> None:
         cut = read(PARTITIONER_CHOICE, graph_module)
@@ -48,7 +50,7 @@ class SolveCheckpointing(AnalysisPass):
         suggested = frozenset(named[name] for name in cut if name in named) & frozenset(tape.candidates)
         start = time.perf_counter()
         try:
-            walked = choose_saved(tape, self.budget_bytes, self.options, [suggested], self.allowance).walk
+            walked = choose_saved(tape, self.budget_bytes, self.options, [suggested], self.allowance, self.alike).walk
         except BudgetTooSmall as error:
             if self.strict or error.walk is None:
                 raise

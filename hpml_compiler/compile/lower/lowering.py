@@ -86,8 +86,8 @@ class Lowering:
         return cut_as_kept(joint, kept, forward_outputs, folder)
 
     def count_bytes(self) -> None:
-        """Make compiled code use no more memory than was counted: without regional compilation and memory reuse."""
-        self.reuse, self.blocks = False, "off"
+        """Make compiled code use no more memory than was counted: without memory reuse."""
+        self.reuse = False
 
     def partition(self, joint: GraphModule, inputs: Any, forward_outputs: int, static_inputs: Any) -> Any:
         self.forward_outputs = forward_outputs
@@ -235,7 +235,7 @@ class Lowering:
             # As backward, since inductor overwrites inputs only there.
             with compat.strides_of_results() as strides, compat.allow_overwriting(donated) as can:
                 call = compat.compile_with_inductor(gm, inputs, static_inputs=(), is_backward=can, is_inference=is_inference,
-                                                    keep_order=starts_ahead(gm.graph))
+                                                    reuse=self.reuse, keep_order=starts_ahead(gm.graph))
             return call if all(map(_has_strides, traced, strides or [None] * len(traced))) else None
 
         return CompileJob(self._name(gm, inputs, False, is_inference), compile_segment)

@@ -16,7 +16,7 @@ from hpml_compiler.visualize.formatting import format_bytes
 from passes.analyses.storage_program_builder import BuildStorageProgram
 from passes.annotations import read
 from passes.checkpointing.checkpoint_keys import CHECKPOINT_DECISION, STORAGE_PROGRAM, CheckpointDecision
-from passes.checkpointing.layer_folding import middle_layers
+from passes.checkpointing.layers.layer_folding import middle_layers
 from passes.checkpointing.loop_memory import LoopMemory, loop_memory
 from passes.checkpointing.obey_checkpointing import ObeyCheckpointing
 from passes.checkpointing.solve_checkpointing import decision_of_trace
@@ -125,7 +125,7 @@ def tape_of_body(marked: GraphModule, loop: LoopSplit, tape: BuildStorageProgram
 
 
 def _layers(marked: GraphModule, folded: FewLayerTrace | None) -> Callable[[Node], int]:
-    """Number of nodes of the model that a traced node stands for, as in `passes.checkpointing.layer_folding`."""
+    """Number of nodes of the model that a traced node stands for, as in `passes.checkpointing.layers.layer_folding`."""
     lists, layers = layers_of(folded)
     several = {block: count for blocks in lists for block, count in zip(blocks[1:3], middle_layers(layers), strict=True)}
     blocks = assign_blocks(marked) if several else {}

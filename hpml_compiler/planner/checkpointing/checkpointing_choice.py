@@ -55,7 +55,8 @@ def choose_checkpointing(joint: GraphModule, forward_outputs: int, room: BudgetS
 
 def _decided(joint: GraphModule, forward_outputs: int, room: BudgetShare, options: Options, strict: bool, allowance: WorkLimit,
              ) -> CheckpointDecision:
-    keep = SolveCheckpointing(room.left, solver_options(options), strict, after_bytes=round(room.after), allowance=allowance)
+    keep = SolveCheckpointing(room.left, solver_options(options), strict, after_bytes=round(room.after), allowance=allowance,
+                              alike=options.compile_blocks == "on")
     try:
         try:  # the graph leaves memory to graphs after it; without any, the second attempt would repeat the first
             between = round(room.between)

@@ -15,7 +15,7 @@ from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.optimality_gap import with_gap
 from hpml_compiler.visualize.formatting import format_bytes, format_us
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
-from passes.checkpointing.layer_boundary import LayersDiffer
+from passes.checkpointing.layers.layer_boundary import LayersDiffer
 from passes.errors import Infeasible
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.solver.work_limit import WorkLimit

@@ -120,7 +120,7 @@ class StorageProgram:
     """runs: in the order of the graph. returned: storages of forward's outputs, which its caller may hold until backward
     ends; gradients: backward's outputs, held until the step ends. between_bytes: other users' bytes between forward and
     backward; after_bytes: while the gradients are used. stand_ins: folded layers
-    (`passes.checkpointing.layer_folding`), two neighbors for each list of layers. early: ops of a layer that run
+    (`passes.checkpointing.layers.layer_folding`), two neighbors for each list of layers. early: ops of a layer that run
     during the previous one, and the index among `stand_ins` of their layer, None if that is not folded."""
 
     runs: tuple[ProgramOp, ...]

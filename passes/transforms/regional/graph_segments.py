@@ -98,12 +98,13 @@ def _writes_input(node: Node) -> bool:
 
 
 def _gather_ports(graph: fx.Graph) -> None:
-    """Move getitems, and single seeds, directly after the call whose result they select."""
+    """Move getitems, and single seeds, directly after the call whose result they select, or after the inputs."""
+    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     for node in list(graph.nodes):
         if node.target is operator.getitem or str(node.target) == LOOK_UP:
             source = node.args[0]
-            if isinstance(source, Node) and source.op == "call_function":
-                last = source
+            if isinstance(source, Node):
+                last = source if source.op == "call_function" else last_input[0]
                 while last.next.op == "call_function" and last.next.args and last.next.args[0] is source and (
                         last.next.target is node.target) and last.next is not node:
                     last = last.next

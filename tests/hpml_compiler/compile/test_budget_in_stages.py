@@ -90,6 +90,21 @@ def test_stages_stay_below_a_budget_with_the_same_numbers_bit_for_bit(launch, sc
     launch(on_schedule, args=(schedule, virtual, share))
 
 
+class Long(Deep):
+    def __init__(self, dropout: float, layers: int):
+        super().__init__(dropout, 3 * layers)
+
+
+def in_regions(rank: int) -> None:
+    graph = check({**BASE, "compile_blocks": "on"}, 0.75, Long)
+    assert {report.different < 3 * LAYERS // 2 <= report.segments for report in graph.blocks.values()} == {True}, graph.blocks
+    assert "backward" in "".join(graph.blocks)
+
+
+def test_stages_are_compiled_in_regions_below_a_budget(launch):
+    launch(in_regions)
+
+
 def offloading(rank: int, folder: str) -> None:
     offloaded = check({**BASE, "offload": "saved", "offload_folder": folder}, 0.38, Features)
     assert any(each.offloaded for each in kept_in(offloaded))

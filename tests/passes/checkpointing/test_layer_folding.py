@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from passes.checkpointing.checkpoint_search import choose_saved
-from passes.checkpointing.layer_boundary import LayersDiffer
-from passes.checkpointing.layer_folding import fold_layers, split_layers
-from passes.checkpointing.layer_unfolding import counts_alike, unfold_layers
+from passes.checkpointing.layers.layer_boundary import LayersDiffer
+from passes.checkpointing.layers.layer_folding import fold_layers, split_layers
+from passes.checkpointing.layers.layer_unfolding import counts_alike, unfold_layers
 from passes.simulation.memory.memory_trace import MemoryTrace, simulate_memory
 from passes.simulation.memory.storage_program import StorageProgram
 from tests.passes.checkpointing.layered import layered

@@ -11,10 +11,12 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+import hpml_compiler
 from hpml_compiler.compile.lower.lowering import interpreted
 from hpml_compiler.compile.lower.regional_compile import RegionalCall
 from passes.transforms.regional.graph_segments import cut_segments
 from tests.helpers.frozen import fresh
+from tests.hpml_compiler.compile import test_budget, test_budget_in_microbatches
 from tests.hpml_compiler.runtime.common import full
 
 
@@ -84,6 +86,23 @@ def test_inductor_gives_what_it_gives_for_the_whole_graph(drop, caplog):
     blocks, whole = with_blocks(model, "on"), with_blocks(model, "off")
     assert len(counts(caplog)) == 2, caplog.text
     torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("compiler", "options", "layers", "share"), [
+    ("inductor", {}, 8, 0.6), ("eager", {"microbatches": 4}, 8, 0.6)])
+def test_blocks_that_save_the_same_are_compiled_once_below_a_budget(compiler, options, layers, share):
+    """Layers of one decision share code, and the numbers and the peak are those without regions."""
+    def run(**more):
+        kind = test_budget_in_microbatches.Features if "microbatches" in options else test_budget.Deep
+        return test_budget.trained({"compiler": compiler, **more}, 0.2, lambda dropout: kind(dropout, layers))
+
+    expected, unbounded = run(**options)
+    options = {**options, "memory_budget": int(share * unbounded)}
+    numbers, peak = run(**options, compile_blocks="on")
+    (graph,) = hpml_compiler.last_plan().graphs
+    assert graph.kept.again and peak <= 1.03 * options["memory_budget"] and test_budget.equal(numbers, expected)
+    assert graph.blocks.keys() == {"forward", "backward"}
+    assert all(half.different <= 5 < layers <= half.segments for half in graph.blocks.values()), graph.blocks
 
 
 def _on_ranks(_rank: int, drop: float, compiler: str) -> tuple[list, list, int]:

@@ -7,7 +7,7 @@ from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.search.budget_search import search_within_budget
 from hpml_compiler.plans.schema import MeshAttempt
 from passes.checkpointing.checkpoint_keys import CheckpointDecision
-from passes.checkpointing.layer_boundary import LayersDiffer
+from passes.checkpointing.layers.layer_boundary import LayersDiffer
 from passes.errors import Infeasible
 from passes.graph.decision import Decision
 from passes.json_records import FrozenMap

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from passes.checkpointing.layer_boundary import LayerBoundary, LayersDiffer, boundary_between
+from passes.checkpointing.layers.layer_boundary import LayerBoundary, LayersDiffer, boundary_between
 from passes.simulation.memory.memory_trace import MemoryTrace, simulate_memory
 from passes.simulation.memory.storage_program import FoldedLayer, ProgramOp, StorageProgram
 

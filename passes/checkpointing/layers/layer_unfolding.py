@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from passes.checkpointing.layer_boundary import LayerBoundary, layer_boundaries
+from passes.checkpointing.layers.layer_boundary import LayerBoundary, layer_boundaries
 from passes.simulation.memory.memory_trace import MemoryTrace, simulate_memory
 from passes.simulation.memory.phase_timeline import PhaseTimeline
 from passes.simulation.memory.storage_program import FoldedLayer, ProgramOp, StorageProgram

@@ -1,0 +1,1 @@
+"""Equal layers of a storage program: folded, unfolded, and deciding alike."""

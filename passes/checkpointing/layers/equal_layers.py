@@ -1,0 +1,99 @@
+"""Let equal layers save the same values, so that regional compilation has few different blocks to compile.
+
+A search decides value by value: of two equal layers, one may save a value and the other another one at the same cost. Here the
+layers take over what some of them saved, in at most two variants: the first layers one, the others another.
+"""
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+from passes.simulation.memory.memory_trace import MemoryTrace
+from passes.simulation.memory.storage_program import ProgramOp, StorageProgram
+
+LEAST_LAYERS = 3
+MOST_VARIANTS = 6
+"""Limit of variants of a layer, of which all pairs are tried."""
+
+Layer = tuple[int, ...]
+"""Storages that a layer's ops write and forward can write, in order; at equal places of equal layers are corresponding ones."""
+Variant = tuple[frozenset[int], frozenset[int]]
+"""Places of a layer that are saved, and those of them that are offloaded."""
+Look = Callable[[frozenset[int], frozenset[int]], MemoryTrace]
+
+
+def decide_alike(found: MemoryTrace, budget_bytes: float, look: Look) -> MemoryTrace:
+    """The fastest trace within the budget in which equal layers save the same values in at most two variants; `found` where
+    none fits. look: trace of a choice of saved storages, and of offloaded ones."""
+    for layers in equal_layers(found.tape):
+        fitting = [each for each in _alike(found, layers, budget_bytes, look) if each.peak <= budget_bytes]
+        found = min(fitting, key=lambda each: (each.us, each.peak), default=found)
+    return found
+
+
+def equal_layers(tape: StorageProgram) -> list[list[Layer]]:
+    """The layers of each list of equal ones, in order."""
+    found: dict[Hashable, list[Layer]] = defaultdict(list)
+    for runs in _runs_of_blocks(tape).values():
+        mine = [run for run in runs if not run.backward]
+        layer = tuple(s for run in mine for s in run.makes)
+        found[tuple(_does(tape, run) for run in mine)].append(layer)
+    return [layers for layers in found.values() if len(layers) >= LEAST_LAYERS and layers[0]]
+
+
+def _runs_of_blocks(tape: StorageProgram) -> dict[str, list[ProgramOp]]:
+    """The ops of each block; one without a block belongs to the same as the op before it."""
+    found: dict[str, list[ProgramOp]] = defaultdict(list)
+    block = ""
+    for run in tape.runs:
+        block = run.block or block
+        found[block].append(run)
+    found.pop("", None)
+    return found
+
+
+def _does(tape: StorageProgram, run: ProgramOp) -> Hashable:
+    return (run.us, run.repeatable, run.inlined, run.fusing, run.of_backward, len(run.reads),
+            tuple(tape.storages[s].nbytes for s in run.makes))
+
+
+def _alike(found: MemoryTrace, layers: Sequence[Layer], budget_bytes: float, look: Look) -> Iterator[MemoryTrace]:
+    """For each two variants, the trace with as many layers of the larger one as fit, first or last."""
+    tape, own = found.tape, {s for layer in layers for s in layer}
+    sizes = [tape.storages[s].nbytes for s in layers[0]]
+
+    def trace(variants: Sequence[Variant]) -> MemoryTrace:
+        kept, away = (frozenset(layer[k] for layer, each in zip(layers, variants, strict=True) for k in each[which])
+                      for which in (0, 1))
+        return look((found.kept - own) | kept.intersection(tape.candidates), (found.offloaded - own) | away)
+
+    variants = sorted(_variants(found, layers), key=lambda each: sum(sizes[k] for k in each[0] - each[1]))
+    for (fewer, more), first in itertools.product(itertools.combinations(variants, 2), (False, True)):
+        def mixed(number: int, fewer: Variant = fewer, more: Variant = more, first: bool = first) -> MemoryTrace:
+            ones, others = [more] * number, [fewer] * (len(layers) - number)
+            return trace([*ones, *others] if first else [*others, *ones])
+
+        too_many = bisect_left(range(len(layers) + 1), True, key=lambda number: mixed(number).peak > budget_bytes)
+        yield mixed(max(too_many - 1, 0))
+
+
+def _variants(found: MemoryTrace, layers: Sequence[Layer]) -> list[Variant]:
+    """What layers save by `found`, the most frequent first; nothing but what others read or nothing can recompute; and all
+    that backward reads."""
+    tape = found.tape
+    own = [frozenset(layer) for layer in layers]
+    bound, wanted, handed_on = set[int](), set[int](), set[int]()
+    for layer, inside in zip(layers, own, strict=True):
+        runs = {tape.storages[s].maker for s in inside}
+        for k, s in enumerate(layer):
+            readers = [each for each in tape.readers[s] if not tape.runs[each].backward and each not in runs]
+            bound.update([k] if s in tape.bound_to_keep else [])
+            wanted.update([k] if s in tape.wanted and not tape.runs[tape.maker(s)].inlined else [])
+            handed_on.update([k] if readers and s in tape.candidates else [])
+    counted = Counter((frozenset(k for k, s in enumerate(layer) if s in found.kept),
+                       frozenset(k for k, s in enumerate(layer) if s in found.offloaded)) for layer in layers)
+    extremes = [(frozenset(bound | more), frozenset[int]()) for more in (handed_on, wanted)]
+    seen = [(kept | bound, away) for (kept, away), _ in counted.most_common(MOST_VARIANTS - len(extremes))]
+    return list(dict.fromkeys([*seen, *extremes]))
