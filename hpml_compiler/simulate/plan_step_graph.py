@@ -53,7 +53,7 @@ def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float)
         source=move.source,
         target=move.target,
         hops=tuple(TransferHop(hop.collective, hop.axis, hop.bytes, prices.hop_us(move, hop, part),
-                               prices.link_j(move, hop, part)) for hop in move.hops),
+                               prices.link_j(move, hop, part), view.graph.mesh.get(hop.axis, 1)) for hop in move.hops),
         result_bytes=0.0 if move.held else placed_bytes(move.shape, move.dtype, move.target, view.axes) * share,
         dtype=move.dtype,
         gradient=gradient,

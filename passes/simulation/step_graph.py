@@ -60,13 +60,15 @@ class StepCall:
 
 @dataclass(frozen=True, slots=True)
 class TransferHop:
-    """One collective over one mesh axis; without bytes a local step, such as a slice. link_j: joules on the links."""
+    """One collective over one mesh axis; without bytes a local step, such as a slice. link_j: joules on the links. ranks: size
+    of the axis, 1 if unknown."""
 
     collective: str
     axis: str
     bytes: float
     us: float
     link_j: float = 0.0
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Build the storage program of a step graph: what a plan knows of a rank's graph before, or without, rewriting it.
 
-Layers that a listed one stands for are unrolled. A redistribution makes a copy just before its first reader; one of a
-parameter, one block earlier, as FSDP prefetches. Reductions of gradients share buckets, as on a rank. Values that are computed
-once for all microbatches stay through the loop.
+Layers that a listed one stands for are unrolled. A redistribution makes a copy just before its first reader; those of a block's
+parameters, together and one block earlier, as FSDP prefetches. Reductions of gradients share buckets, as on a rank. Values that
+are computed once for all microbatches stay through the loop.
 """
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class _ProgramStep:
     repeatable: bool = True
     workspace_bytes: int = 0
     scratch_bytes: int = 0
+    waits_for: _ProgramStep | None = None
 
 
 @dataclass
@@ -70,7 +71,10 @@ class _StepProgramBuilder:
         self.made: dict[Key, list[int]] = {}
         self.latest: dict[str, Key] = {}
         self.copies: dict[tuple[str, int, Hashable], int] = {}
+        self.views_of_copies: dict[Key, Transfer] = {}  # of parameters, which are gathered for the views' first readers
+        self.prefetched: dict[int, _ProgramStep] = {}  # by the segment that reads what is gathered
         self.buckets: dict[Hashable, _GradientBucket] = {}
+        self.sent_bytes = 0.0  # by a bucket of one gather
         self.after: dict[int, list[_ProgramStep]] = defaultdict(list)  # reductions, by the op that makes their last operand
         self.reduced = self._reduced()
 
@@ -105,6 +109,7 @@ class _StepProgramBuilder:
 
     def _numbered(self, ops: Sequence[_ProgramStep]) -> StorageProgram:
         makers = {s: number for number, op in enumerate(ops) for s in op.makes}
+        numbers = {id(op): number for number, op in enumerate(ops)}
         storages = tuple(Storage(name, nbytes, makers.get(s), given, gathered=s in self.gathered)
                          for s, (name, nbytes, given) in enumerate(self.names))
         sent = {leg.value for leg in self.graph.legs if leg.reader == "" and leg.communicates}
@@ -114,7 +119,7 @@ class _StepProgramBuilder:
             op.name, op.backward, 0.0, tuple(dict.fromkeys(op.reads)), tuple(op.makes), op.repeatable,
             op.call is not None and op.call.inlined, op.call is not None and op.call.fusing,
             op.call is not None and op.call.costly and self.on_cpu, op.block, op.workspace_bytes,
-            scratch_bytes=op.scratch_bytes) for op in ops)
+            None if op.waits_for is None else numbers[id(op.waits_for)], op.scratch_bytes) for op in ops)
         return StorageProgram(runs, storages, frozenset(self.returned | results - self.kept), frozenset(self.gradients))
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -122,10 +127,13 @@ class _StepProgramBuilder:
     def _run(self, each: CallInstance, phase: Phase) -> None:
         call = each.call
         self._enter((phase, each.group))
+        is_view = self.storage_of[call.name] != call.name
         for leg, _ in self.legs.into(each):
-            if leg.value != call.name:
+            if is_view and leg.value not in self.graph.by_name:
+                self.views_of_copies[call.name, each.layer] = leg
+            elif leg.value != call.name:
                 self._copy(leg, each, phase)
-        if self.storage_of[call.name] == call.name:
+        if not is_view:
             self._call(each, phase)
         self.latest[call.name] = call.name, each.layer
         for leg, _ in self.legs.out_of(each):
@@ -200,10 +208,17 @@ class _StepProgramBuilder:
         return self.latest.get(root, (root, 0))
 
     def _read(self, source: str, layout: Hashable, each: CallInstance, phase: Phase) -> list[int]:
-        """Storages of an operand: none for a graph input. Of a result of forward, backward reads the saved part, if any is."""
+        """Storages of an operand: none for a graph input. Of a result of forward, backward reads the saved part, if any is. A
+        view is of what its call reads, which may be a copy."""
         key = self._key(source, each)
         if (copy := self.copies.get((source, key[1], layout))) is not None:
             return [copy]
+        call = self.graph.by_name.get(source)
+        if call is not None and call.view_of is not None and call.reads:
+            if (leg := self.views_of_copies.pop((source, each.layer), None)) is not None:
+                self._copy(leg, each, phase)
+            base = next((read for read in call.reads if read[0] == call.view_of), call.reads[0])
+            return self._read(*base, each, phase)
         found = self.made.get(key, [])
         made = self.graph.by_name.get(key[0])
         if phase == BACKWARD and made is not None and made.phase == FORWARD:
@@ -226,7 +241,29 @@ class _StepProgramBuilder:
             self.returned.add(storage)
         if made is None:
             self.gathered.add(storage)
-        self._add(op, ahead=made is None)
+            ranks = leg.hops[-1].ranks
+            self._prefetch(op, leg.result_bytes / ranks if ranks > 1 and gathered else 0.0, each.group != OUTSIDE)
+        else:
+            self._add(op)
+
+    def _prefetch(self, op: _ProgramStep, sent_bytes: float, in_layer: bool) -> None:
+        """Gather a parameter when the previous block begins; in a layer, together with others. Their workspace is needed until
+        they are waited for; it includes what is sent if they are several."""
+        if not in_layer:
+            self._add(op, ahead=True)
+            return
+        here = len(self.segments) - 1
+        bucket = self.prefetched.get(here)
+        if bucket is None or sum(self.names[s][1] for s in (*bucket.makes, *op.makes)) > BUCKET_BYTES:
+            self._add(op, ahead=True)
+            if op.workspace_bytes:
+                self._add(_ProgramStep(op.name, op.block, op.backward, list(op.makes), [], repeatable=False, waits_for=op))
+            self.prefetched[here], self.sent_bytes = op, sent_bytes
+            return
+        bucket.workspace_bytes += op.workspace_bytes + round(sent_bytes + self.sent_bytes)
+        self.sent_bytes = 0.0
+        bucket.reads += op.reads
+        bucket.makes += op.makes
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,10 @@ def test_a_gathered_parameter_is_in_memory_from_the_block_before_its_reader():
     calls = [forward("a", "x", nbytes=1, block="h.0"), forward("b", "a", nbytes=2, block="h.1"),
              StepCall("c", FORWARD, "h.1", 1.0, (("b", "R"), ("w", "R")), (4.0,), (False,))]
     assert held(*calls, legs=[leg("w", "c", "R", 64)])[0] == [("w", 64), ("a", 65), ("b", 67), ("c", 70)]
-    assert held(*calls, legs=[leg("w", "c", "R", 64)], device="cpu")[0][0] == ("w", 128)  # gloo's own buffer
+    assert held(*calls, legs=[leg("w", "c", "R", 64)], device="cpu")[0][:2] == [("w", 128), ("a", 129)]  # gloo's own buffer
+    view = StepCall("t", FORWARD, "h.1", 0.0, (("w", "R"),), (64.0,), (False,), view_of="w")
+    calls[2:] = [view, StepCall("c", FORWARD, "h.1", 1.0, (("b", "R"), ("t", "R")), (4.0,), (False,))]
+    assert held(*calls, legs=[leg("w", "t", "R", 64)])[0] == [("w", 64), ("a", 65), ("b", 67), ("c", 70)]
 
 
 def test_a_copy_is_saved_in_place_of_what_it_was_made_from():
