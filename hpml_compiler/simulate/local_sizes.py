@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from hpml_compiler.plans.record_fields import Shape
-from hpml_compiler.plans.schema import GraphPlan, Redistribution
+from hpml_compiler.plans.schema import GraphPlan, OperationPlan, Redistribution
 from hpml_compiler.simulate.checkpointing_view import CheckpointingView
 from passes.cost_model.efficiency_curves import item_bytes
 from passes.graph.step_phase import BACKWARD, FORWARD
@@ -34,6 +34,7 @@ class LocalView:
     def calls(self) -> tuple[StepCall, ...]:
         """The calls of the graph, without times and bytes."""
         from passes.analyses.inductor_fusion import is_costly, is_fusing_target, is_inlined, target_of
+        from passes.op_rules.families.convolutions import OPERANDS
 
         targets = {name: target_of(each.op) for name, each in self.graph.operations.items()}
         found = tuple(
@@ -45,6 +46,7 @@ class LocalView:
                 reads=tuple(zip(each.sources, each.inputs)),
                 saved=each.saved if self.kept is None else self.kept.saved[name],
                 view_of=each.sources[0] if each.sources and view_name(each.op) in VIEWS else None,
+                scratch_bytes=self._scratch_bytes(each, OPERANDS.get(targets[name], 0)),
                 kernel=each.kind,
                 inlined=is_inlined(targets[name]),
                 fusing=is_fusing_target(targets[name]),
@@ -54,6 +56,12 @@ class LocalView:
                 when=self.when.get(name, "loop"),
             ) for name, each in self.graph.operations.items())
         return with_gradients(found) if self.graph.training else found
+
+    def _scratch_bytes(self, operation: OperationPlan, operands: int) -> float:
+        """Temporary memory of a convolution on a CPU, as in `passes.analyses.inductor_fusion`. operands: how many it has, of
+        which the weight is the last; 0 for others."""
+        weight = list(zip(operation.sources, operation.inputs))[operands - 1:operands] if operands else []
+        return (operands - 1) * sum(self.bytes_of(name, placements) for name, placements in weight)
 
     @cached_property
     def fixed(self) -> frozenset[str]:

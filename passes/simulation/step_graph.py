@@ -22,7 +22,7 @@ class StepCall:
 
     reads: each value read (name of a call or of a graph input) with the layout in which it is read.
     result_bytes: of each result; saved: True for results that are saved for backward. view_of: the value whose storage
-    the results share, if they are views. scratch_bytes: temporary memory of the call.
+    the results share, if they are views. scratch_bytes: temporary memory of the call on a CPU.
     block: its path, such as `h.3`; kernel: kernel kind. inlined, fusing, costly: how the compiler fuses it, as in
     `passes.simulation.memory.storage_program.ProgramOp`.
     gradient: the optimizer reads its results, or views of them, so they stay in memory until the step ends.

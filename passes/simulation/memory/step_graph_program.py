@@ -149,7 +149,7 @@ class _StepProgramBuilder:
         call, key = each.call, (each.call.name, each.layer)
         reads = [s for source, layout in call.reads for s in self._read(source, layout, each, phase)]
         op = _ProgramStep(call.name + layer_label(each), call.block, phase == BACKWARD, reads, call=call,
-                          scratch_bytes=round(call.scratch_bytes))
+                          scratch_bytes=round(call.scratch_bytes) if self.on_cpu else 0)
         before = self.made.get(key, []) if phase == BACKWARD else []  # what forward has saved of it
         kept = 0.0 if before else self._kept_bytes(each, phase)
         dropped = call.bytes - (call.saved_bytes if before else kept)

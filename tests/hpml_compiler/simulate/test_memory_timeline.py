@@ -26,6 +26,17 @@ def convolutions():
     return nn.Sequential(*layers, nn.Linear(8 * 64, 10)), (torch.randn(8, 3, 8, 8),)
 
 
+def test_scratch_of_convolutions_is_counted_with_and_without_a_budget():
+    """The backward of a convolution on a CPU needs twice the bytes of its weight."""
+    model = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(128 * 4, 1))
+    weight = 4 * model[0].weight.numel()
+    options = {"optimizer": "sgd", "compiler": "eager"}
+    without, within = (hpml_compiler.plan(model, (torch.randn(1, 128, 2, 2),), "1x1:cpu", **options, **budget)
+                       for budget in ({}, {"memory_budget": "1GiB"}))
+    assert 4 * weight < without.peak.bytes == pytest.approx(within.peak.bytes, rel=0.01)
+    assert without.peak.node == within.peak.node == "convolution_backward"
+
+
 @pytest.mark.parametrize(("make", "mesh", "options", "share"), [
     (gpt, {}, {}, None), (gpt, {"dp": 2}, {"trace_all_layers": True}, 0.9), (gpt, {"tp": 2}, {"microbatches": 2}, None),
     (gpt, {"tp": 2}, {"microbatches": 2}, 2.0), (gpt, {"pp": 2}, {}, None), (gpt, {"pp": 2}, {"microbatches": 2}, 1.2),

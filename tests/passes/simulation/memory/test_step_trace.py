@@ -55,7 +55,8 @@ def test_what_is_inlined_takes_nothing_unless_it_is_saved():
 
 
 def test_scratch_and_tangents_and_gradients():
-    assert held(forward("a", nbytes=8), forward("b", "a", nbytes=1, scratch_bytes=100.0))[0] == [("a", 8), ("b", 109)]
+    calls = [forward("a", nbytes=8), forward("b", "a", nbytes=1, scratch_bytes=100.0)]
+    assert held(*calls, device="cpu")[0] == [("a", 8), ("b", 109)] and held(*calls, device="cuda")[0] == [("a", 8), ("b", 9)]
     assert held(forward("a", "x"), backward("t", "tangent", nbytes=2), backward("g", "t", nbytes=4, gradient=True),
                 backward("h", "t", nbytes=16, gradient=True), tangents={"tangent": 32.0})[1] == [
         ("t", 34), ("g", 6), ("h", 22)]
