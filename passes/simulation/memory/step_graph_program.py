@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from passes.cost_model.base import BUCKET_BYTES
 from passes.graph.step_phase import BACKWARD, FORWARD, Phase
 from passes.simulation.layer_unrolling import OUTSIDE, CallInstance, Group, carried, layer_label, unroll_layers
+from passes.simulation.memory.program_steps import ProgramStep, ReducedGradients
 from passes.simulation.memory.storage_program import ProgramOp, Storage, StorageProgram
 from passes.simulation.step_graph import StepCall, StepGraph, Transfer, storage_of
 from passes.simulation.transfer_instances import TransferInstances
@@ -27,33 +27,6 @@ def step_program(graph: StepGraph, device: str = "", recompute: bool = False) ->
     return made.program(), frozenset(made.kept)
 
 
-@dataclass
-class _ProgramStep:
-    """An op whose number is not known yet."""
-
-    name: str
-    block: str
-    backward: bool
-    reads: list[int] = field(default_factory=list)
-    makes: list[int] = field(default_factory=list)
-    call: StepCall | None = None
-    repeatable: bool = True
-    workspace_bytes: int = 0
-    scratch_bytes: int = 0
-    waits_for: _ProgramStep | None = None
-
-
-@dataclass
-class _GradientBucket:
-    """Gradients that are reduced together: their storages, bytes that are sent, storages of the results, and the op that makes
-    the last gradient."""
-
-    reads: list[int] = field(default_factory=list)
-    makes: list[int] = field(default_factory=list)
-    nbytes: float = 0.0
-    last: _ProgramStep | None = None
-
-
 class _StepProgramBuilder:
     def __init__(self, graph: StepGraph, device: str, recompute: bool):
         self.graph, self.on_cpu = graph, device == "cpu"
@@ -62,7 +35,7 @@ class _StepProgramBuilder:
         self.carried = carried(graph)
         groups = {each.group for each in self.phases[FORWARD]} - {OUTSIDE}
         self.recomputed = (groups or {OUTSIDE}) if recompute else set()
-        self.segments: list[tuple[tuple[str, Group], list[_ProgramStep]]] = []  # consecutive ops of one run of a block
+        self.segments: list[tuple[tuple[str, Group], list[ProgramStep]]] = []  # consecutive ops of one run of a block
         self.names: list[tuple[str, int, str]] = []  # of each storage: name, bytes, "backward" if it is given to backward
         self.kept: set[int] = set()
         self.returned: set[int] = set()
@@ -72,10 +45,10 @@ class _StepProgramBuilder:
         self.latest: dict[str, Key] = {}
         self.copies: dict[tuple[str, int, Hashable], int] = {}
         self.views_of_copies: dict[Key, Transfer] = {}  # of parameters, which are gathered for the views' first readers
-        self.prefetched: dict[int, _ProgramStep] = {}  # by the segment that reads what is gathered
-        self.buckets: dict[Hashable, _GradientBucket] = {}
+        self.prefetched: dict[int, ProgramStep] = {}  # by the segment that reads what is gathered
+        self.buckets: dict[Hashable, ReducedGradients] = {}
         self.sent_bytes = 0.0  # by a bucket of one gather
-        self.after: dict[int, list[_ProgramStep]] = defaultdict(list)  # reductions, by the op that makes their last operand
+        self.after: dict[int, list[ProgramStep]] = defaultdict(list)  # reductions, by the op that makes their last operand
         self.reduced = self._reduced()
 
     def program(self) -> StorageProgram:
@@ -93,7 +66,7 @@ class _StepProgramBuilder:
         ops = [each for _, ops in self.segments for op in ops for each in (op, *self.after.get(id(op), ()))]
         return self._numbered(self._live(ops))
 
-    def _live(self, ops: Sequence[_ProgramStep]) -> list[_ProgramStep]:
+    def _live(self, ops: Sequence[ProgramStep]) -> list[ProgramStep]:
         """Without those of backward that only calls read which forward has run instead."""
         wanted = set(self.gradients)
         found = []
@@ -103,11 +76,11 @@ class _StepProgramBuilder:
                 found.append(op)
         return found[::-1]
 
-    def _is_unread(self, op: _ProgramStep) -> bool:
+    def _is_unread(self, op: ProgramStep) -> bool:
         """True for a call whose results nothing in the graph reads: it returns them."""
         return op.call is not None and not self.graph.readers.get(op.call.name)
 
-    def _numbered(self, ops: Sequence[_ProgramStep]) -> StorageProgram:
+    def _numbered(self, ops: Sequence[ProgramStep]) -> StorageProgram:
         makers = {s: number for number, op in enumerate(ops) for s in op.makes}
         numbers = {id(op): number for number, op in enumerate(ops)}
         storages = tuple(Storage(name, nbytes, makers.get(s), given, gathered=s in self.gathered)
@@ -142,13 +115,13 @@ class _StepProgramBuilder:
             elif leg.communicates:
                 made = self._storage(call.name, leg.result_bytes)
                 reads = self._read(call.name, leg.source, each, phase)
-                self._add(_ProgramStep(call.name + layer_label(each), call.block, phase == BACKWARD, reads, [made]))
+                self._add(ProgramStep(call.name + layer_label(each), call.block, phase == BACKWARD, reads, [made]))
                 (self.gradients if phase == BACKWARD else self.returned).add(made)
 
     def _call(self, each: CallInstance, phase: Phase) -> None:
         call, key = each.call, (each.call.name, each.layer)
         reads = [s for source, layout in call.reads for s in self._read(source, layout, each, phase)]
-        op = _ProgramStep(call.name + layer_label(each), call.block, phase == BACKWARD, reads, call=call,
+        op = ProgramStep(call.name + layer_label(each), call.block, phase == BACKWARD, reads, call=call,
                           scratch_bytes=round(call.scratch_bytes) if self.on_cpu else 0)
         before = self.made.get(key, []) if phase == BACKWARD else []  # what forward has saved of it
         kept = 0.0 if before else self._kept_bytes(each, phase)
@@ -175,7 +148,7 @@ class _StepProgramBuilder:
                 made = self._storage(call.name, call.saved_bytes)
                 self.kept.add(made)
                 self.made[call.name, each.layer] = [made]
-                self._add(_ProgramStep(call.name + layer_label(each), call.block, False, [], [made], repeatable=False))
+                self._add(ProgramStep(call.name + layer_label(each), call.block, False, [], [made], repeatable=False))
 
     def _kept_bytes(self, each: CallInstance, phase: Phase) -> float:
         call = each.call
@@ -233,7 +206,7 @@ class _StepProgramBuilder:
         key, made = self._key(leg.value, each), self.graph.by_name.get(leg.value)
         storage = self._storage(leg.value, leg.result_bytes)
         gathered = self.on_cpu and leg.hops[-1].collective == "all_gather"
-        op = _ProgramStep(leg.value + layer_label(each), each.call.block, phase == BACKWARD,
+        op = ProgramStep(leg.value + layer_label(each), each.call.block, phase == BACKWARD,
                           self._read(leg.value, leg.source, each, phase), [storage],
                           repeatable=False, workspace_bytes=round(leg.result_bytes) if gathered else 0)
         self.copies[leg.value, key[1], leg.target] = storage
@@ -246,7 +219,7 @@ class _StepProgramBuilder:
         else:
             self._add(op)
 
-    def _prefetch(self, op: _ProgramStep, sent_bytes: float, in_layer: bool) -> None:
+    def _prefetch(self, op: ProgramStep, sent_bytes: float, in_layer: bool) -> None:
         """Gather a parameter when the previous block begins; in a layer, together with others. Their workspace is needed until
         they are waited for; it includes what is sent if they are several."""
         if not in_layer:
@@ -257,7 +230,7 @@ class _StepProgramBuilder:
         if bucket is None or sum(self.names[s][1] for s in (*bucket.makes, *op.makes)) > BUCKET_BYTES:
             self._add(op, ahead=True)
             if op.workspace_bytes:
-                self._add(_ProgramStep(op.name, op.block, op.backward, list(op.makes), [], repeatable=False, waits_for=op))
+                self._add(ProgramStep(op.name, op.block, op.backward, list(op.makes), [], repeatable=False, waits_for=op))
             self.prefetched[here], self.sent_bytes = op, sent_bytes
             return
         bucket.workspace_bytes += op.workspace_bytes + round(sent_bytes + self.sent_bytes)
@@ -282,7 +255,7 @@ class _StepProgramBuilder:
         kind = hop.collective, hop.axis, leg.dtype
         if kind in self.buckets and self.buckets[kind].nbytes + hop.bytes > BUCKET_BYTES:
             self._reduce(kind)
-        bucket = self.buckets.setdefault(kind, _GradientBucket())
+        bucket = self.buckets.setdefault(kind, ReducedGradients())
         read = self.made.get(key, [])
         bucket.reads += read
         bucket.nbytes += hop.bytes
@@ -297,7 +270,7 @@ class _StepProgramBuilder:
         made = sum(self.names[s][1] for s in bucket.makes)
         buffer = round(bucket.nbytes) if len(bucket.reads) > 1 else 0
         name = self.names[bucket.reads[0]][0] if bucket.reads else ""
-        op = _ProgramStep(name, "", True, bucket.reads, bucket.makes, scratch_bytes=max(buffer - made, 0))
+        op = ProgramStep(name, "", True, bucket.reads, bucket.makes, scratch_bytes=max(buffer - made, 0))
         if bucket.last is None:
             self._add(op)
         else:
@@ -313,7 +286,7 @@ class _StepProgramBuilder:
         if not self.segments or self.segments[-1][0] != block:
             self.segments.append((block, []))
 
-    def _add(self, op: _ProgramStep, ahead: bool = False) -> None:
+    def _add(self, op: ProgramStep, ahead: bool = False) -> None:
         """ahead: where the previous block of the phase begins."""
         (phase, _), ops = self.segments[-1]
         if ahead and len(self.segments) > 1 and self.segments[-2][0][0] == phase:
