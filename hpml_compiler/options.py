@@ -81,6 +81,9 @@ class Options(BaseModel):
     microbatches: int = Field(
         1, ge=1, description="number of microbatches per training step; they run one after another, so that the saved "
         "activations of one are in memory at a time; results are those of the whole batch")
+    gather: Literal["auto", "once", "each"] = Field(
+        "auto", description='with microbatches, when a sharded parameter is gathered: "once", before the loop over them; or in '
+        '"each" microbatch, in forward and again in backward, which takes less memory and more time; "auto" decides by cost')
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = Field(
         "auto", description='pipeline schedule; "auto" is 1f1b, or interleaved with virtual_stages '
         "above 1")
@@ -143,6 +146,13 @@ class Options(BaseModel):
     def _in_order(cls, mesh: dict[str, int] | None, others: ValidationInfo) -> dict[str, int] | None:
         return in_mesh_order(mesh, others.data.get("mesh_order"))
 
+    @field_validator("gather")
+    @classmethod
+    def _once_in_stages(cls, gather: str, others: ValidationInfo) -> str:
+        if (others.data.get("mesh") or {}).get("pp", 1) > 1 and gather == "each":
+            raise ValueError('pipeline stages (mesh axis pp) do not gather in each microbatch yet: set "once" or "auto"')
+        return gather
+
     @field_validator("offload")
     @classmethod
     def _for_a_budget(cls, offload: str, others: ValidationInfo) -> str:
@@ -202,6 +212,11 @@ class Options(BaseModel):
     def chooses_saved(self) -> bool:
         """True if hpml, not the partitioner, decides which activations are saved."""
         return self.memory_budget is not None or bool(self.recompute)
+
+    @property
+    def is_compact(self) -> bool:
+        """True if gradients are reduced a few at a time, which takes less memory."""
+        return self.memory_budget is not None or self.zero in (1, 2, 3)
 
     def budget_bytes(self, memory_bytes: int) -> int | None:
         """memory_budget in bytes, for a device with `memory_bytes`; None without a budget."""

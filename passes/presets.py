@@ -42,6 +42,7 @@ from passes.pipeline.find_stages import FindStages
 from passes.pipeline.stage_assignment import StageAssignment
 from passes.pipeline.stage_body import AdoptStages, AnalyzeStageBody
 from passes.sharding.formulation.problem_entities import Pin
+from passes.sharding.loop_gathers import LoopGathers
 from passes.sharding.search.mesh_search import SearchConfig
 from passes.sharding.search.placement_passes import AdoptPlacements, DecidePlacements, ObeyPlacements
 from passes.simulation.memory.storage_program import Microbatches
@@ -53,6 +54,7 @@ from passes.transforms.cleanup.unalias_cat import UnaliasCat
 from passes.transforms.cleanup.unalias_gradients import UnaliasGradients
 from passes.transforms.comm.gradient_buckets import BucketGradients
 from passes.transforms.comm.prefetch_all_gather import PrefetchAllGather
+from passes.transforms.comm.repeat_gathers import RepeatGathers
 from passes.transforms.memory.activation_offload import OffloadActivations
 from passes.transforms.memory.hoist_to_forward import HoistToForward
 from passes.transforms.memory.rematerialization import Rematerialize
@@ -150,23 +152,28 @@ def whole_batch(forward_outputs: int, kept_gradients: Sequence[int], decision: D
 
 
 def to_microbatches(decision: Decision, groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int],
-                    asks: bool = False) -> PassManager:
+                    asks: bool = False, gathered: Iterable[str] = ()) -> PassManager:
     """From a graph ready for planning, and a decision with time as its last axis, to one that can be split at its markers
-    (`passes.transforms.microbatch.loop_split`). asks: see `Shard`."""
-    manager = PassManager((AdoptPlacements(decision), Shard(groups, asks), MoveLoopInvariants(), Deduplicate(),
+    (`passes.transforms.microbatch.loop_split`). asks: see `Shard`. gathered: parameters that each microbatch gathers."""
+    repeat = (RepeatGathers(frozenset(gathered)),) if gathered else ()
+    manager = PassManager((AdoptPlacements(decision), Shard(groups, asks), *repeat, MoveLoopInvariants(), Deduplicate(),
                            UnaliasGradients(tuple(kept_gradients), forward_outputs)))
     manager.check(available=(GRAPH_SIGNATURE, OPERATIONS))
     return manager
 
 
-def around_loop(compiler: str) -> PassManager:
-    """Prepare the prologue or epilogue of the microbatch loop for compilation."""
-    return PassManager((Deduplicate(), BucketGradients(), *((InductorJoint(),) if compiler == "inductor" else ())))
+def around_loop(compiler: str, compact: bool = False) -> PassManager:
+    """Prepare the prologue or epilogue of the microbatch loop for compilation. compact: as in `after_planning`."""
+    return PassManager((Deduplicate(), BucketGradients(soon=compact), *((InductorJoint(),) if compiler == "inductor" else ())))
 
 
-def in_loop(compiler: str, forward_outputs: int) -> PassManager:
-    """Prepare the joint graph of one microbatch for partitioning into forward and backward."""
-    return PassManager((InductorJoint() if compiler == "inductor" else TagPhases(forward_outputs),))
+def in_loop(compiler: str, forward_outputs: int, repeats: LoopGathers | None = None, ahead: bool = True) -> PassManager:
+    """Prepare the joint graph of one microbatch for partitioning into forward and backward. repeats: collectives of parameters
+    that each microbatch runs. ahead: as in `after_planning`."""
+    return PassManager((*((BucketGradients(soon=True),) if repeats and repeats.reduced else ()),
+                        *((PrefetchAllGather(ahead=ahead),) if repeats and repeats.gathered else ()),
+                        InductorJoint() if compiler == "inductor" else TagPhases(
+                            forward_outputs, holds_back=bool(repeats and repeats.gathered))))
 
 
 def after_planning(decision: Decision, groups: MeshGroups, compiler: str, forward_outputs: int | None = None,

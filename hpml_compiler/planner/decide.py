@@ -19,14 +19,14 @@ from hpml_compiler.planner.checkpointing.single_device_checkpointing import (
     given_checkpointing,
     keep_in_loop,
 )
+from hpml_compiler.planner.graph.gather_choice import GatherChoice, repeats_in
 from hpml_compiler.planner.graph.graph_planning import PlanResult, solver_options
-from hpml_compiler.planner.graph.microbatch_estimate import in_time
 from hpml_compiler.planner.graph.microbatching import loop_of, loss_of, memory_model_in_time, microbatch_placement
 from hpml_compiler.planner.graph.step_problem import StepProblem
 from hpml_compiler.planner.pipeline.cut_plan import cut_plan_of, stage_search, unpipelined_search
 from hpml_compiler.planner.pipeline.pp_axis import cluster_of_stage, devices_of_stage, is_split, options_of_stage, schedule_of
 from hpml_compiler.planner.search.dry_run import DryRun
-from hpml_compiler.planner.search.fitting_search import FittingSearch, check_fits, fits_replicated
+from hpml_compiler.planner.search.fitting_search import FittingSearch, check_fits, fits_replicated, memory_limit
 from hpml_compiler.planner.search.placement_request import PlacementRequest
 from hpml_compiler.planner.step_decision import DecidedStep, StepDecision, pinned_by
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
@@ -34,6 +34,7 @@ from hpml_compiler.plans.schema import GraphPlan
 from passes.checkpointing.pinned_recomputation import unmatched
 from passes.graph.graph_copy import copy_graph
 from passes.graph.module_blocks import assign_blocks
+from passes.sharding.loop_gathers import LoopGathers
 from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.transforms.shard.redistributor import MeshGroups
 
@@ -97,13 +98,17 @@ def _on_one_device(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement |
 
 def _on_devices(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | None) -> DecidedStep:
     options = step.options
-    trial = DryRun(step, times) if step.sharing is not None and step.forward_outputs is not None else None
+    given = _saved_repeats(step)
+    trial = DryRun(step, times, given) if step.sharing is not None and step.forward_outputs is not None else None
     if trial is not None:
         _warn_unmatched(step)
 
     def finish(planned: PlanResult) -> GraphPlan:
         record = planned.record if step.folded is None else step.folded.of_all_layers(planned.record)
-        record = in_time(record, step.annotated, times, step.cluster, options)
+        if times is not None:
+            choice = GatherChoice(record, step.annotated, times, step.cluster, options, given)
+            limit = memory_limit(options, step.cluster)
+            record = choice.within(limit)[1] if planned.repeats is None else choice.record_of(planned.repeats)
         return record if planned.kept is None else with_checkpointing(record, planned.kept, options)
 
     fitting = FittingSearch(options, step.cluster, finish, memory_model_in_time(times, loss_of(step.annotated.gm) is not None))
@@ -111,7 +116,9 @@ def _on_devices(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | No
                                options.load_plan(), folded=step.folded, times=times)
     planned, record = ranks.place(request, lambda request: request.place(
         step.allowance, fitting, trial, _saved_checkpointing(step), hurried=ranks.running))
-    decision = StepDecision(planned.mesh, planned.decision, times, checkpointing=planned.kept, pinned=pinned_by(options))
+    gathers = repeats_in(record.microbatches, step.annotated.interface.names)
+    decision = StepDecision(planned.mesh, planned.decision, times, gathers, checkpointing=planned.kept,
+                            pinned=pinned_by(options))
     return DecidedStep(decision, step, replace(planned, record=record), record)
 
 
@@ -137,8 +144,8 @@ def _in_stages(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | Non
         record = ranks.agreed("checking that the stages fit",
                               lambda: None if fits() else check_fits(finish(None), options, cluster))
     decision = StepDecision(
-        dict(options.mesh or {}), planned and planned.decision, times, table.name,
-        None if finish is None else finish.stages, pinned=pinned_by(options))
+        dict(options.mesh or {}), planned and planned.decision, times, schedule=table.name,
+        stages=None if finish is None else finish.stages, pinned=pinned_by(options))
     return DecidedStep(decision, step, planned, record, fullest=None if finish is None else finish.fullest)
 
 
@@ -169,6 +176,13 @@ def _warn_unmatched(step: StepProblem) -> None:
     for pattern in unmatched(blocks, pins):
         log.warning("%s: recompute: %r matches none of its blocks, which are %s", step.name, pattern,
                     ", ".join(blocks[:8]) or "none: it has no list of layers")
+
+
+def _saved_repeats(step: StepProblem) -> LoopGathers | None:
+    """Collectives of parameters that each microbatch repeats in the plan that the options give."""
+    given = step.options.load_plan()
+    graph = None if given is None else next((each for each in given.graphs if each.graph_hash == step.annotated.hash()), None)
+    return None if graph is None else repeats_in(graph.microbatches, step.annotated.interface.names)
 
 
 def _saved_checkpointing(step: StepProblem) -> CheckpointingPlan | None:

@@ -14,6 +14,7 @@ from passes.graph.decision import Decision
 from passes.graph.loops.loop_parts import LoopSplit
 from passes.json_records import FrozenMap
 from passes.pipeline.stage_assignment import StageAssignment
+from passes.sharding.loop_gathers import LoopGathers
 from passes.sharding.microbatch_axis import MicrobatchPlacement
 
 NO_AXES: FrozenMap[str, int] = FrozenMap({})
@@ -25,7 +26,8 @@ class StepDecision:
 
     mesh: sizes of its axes in rank order; no axes on one device. placements: of every value on the axes of one stage, with the
     redistributions between them; None where a stage has one rank. microbatches: placements on the microbatch axis, by which an
-    operation is in the loop or around it; None with one microbatch. schedule, stages: of the pipeline; the stages are None
+    operation is in the loop or around it; None with one microbatch. gathers: collectives of sharded parameters that each
+    microbatch repeats; None without a loop on devices. schedule, stages: of the pipeline; the stages are None
     without one, and until the loop is cut out, which they are found in. checkpointing: activations that are saved, offloaded,
     or else recomputed; None where the partitioner decides. stage_checkpointing: the same of each stage, once they are cut out.
     pinned: the parts that the user decided.
@@ -34,6 +36,7 @@ class StepDecision:
     mesh: Mapping[str, int] = NO_AXES
     placements: Decision | None = None
     microbatches: MicrobatchPlacement | None = None
+    gathers: LoopGathers | None = None
     schedule: str | None = None
     stages: StageAssignment | None = None
     checkpointing: CheckpointDecision | None = None
@@ -54,6 +57,8 @@ class StepDecision:
         parts = {"mesh": axes, "placements": self.placements and f"of {len(self.placements.operations)} operations",
                  "microbatches": self.microbatches and f"{self.microbatches.microbatches}, with "
                                                        f"{self.microbatches.share:.0%} of the work on rows in the loop",
+                 "gathers": self.gathers and f"of {len(self.gathers.gathered)} parameters in each microbatch, and "
+                                             f"reductions of {len(self.gathers.reduced)} gradients",
                  "stages": self.stages and f"{self.stages.count} under {self.schedule}",
                  "checkpointing": self.checkpointing and f"{len(self.checkpointing.names)} values saved, "
                                                          f"{self.checkpointing.again} calls recomputed",
@@ -81,5 +86,6 @@ def pinned_by(options: Options) -> frozenset[str]:
     """The parts of a decision that the options pin."""
     given = {"mesh": options.mesh is not None, "placements": options.plan is not None,
              "microbatches": options.microbatches > 1, "stages": options.stage_ranks > 1,
+             "gathers": options.gather != "auto" or options.plan is not None,
              "checkpointing": options.plan is not None or bool(options.recompute)}
     return frozenset(name for name, pins in given.items() if pins)

@@ -18,6 +18,10 @@ class MicrobatchPlan(Record):
     the loop that read rows, most expensive first; they stay outside because their rows depend on each other or on results
     that are known only after the loop.
 
+    gathered, reduced: names of the sharded parameters that each microbatch gathers, and of those whose gradients each of them
+    reduces; the others are gathered once before the loop, and reduced once after it. repeated: operations on gathered
+    parameters that each microbatch repeats, whose size does not shrink with the rows.
+
     loss_inside: the loss is computed in the graph, so backward of a microbatch follows its forward. Otherwise forward of all
     microbatches runs first, and the activations of all of them are in memory."""
 
@@ -27,6 +31,9 @@ class MicrobatchPlan(Record):
     after: Names = ()
     sums: Names = ()
     whole: Names = ()
+    gathered: Names = ()
+    reduced: Names = ()
+    repeated: Names = ()
     loss_inside: bool = True
 
 

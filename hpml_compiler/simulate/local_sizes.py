@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from hpml_compiler.plans.record_fields import Shape
@@ -19,6 +19,15 @@ def placed_bytes(shape: Shape, dtype: str, placements: Sequence[str], axes: Axes
     """Bytes on one rank of a value with the unsharded shape `shape`."""
     shards = math.prod(axis.size for axis, place in zip(axes, placements) if place.startswith("S"))
     return math.prod(shape) * item_bytes(dtype) / shards
+
+
+def values_of_parameters(graph: GraphPlan, names: Iterable[str]) -> dict[str, str]:
+    """Parameter by value, for these parameters and what is computed from one of them alone."""
+    found = {name: name for name in names}
+    for name, operation in graph.operations.items():
+        if len(operation.sources) == 1 and operation.sources[0] in found:
+            found[name] = found[operation.sources[0]]
+    return found
 
 
 class LocalView:
@@ -81,7 +90,24 @@ class LocalView:
 
     def is_whole(self, name: str) -> bool:
         """True if a value's size, or an operation's work, does not shrink with the rows."""
-        return name in self.fixed or name in self.when
+        return name in self.fixed or name in self.when or name in self.repeated
+
+    @cached_property
+    def repeated(self) -> frozenset[str]:
+        """Operations on parameters that each microbatch repeats."""
+        return frozenset(() if self.graph.microbatches is None else self.graph.microbatches.repeated)
+
+    @cached_property
+    def gathered(self) -> frozenset[str]:
+        """Values that are gathered in each microbatch: parameters, and what is computed from their shards alone."""
+        return frozenset(values_of_parameters(self.graph, self.graph.microbatches.gathered) if self.graph.microbatches else ())
+
+    @cached_property
+    def reduced(self) -> frozenset[str]:
+        """Gradients that are reduced in each microbatch."""
+        said = self.graph.microbatches
+        return frozenset(self.graph.parameters[name].gradient for name in (() if said is None else said.reduced)
+                         if name in self.graph.parameters)
 
     @cached_property
     def gradients(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """Build the simulator's step graph from a plan's records: one rank's work on a part of the rows, in plain numbers."""
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from hpml_compiler.plans.schema import GraphPlan, Redistribution
@@ -13,13 +14,14 @@ def step_graph(graph: GraphPlan, prices: PlanPrices, part: float = 1.0, obeys_ke
     """Build the step graph of one graph's plan. part: share of the rows in a microbatch, if the plan has no microbatches of its
     own. obeys_kept: as in `LocalView`."""
     view = LocalView(graph, obeys_kept)
+    legs = tuple(_leg(view, each, prices, part) for each in graph.redistributions)
     said = graph.microbatches
     part = part if said is None else 1.0 / said.count
     return StepGraph(
         name=graph.name,
         training=graph.training,
         calls=tuple(_call(view, call, prices, part) for call in view.calls),
-        legs=tuple(_leg(view, each, prices, part) for each in graph.redistributions),
+        legs=_first_of_each(legs),
         tangents={name: nbytes * part for name, nbytes in graph.tangents.items()},
         parameter_bytes=graph.memory.parameters,
         gradient_bytes=graph.memory.gradients,
@@ -45,7 +47,7 @@ def _call(view: LocalView, call: StepCall, prices: PlanPrices, part: float) -> S
 def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float) -> Transfer:
     gradient = view.is_gradient(move)
     share = 1.0 if gradient or (move.consumer and view.is_whole(move.value)) else part
-    before = view.graph.microbatches is not None and (
+    before = view.graph.microbatches is not None and move.value not in view.gathered and (
         move.value in view.graph.parameters or view.when.get(move.value) == "before")
     return Transfer(
         value=move.value,
@@ -59,4 +61,11 @@ def _leg(view: LocalView, move: Redistribution, prices: PlanPrices, part: float)
         gradient=gradient,
         multiplicity=move.multiplicity,
         once=move.held or before,
+        each=gradient and move.value in view.reduced,
     )
+
+
+def _first_of_each(legs: Sequence[Transfer]) -> tuple[Transfer, ...]:
+    """Values that are redistributed before the loop are there for forward and backward: each way once."""
+    first: dict[Hashable, Transfer] = {}
+    return tuple(leg for leg in legs if not leg.once or first.setdefault((leg.value, leg.source, leg.target), leg) is leg)

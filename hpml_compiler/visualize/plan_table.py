@@ -28,6 +28,7 @@ from hpml_compiler.visualize.formatting import (
 )
 from hpml_compiler.visualize.pipeline_table import stage_table
 from hpml_compiler.visualize.terminal import as_text, labelled
+from passes.graph.placement_graph import block_class
 
 MOST_ROWS = 40
 MOST_LINES = 4  # of placements in a row
@@ -93,12 +94,16 @@ def _graph(graph: GraphPlan) -> Iterator[RenderableType]:
 
 
 def describe_microbatches(said: MicrobatchPlan) -> str:
-    """Describe the microbatches: their number, the operations outside of the loop, and the order of forward and backward."""
+    """Describe the microbatches: their number, the operations outside of the loop, the order of forward and backward, and the
+    parameters that each of them gathers, or whose gradients it reduces."""
     whole = ", ".join(said.whole[:MOST_NAMES]) + (f" and {len(said.whole) - MOST_NAMES} more" * (len(said.whole) > MOST_NAMES))
     order = "backward of each after its forward" if said.loss_inside else (
         "forward of all first, since the loss is not in this graph: what all of them save is held")
+    repeated = "".join(
+        f"; each {verb} {', '.join(sorted({block_class(name) for name in names}))}"
+        for verb, names in (("gathers", said.gathered), ("reduces the gradients of", said.reduced)) if names)
     return (f"{said.count}, with {100 * said.share:.1f} % of the work on rows in their loop"
-            f"{f' (whole: {whole})' if whole else ''}; {order}. Rows of blocks are of the whole batch")
+            f"{f' (whole: {whole})' if whole else ''}; {order}{repeated}. Rows of blocks are of the whole batch")
 
 
 def _disagreements(graph: GraphPlan, classes: list[BlockClass]) -> Iterator[RenderableType]:

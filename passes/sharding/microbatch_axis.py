@@ -168,14 +168,16 @@ def replicated_decision(graph: PlacementGraph) -> Decision:
         tuple(Route(v, ()) for v, _ in graph.outputs))
 
 
-def with_time_axis(decision: Decision, graph: PlacementGraph, times: MicrobatchPlacement) -> Decision:
+def with_time_axis(decision: Decision, graph: PlacementGraph, times: MicrobatchPlacement,
+                   reduced: Container[int] = ()) -> Decision:
     """The decision with time as its last axis. Rows are sliced after redistribution between devices, and accumulated values are
     redistributed after accumulation: a gradient is accumulated in the loop, and reduced over devices once. Values that are
-    never whole are redistributed inside the loop."""
+    never whole are redistributed inside the loop, and so are accumulated values in `reduced`."""
     made: dict[int, Placement] = {v: REPLICATE for v in decision.inputs}
     for op in graph.operations:
         made.update(zip(op.outputs, map(_placement, times.makes[op.index])))
-    decision = _reduced_later(decision, graph, {v for v, placement in made.items() if placement == PARTIAL})
+    sums = {v for v, placement in made.items() if placement == PARTIAL and v not in reduced}
+    decision = _reduced_later(decision, graph, sums)
     operations = {}
     routes = {}
     for op in graph.operations:
@@ -186,7 +188,7 @@ def with_time_axis(decision: Decision, graph: PlacementGraph, times: MicrobatchP
             for layouts, placements in ((rows.inputs, reads), (rows.made, makes), (rows.outputs, makes))))
         for k, (v, read) in enumerate(zip(op.inputs, reads)):
             routes[op.index, k] = _in_time(decision.routes[op.index, k], made[v], read, _phase(graph, v), op.phase)
-    outputs = tuple(_in_time(route, made[route.value], REPLICATE, _phase(graph, route.value), FORWARD)
+    outputs = tuple(_in_time(route, made[route.value], REPLICATE, _phase(graph, route.value), FORWARD, route.value in reduced)
                     for route in decision.outputs)
     return replace(
         decision, axes=(*decision.axes, time_axis(times.microbatches)), operations=FrozenMap(operations),
@@ -222,12 +224,15 @@ def _phase(graph: PlacementGraph, v: int) -> Phase:
     return FORWARD if producer is None else graph.operations[producer].phase
 
 
-def _in_time(route: Route, made: Placement, read: Placement, making: Phase, reading: Phase) -> Route:
-    """The route on the time axis. making, reading: phases in which the value is computed, and read."""
+def _in_time(route: Route, made: Placement, read: Placement, making: Phase, reading: Phase, last: bool = False) -> Route:
+    """The route on the time axis. making, reading: phases in which the value is computed, and read. last: it is collected from
+    the loop after its redistribution between devices."""
     collected = made != REPLICATE and read == REPLICATE
-    on_the_way = REPLICATE if collected else made
+    on_the_way = REPLICATE if collected and not last else made
     hops = [Hop((*hop.layout, on_the_way), hop.phase) for hop in route.hops]
-    if collected:
+    if collected and last:
+        hops.append(Hop((*route.target, REPLICATE), making))
+    elif collected:
         hops.insert(0, Hop((*route.source, REPLICATE), making))
     elif made != read:
         hops.append(Hop((*route.target, read), reading))

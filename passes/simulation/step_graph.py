@@ -76,7 +76,8 @@ class Transfer:
     """A paid part of a redistribution: a value goes from one layout to another for `reader`, which is a
     call, its own producer (a sum reduced where it is computed), or "" for a graph output. gradient: it is reduced
     for the optimizer. result_bytes: of the value in its target layout, where a microbatch allocates and frees it. once: it
-    runs once a step, however many microbatches. It stands for `multiplicity` equal ones in the whole model."""
+    runs once a step, however many microbatches; each: a gradient is reduced in each of them, not after the last. It stands for
+    `multiplicity` equal ones in the whole model."""
 
     value: str
     reader: str
@@ -88,10 +89,15 @@ class Transfer:
     gradient: bool = False
     multiplicity: int = 1
     once: bool = False
+    each: bool = False
 
     @property
     def communicates(self) -> bool:
         return any(hop.bytes for hop in self.hops)
+
+    def runs(self, microbatches: int) -> int:
+        """How often it runs in a step."""
+        return 1 if self.once or self.gradient and not self.each else microbatches
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,7 @@ class _GraphLowering:
         if microbatch and phase:
             self.program.compute("accumulate gradients", BACKWARD, self.graph.accumulate_us)
         self._wait_for_returned()
-        if last:
-            self.buckets.flush()
+        self.buckets.flush()  # but for the last microbatch, empty unless each of them reduces
 
     def close(self) -> None:
         """Transfers without a waiting call in the graph: the optimizer waits for them."""
@@ -149,7 +148,7 @@ class _GraphLowering:
             for _ in range(repeats):
                 if not leg.gradient:
                     self.returned.append(self._hops(leg.hops, label, [index]))
-                elif reduce:
+                elif reduce or leg.each:
                     self._reduce(leg, 0, index, each.layer, label)
 
     def _comes_again(self, leg: Transfer, reader: StepCall) -> bool:

@@ -25,10 +25,11 @@ def values(ranks: int) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {
         "model": [*MODELS], "microbatches": [1, 2, 4], "memory_budget": [None, "1GiB", 1],
         "recompute": ["auto", "none", "selective", "full"], "offload": ["off", "saved", "optimizer"],
-        "compile_blocks": ["off", "on"], "launches": [1, 2, "plan"], "loss": ["inside", "outside"], "zero": ["auto"],
-        "mesh": MESHES[ranks], "schedule": ["auto"]}
+        "compile_blocks": ["off", "on"], "launches": [1, 2, "plan"], "loss": ["inside", "outside"],
+        "zero": ["auto"], "gather": ["auto"], "mesh": MESHES[ranks], "schedule": ["auto"]}
     if ranks > 1:
         found["zero"] = ["auto", 0, 2, 3]
+        found["gather"] = ["auto", "once", "each"]
         found["schedule"] = ["auto", "gpipe", "interleaved", "zero_bubble", "zbv"]
     return found
 
@@ -36,7 +37,7 @@ def values(ranks: int) -> dict[str, list[Any]]:
 def options_of(chosen: dict[str, Any]) -> dict[str, Any]:
     """Options of the backend. chosen: a value of each."""
     found = {name: chosen[name] for name in ("microbatches", "memory_budget", "recompute", "offload", "compile_blocks", "zero",
-                                             "schedule") if chosen[name] is not None}
+                                             "gather", "schedule") if chosen[name] is not None}
     if chosen["mesh"]:
         found["mesh"] = chosen["mesh"]
     if chosen["schedule"] in ("interleaved", "zbv"):

@@ -48,6 +48,7 @@ from passes.graph.fx_nodes import returned_nodes
 from passes.graph.graph_copy import copy_graph
 from passes.pipeline.find_stages import TooFewBlocks
 from passes.presets import after_planning, annotate, building_storage_program, one_device
+from passes.sharding.loop_gathers import ONCE
 from passes.solver.work_limit import WorkLimit
 from passes.tracing.joint_trace import JointTrace
 from passes.transforms.shard.hoist_batch_slice import batch_slices_of
@@ -194,7 +195,8 @@ class GraphDecisions:
             if loop is None:
                 groups = self.session.groups(decision.mesh)
                 loop = loop_of(gm, annotated.graph, decision.placements, times, groups, step.outputs, step.kept_gradients,
-                               self.options.compiler)
+                               self.options.compiler, decision.gathers or ONCE, kept is None or kept.ahead,
+                               self.options.is_compact)
                 if kept is not None and decided.planned is not None:
                     tape = self._trial(decided).tape(decided.planned, groups)
                     building_storage_program(tape_of_body(gm, loop, tape))(loop.body)
@@ -235,7 +237,7 @@ class GraphDecisions:
             left = sharded_outputs_of(annotated, planned.decision)
             after_planning(
                 planned.decision, self.session.groups(planned.mesh), compiler, forward_outputs, gradients,
-                compact=budgeted or self.options.zero in (1, 2, 3), ahead=planned.kept is None or planned.kept.ahead,
+                compact=self.options.is_compact, ahead=planned.kept is None or planned.kept.ahead,
                 outside=() if budgeted else self.inputs.only_read(annotated))(gm)
             taken = {annotated.interface.positions[name]: each for name, each in batch_slices_of(gm).items()}
             self.takes = replace(self.takes, left=left, taken=taken, tangents=sharded_tangents_of(annotated, planned.decision))
@@ -278,7 +280,7 @@ class GraphDecisions:
 
     def _trial(self, decided: DecidedStep) -> DryRun:
         assert decided.step is not None, "it was planned"
-        return DryRun(decided.step, decided.decision.microbatches)
+        return DryRun(decided.step, decided.decision.microbatches, decided.decision.gathers)
 
     def _enter(self, held: GraphMemory, decided: DecidedStep) -> None:
         """Enter the saved activations in the step. held: other memory of the graph on a rank."""

@@ -22,6 +22,7 @@ from passes.graph.placement_graph import PlacementGraph
 from passes.hardware.cluster import Cluster
 from passes.json_records import FrozenMap
 from passes.presets import deciding
+from passes.sharding.loop_gathers import LoopGathers
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.sharding.search.mesh_search import SearchConfig, SearchTables
 from passes.sharding.search.placement_passes import SEARCH_RESULT
@@ -43,6 +44,10 @@ class PlanResult:
     cluster: str = ""
     kept: CheckpointDecision | None = None
     """The checkpointing decision of this rank's graph, under a budget (`hpml_compiler.planner.search.budget_search`)."""
+    repeats: LoopGathers | None = None
+    """Collectives of parameters that each microbatch repeats, under a budget."""
+    repeats_us: float = 0.0
+    """Time that a step takes longer because of them."""
 
 
 def solver_options(options: Options) -> SolverOptions:

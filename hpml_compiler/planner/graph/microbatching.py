@@ -15,6 +15,7 @@ from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import LoopSplit, PrologueEpilogue
 from passes.graph.placement_graph import PlacementGraph
 from passes.presets import around_loop, in_loop, to_microbatches, whole_batch
+from passes.sharding.loop_gathers import ONCE, LoopGathers, reduced_in_loop
 from passes.sharding.microbatch_axis import MicrobatchPlacement, replicated_decision, solve_time_axis, with_time_axis
 from passes.sharding.oracle.memory_model import STEP_PEAK, MemoryModel
 from passes.solver.solvers import SolverOptions
@@ -48,34 +49,39 @@ def microbatch_placement(graph: PlacementGraph, microbatches: int, solver: Solve
 
 
 def mark_loop(gm: GraphModule, graph: PlacementGraph, placements: Decision | None, times: MicrobatchPlacement | None,
-              groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int], asks: bool = False) -> None:
+              groups: MeshGroups, forward_outputs: int, kept_gradients: Sequence[int], asks: bool = False,
+              repeats: LoopGathers = ONCE) -> None:
     """Rewrite an annotated graph to one with the markers of its loop. placements: on devices, with these groups; None where
-    every value is whole. times: None for a loop of one microbatch. asks: see `Shard`."""
+    every value is whole. times: None for a loop of one microbatch. asks: see `Shard`. repeats: collectives of parameters that
+    each microbatch runs."""
     if times is None:
         whole_batch(forward_outputs, kept_gradients, placements, groups, asks)(gm)
         return
     if placements is None:
         placements, groups = replicated_decision(graph), MeshGroups((), (), ())
-    to_microbatches(with_time_axis(placements, graph, times), groups.with_time(times.microbatches), forward_outputs,
-                    kept_gradients, asks)(gm)
+    times, reduced = reduced_in_loop(graph, times, repeats)
+    to_microbatches(with_time_axis(placements, graph, times, reduced), groups.with_time(times.microbatches), forward_outputs,
+                    kept_gradients, asks, repeats.gathered)(gm)
 
 
 def loop_of(gm: GraphModule, graph: PlacementGraph, placements: Decision | None, times: MicrobatchPlacement, groups: MeshGroups,
-            forward_outputs: int, kept_gradients: Sequence[int], compiler: str) -> LoopSplit:
+            forward_outputs: int, kept_gradients: Sequence[int], compiler: str, repeats: LoopGathers = ONCE,
+            ahead: bool = True, compact: bool = False) -> LoopSplit:
     """Cut the microbatch loop out of an annotated graph, which gets its markers; all parts are ready to be compiled, or to be
-    partitioned into forward and backward. See `mark_loop`."""
-    mark_loop(gm, graph, placements, times, groups, forward_outputs, kept_gradients, compiler == "inductor")
+    partitioned into forward and backward. See `mark_loop`, `in_loop` and
+    `around_loop`."""
+    mark_loop(gm, graph, placements, times, groups, forward_outputs, kept_gradients, compiler == "inductor", repeats)
     loop = split_at_markers(gm)
-    in_loop(compiler, len(loop.forward))(loop.body)
-    prepare_around_loop(loop, compiler)
+    in_loop(compiler, len(loop.forward), repeats, ahead)(loop.body)
+    prepare_around_loop(loop, compiler, compact or repeats != ONCE)
     return loop
 
 
-def prepare_around_loop(loop: PrologueEpilogue, compiler: str) -> None:
-    """Prepare the graphs before and after the loop for compilation, in place."""
+def prepare_around_loop(loop: PrologueEpilogue, compiler: str, compact: bool = False) -> None:
+    """Prepare the graphs before and after the loop for compilation, in place. compact: see `around_loop`."""
     for segment in (*loop.before, *loop.after):
         if segment.gm is not None:
-            around_loop(compiler)(segment.gm)
+            around_loop(compiler, compact)(segment.gm)
 
 
 def memory_model_in_time(times: MicrobatchPlacement | None, loss_inside: bool) -> MemoryModel:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.optimality_gap import with_gap
@@ -33,15 +32,15 @@ LITTLE = 0.005
 """Recomputation that takes no more than this part of a step is no reason to search for other placements."""
 
 Plan = Callable[[MemoryModel, float, WorkLimit], PlanResult]
-TryOut = Callable[[PlanResult], CheckpointDecision]
+TryOut = Callable[[PlanResult], PlanResult]
 
 
 def search_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allowance: WorkLimit, others_bytes: float = 0.0,
                          wanted_gap: float = 0.0, remedies: Sequence[str] = ()) -> PlanResult:
     """plan: finds placements for a memory model, a number of bytes and an allowance, or raises Infeasible where there are none.
-    try_out: solves their checkpointing, with a `budget_bytes` that is the memory left by parameters, optimizer state and other
-    graphs of the step; of the latter, `others_bytes` are known beforehand. The search goes on until the allowance is over,
-    which few searches need: MOST_TRIALS ends them. wanted_gap: gap to the bound at which a plan counts as optimal.
+    try_out: adds their checkpointing, solved with a `budget_bytes` that is the memory left by parameters, optimizer state and
+    other graphs of the step; of the latter, `others_bytes` are known beforehand. The search goes on until the allowance is
+    over, which few searches need: MOST_TRIALS ends them. wanted_gap: gap to the bound at which a plan counts as optimal.
 
     Raises Infeasible, with the smallest budget that is known to work, where no trial fits, and LayersDiffer where none could be
     tried out; remedies: additional remedies for the error.
@@ -49,7 +48,8 @@ def search_within_budget(plan: Plan, try_out: TryOut, budget_bytes: float, allow
     search = _BudgetSearch(plan, try_out, budget_bytes, allowance)
     bytes_left = budget_bytes - others_bytes
     first = search.look(0.0, bytes_left)
-    if first is not None and _excess(first) <= 0 and _again_us(first) <= LITTLE * first.record.predicted.step_time_us:
+    if first is not None and _excess(first) <= 0 and (
+            _again_us(first) + first.repeats_us <= LITTLE * first.record.predicted.step_time_us):
         return with_gap(first, first, wanted_gap)
     shares = list(SHARES)
     longer_s = LONGER * allowance.seconds
@@ -90,7 +90,7 @@ class _BudgetSearch:
         same = next((each for each in self.tried if (each.mesh, each.decision) == (planned.mesh, planned.decision)), None)
         if same is None:
             try:
-                same = replace(planned, kept=self.try_out(planned))
+                same = self.try_out(planned)
             except LayersDiffer as refusal:
                 self.refusal = refusal  # with other placements, the layers may be equal
                 return None
@@ -152,7 +152,7 @@ def _again_us(planned: PlanResult) -> float:
 
 
 def _us(planned: PlanResult) -> float:
-    return planned.record.predicted.step_time_us + _again_us(planned)
+    return planned.record.predicted.step_time_us + _again_us(planned) + planned.repeats_us
 
 
 def _excess(planned: PlanResult) -> float:

@@ -12,7 +12,6 @@ from hpml_compiler.planner.search.budget_search import search_within_budget
 from hpml_compiler.planner.search.dry_run import MOST_OF_THE_TIME, DryRun
 from hpml_compiler.planner.search.plan_cache import PlanCache
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
-from passes.checkpointing.checkpoint_keys import CheckpointDecision
 from passes.sharding.oracle.memory_model import MemoryModel
 from passes.sharding.search.mesh_search import SearchTables
 from passes.solver.work_limit import WorkLimit
@@ -31,7 +30,7 @@ def plan_by_trials(plan: Callable[..., PlanResult], trial: DryRun, allowance: Wo
     def placed(lifetimes: MemoryModel, budget_bytes: float, part: WorkLimit) -> PlanResult:
         return _placed(plan, trial, lifetimes, budget_bytes, part)
 
-    def try_out(planned: PlanResult) -> CheckpointDecision:
+    def try_out(planned: PlanResult) -> PlanResult:
         return trial(planned, allowance.part(MOST_OF_THE_TIME * allowance.seconds))
 
     remedies = [] if sharing.options.offloads("saved") else ['offload="saved"']
@@ -52,7 +51,8 @@ def cached_or_new(memory: PlanCache, plan: Callable[..., PlanResult], trial: Dry
     step = trial.step
     budgeted = memory.about(step.sharing, step.outputs, step.kept_gradients, sorted(step.written), step.device)
     return budgeted.plan(
-        lambda found: plan_as_pinned(partial(plan, as_in=found), trial, within, found.kept) if found.kept else None,
+        lambda found: plan_as_pinned(partial(plan, as_in=found), replace(trial, repeats=found.repeats), within, found.kept)
+        if found.kept else None,
         lambda: plan_by_trials(plan, trial, within), within)
 
 
@@ -65,11 +65,12 @@ def cached_or_new_within(memory: PlanCache, plan: Callable[..., PlanResult], all
 
 def plan_as_pinned(plan: Callable[..., PlanResult], trial: DryRun, allowance: WorkLimit,
                    pinned: CheckpointingPlan) -> PlanResult | None:
-    """Apply the checkpointing of a saved plan; None where that was made for another budget and does not fit this one."""
+    """Apply the checkpointing of a saved plan, and the collectives that the trial is given; None where it was made for another
+    budget and does not fit this one."""
     sharing = trial.sharing
     planned = _placed(plan, trial, MemoryModel(0.0), sharing.budget - sharing.held_by_others, allowance)
-    kept = trial.obey(planned, pinned)
-    return None if kept is None else with_gap(replace(planned, kept=kept), planned, sharing.options.gap)
+    obeyed = trial.obey(planned, pinned)
+    return None if obeyed is None else with_gap(obeyed, planned, sharing.options.gap)
 
 
 def _placed(plan: Callable[..., PlanResult], trial: DryRun, lifetimes: MemoryModel, budget_bytes: float, allowance: WorkLimit,

@@ -1,11 +1,13 @@
 """Dry run of a plan on a copy of the graph, for one rank: its saved activations and its memory."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from hpml_compiler.planner.checkpointing.checkpoint_problem import CheckpointProblem, problem_of_loop
 from hpml_compiler.planner.checkpointing.offload_cost import offload_price
 from hpml_compiler.planner.graph.few_layer_trace import layers_of
+from hpml_compiler.planner.graph.gather_choice import GatherChoice
 from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.planner.graph.memory_budget import GraphMemory, StepContext
 from hpml_compiler.planner.graph.microbatching import loop_of, loss_of, memory_model_in_time
@@ -18,6 +20,7 @@ from passes.graph.graph_copy import copy_graph
 from passes.hardware.axis import device_axes
 from passes.hardware.mesh import mesh_from_pin
 from passes.presets import after_planning, building_storage_program
+from passes.sharding.loop_gathers import ONCE, LoopGathers
 from passes.sharding.microbatch_axis import MicrobatchPlacement
 from passes.solver.work_limit import WorkLimit
 from passes.transforms.comm.prefetch_all_gather import starts_ahead
@@ -29,10 +32,12 @@ MOST_OF_THE_TIME = 0.5
 
 @dataclass(frozen=True)
 class DryRun:
-    """times: placements on the microbatch axis; None with one microbatch."""
+    """times: placements on the microbatch axis; None with one microbatch. repeats: collectives of parameters that each
+    microbatch repeats, where that is decided already."""
 
     step: StepProblem
     times: MicrobatchPlacement | None = None
+    repeats: LoopGathers | None = None
 
     @property
     def sharing(self) -> StepContext:
@@ -40,20 +45,44 @@ class DryRun:
         assert self.step.sharing is not None, "there is a memory budget"
         return self.step.sharing
 
-    def __call__(self, planned: PlanResult, allowance: WorkLimit | None = None) -> CheckpointDecision:
+    def __call__(self, planned: PlanResult, allowance: WorkLimit | None = None) -> PlanResult:
         """Solve checkpointing for the first rank; the graphs of other ranks have the same calls. Process groups need not exist:
-        none is used. allowance: for solving; a part of the options' time limit if None."""
-        problem, within = self.problem(planned), allowance or WorkLimit(MOST_OF_THE_TIME * self.step.options.time_limit)
+        none is used. With microbatches, parameters are gathered, and gradients reduced, as takes the least time together with
+        recomputation. allowance: for solving; a part of the options' time limit if None."""
+        within = allowance or WorkLimit(MOST_OF_THE_TIME * self.step.options.time_limit)
+        if self.times is None:
+            return replace(planned, kept=self._solved(planned, within))
+        choice, found, least_us = self._choice(planned), list[PlanResult](), math.inf
+        for repeats in choice.candidates(self.sharing.budget):
+            us = choice.us(repeats)
+            if us < least_us:  # else recomputation cannot make up for it
+                kept = replace(self, repeats=repeats)._solved(planned, within)
+                found.append(replace(planned, kept=kept, repeats=repeats, repeats_us=us))
+                least_us = min(least_us, _more_us(found[-1]) if kept.fits else math.inf)
+        fitting = [each for each in found if each.kept is not None and each.kept.fits]
+        return min(fitting, key=_more_us) if fitting else min(found, key=_peak_bytes)
+
+    def _choice(self, planned: PlanResult) -> GatherChoice:
+        step, folded = self.step, self.step.folded
+        assert self.times is not None, "there is a loop"
+        record = planned.record if folded is None else folded.of_all_layers(planned.record)
+        return GatherChoice(record, step.annotated, self.times, step.cluster, step.options, self.repeats)
+
+    def _solved(self, planned: PlanResult, within: WorkLimit) -> CheckpointDecision:
+        problem = self.problem(planned)
         kept = problem.solved(self.step.options, False, within)
         if kept.fits or not starts_ahead(problem.gm.graph):
             return kept
         at_once = replace(self.problem(planned, ahead=False).solved(self.step.options, False, within), ahead=False)
         return at_once if at_once.peak_bytes < kept.peak_bytes else kept
 
-    def obey(self, planned: PlanResult, pinned: CheckpointingPlan) -> CheckpointDecision | None:
+    def obey(self, planned: PlanResult, pinned: CheckpointingPlan) -> PlanResult | None:
         """Apply the checkpointing of a saved plan; None where it does not fit, since the budget is another one."""
         kept = self.problem(planned, pinned.ahead).obeyed(pinned)
-        return None if kept is None else replace(kept, ahead=pinned.ahead)
+        if kept is None:
+            return None
+        us = 0.0 if self.times is None or self.repeats is None else self._choice(planned).us(self.repeats)
+        return replace(planned, kept=replace(kept, ahead=pinned.ahead), repeats=self.repeats, repeats_us=us)
 
     def problem(self, planned: PlanResult, ahead: bool = True) -> CheckpointProblem:
         """The rewritten graph's problem. ahead: with all-gathers that overlap the previous block, which take more memory."""
@@ -62,7 +91,7 @@ class DryRun:
         room, name, tape = self.sharing.room(self.held(planned)), planned.record.name, self.tape(planned, groups)
         if self.times is not None:
             loop = loop_of(gm, step.annotated.graph, planned.decision, self.times, groups, step.outputs, step.kept_gradients,
-                           step.options.compiler)
+                           step.options.compiler, self.repeats or ONCE, ahead, compact=True)
             return problem_of_loop(gm, loop, self.times.microbatches, tape, room, name, step.folded)
         after_planning(planned.decision, groups, step.options.compiler, step.outputs, step.kept_gradients,
                        compact=True, ahead=ahead, by_block=step.folded is not None)(gm)
@@ -86,3 +115,14 @@ class DryRun:
         return BuildStorageProgram(step.outputs, prices, step.options.compiler == "inductor", step.written, groups.axis_of,
                                    offload_price(step.options, step.cluster), step.device, *layers_of(step.folded),
                                    recompute=tuple(step.options.recompute.items()))
+
+
+def _more_us(tried: PlanResult) -> float:
+    """Time that a step takes longer than with everything saved, and gathered and reduced once."""
+    assert tried.kept is not None, "it was tried out"
+    return tried.kept.again_us + tried.kept.offload_us + tried.repeats_us
+
+
+def _peak_bytes(tried: PlanResult) -> int:
+    assert tried.kept is not None, "it was tried out"
+    return tried.kept.peak_bytes

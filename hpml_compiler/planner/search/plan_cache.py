@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import torch
@@ -22,7 +22,7 @@ from hpml_compiler.planner.graph.graph_planning import PlanResult
 from hpml_compiler.plans.cache import plan_database
 from hpml_compiler.plans.cache.cache_warnings import warn_of_cache
 from hpml_compiler.plans.checkpointing_records import CheckpointingPlan
-from hpml_compiler.plans.record_fields import Mesh, Record
+from hpml_compiler.plans.record_fields import Mesh, Names, Record
 from hpml_compiler.plans.schema import DecisionRecord, MeshAttempt, SolverReport
 from passes import compat
 from passes.cost_model.measured.mesh_prices import CachedMeasurements
@@ -31,6 +31,7 @@ from passes.graph.analyzed_graph import AnalyzedGraph
 from passes.hardware.cluster import Cluster
 from passes.hardware.mesh import mesh_from_pin
 from passes.serialization.extension_fingerprint import extension_fingerprint_of, source_of
+from passes.sharding.loop_gathers import LoopGathers
 from passes.solver.work_limit import WorkLimit
 
 log = logging.getLogger("hpml")
@@ -44,7 +45,8 @@ PROBES_BYTES = (2.0**12, 2.0**18, 2.0**22)
 
 
 class CachedPlan(Record):
-    """Decisions for one graph, with the report of the search. look: costs from the quick profile that scaled all others."""
+    """Decisions for one graph, with the report of the search. look: costs from the quick profile that scaled all others.
+    gathered, reduced: as in `LoopGathers`, with microbatches under a budget."""
 
     name: str = NAME
     mesh: Mesh
@@ -52,7 +54,13 @@ class CachedPlan(Record):
     solver: SolverReport
     rejected: Annotated[tuple[MeshAttempt, ...], Field(strict=False)]
     kept: CheckpointingPlan | None = None
+    gathered: Names | None = None
+    reduced: Names = ()
     look: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def repeats(self) -> LoopGathers | None:
+        return None if self.gathered is None else LoopGathers(self.gathered, self.reduced)
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class PlanCache:
         record = planned.record
         kept = None if planned.kept is None else checkpointing_plan(planned.kept, self.options)
         entry = CachedPlan(mesh=record.mesh, decisions=record.decisions, solver=record.solver, rejected=planned.rejected,
-                           kept=kept, look=dict(self.look))
+                           kept=kept, look=dict(self.look), **({} if planned.repeats is None else asdict(planned.repeats)))
         try:
             plan_database.put(self.key, entry.model_dump_json())
         except BadInput as error:

@@ -110,8 +110,10 @@ class _StepProgramBuilder:
             self._call(each, phase)
         self.latest[call.name] = call.name, each.layer
         for leg, _ in self.legs.out_of(each):
-            if leg.gradient:
+            if leg.gradient and (leg.each or self.graph.microbatches == 1):
                 self._gradient_of(leg, each)
+            elif leg.gradient:  # accumulated unsharded, and reduced after the loop
+                self.gradients.update(self.made.get(self._key(leg.value, each), []))
             elif leg.communicates:
                 made = self._storage(call.name, leg.result_bytes)
                 reads = self._read(call.name, leg.source, each, phase)
@@ -205,14 +207,16 @@ class _StepProgramBuilder:
             return
         key, made = self._key(leg.value, each), self.graph.by_name.get(leg.value)
         storage = self._storage(leg.value, leg.result_bytes)
-        gathered = self.on_cpu and leg.hops[-1].collective == "all_gather"
+        gathered = self.on_cpu and leg.hops[-1].collective == "all_gather" and not leg.once
         op = ProgramStep(leg.value + layer_label(each), each.call.block, phase == BACKWARD,
                           self._read(leg.value, leg.source, each, phase), [storage],
                           repeatable=False, workspace_bytes=round(leg.result_bytes) if gathered else 0)
         self.copies[leg.value, key[1], leg.target] = storage
         if leg.once:
             self.returned.add(storage)
-        if made is None:
+        if made is None and leg.once:
+            self.segments[0][1].insert(0, op)
+        elif made is None:
             self.gathered.add(storage)
             ranks = leg.hops[-1].ranks
             self._prefetch(op, leg.result_bytes / ranks if ranks > 1 and gathered else 0.0, each.group != OUTSIDE)

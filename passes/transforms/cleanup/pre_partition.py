@@ -8,6 +8,7 @@ from torch import fx
 
 from passes import compat
 from passes.base import TransformPass
+from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
 from passes.op_rules.rule_table import is_random
 from passes.registry import register
 
@@ -29,12 +30,14 @@ class InductorJoint(TransformPass):
 class TagPhases(TransformPass):
     """Tags as forward exactly the nodes that forward outputs need, and random ops of forward whether they are
     needed or not: the default partitioner goes by tag and position, and treats everything before the last node tagged forward
-    as computed by then (so nothing is held back for backward here). Needed forward nodes are moved before nodes that depend on
-    tangents: AOTAutograd traces views of a mutated input, which are outputs, last."""
+    as computed by then, so nothing is held back for backward here, unless `holds_back`, for another partitioner. Needed
+    forward nodes are moved before nodes that depend on tangents: AOTAutograd traces views of a mutated input, which are
+    outputs, last."""
 
     name = "tag_phases"
 
     forward_outputs: int = 0
+    holds_back: bool = False
 
     def run(self, graph_module: fx.GraphModule) -> bool:
         (output,) = graph_module.graph.find_nodes(op="output")
@@ -49,7 +52,8 @@ class TagPhases(TransformPass):
                     needed.add(node)
                     stack.append(node)
         for node in graph_module.graph.nodes:
-            if node.op == "call_function":
+            held = self.holds_back and node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE and node not in needed
+            if node.op == "call_function" and not held:
                 node.meta["partitioner_tag"] = "is_forward" if node in needed else "is_backward"
         _move_forward(graph_module.graph, needed)
         return True

@@ -1,6 +1,7 @@
 """Compute loop invariants once before the microbatch loop, for forward and backward of all microbatches.
 
-A second gather in backward would also run before the loop: the parameter is unsharded all the time then anyway.
+A second gather in backward would also run before the loop: the parameter is unsharded all the time then anyway. Only a
+parameter that each microbatch gathers (`passes.transforms.comm.repeat_gathers`) is gathered again in backward.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -13,7 +14,7 @@ from torch.fx import GraphModule
 from passes.base import TransformPass
 from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE
 from passes.registry import register
-from passes.transforms.microbatch.loop_markers import COLLECTS, TAKE
+from passes.transforms.microbatch.loop_markers import COLLECTS, ENTERS
 
 
 @register
@@ -28,7 +29,7 @@ class MoveLoopInvariants(TransformPass):
         changed = False
         for node in graph_module.graph.nodes:
             tangent = node.op == "placeholder" and node.name.startswith("tangents")
-            if tangent or node.target is TAKE or node.target in COLLECTS or later.intersection(node.all_input_nodes):
+            if tangent or node.target in ENTERS or node.target in COLLECTS or later.intersection(node.all_input_nodes):
                 later.add(node)
             elif node.meta.get("partitioner_tag") == BACKWARD_ON_PURPOSE:
                 node.meta["partitioner_tag"] = "is_forward"

@@ -2,6 +2,7 @@
 there.
 
     take(x)         this microbatch's rows of x; in the loop
+    again(x)        all of x; what is computed from it is computed in the loop, for each microbatch
     put_together(x) concatenated rows of all microbatches; after the loop
     add_up(x)       the sum over all microbatches; after the loop
 
@@ -15,13 +16,15 @@ from collections.abc import Sequence
 import torch
 
 torch.library.define("hpml::take", "(Tensor x, int[] apart, int dim, int[] size) -> Tensor")
+torch.library.define("hpml::again", "(Tensor x) -> Tensor")
 torch.library.define("hpml::put_together", "(Tensor x, int[] apart, int dim, int[] size) -> Tensor")
 torch.library.define("hpml::add_up", "(Tensor x) -> Tensor")
 
 TAKE = torch.ops.hpml.take.default
+AGAIN = torch.ops.hpml.again.default
 PUT_TOGETHER = torch.ops.hpml.put_together.default
 ADD_UP = torch.ops.hpml.add_up.default
-COLLECTS = (PUT_TOGETHER, ADD_UP)
+ENTERS, COLLECTS = (TAKE, AGAIN), (PUT_TOGETHER, ADD_UP)
 
 
 def taken(x: torch.Tensor, apart: Sequence[int], dim: int, size: Sequence[int], number: int) -> torch.Tensor:
@@ -45,6 +48,7 @@ def _fake_put_together(x: torch.Tensor, apart: Sequence[int], dim: int, size: Se
     return x.new_empty(size)
 
 
+@torch.library.register_fake("hpml::again")
 @torch.library.register_fake("hpml::add_up")
-def _fake_add_up(x: torch.Tensor) -> torch.Tensor:
+def _fake_same(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.preserve_format)

@@ -1,8 +1,9 @@
 """Split a graph with loop markers into the prologue, the body and the epilogue of the loop over microbatches.
 
-Readers of a take are in the body, readers of collected values in the epilogue, all else in the prologue. Each part has calls
-that wait for backward: those that depend on a tangent. The body's halves stay one joint graph, partitioned like any other;
-values pass between parts by node names. Calls without operands (zeros, masks) are copied into each part that reads them.
+Readers of a take, or of an again, are in the body, readers of collected values in the epilogue, all else in the prologue. Each
+part has calls that wait for backward: those that depend on a tangent. The body's halves stay one joint graph, partitioned like
+any other; values pass between parts by node names. Calls without operands (zeros, masks) are copied into each part that reads
+them.
 """
 # FX types a node's arguments as a union of everything an argument can be.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -21,7 +22,7 @@ from passes.graph.fx_nodes import BACKWARD_ON_PURPOSE, memory_of
 from passes.graph.graph_copy import copy_graph
 from passes.graph.loops.loop_parts import GraphFragment, LoopInput, LoopOutput, LoopSplit, MicrobatchRows
 from passes.op_rules.recomputable import is_recomputable
-from passes.transforms.microbatch.loop_markers import ADD_UP, COLLECTS, TAKE
+from passes.transforms.microbatch.loop_markers import ADD_UP, COLLECTS, ENTERS
 from passes.transforms.rewriting.call_inserter import CallInserter
 
 aten = torch.ops.aten
@@ -86,7 +87,7 @@ class _LoopSplitter:
         parts = {self.part[x] for x in node.all_input_nodes}
         if node.op == "output" or node.target in COLLECTS:
             return LoopPart.AFTER
-        if node.target is TAKE or LoopPart.LOOP in parts:
+        if node.target in ENTERS or LoopPart.LOOP in parts:
             if LoopPart.AFTER in parts:
                 raise HpmlError(f"{node.name} in the loop needs what is there after it", "microbatches",
                                 "this is a mistake in the pass that places operations in time")
@@ -99,7 +100,7 @@ class _LoopSplitter:
         before, after = ([node for node in calls if self.part[node] is part and node not in set(collects)]
                          for part in (LoopPart.BEFORE, LoopPart.AFTER))
         before = [node for node in before if node not in self.constants or node in self.returned
-                  or any(user.target is TAKE for user in node.users)]
+                  or any(user.target in ENTERS for user in node.users)]
         loop = [node for node in calls if self.part[node] is LoopPart.LOOP]
         body, reads, late = self._body(loop, collects)
         forward, backward = (tuple(_collected(node) for node in collects if self.late[node] == back) for back in (False, True))
@@ -133,11 +134,11 @@ class _LoopSplitter:
 
     def _body(self, loop: Sequence[Node], collects: Sequence[Node]) -> tuple[GraphModule, tuple[LoopInput, ...],
                                                                              tuple[LoopInput, ...]]:
-        takes = [node for node in loop if node.target is TAKE]
+        takes = [node for node in loop if node.target in ENTERS]
         forward = _needed([node.args[0] for node in collects if not self.late[node]])
         # Forward before everything else: partitioners treat nodes before a forward node as computed by then.
         inside = self._with_constants([*loop, *collects])
-        inside = sorted((node for node in inside if node.target is not TAKE and node not in collects),
+        inside = sorted((node for node in inside if node.target not in ENTERS and node not in collects),
                         key=lambda node: node not in forward)
         ends = [node.args[0] for back in (False, True) for node in collects if self.late[node] == back]
         own = set(inside)
@@ -159,10 +160,10 @@ class _LoopSplitter:
         return gm, early, late
 
     def _as_read(self, node: Node) -> LoopInput:
-        if node.target is not TAKE:
+        if node.target not in ENTERS:
             return LoopInput(node.name)
         x, *rows = node.args
-        return LoopInput(x.name, _rows(*rows))
+        return LoopInput(x.name, _rows(*rows) if rows else None)
 
     def _own_memory(self, gm: GraphModule, ends: Sequence[Node], late: Sequence[bool]) -> None:
         """Gradients are accumulated in place: they get memory of their own."""

@@ -1,6 +1,8 @@
 """Plans that a table offers -> the one that is taken."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpml_compiler.planner.graph.graph_planning import PlanResult
@@ -43,8 +45,9 @@ class Table:
         row = self.plans[planned.record.name]
         if row.get("not_alike"):
             raise LayersDiffer
-        return CheckpointDecision(frozenset(), 1, row["again_us"], 0, row["above"], 0, self.left - row["state"], 0.0,
+        kept = CheckpointDecision(frozenset(), 1, row["again_us"], 0, row["above"], 0, self.left - row["state"], 0.0,
                                   after_bytes=row.get("stepping", 0))
+        return replace(planned, kept=kept)
 
     def answer(self, budget, others=0.0):
         return self.planned(budget, others).record.name
