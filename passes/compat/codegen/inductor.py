@@ -147,14 +147,16 @@ def _from_both_ends(minimum_cut: Any) -> Any:
 
 
 def split_by_tags(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:
-    """Forward and backward graph by tags: nodes tagged `is_backward` go to backward, and their other operands
-    are saved."""
+    """Forward and backward graph by tags: nodes tagged `is_backward` go to backward. Their other operands are saved, and what
+    backward only returns, such as a value of forward that backward of another stage reads."""
     from torch._functorch.partitioners import _extract_fwd_bwd_modules
 
     backward = {node for node in joint.graph.nodes if node.meta.get("partitioner_tag") == "is_backward" or (
         node.op == "placeholder" and "tangents" in str(node.target))}
-    read = dict.fromkeys(x for node in joint.graph.nodes if node in backward for x in node.all_input_nodes
-                         if x not in backward and x.op != "get_attr")
+    (output,) = joint.graph.find_nodes(op="output")
+    passed_on = [x for x in output.args[0][forward_outputs:] if isinstance(x, torch.fx.Node)]
+    operands = [x for node in joint.graph.nodes if node in backward for x in node.all_input_nodes]
+    read = dict.fromkeys(x for x in (*operands, *passed_on) if x not in backward and x.op != "get_attr")
     tensors, numbers = [], []
     for x in read:
         (tensors if isinstance(x.meta.get("val"), torch.Tensor) else numbers).append(x)

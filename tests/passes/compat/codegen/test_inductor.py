@@ -71,3 +71,19 @@ def test_a_graph_module_becomes_code_when_it_is_called():
     assert gm._needs_recompile()
     torch.testing.assert_close(gm(X), X.sin() + 1)
     assert not gm._needs_recompile()
+
+
+def test_backward_returns_values_of_forward():
+    """A pipeline stage sends back what backward of the stage before reads, which may need no gradient."""
+    def stage(primals_1, tangents_1):
+        normed = primals_1.sin()
+        return normed * 2, tangents_1 * normed, normed.cos()
+
+    tangents = X.cos()
+    joint = make_fx(stage, tracing_mode="fake")(X, tangents)
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = "is_backward" if node.name == "mul_1" else "is_forward"
+    forward, backward = compat.split_by_tags(joint, 1)
+    result, *saved = forward(X)
+    torch.testing.assert_close((result, *backward(*saved, tangents)), stage(X, tangents))
