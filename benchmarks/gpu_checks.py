@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 HERE = Path(__file__).resolve().parent
 NEEDED = ("pulp", "highspy", "pydantic", "rich", "typer", "networkx", "sympy", "psutil", "packaging", "numpy")
@@ -136,12 +136,12 @@ def trained(models: ModuleType, name: str, device: str, exact: bool, options: di
     return losses, {key: value.detach().cpu() for key, value in model.state_dict().items()}
 
 
-class SmallerFloats(TorchDispatchMode):
-    """Notes whether an operation makes floating-point numbers of fewer than 64 bits."""
+class SmallerFloats(TorchFunctionMode):
+    """Notes whether a call makes floating-point numbers of fewer than 64 bits."""
 
     found = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self.found |= any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.itemsize < 8
                           for leaf in (made if isinstance(made, (tuple, list)) else (made,)))
@@ -264,8 +264,8 @@ def large_model(name: str, device: str) -> tuple[nn.Module, dict[str, Any]]:
 
 BUDGETS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt": {
-        "ample": {"memory_budget": "64GiB"}, "0.8": {"share": 0.8}, "0.6": {"share": 0.6}, "0.5, offload": {
-            "share": 0.5, "offload": "saved"}, "full recomputation": {"recompute": "full"},
+        "ample": {"memory_budget": "64GiB"}, "0.8": {"share": 0.8}, "0.6": {"share": 0.6},
+        "0.5, offload": {"share": 0.5, "offload": "saved"}, "full recomputation": {"recompute": "full"},
         "2 microbatches": {"microbatches": 2}, "2 microbatches, 0.8": {"microbatches": 2, "share": 0.8}},
     "convnet": {"ample": {"memory_budget": "64GiB"}, "0.8": {"share": 0.8}, "0.6": {"share": 0.6}},
 }

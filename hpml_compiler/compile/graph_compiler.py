@@ -32,6 +32,7 @@ from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.memory_budget import StepContext
 from hpml_compiler.planner.pipeline.stage_halves import warn_without_stages
 from hpml_compiler.planner.step_decision import DecidedStep
+from hpml_compiler.plans.schema import BlocksReport
 from hpml_compiler.runtime.consistency.rank_sync import CompiledTogether
 from hpml_compiler.runtime.placements.single_rank_placement import owner_of
 from hpml_compiler.runtime.placements.unsharded_params import UnshardedInputs
@@ -90,12 +91,16 @@ class GraphCompiler:
         takes = self._metadata()
         record = self.entry.record
         if record is not None:
-            record.blocks.update((self.lowering if self.program is None else self.program).reports)
+            record.blocks.update(self._reports)
         if record is not None or self.program is not None:
             session.save_plan()  # again, now with the reports of regional compilation
         self.earlier.keep(takes)
         return runtime_wrapper(self.name, function, self.gm, self.given, self.inputs, takes, self.axes, self.holding,
                                self.entry.watched, self.options)
+
+    @property
+    def _reports(self) -> dict[str, BlocksReport]:
+        return (self.lowering if self.program is None else self.program).reports
 
     @property
     def axes(self) -> dict[str, int]:
@@ -244,7 +249,7 @@ class GraphCompiler:
             self.entry.watch()
             return None
         source = PlanSource(traced, self.options, self.cluster, decision, decided.planned, self.sharing)
-        self.entry.enter_later(source, decision, (self.lowering if self.program is None else self.program).reports)
+        self.entry.enter_later(source, decision, self._reports)
         return source
 
     def _metadata(self) -> RuntimeMetadata:
@@ -292,4 +297,4 @@ class GraphCompiler:
             if this_rank() == 0:
                 warn_without_stages(self.name, "as in an earlier launch")
         if packed is not None:
-            self.entry.enter_later(packed, decision, (self.lowering if self.program is None else self.program).reports)
+            self.entry.enter_later(packed, decision, self._reports)

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from hpml_compiler.plan_api.model_plan import Plan
 from hpml_compiler.planner.checkpointing.checkpointing_choice import with_checkpointing
 from hpml_compiler.planner.checkpointing.single_device_checkpointing import (
     checkpoint_single_device,
@@ -83,7 +84,7 @@ def _on_one_device(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement |
     _warn_unmatched(step)
     options, outputs, loop = step.options, step.outputs, None
     if not ranks.running:
-        _saved_checkpointing(step)
+        _checkpointing_of(options.load_plan(), step)
     pinned = given_checkpointing(options, lambda: step.annotated.hash()) if strict else None
     if times is None:
         find = partial(checkpoint_single_device, step.joint(), outputs, sharing, step.cluster, pinned, step.folded)
@@ -98,24 +99,25 @@ def _on_one_device(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement |
 
 def _on_devices(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | None) -> DecidedStep:
     options = step.options
-    given = _saved_repeats(step)
-    trial = DryRun(step, times, given) if step.sharing is not None and step.forward_outputs is not None else None
+    given = options.load_plan()
+    repeats = _repeats_of(given, step)
+    trial = DryRun(step, times, repeats) if step.sharing is not None and step.forward_outputs is not None else None
     if trial is not None:
         _warn_unmatched(step)
 
     def finish(planned: PlanResult) -> GraphPlan:
         record = planned.record if step.folded is None else step.folded.of_all_layers(planned.record)
         if times is not None:
-            choice = GatherChoice(record, step.annotated, times, step.cluster, options, given)
+            choice = GatherChoice(record, step.annotated, times, step.cluster, options, repeats)
             limit = memory_limit(options, step.cluster)
             record = choice.within(limit)[1] if planned.repeats is None else choice.record_of(planned.repeats)
         return record if planned.kept is None else with_checkpointing(record, planned.kept, options)
 
     fitting = FittingSearch(options, step.cluster, finish, memory_model_in_time(times, loss_of(step.annotated.gm) is not None))
     request = PlacementRequest(step.annotated, options, step.cluster, step.name, step.fixed_mesh, step.rows,
-                               options.load_plan(), folded=step.folded, times=times)
+                               given, folded=step.folded, times=times)
     planned, record = ranks.place(request, lambda request: request.place(
-        step.allowance, fitting, trial, _saved_checkpointing(step), hurried=ranks.running))
+        step.allowance, fitting, trial, _checkpointing_of(given, step), hurried=ranks.running))
     gathers = repeats_in(record.microbatches, step.annotated.interface.names)
     decision = StepDecision(planned.mesh, planned.decision, times, gathers, checkpointing=planned.kept,
                             pinned=pinned_by(options))
@@ -125,7 +127,7 @@ def _on_devices(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | No
 def _in_stages(step: StepProblem, ranks: Ranks, times: MicrobatchPlacement | None) -> DecidedStep:
     """Decide the placements inside a stage, where it has several ranks. The stages are found in the loop that is cut out."""
     options, cluster, planned = step.options, step.cluster, None
-    _saved_checkpointing(step)
+    _checkpointing_of(options.load_plan(), step)
     table = schedule_of(options, 1 if times is None else times.microbatches)
     finish = None if step.traced is None else cut_plan_of(step, times)
 
@@ -178,16 +180,14 @@ def _warn_unmatched(step: StepProblem) -> None:
                     ", ".join(blocks[:8]) or "none: it has no list of layers")
 
 
-def _saved_repeats(step: StepProblem) -> LoopGathers | None:
-    """Collectives of parameters that each microbatch repeats in the plan that the options give."""
-    given = step.options.load_plan()
+def _repeats_of(given: Plan | None, step: StepProblem) -> LoopGathers | None:
+    """Collectives of parameters that each microbatch repeats in the given plan."""
     graph = None if given is None else next((each for each in given.graphs if each.graph_hash == step.annotated.hash()), None)
     return None if graph is None else repeats_in(graph.microbatches, step.annotated.interface.names)
 
 
-def _saved_checkpointing(step: StepProblem) -> CheckpointingPlan | None:
-    """Checkpointing of the plan that the options give. Raises PlanMismatch where that is not a plan of this graph."""
-    given = step.options.load_plan()
+def _checkpointing_of(given: Plan | None, step: StepProblem) -> CheckpointingPlan | None:
+    """Checkpointing of the given plan. Raises PlanMismatch where that is not a plan of this graph."""
     if given is None or not step.annotated.interface.training:
         return None
     return given.check(step.annotated.hash(), torch.__version__, step.cluster.world_size).kept

@@ -19,6 +19,9 @@ RULED = ("flex_attention", "flex_attention_backward")
 """Higher-order operators whose graphs a rule looks into."""
 
 
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
 def is_opaque(node: Node) -> bool:
     """True if a `call_function` node must be copied as it is, with whole operands."""
     known = str(node.target) in RULED
@@ -27,13 +30,10 @@ def is_opaque(node: Node) -> bool:
     leaves = pytree.tree_leaves((node.args, node.kwargs), is_leaf=lambda x: isinstance(x, Node))
     values = [x.meta.get("val") for x in leaves if isinstance(x, Node) and not (known and x.op == "get_attr")]
     parts = [part for _, part in leaves_of(node.meta.get("val")) if part is not None]
-    if parts and not is_plain(node.meta["val"]) and not any(isinstance(x.meta.get("val"), NUMBERS) for x in node.users):
+    if not any(isinstance(x.meta.get("val"), NUMBERS) for x in node.users):
         # Numbers that nobody reads: kernels of attention on GPUs return the lengths of their operands.
         parts = [part for part in parts if not isinstance(part, NUMBERS)]
     return not parts or not all(map(is_plain, values)) or not all(map(is_plain, parts))
-
-
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def is_plain(value: Any) -> bool:

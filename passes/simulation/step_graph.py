@@ -96,7 +96,7 @@ class Transfer:
         return any(hop.bytes for hop in self.hops)
 
     def runs(self, microbatches: int) -> int:
-        """How often it runs in a step."""
+        """Number of runs in a step."""
         return 1 if self.once or self.gradient and not self.each else microbatches
 
 

@@ -46,7 +46,7 @@ def options_of(chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_meant(chosen: dict[str, Any]) -> bool:
-    """Whether a user may mean this combination: options that need others have them."""
+    """True if a user may mean this combination: options that need others have them."""
     stages = chosen["mesh"].get("pp", 1)
     if (chosen["schedule"] != "auto" and stages == 1) or (chosen["offload"] == "saved" and chosen["memory_budget"] is None):
         return False

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from hpml_compiler.options import Options
 from hpml_compiler.planner.graph.graph_planning import solver_options
-from hpml_compiler.planner.graph.microbatch_estimate import in_time
+from hpml_compiler.planner.graph.microbatch_estimate import in_time, likeness
 from hpml_compiler.planner.graph.plan_assembly import with_peak
 from hpml_compiler.plans.pipeline_records import MicrobatchPlan
 from hpml_compiler.plans.schema import GraphPlan
@@ -23,7 +23,6 @@ from hpml_compiler.simulate.local_sizes import values_of_parameters
 from hpml_compiler.simulate.plan_prices import PlannedPrices
 from hpml_compiler.simulate.plan_step_graph import step_graph
 from passes.graph.analyzed_graph import AnalyzedGraph
-from passes.graph.placement_graph import block_class
 from passes.hardware.cluster import Cluster
 from passes.sharding.loop_gathers import ONCE, LoopGathers, repeatable_gathers, repeatable_reductions
 from passes.sharding.microbatch_axis import MicrobatchPlacement
@@ -116,7 +115,7 @@ class GatherChoice:
 
     def us(self, repeats: LoopGathers) -> float:
         """Time of a step that the repetitions take."""
-        return sum(group.us for group in self._groups(True) if set(group.names) <= set(
+        return sum(group.us for group in self._all_groups if set(group.names) <= set(
             repeats.reduced if group.reduces else repeats.gathered))
 
     @property
@@ -131,7 +130,7 @@ class GatherChoice:
     @cached_property
     def groups(self) -> list[ParameterGroup]:
         """Groups with a choice."""
-        return self._groups(self.options.gather == "auto")
+        return [group for group in self._all_groups if group.reduces or self.options.gather == "auto"]
 
     def solved(self, limit: float, kinds: tuple[bool, ...] = (False, True)) -> LoopGathers:
         """The solution of the integer program about these kinds of groups, by `reduces`."""
@@ -177,11 +176,13 @@ class GatherChoice:
                 found[here] = max(found.get(here, 0), nbytes)
         return found
 
-    def _groups(self, gathers: bool) -> list[ParameterGroup]:
+    @cached_property
+    def _all_groups(self) -> list[ParameterGroup]:
+        """Groups with a choice, and those whose gathers the options pin."""
         once, each = self._step_graph(ONCE), self._step_graph(LoopGathers(self._gathers, self._reductions))
         found = []
         for reduces, names in ((False, self._gathers), (True, self._reductions)):
-            for group in self._alike(names) if gathers or reduces else ():
+            for group in self._alike(names):
                 values = self._gradients(group) if reduces else self._group_of_value([ParameterGroup(reduces, group, 0, 0)])
                 first, second = ([leg for leg in graph.legs if leg.value in values and leg.gradient == reduces
                                   and leg.communicates] for graph in (once, each))
@@ -196,7 +197,7 @@ class GatherChoice:
         record = self.record_of(repeats)
         return step_graph(record, PlannedPrices(record))
 
-    @property
+    @cached_property
     def _gathers(self) -> tuple[str, ...]:
         """Those that are gathered in the graph."""
         names, roots = self.annotated.interface.names, values_of_parameters(self.record, self.record.parameters)
@@ -204,7 +205,7 @@ class GatherChoice:
                     if not move.held and any(hop.collective == "all_gather" for hop in move.hops)}
         return tuple(sorted(name for name in repeatable_gathers(self.annotated.graph, self.times) if names[name] in gathered))
 
-    @property
+    @cached_property
     def _reductions(self) -> tuple[str, ...]:
         """Those whose gradients are scattered when they are reduced."""
         names, own = self.annotated.interface.names, self.record.parameters
@@ -217,8 +218,7 @@ class GatherChoice:
         found: dict[object, list[str]] = defaultdict(list)
         for name in names:
             path = self.annotated.interface.names[name]
-            own = self.record.parameters[path]
-            found[block_class(path), own.shape, own.dtype, own.placements].append(name)
+            found[likeness(path, self.record.parameters[path])].append(name)
         return [tuple(group) for group in found.values()]
 
     def _group_of_value(self, groups: Sequence[ParameterGroup]) -> dict[str, int]:

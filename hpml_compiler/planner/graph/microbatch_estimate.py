@@ -81,12 +81,12 @@ def _with_repeats(record: GraphPlan, said: MicrobatchPlan, repeats: LoopGathers,
 
 def _of_all_layers(record: GraphPlan, names: Collection[str], traced: Collection[str]) -> tuple[str, ...]:
     """These parameters, and those of layers that were not traced which are like them."""
-    alike = {_alike(name, record.parameters[name]) for name in names if name in record.parameters}
+    alike = {likeness(name, record.parameters[name]) for name in names if name in record.parameters}
     return tuple(name for name, own in record.parameters.items()
-                 if name in names or name not in traced and _alike(name, own) in alike)
+                 if name in names or name not in traced and likeness(name, own) in alike)
 
 
-def _alike(name: str, parameter: ParameterPlan) -> tuple[object, ...]:
+def likeness(name: str, parameter: ParameterPlan) -> tuple[object, ...]:
     """Equal for parameters of equal layers that are stored alike."""
     return block_class(name), parameter.shape, parameter.dtype, parameter.placements
 

@@ -54,7 +54,7 @@ class LayerMemory:
         self.known_around: dict[frozenset[tuple[int, int]], LoopMemory] = {}
 
     def decisions(self, rank: int, memory: GraphMemory) -> dict[int, CheckpointDecision]:
-        """What each stage of a rank saves, and its memory. memory: of the rank besides what its stages save."""
+        """Decisions for the stages of a rank, by stage. memory: of the rank besides what its stages save."""
         own = [k for k in range(self.table.stages) if self.table.ranks[k] == rank]
         room, around = self.found.sharing.room(memory), self._around(own)
         moments = moments_of(self.table, rank, self.at_once)

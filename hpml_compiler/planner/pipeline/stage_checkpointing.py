@@ -218,7 +218,7 @@ class StageCheckpointing:
         return None if None in found else tuple(each for each in found if each is not None)
 
     def as_partitioned(self, halves: Sequence[StageHalves]) -> tuple[CheckpointDecision, ...]:
-        """What all stages save, and their memory, as torch's partitioner has split them. halves: of all stages."""
+        """Decisions for all stages that save what torch's partitioner saves. halves: of all stages."""
         table, found = self.step.table, dict[int, CheckpointDecision]()
         for rank in range(len(table.actions)):
             own = self.stages_of(rank)

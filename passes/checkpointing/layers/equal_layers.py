@@ -80,8 +80,8 @@ def _alike(found: MemoryTrace, layers: Sequence[Layer], budget_bytes: float, loo
 
 
 def _variants(found: MemoryTrace, layers: Sequence[Layer]) -> list[Variant]:
-    """What layers save by `found`, the most frequent first; nothing but what others read or nothing can recompute; and all
-    that backward reads."""
+    """Variants of a layer to try: those in `found`, the most frequent first; the smallest, which saves only what other layers
+    read or nothing can recompute; and the largest, which saves all that backward reads."""
     tape = found.tape
     own = [frozenset(layer) for layer in layers]
     bound, wanted, handed_on = set[int](), set[int](), set[int]()

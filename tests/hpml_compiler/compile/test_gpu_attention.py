@@ -15,7 +15,7 @@ from tests.passes.op_rules.families import test_attention as stand_ins
 
 WIDTH, HEADS, ROWS, LENGTH = 32, 4, 8, 12
 KERNELS = {"flash": 8, "cudnn": 11}
-"""Where backward is told the lengths of queries and keys."""
+"""Kernels, each with the position of the lengths of queries and keys among the arguments of backward."""
 
 
 class Attention(nn.Module):

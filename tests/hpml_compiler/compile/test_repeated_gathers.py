@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from hpml_compiler.session import session
 from tests.helpers.frozen import fresh
 from tests.helpers.peaks import least_peak
+from tests.hpml_compiler.compile.test_zero import Block
 
 WIDTH, ROWS, BLOCKS, MICROBATCHES = 192, 32, 3, 2
 PARAMETERS = 6 * BLOCKS
@@ -19,20 +20,11 @@ OPTIONS: dict[str, Any] = {"compiler": "eager", "mesh": {"dp": 2}, "zero": 3, "m
 X = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH).sin()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
