@@ -16,6 +16,7 @@ from hpml_compiler.integrations import transformers
 from hpml_compiler.integrations.rank_zero_gather import barrier, gathered, gathered_states, holds_placed
 from hpml_compiler.options import DefaultOptions, Options
 from hpml_compiler.runtime.process.world_group import ensure_process_group
+from passes import compat
 from passes.errors import BadInput, MissingDependency
 from passes.session_state import state_of
 
@@ -46,7 +47,7 @@ def one_device(**options: Any) -> None:
         raise BadInput("accelerate has counted the ranks already", "hpml_compiler.one_device()",
                        "call it at the start of the script, before an Accelerator or TrainingArguments are made")
     PartialState._reset_state()
-    _wrap(PartialState, "__init__", _as_main_process)
+    compat.replace_for_good({"PartialState.__init__": compat.wrapping(_as_main_process)})
     watch_saves()
 
 
@@ -73,7 +74,6 @@ def _as_main_process(original: Callable[..., None]) -> Callable[..., None]:
 @functools.cache
 def watch_saves() -> None:
     """Patch Accelerator: `save_state`, `save_model` and `get_state_dict` gather sharded tensors, and `load_state` shards."""
-    from accelerate import Accelerator, checkpointing
 
     def get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: gathered(original(self, *args, **kwargs))
@@ -87,9 +87,9 @@ def watch_saves() -> None:
 
         return save
 
-    _wrap(Accelerator, "get_state_dict", get_state_dict)
-    _wrap(Accelerator, "save_state", save_state)
-    _wrap(checkpointing, "load_model", _into_placed)  # of safetensors, which needs the storage of every parameter
+    compat.replace_for_good({
+        "Accelerator.get_state_dict": compat.wrapping(get_state_dict), "Accelerator.save_state": compat.wrapping(save_state),
+        "checkpointing.load_model": compat.wrapping(_into_placed)})  # safetensors needs the storage of each parameter
 
 
 def _into_placed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,11 +113,6 @@ def _into_placed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _memory(tensor: torch.Tensor) -> int:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
-
-
-def _wrap(kind: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(kind, name)
-    setattr(kind, name, functools.wraps(original)(make(original)))
 
 
 def _know_the_backend() -> None:

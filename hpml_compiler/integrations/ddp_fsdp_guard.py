@@ -44,7 +44,7 @@ def watch_ddp() -> None:
             cls = _class_for(cls, module)
         return object.__new__(cls)
 
-    DistributedDataParallel.__new__ = new
+    compat.replace_for_good({"DistributedDataParallel.__new__": lambda _: new})
 
 
 def _class_for(cls: type, module: nn.Module) -> type:
@@ -66,41 +66,44 @@ def _class_for(cls: type, module: nn.Module) -> type:
 
 def watch_compiled_modules() -> None:
     """Patch compiled modules so that `torch.compile(module, backend="hpml")` checks the module for wrappers."""
-    watch_fsdp()
-    kind = compat.compiled_module_type()
-    if kind is None or getattr(kind.__init__, "_hpml", False):  # Dynamo is not loaded, or watched already
-        return
-    original = kind.__init__
-
-    @functools.wraps(original)
-    def init(self: Any, module: nn.Module, context: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, module, context, *args, **kwargs)
-        if several_ranks() and is_split(self):
-            _before_compiling(module)
-            uncompiled_models.report_after_first_call(self)
-
-    init._hpml = True  # type: ignore[attr-defined]
-    kind.__init__ = init
-
-
-def watch_fsdp() -> None:
-    """Patch FullyShardedDataParallel to reject models compiled with this backend, and `fully_shard` to reject placed
-    parameters. (Scripts import `fully_shard` by name: before parameters are placed, it is detected at the next compilation.)"""
     compat.on_fully_shard(_before_sharding)
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if kind is None or getattr(kind.__init__, "_hpml", False):
-        return
-    original = kind.__init__
+    if getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None) is not None:
+        _watch_fsdp()
+    if compat.compiled_module_type() is not None:  # Dynamo is loaded
+        _watch_compiled_modules()
 
-    @functools.wraps(original)
-    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if several_ranks() and any(is_split(inner) for inner in module.modules()):
-            raise BadInput("FullyShardedDataParallel is put around a model compiled with backend='hpml'",
-                           "FullyShardedDataParallel", REMEDY)
-        original(self, module, *args, **kwargs)
 
-    init._hpml = True  # type: ignore[attr-defined]
-    kind.__init__ = init
+@functools.cache
+def _watch_compiled_modules() -> None:
+    def checking(original: Any) -> Any:
+        @functools.wraps(original)
+        def init(self: Any, mod: nn.Module, dynamo_ctx: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, mod, dynamo_ctx, *args, **kwargs)
+            if several_ranks() and is_split(self):
+                _before_compiling(mod)
+                uncompiled_models.report_after_first_call(self)
+
+        return init
+
+    compat.replace_for_good({"OptimizedModule.__init__": checking})
+
+
+@functools.cache
+def _watch_fsdp() -> None:
+    """Patch FullyShardedDataParallel to reject models compiled with this backend, as `fully_shard` rejects placed parameters.
+    (Scripts import `fully_shard` by name: before parameters are placed, it is detected at the next compilation.)"""
+
+    def checking(original: Any) -> Any:
+        @functools.wraps(original)
+        def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if several_ranks() and any(is_split(inner) for inner in module.modules()):
+                raise BadInput("FullyShardedDataParallel is put around a model compiled with backend='hpml'",
+                               "FullyShardedDataParallel", REMEDY)
+            original(self, module, *args, **kwargs)
+
+        return init
+
+    compat.replace_for_good({"FullyShardedDataParallel.__init__": checking})
 
 
 def _before_sharding(parameter: Any) -> None:

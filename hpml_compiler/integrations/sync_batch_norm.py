@@ -6,12 +6,14 @@ every row would be counted once per rank; on CPU torch does not support it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from passes import compat
 from passes.errors import BadInput
 
 GLOBAL = "_hpml_global_batch"
@@ -25,18 +27,20 @@ def use_global_batch(name: str, layer: nn.SyncBatchNorm) -> None:
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
         raise BadInput("SyncBatchNorm is given a process group that has not all ranks: in a model that hpml splits, statistics "
                        "are those of the global batch", f"`{name}`", "leave process_group out, or use nn.GroupNorm")
-    _watch()
+    _watch_layers()
     setattr(layer, GLOBAL, True)
 
 
 @functools.cache
-def _watch() -> None:
-    original = nn.SyncBatchNorm.forward
+def _watch_layers() -> None:
+    compat.replace_for_good({"SyncBatchNorm.forward": _by_mark})
 
+
+def _by_mark(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.SyncBatchNorm, input: torch.Tensor) -> Any:
         if getattr(self, GLOBAL, False):
             return nn.BatchNorm1d.forward(self, input)  # type: ignore[arg-type]  # the forward of all BatchNorms
         return original(self, input)
 
-    nn.SyncBatchNorm.forward = forward
+    return forward

@@ -8,24 +8,17 @@ from typing import Any
 import torch
 
 from hpml_compiler.integrations.rank_zero_gather import barrier, gathered, gathered_states, holds_placed, is_first_rank
+from passes import compat
 
 
 @functools.cache
 def watch_trainers() -> None:
     """Patch Trainer to write whole checkpoints, and TrainingArguments to use one device per rank."""
-    from transformers import Trainer, TrainingArguments
-
-    _wrap(Trainer, "_save", _save)
-    _wrap(Trainer, "_save_optimizer_and_scheduler", _save_optimizer)
-    _wrap(Trainer, "_save_rng_state", _only_first)
-    _wrap(Trainer, "_save_checkpoint", _then_together)
+    for name, make in (("_save", _save), ("_save_optimizer_and_scheduler", _save_optimizer), ("_save_rng_state", _only_first),
+                       ("_save_checkpoint", _then_together)):
+        compat.replace_for_good({f"Trainer.{name}": compat.wrapping(make)})
     if torch.cuda.is_available():
-        _own_device(TrainingArguments)
-
-
-def _wrap(kind: type, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(kind, name)
-    setattr(kind, name, functools.wraps(original)(make(original)))
+        _use_own_device()
 
 
 def _save(original: Callable[..., None]) -> Callable[..., None]:
@@ -64,17 +57,20 @@ def _then_together(original: Callable[..., None]) -> Callable[..., None]:
     return save
 
 
-def _own_device(kind: Any) -> None:
+def _use_own_device() -> None:
     """Let TrainingArguments use this rank's GPU. (As a single process it would use all GPUs by DataParallel.)"""
     here = torch.device("cuda", torch.cuda.current_device())
-    given_device, given_count = kind.device, kind.n_gpu
 
-    def device(self: Any) -> torch.device:
-        found = given_device.fget(self)
-        if found.type != "cuda":
-            return found
-        torch.cuda.set_device(here)
-        return here
+    def device(original: Any) -> property:
+        def own(self: Any) -> torch.device:
+            found = original.fget(self)
+            if found.type != "cuda":
+                return found
+            torch.cuda.set_device(here)
+            return here
 
-    kind.device = property(device)
-    kind.n_gpu = property(lambda self: min(1, given_count.fget(self)))
+        return property(own)
+
+    compat.replace_for_good({
+        "TrainingArguments.device": device,
+        "TrainingArguments.n_gpu": lambda original: property(lambda self: min(1, original.fget(self)))})

@@ -20,4 +20,5 @@ from passes.compat.codegen.inductor import *
 from passes.compat.execution.dtensor_internals import *
 from passes.compat.execution.eager_internals import *
 from passes.compat.execution.process_groups import *
+from passes.compat.patching.patches import NEW_PROCESS_GROUP_METHODS, PROCESS_GROUP_METHODS, replace_for_good, wrapping
 from passes.compat.patching.torch_releases import *

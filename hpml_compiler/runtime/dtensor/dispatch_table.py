@@ -79,13 +79,6 @@ COALESCED = _words("""all_gather_single_coalesced allgather_into_tensor_coalesce
     reduce_scatter_tensor_coalesced""")
 """Methods of a process group that only the end of torch's `_coalescing_manager` calls."""
 
-GROUP_METHODS = COALESCED | _words(
-    """allreduce allreduce_coalesced broadcast reduce allgather _allgather_base all_gather_single allgather_coalesced gather
-    scatter reduce_scatter _reduce_scatter_base reduce_scatter_single alltoall alltoall_base all_to_all_single send recv
-    recv_anysource"""
-)
-"""Methods of a process group that take tensors."""
-
 WRITES_UNSEEN = _words("batch_norm instance_norm native_batch_norm _native_batch_norm_legit fused_moving_avg_obs_fake_quant")
 """Ops that write running statistics without incrementing the tensor's version counter."""
 

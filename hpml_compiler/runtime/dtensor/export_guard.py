@@ -5,10 +5,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from passes import compat
 from passes.errors import BadInput
 
 
@@ -24,11 +24,11 @@ def cannot_export(by: str) -> BadInput:
 @functools.cache
 def watch_torchscript() -> None:
     """Make TorchScript refuse modules with placed parameters: it would crash, or save one rank's shards."""
-    for name in ("script", "trace"):
-        setattr(torch.jit, name, _refusing(getattr(torch.jit, name), f"torch.jit.{name}"))
+    for name in ("jit.script", "jit.trace"):
+        compat.replace_for_good({name: functools.partial(_refusing, f"torch.{name}")})
 
 
-def _refusing(function: Callable[..., Any], by: str) -> Callable[..., Any]:
+def _refusing(by: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def refusing(obj: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(obj, nn.Module) and any(isinstance(p, DTensor) for p in obj.parameters()):

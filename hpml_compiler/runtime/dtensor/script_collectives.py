@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hpml_compiler.runtime.dtensor.dispatch_table import COALESCED, GROUP_METHODS, OF_SOME_RANKS, REDUCTIONS, UNLIKE_RESULTS
+from hpml_compiler.runtime.dtensor.dispatch_table import COALESCED, OF_SOME_RANKS, REDUCTIONS, UNLIKE_RESULTS
 from hpml_compiler.runtime.dtensor.op_dispatch import GatheredArguments, gathered_value, map_tensors, store_value, tensors_in
 from hpml_compiler.runtime.dtensor.storage_access import is_everywhere
 from passes import compat
@@ -31,13 +31,12 @@ MODULE = "torch.distributed.distributed_c10d"
 @functools.cache
 def watch_collectives(kind: type) -> None:
     """Patch methods of process groups to run on the full tensors of placed tensors of this class."""
-    for name in sorted(GROUP_METHODS):
-        method = getattr(dist.ProcessGroup, name, None)
-        if method is not None:
-            setattr(dist.ProcessGroup, name, _watched(name, method, kind))
+    for name in sorted(compat.PROCESS_GROUP_METHODS | compat.NEW_PROCESS_GROUP_METHODS):
+        if name in compat.PROCESS_GROUP_METHODS or hasattr(dist.ProcessGroup, name):
+            compat.replace_for_good({f"ProcessGroup.{name}": functools.partial(_watched, name, kind)})
 
 
-def _watched(name: str, method: Callable[..., Any], kind: type) -> Callable[..., Any]:
+def _watched(name: str, kind: type, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def watched(group: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(tensor, kind) for tensor in tensors_in((args, kwargs))):

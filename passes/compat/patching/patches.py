@@ -1,4 +1,4 @@
-"""Patches: the functions of torch, and tables of functions, that hpml replaces, in one table.
+"""Patches: the functions of torch and other libraries, and tables of functions, that hpml replaces, in one table.
 
 Each entry states its purpose, the expected parameters, and the consequence without it. Before a function is replaced, its
 parameters are compared with these (the probe). Where they differ, or the function is gone, it is left as it is, with one
@@ -82,6 +82,16 @@ def _parameters(function: Any) -> Iterable[str]:
 STORES = ("rendezvous", "elastic.rendezvous.c10d_rendezvous_backend", "elastic.rendezvous.static_tcp_rendezvous")
 """Modules of torch.distributed that open stores."""
 
+PROCESS_GROUP_METHODS = frozenset((
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "send", "recv", "recv_anysource"))
+"""Methods of a process group that take tensors."""
+NEW_PROCESS_GROUP_METHODS = frozenset((
+    "all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "all_to_all_single"))
+"""Those that torch 2.11 does not have."""
+
 DECOMPOSED_WRONGLY = ("multilabel_margin_loss_forward.default",)
 """Never decomposed: a target of -1, which ends a row's targets, adds to the loss."""
 BYTES_DECOMPOSED_WRONGLY = tuple(f"{name}.{overload}" for overload in ("default", "vec") for name in (
@@ -126,6 +136,21 @@ PATCHES = {patch.name: patch for patch in (
           "kernels are not fused across calls of a library", "a step may hold up to 14 % more than its budget"),
     Patch("torch._inductor.cpu_vec_isa:valid_vec_isa_list", (),
           "vector instructions are tried only as far as one is asked for", "the first kernel takes some seconds more"),
+    *(Patch(f"torch.distributed:ProcessGroup.{method}", (), "a script's collectives on placed tensors act on the full tensors",
+            f"{method} of a process group on a placed tensor sees this rank's part", seen)
+      for methods, seen in ((PROCESS_GROUP_METHODS, ("2.11", "2.15")), (NEW_PROCESS_GROUP_METHODS, ("2.13", "2.15")))
+      for method in sorted(methods)),
+    *(Patch(f"torch.jit:{function}", ("obj",) if function == "script" else ("func",),
+            "TorchScript refuses modules with placed parameters", "TorchScript saves the part of one rank, or crashes",
+            called=f"jit.{function}") for function in ("script", "trace")),
+    Patch("torch.nn:SyncBatchNorm.forward", ("self", "input"), "SyncBatchNorm of a split model runs as BatchNorm",
+          "SyncBatchNorm counts each row once per rank"),
+    Patch("torch.nn.parallel:DistributedDataParallel.__new__", (), "DDP around a split model does nothing",
+          "DDP around a split model reduces gradients again"),
+    Patch("torch._dynamo.eval_frame:OptimizedModule.__init__", ("self", "mod", "dynamo_ctx"),
+          "`torch.compile(module)` checks the module for wrappers", "wrappers are found at the first graph"),
+    Patch("torch.distributed.fsdp:FullyShardedDataParallel.__init__", ("self", "module"),
+          "FSDP around a split model is refused", "FSDP around a split model fails later"),
     Patch("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__init__", ("self", "param"),
           "fully_shard of a placed parameter is refused", "fully_shard of a placed parameter fails later"),
     Patch("torch.distributed.elastic.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler._create_tcp_store_server",
@@ -140,11 +165,27 @@ PATCHES = {patch.name: patch for patch in (
     *(Patch(f"torch:ops.aten.{operator}.py_kernels", (), "operators are not traced through decompositions that differ",
             f"results of {operator} may differ from eager's", cache="_dispatch_cache")
       for operator in (*DECOMPOSED_WRONGLY, *BYTES_DECOMPOSED_WRONGLY)),
+    Patch("accelerate.state:PartialState.__init__", ("self", "cpu"), "accelerate sees one process and one device",
+          "one_device() has no effect on accelerate, which wraps models in DDP"),
+    *(Patch(f"accelerate:{function}", parameters, "checkpoints hold full tensors", "checkpoints hold the part of one rank")
+      for function, parameters in (("Accelerator.get_state_dict", ("self", "model")), ("Accelerator.save_state", ("self",)),
+                                   ("checkpointing.load_model", ("model", "filename")))),
+    *(Patch(f"transformers:Trainer.{function}", ("self", *parameters), "rank 0 writes checkpoints with full tensors",
+            "all ranks write checkpoints, with their parts")
+      for function, parameters in (("_save", ("output_dir", "state_dict")), ("_save_optimizer_and_scheduler", ()),
+                                   ("_save_rng_state", ()), ("_save_checkpoint", ()))),
+    *(Patch(f"transformers:TrainingArguments.{name}", (), "each rank trains on its own GPU",
+            "the Trainer of each rank uses all GPUs by DataParallel") for name in ("device", "n_gpu")),
 )}
 """By the name in its module, or the one that they are called by."""
 
 Replacing = Mapping[str, Callable[[Any], Any]]
 """Names in PATCHES, with a factory of the replacement from the original function."""
+
+
+def wrapping(make: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:
+    """Factory of a replacement with the name, the docstring and the signature of the original function."""
+    return lambda original: functools.wraps(original)(make(original))
 
 
 def replace_for_good(replacements: Replacing) -> bool:

@@ -46,6 +46,7 @@ def table(monkeypatch):
 @pytest.mark.parametrize("patch", PATCHES.values(), ids=list(PATCHES))
 def test_this_torch_is_as_the_table_says(patch):
     first, last = map(Version, patch.seen)
+    pytest.importorskip(patch.target.partition(":")[0].partition(".")[0])
     if first <= Version(".".join(torch.__version__.split(".")[:2])) <= last:
         assert patch.probe() is None
 
