@@ -34,12 +34,15 @@ class _DimCuts:
     def __init__(self, shapes: Sequence[tuple[int, ...]]):
         self.shapes = shapes
         self.cuts: dict[Place, set[int]] = {}
+        self.values: set[int] = set()
+        """Values with a cut."""
 
     def add(self, place: Place, cut: int) -> bool:
         own = self.cuts.setdefault(place, set())
         if cut in own or not _fits(own, cut, self.shapes[place[0]][place[1]]):
             return False
         own.add(cut)
+        self.values.add(place[0])
         return True
 
     def factors(self, value: int) -> Factors:
@@ -91,7 +94,8 @@ def factorize(shapes: Sequence[tuple[int, ...]], calls: Sequence[RuledCall],
     state = _DimCuts(shapes)
     for place, cut in cuts:
         state.add(place, cut)
-    places = [places_of(call) for call in calls]
+    places: dict[int, list[tuple[object, Place, int]]] = {}
+    nested: dict[int, bool] = {}  # by rule: views, which make cuts; all other calls pass them on
     readers: dict[int, list[int]] = {}
     for index, call in enumerate(calls):
         for value in {*call.inputs, *call.outputs}:
@@ -100,7 +104,14 @@ def factorize(shapes: Sequence[tuple[int, ...]], calls: Sequence[RuledCall],
     while queue:
         index = queue.popleft()
         queued[index] = False
-        for value in _relax(calls[index], places[index], state):
+        call = calls[index]
+        if id(call.rule) not in nested:
+            nested[id(call.rule)] = any(len(row) > 1 for letters in (*call.rule.inputs, *call.rule.outputs) for row in letters)
+        if not nested[id(call.rule)] and state.values.isdisjoint(call.inputs) and state.values.isdisjoint(call.outputs):
+            continue
+        if index not in places:
+            places[index] = places_of(call)
+        for value in _relax(call, places[index], state):
             for other in readers[value]:
                 if not queued[other]:
                     queued[other] = True

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from passes.annotations import Key
 from passes.graph.decision import Decision
@@ -16,6 +17,8 @@ class Operations:
 
     graph: PlacementGraph
     rules: tuple[Rule | None, ...]
+    frozen_by_contract: ClassVar[bool] = True
+    """Only read once it is built; see `passes.frozen`."""
 
     def __repr__(self) -> str:
         return repr(self.graph)

@@ -17,6 +17,7 @@ from passes.compat.aot.aot_tracing import fake_mode_of
 from passes.compat.aot.decomposition_tables import inductor_decompositions, without_wrong_decompositions
 from passes.compat.codegen.batch_cpp_kernels import deferred_cpp_kernels
 from passes.compat.codegen.cpp_warmup import wait_for_vector_instructions
+from passes.compat.codegen.quick_minimum_cut import from_both_ends
 from passes.compat.patching.patches import replaced
 from passes.session_state import state_of
 
@@ -128,7 +129,7 @@ def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, dedu
         raise _PartitionChosen(saved)
 
     try:
-        with replaced({"minimum_cut": _from_both_ends}), replaced({"_extract_fwd_bwd_modules": lambda _: stop}):
+        with replaced({"minimum_cut": from_both_ends}), replaced({"_extract_fwd_bwd_modules": lambda _: stop}):
             forward, _ = min_cut_partition(joint, (), forward_outputs, (), deduplicate=deduplicate)
     except _PartitionChosen as chosen:
         return chosen.saved
@@ -136,14 +137,6 @@ def chosen_by_min_cut(joint: torch.fx.GraphModule, forward_outputs: int, *, dedu
     (output,) = forward.graph.find_nodes(op="output")
     results = pytree.tree_leaves(output.args, is_leaf=lambda x: x is None)
     return [x for x in results[forward_outputs:] if isinstance(x, torch.fx.Node)]
-
-
-def _from_both_ends(minimum_cut: Any) -> Any:
-    """Use the algorithm of Boykov and Kolmogorov, with the same cut: that side of the sink which all maximal flows leave.
-    Sources and sinks are near each other wherever a value is worth recomputing."""
-    from networkx.algorithms.flow import boykov_kolmogorov
-
-    return functools.partial(minimum_cut, flow_func=boykov_kolmogorov)
 
 
 def split_by_tags(joint: torch.fx.GraphModule, forward_outputs: int) -> Any:
