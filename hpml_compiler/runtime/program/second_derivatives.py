@@ -41,6 +41,7 @@ def _explain(results: Iterable[Any]) -> bool:
 
 
 def _marking(first: Callable[..., Any]) -> Callable[..., Any]:
+    @compat.untraced
     def backward(ctx: Any, *gradients: Any) -> Any:
         found = first(ctx, *gradients)
         if not torch.is_grad_enabled():  # no create_graph=True
@@ -54,6 +55,7 @@ class _Marked(torch.autograd.Function):
     """A gradient whose own graph ends here."""
 
     @staticmethod
+    @compat.untraced  # in a compiled function it would become a graph, and a shard of a gradient a batch of it
     def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.detach()
 

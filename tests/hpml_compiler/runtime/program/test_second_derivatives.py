@@ -41,3 +41,15 @@ def test_a_second_derivative_says_what_to_do(take, options):
             found.backward()
         model.zero_grad()
     assert issubclass(NoSecondDerivative, RuntimeError)
+
+
+def test_taking_gradients_inside_a_compiled_function_adds_no_graph():
+    model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 1))
+    graphs = {}
+    for backend in ("aot_eager", "hpml"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        call = torch.compile(lambda x: of_input(model, model, x), backend=backend)
+        call(torch.randn(8, 16, requires_grad=True))
+        graphs[backend] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs["hpml"] == graphs["aot_eager"] > 1
