@@ -12,9 +12,12 @@ from typing import Any
 MOVED = {
     "passes.analysis": "passes.analyses",
     "passes.analysis.shapes": "passes.analyses.shapes",
+    "passes.machine": "passes.hardware",
+    "passes.machine.cluster": "passes.hardware.cluster",
     "passes.rules": "passes.op_rules",
     "passes.rules.base": "passes.op_rules.base",
     "passes.rules.table": "passes.op_rules.rule_table",
+    "passes.tracing.trace": "passes.tracing.joint_trace",
 }
 
 
